@@ -404,6 +404,24 @@ def part_turns(_: list[Result]) -> list[str]:
     ]
 
 
+def part_windows(_: list[Result]) -> list[str]:
+    """What a model with sliding layers finds for each budget, with windows and with all rows."""
+    run = load_run(RESULTS / "prefix-windows.json")
+    found = rows(run)
+    budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
+    body = [
+        [what, *(f"{number(found[f'windows/{kind}/{budget}']['value'])} %" for budget in budgets)]
+        for kind, what in (("full", "all rows kept"), ("windows", "windows"))
+    ]
+    note = run["parts"]["windows"]["notes"][0]
+    return [
+        f"Tokens of prompts found in the cache, {run['options']['trace'] or 'made up'}, keys and "
+        f"values of {note} ([raw]({run['file']})):",
+        "",
+        *table(["", *(budget.replace("G", " GB") for budget in budgets)], body),
+    ]
+
+
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
@@ -415,6 +433,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "prefixes": part_prefixes,
     "sharing": part_sharing,
     "prefix-turns": part_turns,
+    "prefix-windows": part_windows,
     "calls": part_calls,
     "slots": part_slots,
     "aims": part_aims,

@@ -13,7 +13,8 @@ is left out. Outputs are not recorded, since the trace does not have them.
   first; new blocks are taken from the front.
 
 A third, `Turns`, is the cache itself. It counts the hits whose rows were still mapped in the slot
-in which the conversation's previous turn ended.
+in which the conversation's previous turn ended. `Sliding` is the tree of a model with sliding
+layers: what prefix_cache.py says of windows, counted in units.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from pyvmem.context import Context
 from pyvmem.engine import RequestCache, Shortage
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.prefix_tree import ID_BYTES, MAX_ID, PrefixTree, TokenIds
+from pyvmem.kvcache.prefix_tree import ID_BYTES, MAX_ID, Match, PrefixTree, TokenIds
 
 __all__ = [
     "TRACE_BLOCK",
     "Blocks",
     "Cache",
     "Prompt",
+    "Sliding",
     "Tree",
     "Turns",
     "Units",
@@ -68,13 +70,11 @@ class Prompt(NamedTuple):
 
 
 class Cache(Protocol):
-    """A cache of prefixes with a budget.
+    """A cache of prefixes with a budget."""
 
-    Attributes:
-        evicted: units or blocks evicted so far.
-    """
-
-    evicted: int
+    @property
+    def evicted(self) -> int:
+        """Units or blocks evicted so far."""
 
     def serve(self, prompt: Prompt) -> int:
         """Looks a prompt up, records it, and returns the tokens that were found."""
@@ -188,6 +188,115 @@ class Tree:
     def held_bytes(self) -> int:
         """See `Cache.held_bytes`."""
         return self.tree.pages * self.unit_bytes
+
+
+class Tail(Units):
+    """Units of which sliding layers have the last `held`."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, pages: int, held: int = 0) -> None:
+        super().__init__(pages)
+        self.held = held
+
+    def split(self, units: int) -> tuple[Tail, Tail]:
+        """See `Span.split`."""
+        lower = self.pages - units
+        held = min(self.held, lower)
+        return Tail(units, self.held - held), Tail(lower, held)
+
+
+class Sliding:
+    """The tree of a model with sliding layers, with eviction at a budget.
+
+    A match ends where the sliding layers have all rows that the next token's kernels need. Prompts
+    are computed in steps, after each of which the window slides, and recorded up to the trace's
+    last whole block: a partial one tells nothing of what it begins with.
+
+    Args:
+        unit: tokens; of all layers.
+        token_bytes: keys and values of a token in all layers.
+        budget: bytes.
+        layers: how many of them slide, and all.
+        kept: tokens before the next one that sliding layers need.
+        chunk: tokens that a step computes at most.
+
+    Attributes:
+        evicted: units evicted so far.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        token_bytes: int,
+        budget: int,
+        layers: tuple[int, int],
+        kept: int,
+        chunk: int,
+    ) -> None:
+        self.tree: PrefixTree[Tail] = PrefixTree(unit)
+        self.evicted = 0
+        self._slides, self._layers = layers
+        self._layer_bytes = unit * token_bytes // self._layers  # of a unit
+        self._capacity = budget // self._layer_bytes
+        self._kept, self._chunk = kept, chunk
+        self._held = 0  # units that sliding layers have
+
+    def serve(self, prompt: Prompt) -> int:
+        """See `Cache.serve`."""
+        tree, ids = self.tree, token_ids(prompt)
+        found = self._end(tree.match(ids, prompt.length - 1))
+        whole = prompt.length // TRACE_BLOCK * TRACE_BLOCK
+        ids = TokenIds.from_bytes(ids.data[: whole * ID_BYTES])
+        tree.insert(ids, lambda first, last: Tail(last - first))
+        node = tree.match(ids, pin=True).node  # ends with them
+        last = found + (prompt.length - found - 1) // self._chunk * self._chunk
+        for one in node.path():
+            end = one.end // tree.unit
+            begin = max(end - one.units, self._need(one.end), self._need(last))
+            more = max(0, end - begin - one.span.held)
+            one.span.held += more
+            self._held += more
+        self._evict()
+        tree.unpin(node)
+        self._evict()  # what does not fit into the whole budget is left out
+        return found
+
+    def held_bytes(self) -> int:
+        """See `Cache.held_bytes`."""
+        whole = self.tree.pages * (self._layers - self._slides)
+        return (whole + self._held * self._slides) * self._layer_bytes
+
+    def _evict(self) -> None:
+        """Evicts leaves, until the rest fits or is pinned."""
+        while self.held_bytes() > self._capacity * self._layer_bytes:
+            spans = self.tree.evict(1, whole=True)
+            if not spans:
+                return
+            self._held -= sum(span.held for span in spans)
+            self.evicted += sum(span.pages for span in spans)
+
+    def _need(self, tokens: int) -> int:
+        """The first unit that sliding layers need after so many tokens."""
+        whole = tokens // self.tree.unit * self.tree.unit
+        return max(0, whole - self._kept) // self.tree.unit
+
+    def _end(self, match: Match[Tail]) -> int:
+        """The tokens of a match after which sliding layers have what they need."""
+        unit, units = self.tree.unit, match.length // self.tree.unit
+        runs: list[tuple[int, int]] = []  # units that are there, one after the other
+        end = 0
+        for span, _ in match.parts:
+            low, end = end + span.pages - span.held, end + span.pages
+            if runs and runs[-1][1] == low:
+                low = runs.pop()[0]
+            if low < end:
+                runs.append((low, end))
+        for low, high in reversed(runs):
+            last = min(units, high)
+            if low <= self._need(last * unit) < last:
+                return last * unit
+        return 0
 
 
 class Blocks:

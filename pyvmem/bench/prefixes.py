@@ -6,6 +6,8 @@
   both do.
 - Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were mapped
   already, so that the request began without a driver call.
+- Part ``windows``: the same trace against the tree of a model of Gemma 3's kind, five sliding
+  layers to a full one, with the windows and with all rows kept.
 - Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which agree
   with it up to some token and then differ, so that its own path is split into many nodes.
 """
@@ -25,16 +27,19 @@ from pyvmem.bench.machine import describe
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.report import part_table
 from pyvmem.bench.timing import Samples, quiet, time_each
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.config import LayerShape, invalid
 from pyvmem.layouts.cost import Choice, cost
 from pyvmem.layouts.options import add_output, add_workload, page_name, sizes
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request
 
-__all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns"]
+__all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "windows"]
 
 FORMAT = "vmem-bench-prefixes/1"
-PARTS = ("hits", "turns", "match")
+PARTS = ("hits", "turns", "windows", "match")
+_SIX = (*(LayerShape(4, 256, window=1024),) * 5, LayerShape(4, 256))
+_SLIDING = ModelShape("a model of Gemma 3's kind", 36, 4, 256, layers=_SIX * 6)
+_CHUNK = 16_384
 _LAYOUTS = ((1, 64 << 10), (8, 64 << 10), (1, 2 << 20))
 _BLOCK = 16
 _PROMPT = 100_000
@@ -153,6 +158,50 @@ def turns(
                 )
 
 
+def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
+    """Adds the share of the prompts' tokens that is found with windows, and with all rows kept."""
+    from pyvmem.bench.prefix_replay import Cache, Sliding, Tree, hit_tokens
+
+    total, shape = sum(prompt.length for prompt in prompts), _SLIDING
+    unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
+    (slides, full) = shape.configs()
+    part.notes.append(
+        f"{shape.name}: {shape.num_layers} layers with {full.num_kv_heads} KV heads of "
+        f"{full.head_dim}, of each six five with a window of {slides.window:,}; units of {unit} "
+        f"tokens, prompts computed in steps of {_CHUNK:,} tokens"
+    )
+    for budget in budgets:
+        gigabytes = f"{budget / 2**30:g}G"
+        caches: dict[str, tuple[str, Cache]] = {
+            "full": ("all rows kept", Tree(unit, shape.token_bytes, budget)),
+            "windows": (
+                "windows",
+                Sliding(
+                    unit,
+                    shape.token_bytes,
+                    budget,
+                    (slides.num_layers, shape.num_layers),
+                    slides.window + slides.window_tile,
+                    _CHUNK,
+                ),
+            ),
+        }
+        for name, (what, cache) in caches.items():
+            print(f"{gigabytes}: {what}", file=sys.stderr, flush=True)
+            found, most = hit_tokens(prompts, cache)
+            part.value(
+                f"{name}/{gigabytes}",
+                f"{what}, {gigabytes}: hit rate",
+                name,
+                100 * found / total,
+                "%",
+                budget_bytes=budget,
+                most_bytes=most,
+                unit_tokens=unit,
+                evicted_units=cache.evicted,
+            )
+
+
 def match(part: Part, count: int, length: int, rounds: int) -> None:
     """Adds the times of matching one long prompt, by the type that its ids come in."""
     import numpy as np
@@ -242,6 +291,10 @@ def run(args: argparse.Namespace) -> int:
         "turns": (
             f"{title}: what was mapped already",
             lambda part: turns(part, shape, prompts, args.budgets, args.slots),
+        ),
+        "windows": (
+            f"{len(prompts):,} prompts, keys and values of {_SLIDING.name}",
+            lambda part: windows(part, prompts, args.budgets),
         ),
         "match": (
             "how long a match takes",

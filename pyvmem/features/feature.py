@@ -58,7 +58,6 @@ class Feature:
         page_sizes: bytes; pages of each of these sizes must be there.
         devices: how many the context must be opened on, where it matters.
         packages: Python packages that it needs besides this one.
-        all_rows: not for caches with a sliding window, which give rows of a request up.
     """
 
     key: str
@@ -69,7 +68,6 @@ class Feature:
     page_sizes: tuple[int, ...] = ()
     devices: int = 0
     packages: tuple[str, ...] = ()
-    all_rows: bool = False
 
     def lacks(self, info: BackEnd) -> list[str]:
         """What the feature needs and the back end lacks; empty: it works there."""
@@ -91,25 +89,23 @@ class Feature:
         nothing = Probed("", _NONE, (), ())
         return self.lacks(nothing) + [f"package {name}" for name in self.packages]
 
-    def require(self, info: BackEnd, what: str, *, window: int = 0) -> None:
-        """Refuses a call that the back end, or the cache, cannot serve.
+    def require(self, info: BackEnd, what: str) -> None:
+        """Refuses a call that the back end cannot serve.
 
         Args:
             info: of the context.
             what: the call or option, as the caller knows it.
-            window: of the cache; 0: every row is kept.
 
         Raises:
-            NotSupported: the text names the back end and what it lacks, or the window.
+            NotSupported: the text names the back end and what it lacks.
         """
-        reason = ""
-        if window and self.all_rows:
-            reason = "a cache with a sliding window does not keep all rows of a request"
-        elif lacks := self.lacks(info):
+        if lacks := self.lacks(info):
             named = (f"{one} ({_MEANING[one]})" if one in _MEANING else one for one in lacks)
-            reason = f"back end {info.backend} has no {', no '.join(named)}"
-        if reason:
-            raise NotSupported(f"{what}: {reason}", errno=errno.EOPNOTSUPP, op="KVCache")
+            raise NotSupported(
+                f"{what}: back end {info.backend} has no {', no '.join(named)}",
+                errno=errno.EOPNOTSUPP,
+                op="KVCache",
+            )
 
 
 def require_page_size(info: BackEnd, size: int, name: str = "page_size") -> None:

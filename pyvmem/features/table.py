@@ -21,7 +21,6 @@ PREFIXES = Feature(
     "vTensor",
     "record, match, alloc_prefix, free_reqid(tokens=)",
     caps=_SHARED,
-    all_rows=True,
 )
 FORK = Feature(
     "fork",
@@ -29,7 +28,6 @@ FORK = Feature(
     "PagedAttention",
     "fork, fork_many",
     caps=_SHARED,
-    all_rows=True,
 )
 SWAP = Feature(
     "swap",

@@ -368,8 +368,8 @@ class Budget(Closable):
             found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
             used = 0
             for share in self._shares:
-                reclaimer, counters = share.reclaimer, share.reclaimer.counters
-                pages = share.pager.active_pages + reclaimer.shared.used
+                counters = share.reclaimer.counters
+                pages = share.pager.used_pages
                 found["in_use"] += pages * share.layout.num_tensors * share.layout.page_size
                 found["waits"] += counters.waits.struct.count
                 found["hits"] += counters.hit_tokens

@@ -399,7 +399,8 @@ class KVCache(MustClose):
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
         rows below `length` again, and each may append as if it were alone. (Who must write them
-        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied.
+        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied. Of layers
+        with a window, the pages that it still holds are shared; the others are in neither.
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
@@ -416,8 +417,9 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`, or
-                more and has a state, which cannot go back; `into` is not free.
-            NotSupported: the back end cannot map pages twice, or read-only; the cache has a window.
+                more and has a state, which cannot go back, or a window of so many tokens would
+                begin in rows that are gone; `into` is not free.
+            NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
         """
@@ -476,11 +478,14 @@ class KVCache(MustClose):
 
         Returns:
             The tokens, from the first on, that are recorded now; 0 where layers have a state
-                (`KVCacheConfig.state`), which no recorded prefix could bring back.
+                (`KVCacheConfig.state`), which no recorded prefix could bring back. Where layers
+                have a window, those after which it is there: all, or fewer, if the rows before the
+                end have left it; then nothing new is recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
-            NotSupported, NotRecoverable, VMemError: as `fork`.
+            NotSupported: as `fork`; layers have a window and `large_page_size`.
+            NotRecoverable, VMemError: as `fork`.
         """
         if stream is not None:
             check(stream)
@@ -490,6 +495,10 @@ class KVCache(MustClose):
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
+
+        Where layers have a window, a match ends where the window before its end is recorded, too:
+        where a request was recorded, or where prompts parted and a request that was recorded later
+        still had the rows before. Elsewhere it is shorter, or nothing.
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
         with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but nobody gets

@@ -97,9 +97,10 @@ class KVCacheConfig:
         tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
             latent and the rotary part together), which `KVCache.k` returns.
         window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
-            before it are unmapped while a request runs, and no kernel may read them, nor may
-            requests share pages. A `step` with a larger number than before says
-            that the work for the rows so far was launched on its stream.
+            before it are unmapped while a request runs, and no kernel may read them. A `step` with
+            a larger number than before says that the work for the rows so far was launched on its
+            stream. The window that a request has at the end of its last whole sharing unit
+            (`KVCache.sharing_unit`) stays, too: there its rows can be recorded as a prefix.
         window_tile: rows before the window that stay: the most that a kernel reads there, since it
             reads whole tiles, and the tokens that an engine may take back. Promotion by itself
             (`promote_tokens`) leaves so many of the last rows alone.

@@ -177,13 +177,14 @@ class Group:
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
         self.sharing = Sharing(self.pager, config)
-        self.prefixes, self.place = prefixes, place
-        prefixes.join(self.sharing)
         self.promoter = self.window = None
         if layout.large_pages and not layout.state:
             self.promoter = Promoter(self.reclaimer, self.mover, config)
         if config.window:
-            self.window = Window(self.reclaimer, self.mover, config, self.pager.release)
+            release = self.pager.release
+            self.window = Window(self.reclaimer, self.mover, config, prefixes.unit, release)
+        self.prefixes, self.place = prefixes, place
+        prefixes.join(self.sharing, self.window)
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -302,7 +303,7 @@ class Group:
         self.pager.revoke(slot)
         if self.window is not None:
             self.window.forget(slot)
-        if slot.shared and not slot.stale:
+        if slot.span.pages and not slot.stale:
             self.reclaimer.shared.unuse(slot.span)
         if slot.pins:
             self.prefixes.unpin(slot)
@@ -391,7 +392,7 @@ class Group:
                 reclaimer.own_away = self.own_away()
             away, slots = reclaimer.own_away
             elsewhere = sum(map(self._bytes_away, slots)) * self.layout.num_tensors
-        pages = self.pager.active_pages - reclaimer.slid + shared.used - away
+        pages = self.pager.used_pages - away
         # Rows of all requests: one for each token, or one state for each request.
         rows = sum(map(bool, self.rows)) if self.layout.state else self.used_tokens
         used = rows * self.token_bytes - elsewhere
@@ -412,7 +413,7 @@ class Group:
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """The owner's pages [low, high) that do not lie in the device and are its alone."""
-        stretches = slot.places.stretches(max(slot.shared, slot.head), slot.granted)
+        stretches = slot.places.stretches(slot.shared, slot.granted)
         return [(low, high) for low, high, kind in stretches if kind.away]
 
     def _bytes_away(self, slot: Slot) -> int:
@@ -432,21 +433,24 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def attach(self, slots: Sequence[Slot], span: Span) -> None:
-        """Takes empty slots and maps shared pages there, in one batch; on failure takes none."""
-        sharing = self.sharing
+    def attach(self, slots: Sequence[Slot], span: Span, head: int = 0) -> None:
+        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
+
+        `head`: the page of the slots that the span begins at.
+        """
+        sharing, end = self.sharing, head + span.pages
         ops = sharing.batch(len(slots) * len(span.parts) or 1)
         for slot in slots:
-            sharing.map_span(ops, slot, span)
+            sharing.map_span(ops, slot, span, head)
         self._free_on_abort(slots)
         try:
             with self.mapper.transaction() as change:
                 for slot in slots:
-                    self.pager.lend(slot, span, span.pages, span.pages)
+                    self._lend(slot, span, head)
                 if span.pages:
                     change.run(ops)
         except NotRecoverable:
-            self.reclaimer.condemn([(slot, 0, span.pages) for slot in slots])
+            self.reclaimer.condemn([(slot, head, end) for slot in slots])
             raise
 
     def fork(
@@ -463,48 +467,51 @@ class Group:
         """Takes empty slots that begin with the rows of a request, in one batch, or none.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
-        rows after them to new pages.
+        rows after them to new pages. What has left the parent's window is not there in any of them.
 
         Args:
             parent: a request without a batch in flight over its slot.
             slots: free and without a page.
-            full: pages of the parent that are shared from now on; no large page is cut.
-            pages: that each slot gets, the full ones included.
+            full: the parent's pages up to here are shared from now on; no large page is cut.
+            pages: where those that each slot gets end.
             rows: tokens that each slot begins with.
             ahead: more pages than these rows need are mapped where requests grow by runs.
             large: new pages are large ones where these fit.
         """
         sharing, pager, reclaimer = self.sharing, self.pager, self.reclaimer
-        low = parent.span.pages
+        head = parent.head
+        low = head + parent.span.pages
         own = sharing.handles(parent, low, full) if low < full else []
         # A request that was forked at many lengths has as many parts; one handle is of all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
-        whole = sharing.handles(parent, 0, full) if many and full else []
+        whole = sharing.handles(parent, head, full) if many else []
         ops = sharing.batch(len(own) + len(slots) * (max(_FEW_PARTS, len(whole)) + 3))
         sharing.map_pieces(ops, parent, own, replace=True)
         goals = [pages] * len(slots)
         if ahead and pages > full:
-            goals = pager.runs.ahead(len(slots), pages, full)
+            goals = pager.runs.ahead(len(slots), pages, full, head)
         job = Growth(list(slots))
         self._free_on_abort(slots)
         try:
             with self.mapper.transaction() as change:
                 if own:
                     sharing.adopt(parent, own, [], self.prefixes.unit_pages[self.place])
-                span = parent.span if full == parent.span.pages else parent.span.cut(0, full)
+                span = parent.span if own or full == low else parent.shared_part(head, full)
                 for slot, goal in zip(slots, goals, strict=True):
-                    pager.lend(slot, span, pages, goal)
+                    pager.lend(slot, span, pages, goal, head)
                     if many:
                         sharing.map_pieces(ops, slot, whole)
                     else:
-                        sharing.map_span(ops, slot, span)
+                        sharing.map_span(ops, slot, span, head)
+                if self.window is not None:
+                    self.window.follow(slots, parent)
                 if pages > full:
                     pager.copy_tail(ops, job, full, goals, parent, rows, large=large)
                 if pages:
                     with self.counters.waiting():
                         change.run(ops)
         except NotRecoverable as error:
-            pieces = [(slot, 0, goal) for slot, goal in zip(slots, goals, strict=True)]
+            pieces = [(slot, head, goal) for slot, goal in zip(slots, goals, strict=True)]
             reclaimer.condemn([*pieces, (parent, low, full)])
             if parent.broken:
                 raise self.table.lose(parent, error) from error
@@ -538,13 +545,16 @@ class Group:
 
         Args:
             slot: empty, from `Sharing.vacate`.
-            span: the pages; they begin a slot.
+            span: the pages; they begin a slot, or what is there with a window.
             rows: tokens that they hold.
 
         Returns:
             Whether memory was enough; where not, the slot is free again.
         """
         layout = self.layout
+        if self.window is not None:
+            self.attach([slot], span, layout.window_page(rows))
+            return True
         whole = span.floor(span.pages)
         self.attach([slot], span if whole == span.pages else span.cut(0, whole))
         if whole == span.pages:
@@ -601,7 +611,7 @@ class Group:
 
         Args:
             slot: freed in this call, whose shared pages are recorded.
-            first: its shared pages from here on were its own until now, and can be written.
+            first: its shared pages from this one on were its own until now, and can be written.
         """
         runs, span = self.pager.runs, slot.span
         if (
@@ -610,35 +620,42 @@ class Group:
             or not self.config.keep_mapped
             or slot.job is not None
             or slot.lost
-            or slot.head
             or not span.pages
             or slot.places.away_end
             or span.floor(span.pages) != span.pages
             or (runs.limit and 2 * runs.used > runs.limit)
         ):
             return
-        own = span.cut(first, span.pages)
+        own = slot.shared_part(first, slot.shared)
         ops = self.sharing.batch(len(own.parts) + 1)
         self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
     def resume(self, slot: Slot, span: Span) -> None:
         """Takes a kept slot, and maps what of the span is missing there; see `Sharing.begins`."""
-        have = slot.span.pages
+        have, head = slot.span.pages, slot.head
+        end = head + span.pages
         self._free_on_abort([slot])
         if have == span.pages:
-            self.pager.lend(slot, span, have, have)
+            self._lend(slot, span, head)
             return
         more = span.cut(have, span.pages)
         ops = self.sharing.batch(len(more.parts))
-        self.sharing.map_span(ops, slot, more, have)
+        self.sharing.map_span(ops, slot, more, head + have)
         try:
             with self.mapper.transaction() as change:
-                self.pager.lend(slot, span, span.pages, span.pages)
+                self._lend(slot, span, head)
                 change.run(ops)
         except NotRecoverable:
-            self.reclaimer.condemn([(slot, have, span.pages)])
+            self.reclaimer.condemn([(slot, head + have, end)])
             raise
+
+    def _lend(self, slot: Slot, span: Span, head: int) -> None:
+        """Gives a free slot to a request that begins with a span, which is at page `head`."""
+        end = head + span.pages
+        self.pager.lend(slot, span, end, end, head)
+        if self.window is not None:
+            self.window.begin(slot, head)
 
     # ---- on the side -----------------------------------------------------------------------------
 

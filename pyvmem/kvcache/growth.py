@@ -232,8 +232,8 @@ class Pager(Book):
         capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
             slots.
         growths: batches that no `settle` has seen finished.
-        active_pages: pages per tensor granted to requests, all slots together; shared ones are
-            counted in `SharedPages.used`.
+        granted_pages: pages per tensor granted to requests, all slots together, shared ones and
+            those that left a window included.
         runs: how long the runs are that requests grow by.
     """
 
@@ -257,13 +257,20 @@ class Pager(Book):
         self.columns = columns = reclaimer.table.columns
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
-        self.active_pages = 0
+        self.granted_pages = 0
         self._planner = Planner(self.base, self.layout, slots, zero_fill=config.zero_fill)
         self._ops = self._planner.mapping.array
         self.layout.describe(columns.place, self.base)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self._large = Kind(self.layout.large_pages, DEVICE)
         self._outcome = Outcome()  # of `extend`, of which a call makes one
+
+    @property
+    def used_pages(self) -> int:
+        """Pages per tensor that requests have, wherever these lie; shared ones once."""
+        reclaimer, shared = self.reclaimer, self.reclaimer.shared
+        own = self.granted_pages - reclaimer.slid - shared.uses - shared.away_uses
+        return own + shared.used
 
     # ---- numbers from outside --------------------------------------------------------------------
 
@@ -350,10 +357,10 @@ class Pager(Book):
             else:
                 outcome = self._outcome
                 outcome.cell.called = 0
-                entries.append((self._shorten, slots, grown, self.active_pages, held))
+                entries.append((self._shorten, slots, grown, self.granted_pages, held))
                 drain(map(put, slots, repeat("mapped"), grown.goals))
                 drain(map(put, slots, repeat("granted"), grown.pages))
-                put(self, "active_pages", self.active_pages + grown.granting)
+                put(self, "granted_pages", self.granted_pages + grown.granting)
                 put(reclaimer, "held", held + grown.added * tensors)
                 entries.append(outcome)
                 columns.run(self.mapper.context.handle, self._ops, outcome, self.counters.waits)
@@ -371,11 +378,11 @@ class Pager(Book):
             counters.peak_mapped = reclaimer.held
         return True
 
-    def _shorten(self, slots: list[Slot], grown: _native.Grown, active: int, held: int) -> None:
+    def _shorten(self, slots: list[Slot], grown: _native.Grown, before: int, held: int) -> None:
         """Undoes `extend`; the columns are made anew after an undo."""
         put_all(slots, "mapped", grown.mapped)
         put_all(slots, "granted", grown.granted)
-        put(self, "active_pages", active)
+        put(self, "granted_pages", before)
         put(self.reclaimer, "held", held)
         for index, capacity in zip(grown.slots, grown.capacity, strict=True):
             self.capacity[index] = capacity
@@ -809,7 +816,7 @@ class Pager(Book):
         """Makes pages that are mapped the owner's."""
         if pages <= slot.granted:
             return
-        self.active_pages += pages - slot.granted
+        self.granted_pages += pages - slot.granted
         slot.granted = pages
         self._set_capacity(slot, pages)
 
@@ -824,7 +831,7 @@ class Pager(Book):
             return
         slots, pages, added = zip(*found, strict=True)
         journal = self.journal
-        self.active_pages += sum(added)
+        self.granted_pages += sum(added)
         journal.put_all(slots, "granted", pages)
         capacities = list(map(self.layout.capacity, pages))
         journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
@@ -834,22 +841,20 @@ class Pager(Book):
 
         `written`: they are dirty.
         """
-        before = max(0, slot.granted - slot.shared)
         if written:
             slot.dirty = max(slot.dirty, slot.granted)
+        self.granted_pages += pages - slot.granted
         slot.granted = pages
-        self.active_pages += max(0, pages - slot.shared) - before
         self._set_capacity(slot, pages)
 
     def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
         """What a slot has once pages at its end are gone, and shared ones are its own."""
-        before = max(0, slot.granted - slot.shared)
         slot.dirty = min(max(slot.dirty, slot.granted), mapped)
+        self.granted_pages += granted - slot.granted
         slot.span, slot.mapped, slot.granted = span, mapped, granted
-        self.active_pages += max(0, granted - slot.shared) - before
         self._set_capacity(slot, granted)
 
-    def lend(self, slot: Slot, span: Span, pages: int, mapped: int) -> None:
+    def lend(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
         """Gives a free slot to a request, with shared pages and, after them, some of its own.
 
         The shared ones get references of the slot and of the request.
@@ -859,23 +864,25 @@ class Pager(Book):
             span: the shared pages.
             pages: that the request has, all together.
             mapped: pages that the slot has from now on.
+            head: the page that the span begins at; those before it left a window.
         """
         reclaimer, have = self.reclaimer, slot.span.pages
         if 0 < have < span.pages:
             reclaimer.shared.hold(span.cut(have, span.pages))
         reclaimer.shared.use(span, hold=not have)
-        reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0)
+        reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0, head=head)
+        if head:
+            reclaimer.slid += head
         for block, *_ in span.parts:
             if slot.places.noted or block.kind != PLAIN:
-                slot.places.put_all(span.stretches())
+                slot.places.put_all(span.stretches(head))
                 break
-        if pages > span.pages:
-            self.active_pages += pages - span.pages
+        self.granted_pages += pages
         self._set_capacity(slot, pages)
 
     def revoke(self, slot: Slot) -> None:
         """Takes an owner's pages out of the counts, before the slot is freed."""
-        self.active_pages -= max(0, slot.granted - slot.shared)
+        self.granted_pages -= slot.granted
         self._set_capacity(slot, 0)
 
     def _set_capacity(self, slot: Slot, pages: int) -> None:
@@ -885,10 +892,10 @@ class Pager(Book):
 
     def rebuild(self) -> None:
         """Counts again, by the slots, what is granted."""
-        self.active_pages = 0
+        self.granted_pages = 0
         for slot in self.reclaimer.table:
             self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
-            self.active_pages += max(0, slot.granted - slot.shared)
+            self.granted_pages += slot.granted
 
     def _retire(self, job: Growth) -> None:
         self.journal.keep_list(self.growths)
@@ -1021,13 +1028,13 @@ class Runs:
             goals[place] = goal
         return goals
 
-    def ahead(self, count: int, pages: int, mapped: int) -> list[int]:
+    def ahead(self, count: int, pages: int, mapped: int, head: int) -> list[int]:
         """`goals` of so many new requests that shall have `pages` each, and have some mapped."""
         goals = [pages] * count
         if self._columns.runs.longest == 1:
             return goals
         self.look()
-        return self._columns.goals(goals, [mapped] * count, [0] * count)
+        return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:
         """Notes new pages, where the number of mappings is limited."""
@@ -1119,7 +1126,7 @@ class Runs:
     def _first(self, slot: Slot) -> int:
         """The first page to join: the 2 MiB that were joined last may go on."""
         joined = min(self._joined[slot.index], slot.mapped)
-        return max(joined // self._chunk * self._chunk, slot.head, slot.shared)
+        return max(joined // self._chunk * self._chunk, slot.shared)
 
     def _join_slot(self, slot: Slot) -> int:
         """Joins a slot's pages in every tensor; returns the driver calls."""

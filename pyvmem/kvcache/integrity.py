@@ -54,7 +54,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             seq_len=group.rows[slot.index],
             granted_pages=max(0, slot.granted - slot.head),
             mapped_pages=slot.mapped - slot.head,
-            shared_pages=slot.shared,
+            shared_pages=slot.span.pages,
             large_pages=slot.places.large(slot.head, slot.mapped),
             away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
             moving_pages=group.mover.moving(slot),
@@ -133,7 +133,7 @@ def _large(group: Group) -> int:
         high - low
         for slot in group.table
         if slot.places
-        for low, high, kind in slot.places.stretches(max(slot.shared, slot.head), slot.mapped)
+        for low, high, kind in slot.places.stretches(slot.shared, slot.mapped)
         if kind.unit > 1 and not kind.away
     )
     blocks = group.reclaimer.shared.blocks
@@ -152,12 +152,12 @@ def check(group: Group) -> list[str]:
     held = returning = granted = slid = 0
     for slot in table:
         name = f"slot {slot.index}"
-        held += slot.mapped - slot.head - slot.shared
-        held -= sum(slot.places.away(max(slot.shared, slot.head), slot.mapped).values())
+        held += slot.mapped - slot.shared
+        held -= sum(slot.places.away(slot.shared, slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
         if isinstance(slot.job, Cut):
             returning += slot.job.pages
-        granted += max(0, slot.granted - slot.shared)
+        granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
             found.append(
                 f"{name}: granted {slot.granted}, mapped {slot.mapped} of {layout.slot_pages}"
@@ -165,7 +165,7 @@ def check(group: Group) -> list[str]:
         if not 0 <= slot.head <= slot.mapped:
             found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
         if slot.shared > slot.mapped:
-            found.append(f"{name}: {slot.shared} shared pages, mapped {slot.mapped}")
+            found.append(f"{name}: shared up to page {slot.shared}, mapped {slot.mapped}")
         if not slot.active and slot.granted:
             found.append(f"{name}: free, but {slot.granted} pages are granted")
         if (
@@ -201,8 +201,8 @@ def check(group: Group) -> list[str]:
         or reclaimer.held % layout.num_tensors
     ):
         found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
-    if granted != pager.active_pages:
-        found.append(f"{granted} pages per tensor granted, {pager.active_pages} counted")
+    if granted != pager.granted_pages:
+        found.append(f"{granted} pages per tensor granted, {pager.granted_pages} counted")
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
     found.extend(table.check())
@@ -253,8 +253,8 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),
-        (0, shared, how if not slot.stale or (slot.kept and slot.job is None) else None),
-        (max(shared, slot.head), sure, "mapped"),
+        (slot.head, shared, how if not slot.stale or (slot.kept and slot.job is None) else None),
+        (shared, sure, "mapped"),
         (end, layout.slot_pages, "not mapped"),
     ]
     found = []
@@ -301,9 +301,11 @@ def check_places(group: Group, slot: Slot) -> list[str]:
 
 def _kinds(slot: Slot) -> bool:
     """Whether a slot's shared pages differ from its notes, page by page."""
-    kinds = [kind for low, high, kind in slot.span.stretches() for _ in range(low, high)]
-    noted = [k for low, high, k in slot.places.stretches(0, slot.shared) for _ in range(low, high)]
-    return kinds != noted
+    head, end = slot.head, slot.shared
+    kinds = [kind for low, high, kind in slot.span.stretches(head) for _ in range(low, high)]
+    return kinds != [
+        k for low, high, k in slot.places.stretches(head, end) for _ in range(low, high)
+    ]
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:
@@ -325,7 +327,7 @@ def check_away(group: Group) -> list[str]:
     tensors = group.layout.num_tensors
     counted: Counter[Tier] = Counter()
     for slot in group.table:
-        counted.update(slot.places.away(max(slot.shared, slot.head), slot.mapped))
+        counted.update(slot.places.away(slot.shared, slot.mapped))
     for cut in group.reclaimer.cuts:
         counted.update(cut.away)
     counted.update(group.reclaimer.shared.away())

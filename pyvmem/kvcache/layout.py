@@ -139,6 +139,14 @@ class Layout:
         rows = pages * self.page_size // self.row_bytes
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
+    def window_page(self, seq_len: int) -> int:
+        """The first page that a request of so many tokens needs, to go on; 0 without a window."""
+        config = self.config
+        if not config.window:
+            return 0
+        first = max(0, seq_len - config.window - config.window_tile)
+        return first * self.row_bytes // self.page_size
+
     def offset(self, slot: int, page: int = 0, tensor: int = 0) -> int:
         """Offset of a slot's page in the reservation."""
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size

@@ -612,7 +612,7 @@ def _commit(group: Group, rows: array[int], total: int) -> None:
         group.note_peaks()
     else:  # the same, where all pages of requests are their own, and here
         used = total * group.token_bytes
-        wasted = group.pager.active_pages * group.page_bytes - used
+        wasted = group.pager.granted_pages * group.page_bytes - used
         if used > counters.peak_used:
             counters.peak_used = used
         if wasted > counters.peak_wasted:
@@ -660,7 +660,7 @@ def fork(
         raise
     if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
-    if nbytes > parent.span.pages * layout.page_size:
+    if nbytes > (parent.head + parent.span.pages) * layout.page_size:
         event = record(stream, group.device)
         if event is not None:
             wait_for(event)
@@ -993,8 +993,8 @@ def _begin_move(
     """The first phase of `move` in one group, of a slot over which nothing is in flight."""
     low, high = _pages_of(group, slot, tokens, wait)
     tensors = group.layout.num_tensors
-    shared = max(0, min(high, slot.shared) - low) * tensors
-    low = max(low, slot.shared, slot.head)
+    shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
+    low = max(low, slot.shared)
     wanted: list[Stretch] = [
         (first, last, Kind(kind.unit, tier))
         for first, last, kind in slot.places.stretches(low, high)
@@ -1086,7 +1086,7 @@ def alloc_prefix(
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
-            kept = _kept(groups, spans)
+            kept = _kept(groups, spans, match.length)
             if kept is None:
                 prefixes.require("alloc_prefix")
             slots = kept or _emptiest(groups)
@@ -1158,7 +1158,7 @@ def _begin_with(
     return True
 
 
-def _kept(groups: Sequence[Group], spans: Sequence[Span]) -> list[Slot] | None:
+def _kept(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
     """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
     stale = groups[0].table.index.stale
     if not stale.entries:
@@ -1166,14 +1166,15 @@ def _kept(groups: Sequence[Group], spans: Sequence[Span]) -> list[Slot] | None:
     for span in spans:
         if span.floor(span.pages) != span.pages:
             return None  # the rest of a large page is to be copied
+    heads = [group.layout.window_page(length) for group in groups]
     best: list[Slot] | None = None
     for slot in stale:
         if not slot.kept or (best is not None and slot.mapped <= best[0].mapped):
             continue
         each = []
-        for group, span in zip(groups, spans, strict=True):
+        for group, span, head in zip(groups, spans, heads, strict=True):
             one = group.table.slots[slot.index]
-            if not group.sharing.begins(one, span):
+            if not group.sharing.begins(one, span, head):
                 break
             each.append(one)
         else:
@@ -1551,7 +1552,7 @@ class _Truncation:
             return True
         if not group.pager.have(self.new_pages):
             return False
-        for block, *_ in slot.span.cut(self.shared, self.copied).parts:
+        for block, *_ in slot.shared_part(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
         nbytes = layout.bytes_for(self.rows) - self.shared * layout.page_size
@@ -1628,11 +1629,11 @@ class _Truncation:
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
         gone = max(0, slot.mapped - own) - sum(away.values())
-        tail = slot.span.cut(self.shared, slot.shared)
+        tail = slot.shared_part(self.shared, slot.shared)
         places.forget(self.shared, self.copied)
         places.forget(self.end, slot.mapped)
         mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
-        group.pager.replace(slot, slot.span.cut(0, self.shared), mapped, granted)
+        group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
         group.reclaimer.shared.unuse(tail)
         group.reclaimer.came_back(gone, away)
         group.enter(slot, self.rows)
@@ -1842,11 +1843,12 @@ class CommonPages:
         with owner.lock, owner.journal:
             owner.open()
             group.sharing.require(FORK, "map_common_pages")
-            if layout.state:
+            if layout.state or group.window is not None:
+                what = "have a state, which requests write all the time"
+                if group.window is not None:
+                    what = "have a window, which common pages would leave"
                 raise NotSupported(
-                    "map_common_pages: the layers have a state, which requests write all the time",
-                    errno=errno.EOPNOTSUPP,
-                    op="KVCache",
+                    f"map_common_pages: the layers {what}", errno=errno.EOPNOTSUPP, op="KVCache"
                 )
             unit = group.prefixes.unit_pages[0]
             self.pages = min(-(-layout.pages_for(tokens) // unit) * unit, layout.slot_pages)

@@ -27,6 +27,9 @@ lies in:
 So when a step asks for `new`, pages wholly below ``old - window - window_tile`` are unmapped after
 the work that was launched before: that step's work is the last that read them. A prefill of more
 tokens than the window has all of them mapped until the next step.
+
+Here `old` is rounded down to whole sharing units (prefix_cache.py): there the rows so far can be
+recorded, and whoever begins with them needs the window that they have there.
 """
 
 from __future__ import annotations
@@ -542,7 +545,7 @@ class Promoter:
         room = (self._reclaimer.free - self._reclaimer.low_pages) // (unit * layout.num_tensors)
         runs: list[int] = []
         copies: list[int] = []
-        first = -(-max(slot.shared, slot.head) // unit)
+        first = -(-slot.shared // unit)
         full = min(held * layout.row_bytes // layout.page_size, slot.granted)
         for low in range(first * unit, full // unit * unit, unit):
             if low in joined or list(slot.places.stretches(low, low + unit)) != [
@@ -574,6 +577,7 @@ class Window:
         reclaimer: unmaps them.
         mover: has the moves that are under way.
         config: the window.
+        unit: tokens of a sharing unit.
         release: returns when no batch is in flight over a slot's addresses.
     """
 
@@ -582,16 +586,18 @@ class Window:
         reclaimer: Reclaimer,
         mover: Mover,
         config: KVCacheConfig,
+        unit: int,
         release: Callable[[Slot], None],
     ) -> None:
         self._release = release
+        self._unit = unit
         self._mover = mover
         self._reclaimer = reclaimer
         self._journal = reclaimer.mapper.journal
         self._layout = reclaimer.layout
         self._window = config.window
         self._kept = config.window + config.window_tile
-        self._first = self._kept + self._rows(1)
+        self._first = self._goes_at(1)
         # By slot: the length at which the next page can go, and the least that may be asked for.
         self._next = [self._first] * config.max_batch
         self._least = [0] * config.max_batch
@@ -599,6 +605,17 @@ class Window:
     def _rows(self, pages: int) -> int:
         """Rows that so many pages hold a byte of."""
         return -(-pages * self._layout.page_size // self._layout.row_bytes)
+
+    def _goes_at(self, pages: int) -> int:
+        """The length at which so many pages have left the window."""
+        rows = self._kept + self._rows(pages)
+        return rows + -rows % self._unit
+
+    def first_page(self, slot: Slot) -> int:
+        """The first page of a request whose rows are there."""
+        least = self._least[slot.index]
+        gone = max(0, least - self._window) * self._layout.row_bytes // self._layout.page_size
+        return max(slot.head, gone)
 
     def check(self, slot: Slot, length: int) -> None:
         """Raises InvalidArgument for a length whose window has been unmapped."""
@@ -627,18 +644,18 @@ class Window:
                 event = record(stream, self._mover.device)
                 events = [] if event is None else [event]
             layout = self._layout
-            head = (old[index] - self._kept) * layout.row_bytes // layout.page_size
+            head = layout.window_page(old[index] - old[index] % self._unit)
             places = slot.places
             if not self._mover.make_way(slot, head):
                 continue
             if places and places.floor(head) != head:  # in the middle of a large page
                 end, head = places.ceil(head), places.floor(head)
                 if head <= slot.head:
-                    self._set(index, self._kept + self._rows(end), self._least[index])
+                    self._set(index, self._goes_at(end), self._least[index])
                     continue
             if head <= slot.head:  # they went in a step that an exception ended
                 least = max(self._least[index], self._window + self._rows(head))
-                self._set(index, self._kept + self._rows(head + 1), least)
+                self._set(index, self._goes_at(head + 1), least)
                 continue
             after = [*slot.events, *events]
             if not self._reclaimer.try_slide(slot, head, after):  # the queue is full
@@ -651,7 +668,17 @@ class Window:
                         errno=errno.EAGAIN,
                         op="KVCache",
                     )
-            self._set(index, self._kept + self._rows(head + 1), self._window + self._rows(head))
+            self._set(index, self._goes_at(head + 1), self._window + self._rows(head))
+
+    def begin(self, slot: Slot, head: int) -> None:
+        """A request begins with what a recorded prefix has of a window, from page `head` on."""
+        if head:
+            self._set(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
+
+    def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
+        """Requests begin with the rows that another's window holds."""
+        for slot in slots:
+            self._set(slot.index, self._next[parent.index], self._least[parent.index])
 
     def resume(self, slot: Slot, head: int) -> None:
         """A request is back whose rows in the pages below `head` were gone: they go again.
@@ -662,7 +689,7 @@ class Window:
         self._set(slot.index, self._first, least)
         low = slot.places.floor(head) if slot.places else head
         if low > slot.head and slot.job is None and self._reclaimer.try_slide(slot, low, []):
-            self._set(slot.index, self._kept + self._rows(low + 1), least)
+            self._set(slot.index, self._goes_at(low + 1), least)
 
     def forget(self, slot: Slot) -> None:
         """Ends a request; call it while the slot is still its own."""

@@ -300,9 +300,12 @@ class Span:
             at += high - low
         return Span(tuple(parts), self.unit_pages)
 
-    def split(self, units: int) -> tuple[Span, Span]:
-        """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span."""
-        middle = self.lead + units * self.unit_pages
+    def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
+        """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span.
+
+        `missing`: so many pages of the first units are not there.
+        """
+        middle = max(0, self.lead + units * self.unit_pages - missing)
         first = self.cut(0, middle)
         first.lead = self.lead
         return first, self.cut(middle, self.pages)
@@ -317,9 +320,9 @@ class Span:
             parts, more = parts[:-1], (joined, *more[1:])
         return Span(parts + more, other.unit_pages)
 
-    def stretches(self) -> list[Stretch]:
-        """Its pages by kind, as a slot that begins with it has them."""
-        found, at = [], 0
+    def stretches(self, first: int = 0) -> list[Stretch]:
+        """Its pages by kind, as a slot has them that has the span from page `first` on."""
+        found, at = [], first
         for block, low, high in self.parts:
             found.append((at, at + high - low, block.kind))
             at += high - low

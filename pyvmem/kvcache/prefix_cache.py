@@ -22,6 +22,22 @@ A group has rows of its own size, so the same tokens fill a different number of 
 The unit of all is the least common multiple of theirs. A node of the tree has a span in every
 group, so that what is split, matched or evicted is so in all.
 
+A group with a *window* has, of a run that a node stands for, only the pages at its end that a
+request held which recorded it there. So a match ends where every such group has the last window,
+``window + window_tile`` tokens, be it of several nodes in a row:
+
+    tokens   | system prompt | question A                | ends: a request of A was recorded
+    full     | page 0        | page 1   page 2   page 3  |
+    sliding  | -             | -        page 2   page 3  | a prompt with question B matches nothing
+
+    sliding  | page 0        | -        page 2   page 3  | after B was recorded with all its rows
+                                                           there: its match is the system prompt
+
+Nodes end where something was recorded and where prompts part, so these are the ends. Whoever
+records fills in, on its way, the windows that nodes lack, as far as it holds them: all that it
+computed in the last step, and else its own last window. What it does not hold cannot be made good,
+and the match is shorter. Leaves are evicted whole: without its end a run has no window.
+
 A group with a state (linear attention, state spaces) has that of a request's last token alone, not
 of the tokens before, where another prompt would go on. A cache with such a group records nothing
 and matches nothing: all that its requests share, they share by forks.
@@ -39,24 +55,53 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.closing import Closable
-from pyvmem.errors import BadHandle, InvalidArgument
+from pyvmem.errors import BadHandle, InvalidArgument, NotSupported
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.pages import Span
-from pyvmem.kvcache.prefix_tree import ID_BYTES, Node, PrefixTree, TokenIds
+from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
 
 if TYPE_CHECKING:
     from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
+    from pyvmem.kvcache.migration import Window
+    from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
 
 _log = logging.getLogger(__name__)
+
+
+class _Spans:
+    """The pages of some units in every group of layers.
+
+    Attributes:
+        each: by group; with a window perhaps only the last of the pages.
+        pages: units, which are what the tree counts.
+    """
+
+    __slots__ = ("each", "pages")
+
+    def __init__(self, each: Sequence[Span], units: int) -> None:
+        self.each = tuple(each)
+        self.pages = units
+
+    def missing(self, place: int) -> int:
+        """The first pages of a group that are not there."""
+        span = self.each[place]
+        return self.pages * span.unit_pages + span.lead - span.pages
+
+    def split(self, units: int) -> tuple[_Spans, _Spans]:
+        """As `Span.split`, in every group."""
+        places = range(len(self.each))
+        both = [self.each[place].split(units, self.missing(place)) for place in places]
+        upper, lower = zip(*both, strict=True)
+        return _Spans(upper, units), _Spans(lower, self.pages - units)
 
 
 class PrefixEvicted(BadHandle):
@@ -77,7 +122,7 @@ class Lease:
         dropped: nobody will use it.
     """
 
-    node: Node[Span]
+    node: Node[_Spans]
     held: bool = True
     dropped: bool = False
 
@@ -118,7 +163,7 @@ class Leases:
         lockstep: the cache's answers are those of other ranks.
     """
 
-    def __init__(self, tree: PrefixTree[Span], log: list[Any], *, lockstep: bool) -> None:
+    def __init__(self, tree: PrefixTree[_Spans], log: list[Any], *, lockstep: bool) -> None:
         self.lockstep = lockstep
         self._log = log
         self._tree = tree
@@ -133,7 +178,7 @@ class Leases:
         """Whether a lease keeps its node; one that an exception took back does not."""
         return lease in self._open
 
-    def add(self, node: Node[Span]) -> Lease:
+    def add(self, node: Node[_Spans]) -> Lease:
         """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
         lease = Lease(node, node.parent is not None)
         if lease.held:
@@ -171,19 +216,19 @@ class Leases:
         for lease in list(self._open):
             self.end(lease)
 
-    def rebuilt(self) -> list[Node[Span]]:
+    def rebuilt(self) -> list[Node[_Spans]]:
         """The nodes of the leases that are there, after an exception from outside."""
         for lease in self._open:
             lease.held = True
         self._dropped.extend(lease for lease in self._open if lease.dropped)
         return [lease.node for lease in self._open]
 
-    def nodes(self) -> list[Node[Span]]:
+    def nodes(self) -> list[Node[_Spans]]:
         """The leased nodes, once for each lease."""
         self.collect()
         return [lease.node for lease in self._open]
 
-    def kept(self) -> dict[Node[Span], None]:
+    def kept(self) -> dict[Node[_Spans], None]:
         """All nodes on the way to leased ones, each once, in order."""
         return {one: None for node in self.nodes() for one in node.path()}
 
@@ -195,21 +240,6 @@ def evicted(length: int) -> PrefixEvicted:
         errno=errno.EBADF,
         op="KVCache",
     )
-
-
-class _Spans(Span):
-    """The pages of some units in every group of layers; as a span it is the first group's."""
-
-    __slots__ = ("each",)
-
-    def __init__(self, each: Sequence[Span]) -> None:
-        super().__init__(each[0].parts, each[0].unit_pages, each[0].lead)
-        self.each = tuple(each)
-
-    def split(self, units: int) -> tuple[Span, Span]:
-        """As `Span.split`, in every group."""
-        upper, lower = zip(*(span.split(units) for span in self.each), strict=True)
-        return _Spans(upper), _Spans(lower)
 
 
 class PrefixCache:
@@ -235,6 +265,9 @@ class PrefixCache:
 
     def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
         self._groups: list[Sharing] = []
+        self._windows: list[Window | None] = []
+        self._layouts = layouts
+        self._sliding = [place for place, one in enumerate(layouts) if one.config.window]
         self._restores = not any(one.state for one in layouts)
         self.unit = math.lcm(
             *(
@@ -246,19 +279,21 @@ class PrefixCache:
         self.unit_pages = tuple(
             0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
         )
-        self.tree: PrefixTree[Span] = PrefixTree(self.unit, journal.entries)
+        self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
         self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
+        self._refused = any(layouts[place].large_pages for place in self._sliding)
 
     def of(self, place: int) -> GroupPrefixes:
         """What a group's reclaimer asks."""
         return GroupPrefixes(self, place)
 
-    def join(self, group: Sharing) -> None:
+    def join(self, group: Sharing, window: Window | None) -> None:
         """Takes the next group in, when it is made."""
         if not self._groups:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
+        self._windows.append(window)
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -267,7 +302,7 @@ class PrefixCache:
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return 0
-        if self.tree.match(ids).length < units * self.unit:
+        if self._lacks(slot, ids, units):
             for group, one in self._each(slot):
                 group.mover.finish(one, stream)
             # The rest of a large page is still to be written.
@@ -279,6 +314,26 @@ class PrefixCache:
                 group.share(one, pages, unit)
         return self._insert(slot, ids)
 
+    def _lacks(self, slot: Slot, ids: TokenIds, units: int) -> bool:
+        """Whether less than these units is recorded, and the slot has what is missing."""
+        known = self._ends(self.tree.match(ids))
+        return known < units * self.unit and (
+            not self._sliding
+            or all(
+                first <= self._layouts[place].window_page(units * self.unit)
+                for place, first in self._firsts(slot)
+            )
+        )
+
+    def _firsts(self, slot: Slot) -> list[tuple[int, int]]:
+        """For each group with a window, the first page of a request whose rows are there."""
+        found = []
+        for place in self._sliding:
+            group, window = self._groups[place], self._windows[place]
+            assert window is not None
+            found.append((place, window.first_page(group.table[slot.index])))
+        return found
+
     def record_last(self, slot: Slot, tokens: Any, event: Any, namespace: Hashable = None) -> bool:
         """Records what a slot holds that is freed next; `event` is its last GPU work.
 
@@ -289,7 +344,7 @@ class PrefixCache:
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return False
-        if self.tree.match(ids).length < units * self.unit:
+        if self._lacks(slot, ids, units):
             parts = self._ready(slot, units)
             handles = [
                 group.gather(one, pages)
@@ -302,7 +357,7 @@ class PrefixCache:
         length = self._insert(slot, ids)
         node = self.tree.match(ids, length).node
         return length > 0 and all(
-            self._span(place, node, length).cut(0, one.shared).parts == one.span.parts
+            self._span(place, node, length).cut(0, one.span.pages).parts == one.span.parts
             for place, (_, one) in enumerate(self._each(slot))
         )
 
@@ -331,32 +386,74 @@ class PrefixCache:
         """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
         for group in self._groups:
             group.require(PREFIXES, what)
+        if self._refused:
+            raise NotSupported(
+                f"{what}: a window may begin within a large page, which is shared as a whole; "
+                "layers with a window share prefixes without large_page_size",
+                errno=errno.EOPNOTSUPP,
+                op="KVCache",
+            )
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
         known = self.tree.match(ids)
         slots = [one for _, one in self._each(slot)]
-        own = min(one.shared // unit for one, unit in zip(slots, self.unit_pages, strict=True))
+        own = min(
+            (one.shared if one.span.pages else 0) // unit
+            for one, unit in zip(slots, self.unit_pages, strict=True)
+        )
         units = max(known.length // self.unit, own)
         end = units * self.unit * ID_BYTES
         ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
         done = self.tree.insert(
             ids,
             lambda first, last: _Spans(
-                [self._take(place, one, known.node, first, last) for place, one in enumerate(slots)]
+                [
+                    self._take(place, one, known.node, first, last)
+                    for place, one in enumerate(slots)
+                ],
+                last - first,
             ),
         )
+        node = done.node
+        if self._sliding and done.length:
+            node = self.tree.match(ids, pin=True).node  # split, so that it ends with the ids
+            self.tree.unpin(node)
+            self._fill(slots, node)
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
-        if done.length and slot.shared and done.node not in slot.pins:
-            self.tree.pin(done.node)
-            slot.pins = [*slot.pins, done.node]
-        return done.length
+        if done.length and slot.span.pages and node not in slot.pins:
+            self.tree.pin(node)
+            slot.pins = [*slot.pins, node]
+        return self._ends(self.tree.match(ids)) if self._sliding else done.length
 
-    def _take(self, place: int, slot: Slot, node: Node[Span], first: int, last: int) -> Span:
+    def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
+        """Gives the nodes on the way to one the windows at their ends that a request shares.
+
+        It keeps, of the pages that the tree has, those that reach further back.
+        """
+        for place, first in self._firsts(slots[0]):
+            slot, unit, layout = slots[place], self.unit_pages[place], self._layouts[place]
+            shared = self._groups[place].reclaimer.shared
+            for one in node.path():
+                end = one.end // self.unit * unit
+                begin = max(end - one.units * unit, layout.window_page(one.end), first)
+                if slot.shared < end or end - one.span.each[place].pages <= begin:
+                    continue
+                span = slot.shared_part(begin, end)
+                each = list(one.span.each)
+                before, each[place] = each[place], Span(span.parts, unit)
+                shared.hold(span)
+                self.tree.replace(one, _Spans(each, one.units))
+                self._groups[place].reclaimer.let_go(before)
+                self._groups[place].reclaimer.release_kept(before)
+
+    def _take(self, place: int, slot: Slot, node: Node[_Spans], first: int, last: int) -> Span:
         """A group's pages of the units from `first` to before `last`, held for the tree.
 
         They follow what the tree holds on the path to the node.
         """
         unit = self.unit_pages[place]
+        if place in self._sliding:
+            return Span((), unit)  # see `_fill`
         begin = first * unit
         lead = self._lead(place, slot.span, node, begin)
         span = slot.span.cut(begin - lead, last * unit)
@@ -364,7 +461,7 @@ class PrefixCache:
         self._groups[place].reclaimer.shared.hold(span)
         return span
 
-    def _lead(self, place: int, span: Span, node: Node[Span], begin: int) -> int:
+    def _lead(self, place: int, span: Span, node: Node[_Spans], begin: int) -> int:
         """Pages before `begin` that a span must have of its own, to follow what the tree has."""
         large = self._groups[place].layout.large_pages
         lead = begin % large if large else 0
@@ -376,16 +473,16 @@ class PrefixCache:
             return 0  # the tree has the same page
         return lead if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
 
-    def _path(self, place: int, node: Node[Span], pages: int) -> Span:
+    def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
         """A group's first pages on the way to a node, as a slot can have them mapped."""
-        spans = [_each(one.span)[place] for one in node.path()]
+        spans = [one.span.each[place] for one in node.path()]
         if len(spans) == 1 and spans[0].pages == pages:
             return spans[0]
         return sum(spans, Span((), self.unit_pages[place])).cut(0, pages)
 
     # ---- what requests keep ----------------------------------------------------------------------
 
-    def pin_again(self, pins: list[Node[Span]]) -> list[Node[Span]]:
+    def pin_again(self, pins: list[Node[_Spans]]) -> list[Node[_Spans]]:
         """Keeps prefixes for one more slot."""
         for node in pins:
             self.tree.pin(node)
@@ -393,7 +490,7 @@ class PrefixCache:
 
     def shorten(self, slot: Slot, rows: int) -> None:
         """Keeps for a slot only what its first rows are of."""
-        kept: list[Node[Span]] = []
+        kept: list[Node[_Spans]] = []
         for node in slot.pins:
             part = node
             if node.end > rows:
@@ -427,17 +524,45 @@ class PrefixCache:
             raise invalid(f"leave is {left}; it must not be negative")
         limit = max(0, min(count - left, self._groups[0].config.max_seq_len))
         found = self.tree.match(ids, limit)  # a use of all that the run goes on with, too
+        length, node = found.length, found.node
+        if self._sliding:
+            length = self._ends(found)
         counters = self._groups[0].reclaimer.counters
         counters.queries += 1
         counters.query_tokens += count
-        counters.hits += found.length > 0
-        counters.hit_tokens += found.length
-        node = found.node
-        if found.length and node.end > found.length:
-            node = self.tree.match(ids, found.length, pin=True).node
-        elif found.length:
+        counters.hits += length > 0
+        counters.hit_tokens += length
+        if node.end > length:
+            node = self.tree.match(ids, length, pin=length > 0).node
+        elif length:
             self.tree.pin(node)
-        return PrefixMatch(found.length, self.leases.add(node), self.leases)
+        return PrefixMatch(length, self.leases.add(node), self.leases)
+
+    def _ends(self, found: Match[_Spans]) -> int:
+        """The tokens of a match after which every group has its window."""
+        units, before = found.length // self.unit, -1
+        while units != before:
+            before = units
+            for place in self._sliding:
+                units = self._end(place, found.parts, units)
+        return units * self.unit
+
+    def _end(self, place: int, parts: Sequence[tuple[_Spans, int]], units: int) -> int:
+        """The last of so many units after which a group has its window; 0: it never has."""
+        unit, layout = self.unit_pages[place], self._layouts[place]
+        runs: list[tuple[int, int]] = []  # pages that are there, one after the other
+        end = 0
+        for spans, _ in parts:
+            low, end = end + spans.missing(place), end + spans.pages * unit
+            if runs and runs[-1][1] == low:
+                low = runs.pop()[0]
+            if low < end:
+                runs.append((low, end))
+        for low, high in reversed(runs):
+            last = min(units, high // unit)
+            if low <= layout.window_page(last * self.unit) < last * unit:
+                return last
+        return 0
 
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
@@ -477,7 +602,7 @@ class PrefixCache:
         slot.pins = [match._lease.node]
         self.leases.hand_over(match._lease)
 
-    def _pin(self, match: PrefixMatch) -> Node[Span]:
+    def _pin(self, match: PrefixMatch) -> Node[_Spans]:
         """Keeps what matched; raises PrefixEvicted where it is not there any more."""
         node = match._lease.node
         try:
@@ -493,14 +618,30 @@ class PrefixCache:
         """A group's pages of a match, which is leased."""
         return self._span(place, match._lease.node, match.length)
 
-    def _span(self, place: int, node: Node[Span], length: int) -> Span:
-        """A group's pages of the first `length` tokens on the way to a node."""
-        return self._path(place, node, length // self.unit * self.unit_pages[place])
+    def _span(self, place: int, node: Node[_Spans], length: int) -> Span:
+        """A group's pages of the first `length` tokens on the way to a node.
+
+        With a window those that it has there, as far as they are recorded.
+        """
+        unit = self.unit_pages[place]
+        pages = length // self.unit * unit
+        if place not in self._sliding:
+            return self._path(place, node, pages)
+        first = self._layouts[place].window_page(length)
+        found, low = Span((), unit), node.end // self.unit * unit
+        for one in reversed(node.path()):
+            found = one.span.each[place] + found
+            low -= one.span.each[place].pages
+            if low <= first or one.span.missing(place):
+                break
+        return found.cut(first - low, pages - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
         """Pages per tensor that a request which begins with the match need not find."""
         if not match.length:
             return 0
+        if place in self._sliding:  # what is not shared is not there
+            return match.length // self.unit * self.unit_pages[place]
         span = self.span(place, match)
         return span.floor(span.pages)
 
@@ -524,7 +665,7 @@ class PrefixCache:
         back = 0
         while back < pages * column:
             missing = pages * column - back
-            spans = self.tree.evict(-(-missing // unit) * self.unit_pages[0])
+            spans = self.tree.evict(-(-missing // unit), whole=bool(self._sliding))
             if not spans and not self._unpin_all():
                 break
             back += sum(map(self._let_go, spans))
@@ -539,10 +680,10 @@ class PrefixCache:
         for span in self.tree.evict(self.tree.evictable_pages):
             self._let_go(span)
 
-    def _let_go(self, spans: Span) -> int:
+    def _let_go(self, spans: _Spans) -> int:
         """The bytes of an evicted span that come back."""
         back = 0
-        for group, column, span in zip(self._groups, self._columns, _each(spans), strict=True):
+        for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
             group.reclaimer.release_kept(span)
             group.reclaimer.counters.evicted += span.pages * group.layout.num_tensors
             back += group.reclaimer.shared.returns(span) * column
@@ -570,19 +711,21 @@ class PrefixCache:
             return 0
         return self._idle_pages(place, self.leases.kept())
 
-    def _idle_pages(self, place: int, nodes: Iterable[Node[Span]]) -> int:
+    def _idle_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
         """A group's pages per tensor of these nodes that no request uses."""
         shared = self._groups[place].reclaimer.shared
-        return sum(shared.idle(_each(node.span)[place]) for node in nodes)
+        return sum(shared.idle(node.span.each[place]) for node in nodes)
 
     # ---- reports and recovery --------------------------------------------------------------------
 
     def spans(self, place: int) -> list[Span]:
         """What the tree holds of a group."""
-        return [_each(node.span)[place] for node in self.tree]
+        return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
         """A group's pages per tensor that are recorded."""
+        if place in self._sliding:
+            return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
 
     def rebuild(self) -> None:
@@ -593,7 +736,7 @@ class PrefixCache:
     def check(self) -> list[str]:
         """What contradicts in the tree, its pins and its spans, in words."""
         found = self.tree.check()
-        wanted: dict[Node[Span], int] = {}
+        wanted: dict[Node[_Spans], int] = {}
         for slot in self._table:
             for node in slot.pins:
                 wanted[node] = wanted.get(node, 0) + 1
@@ -602,9 +745,12 @@ class PrefixCache:
         for node in self.tree:
             if node.pins != wanted.pop(node, 0):
                 found.append(f"{node!r} has {node.pins} pins, other than slots and leases hold")
-            for span, unit in zip(_each(node.span), self.unit_pages, strict=True):
-                if span.pages - span.lead != node.units * unit:
+            for place, span in enumerate(node.span.each):
+                missing = node.span.missing(place)
+                if missing < 0 or (missing and place not in self._sliding):
                     found.append(f"{node!r} has a span of {span.pages} pages")
+            if node.span.pages != node.units:
+                found.append(f"{node!r} has spans of {node.span.pages} units")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
         return found
@@ -623,9 +769,3 @@ class GroupPrefixes(NamedTuple):
     def leased(self) -> int:
         """See `PrefixCache.leased`."""
         return self.cache.leased(self.place)
-
-
-def _each(span: Span) -> tuple[Span, ...]:
-    """A node's spans, of all groups."""
-    assert isinstance(span, _Spans)
-    return span.each

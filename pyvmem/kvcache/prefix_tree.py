@@ -586,10 +586,16 @@ class PrefixTree(Generic[S]):
 
     # ---- giving up -------------------------------------------------------------------------------
 
-    def evict(self, pages: int) -> list[S]:
+    def replace(self, node: Node[S], span: S) -> None:
+        """Gives a node another span, of as many pages; the caller owns the one that it had."""
+        self._keep(node, "_span")
+        node._span = span
+
+    def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until so many pages are out of the tree.
 
-        The last leaf is cut, not taken whole, where its first units are not needed for that.
+        The last leaf is cut, not taken whole, where its first units are not needed for that, unless
+        `whole` says otherwise.
 
         Returns their spans, in the order of eviction; fewer pages than asked for when the rest is
         pinned. The caller owns them. InvalidArgument: `pages` is negative.
@@ -599,7 +605,7 @@ class PrefixTree(Generic[S]):
         spans: list[S] = []
         missing = pages
         while missing > 0 and (leaf := self._order.first()) is not None:
-            spans.append(self._cut(leaf, missing))
+            spans.append(self._unlink(leaf) if whole else self._cut(leaf, missing))
             missing -= spans[-1].pages
         return spans
 

@@ -203,7 +203,7 @@ class Reclaimer(Book):
         if slot.stale:
             job.span, slot.span = slot.span, EMPTY
         if places:
-            job.away = places.away(max(job.low, job.span.pages), slot.mapped)
+            job.away = places.away(job.low + job.span.pages, slot.mapped)
             job.places = places.take(job.low, slot.mapped)
         slot.mapped = keep
         slot.head = min(slot.head, keep)
@@ -254,7 +254,7 @@ class Reclaimer(Book):
             return True
         try:
             with self.mapper.transaction() as change:
-                job = Cut(slot, low, slot.mapped, slot.dirty, change.ticket)
+                job = Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head)
                 slot.job, slot.kept = job, True
                 job.places = slot.places.take(low, slot.mapped)
                 slot.mapped = low
@@ -284,8 +284,12 @@ class Reclaimer(Book):
                 slot.job = job = Cut(
                     slot, low, head, slot.dirty, change.ticket, low, slot.owner, True
                 )
+                if slot.span.pages:
+                    job.span = slot.shared_part(low, head)
+                    slot.span = slot.shared_part(head, slot.shared)
+                    self.shared.unuse(job.span)
                 if slot.places:
-                    job.away = slot.places.away(low, head)
+                    job.away = slot.places.away(low + job.span.pages, head)
                     job.places = slot.places.take(low, head)
                 slot.head = head
                 self.own_away = None
@@ -314,10 +318,9 @@ class Reclaimer(Book):
         others = Counter(away)
         others.update(self.shared.away())
         for slot in self.table:
-            first = max(slot.shared, slot.head)
-            outside = slot.places.away(first, slot.mapped)
+            outside = slot.places.away(slot.shared, slot.mapped)
             others.update(outside)
-            pages += slot.mapped - slot.head - slot.shared - sum(outside.values())
+            pages += slot.mapped - slot.shared - sum(outside.values())
             self.slid += slot.head if slot.active and not slot.stale else 0
         for cut in self.cuts:
             pages += cut.pages
@@ -359,8 +362,9 @@ class Reclaimer(Book):
                     slot.dirty = max(slot.dirty, cut.dirty)  # an owner may have ended since
                 elif slot.owner == cut.owner:
                     self.slid -= cut.high - cut.low
+                    self.shared.use(cut.span)
                 if cut.span.pages:
-                    slot.span = cut.span
+                    slot.span = cut.span + slot.span
                 pages, cut.span = 0, EMPTY
         self.journal.keep_list(self.cuts)
         self.cuts.remove(cut)
@@ -420,7 +424,7 @@ class Reclaimer(Book):
         ops = OpBatch(len(runs) or 1)
         for at, size in runs:
             ops.unmap(at, size)
-        span, first = slot.span, max(slot.head, slot.shared)
+        span, first = slot.span, slot.shared
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         with self.mapper.transaction() as change:
             slot.places.forget(0, slot.mapped)
@@ -664,5 +668,5 @@ def wait_for_cuts(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -
 
 def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
     """Pages per tensor that the slot can do without; shared ones are counted elsewhere."""
-    kept = max(slot.shared, slot.granted, slot.head, keep.get(slot, 0))
+    kept = max(slot.shared, slot.granted, keep.get(slot, 0))
     return slot.mapped - slot.places.ceil(kept)

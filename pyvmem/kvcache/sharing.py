@@ -51,13 +51,13 @@ class Sharing:
         """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
         info = self.mapper.context.info
         if self._allowed.get(feature) is not info:
-            feature.require(info, what, window=self.config.window)
+            feature.require(info, what)
             self._allowed[feature] = info
 
     # ---- a slot's own pages become shared --------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes the first `pages` pages of a taken slot shared: mapped read-only in their place.
+        """Makes a taken slot's pages up to `pages` shared: mapped read-only in their place.
 
         No GPU work may touch them, and no batch be in flight over them. `pages` cuts no large page
         (`Places.floor`). `unit_pages` is what `Span.split` counts in.
@@ -109,7 +109,6 @@ class Sharing:
         for handle, low, high, kind in pieces:
             span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
             slot.span = slot.span + span if slot.span.parts else span
-        self.pager.active_pages -= pieces[-1][2] - pieces[0][1]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
@@ -197,7 +196,7 @@ class Sharing:
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False
     ) -> None:
-        """Maps a span in a slot from a page on: one operation for each of its parts.
+        """Maps a span in a slot from `page` on: one operation for each of its parts.
 
         `replace`: the same pages are there.
         """
@@ -212,15 +211,19 @@ class Sharing:
             )  # fmt: skip
             address += (high - low) * size
 
-    def begins(self, slot: Slot, span: Span) -> bool:
-        """Whether a kept slot has the first pages of a span, or all, and nothing is under way."""
+    def begins(self, slot: Slot, span: Span, head: int) -> bool:
+        """Whether a kept slot has the first pages of a span, or all, and nothing is under way.
+
+        `head`: the page that the span is to begin at.
+        """
         own = slot.span
         return (
             slot.kept
             and slot.job is None
             and not slot.broken
             and not slot.lost
-            and 0 < own.pages == slot.mapped <= span.pages
+            and slot.head == head
+            and 0 < own.pages == slot.mapped - head <= span.pages
             and (own.parts == span.parts or span.cut(0, own.pages).parts == own.parts)
         )
 

@@ -3,16 +3,17 @@
 
 Pages of one slot, counted per tensor (every tensor of a slot has the same):
 
-    0 ..... shared ..... granted ..... mapped ..... slot_pages
-    | owner's,  | owner's  | kept mapped, | addresses |
-    | read-only | alone    | no owner     | alone     |
+    0 ... head ..... shared ..... granted ..... mapped ..... slot_pages
+    | gone | owner's,  | owner's  | kept mapped, | addresses |
+    |      | read-only | alone    | no owner     | alone     |
 
 `dirty` marks how far earlier owners may have written: before pages below it are granted they are
 filled with zeros. A free slot has granted == 0; what it has mapped is its cache. Pages between
 granted and mapped belong to nobody, so they may be taken away at any time once the earlier owners'
 GPU work is over.
 
-With a sliding window (migration.py) the first pages, below `head`, have been unmapped again.
+With a sliding window (migration.py) the first pages, below `head`, have been unmapped again, or
+were never mapped, where a request began with what another's window held.
 
 Shared pages (pages.py) are mapped read-only, but in a `writer`; others may have them too. A free
 slot that has some is *stale*: all its pages are unmapped together before another request gets it.
@@ -82,12 +83,12 @@ class Slot(Watched):
         kept: free, with recorded rows mapped read-only for a request that begins with them.
         mapped: pages there, or promised by a growth in flight.
         granted: pages that the owner may use.
-        head: pages below this have left the owner's window and are not there; 0 without a window.
+        head: pages below this are not there, since they left the window; 0 without a window.
         dirty: pages below this may hold what an earlier owner wrote.
         owner: counts owners, so that work begun for one is not credited to the next.
         events: earlier owners' last GPU work, as far as it is not known to be over.
         job: the one batch in flight over this slot's addresses.
-        span: the shared pages.
+        span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that are kept for the request.
         places: which pages are large, or outside the device.
         freed_at: step at which it became free.
@@ -128,8 +129,12 @@ class Slot(Watched):
 
     @property
     def shared(self) -> int:
-        """Shared pages, the first ones of the slot."""
-        return self.span.pages
+        """The end of the shared pages; where there are none, `head`."""
+        return self.head + self.span.pages
+
+    def shared_part(self, low: int, high: int) -> Span:
+        """What of the shared pages is in [low, high) of the slot."""
+        return self.span.cut(low - self.head, high - self.head)
 
     @property
     def stale(self) -> bool:
@@ -522,7 +527,7 @@ def _entry(slot: Slot) -> _Entry:
     if taking:
         returning = job.pages
     if (taking or job is None) and not slot.lost:
-        kept = max(slot.span.pages, slot.granted, slot.head)
+        kept = max(slot.shared, slot.granted)
         places = slot.places
         spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
     age = (order, index)

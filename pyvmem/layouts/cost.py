@@ -7,9 +7,9 @@ request counts for as long as it holds memory. With M bytes for keys and values,
 by a request in the mean, M / m requests run at a time in the long run (Little's law).
 
 The groups of layers that differ are summed up. Layers with a window hold the whole prompt in the
-first iteration, as of a prefill in one step; then the window, `KVCacheConfig.window_tile` rows
-before it, and what of their first page lies before those. Layers with a state hold that from the
-first iteration to the last.
+first iteration, as of a prefill in one step; then the window at the end of the last whole sharing
+unit, `KVCacheConfig.window_tile` rows before it, and what of their first page lies before those.
+Layers with a state hold that from the first iteration to the last.
 """
 
 from __future__ import annotations
@@ -83,13 +83,14 @@ class Cost:
         tensors: virtual tensors, and pieces that a growth consists of.
         held: by a running request in the mean.
         waste_bound: a request wastes less than this: the bytes of one growth, and of the rows that
-            a kernel may read past its length; with a window also of a page and the rows before it.
+            a kernel may read past its length; with a window also of a page, the rows before it and
+            a sharing unit.
         tokens_per_growth: tokens that a growth has room for, in the mean.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
             `host`), without those that unmap what left a window. `uvm` maps all that a step needs
             with one.
         sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
-            a page end together. 0: none, since windows let rows go, or no prefix has a state.
+            a page end together. 0: none, since no prefix has a state.
         page_table_bytes: of the GPU's last level, for what a request holds in the mean.
         books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
             by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
@@ -147,16 +148,17 @@ def layouts_of(
     return [Layout(config, choice.step_bytes) for config in configs]
 
 
-def held_by(layout: Layout, page_size: int, requests: Sequence[Request]) -> Held:
+def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Request]) -> Held:
     """What a running request holds in the mean; see the top of this file.
 
     Args:
         layout: whose pages are what the request grows by.
         page_size: of the pages that a window lets go.
+        unit: tokens that prefixes are shared in, at whose ends the window stays.
         requests: the workload.
     """
     pages = list(accumulate(map(layout.pages_for, range(layout.max_rows + 1))))
-    gone = list(accumulate(_gone(layout, page_size, n) for n in range(layout.max_rows + 1)))
+    gone = list(accumulate(_gone(layout, page_size, unit, n) for n in range(layout.max_rows + 1)))
     window = 1 if layout.state else layout.config.window or layout.max_rows
     seen = list(accumulate(min(n, window) for n in range(layout.max_rows + 1)))
     grown = left = iterations = tokens = 0
@@ -175,22 +177,23 @@ def held_by(layout: Layout, page_size: int, requests: Sequence[Request]) -> Held
     )
 
 
-def _gone(layout: Layout, page_size: int, tokens: int) -> int:
+def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
     """Pages that a window has let go when a request decodes its last of so many tokens."""
     config = layout.config
     if not config.window:
         return 0
-    return max(0, tokens - 1 - config.window - config.window_tile) * layout.row_bytes // page_size
+    end = max(0, tokens - 1) // unit * unit
+    return max(0, end - config.window - config.window_tile) * layout.row_bytes // page_size
 
 
-def _most_waste(layout: Layout, choice: Choice) -> int:
+def _most_waste(layout: Layout, choice: Choice, unit: int) -> int:
     """Bytes; see `Cost.waste_bound`."""
     config = layout.config
     if layout.state:
         return (layout.slot_pages * layout.page_size - layout.row_bytes) * layout.num_tensors
     waste = choice.step_bytes + config.overread_rows * layout.row_bytes
     if config.window:
-        waste += choice.page_size + (config.window_tile + 1) * layout.row_bytes
+        waste += choice.page_size + (config.window_tile + unit) * layout.row_bytes
     return waste * layout.num_tensors
 
 
@@ -219,22 +222,22 @@ def cost(
         raise invalid(f"{memory_bytes} bytes of memory are left for keys and values")
     longest = max(request.longest for request in requests)
     layouts = layouts_of(shape, choice, longest, overread_rows)
-    each = [held_by(layout, choice.page_size, requests) for layout in layouts]
+    grows = [layout for layout in layouts if not layout.state]
+    units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in grows]
+    unit = lcm(*units)
+    each = [held_by(layout, choice.page_size, unit, requests) for layout in layouts]
     held = Held(sum(one.mapped for one in each), sum(one.used for one in each))
     pages = held.mapped / choice.page_size
     tensors = sum(layout.num_tensors for layout in layouts)
-    grows = [layout for layout in layouts if not layout.state]
     calls = sum(layout.num_tensors * layout.row_bytes for layout in grows) / choice.step_bytes
-    units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in grows]
-    whole = not any(layout.config.window or layout.state for layout in layouts)
     return Cost(
         choice=choice,
         tensors=tensors,
         held=held,
-        waste_bound=sum(_most_waste(layout, choice) for layout in layouts),
+        waste_bound=sum(_most_waste(layout, choice, unit) for layout in layouts),
         tokens_per_growth=sum(layout.num_tensors for layout in grows) / calls,
         calls_per_token=calls,
-        sharing_unit=lcm(*units) if whole else 0,
+        sharing_unit=unit if grows == layouts else 0,
         page_table_bytes=pages * page_table_bytes(choice.page_size),
         books_bytes=pages / choice.run * _MAPPING_BYTES,
         batch=memory_bytes / held.mapped,

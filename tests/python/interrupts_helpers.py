@@ -53,6 +53,7 @@ __all__ = [
     "Scenario",
     "Stuck",
     "alarms",
+    "holds",
     "lens",
     "measure",
     "parts",
@@ -402,7 +403,7 @@ class Engine:
         assert reqid is not None, "the call returned None"
         assert (cache, reqid) not in self.held, f"reqid {reqid} is somebody's"
         self.held[cache, reqid] = list(of)
-        assert all(read_rows(part, reqid, 0, of) for part in parts(cache)), "rows of the new one"
+        assert holds(cache, reqid, of), "rows of the new one"
 
     def free(self, cache: Cache, reqid: int, **options: Any) -> None:
         """Gives a request up, or finds that an interrupted call has done so."""
@@ -433,13 +434,13 @@ class Engine:
         for (cache, reqid), tags in self.held.items():
             if is_over(cache):
                 continue
-            for part in parts(cache):
-                slot = part.snapshot()[reqid]
-                if (cache, reqid) in self.leaving and slot.state != "active":
-                    continue
+            slots = [part.snapshot()[reqid] for part in parts(cache)]
+            if (cache, reqid) in self.leaving and any(slot.state != "active" for slot in slots):
+                continue
+            for slot in slots:
                 assert slot.state == "active", f"reqid {reqid} is {slot.state}"
                 assert slot.seq_len >= len(tags), f"reqid {reqid} holds {slot.seq_len} rows"
-                assert read_rows(part, reqid, 0, tags), f"rows of reqid {reqid}"
+            assert holds(cache, reqid, tags), f"rows of reqid {reqid}"
 
     def check_lock(self) -> None:
         """Whether another thread gets its turn."""
@@ -523,6 +524,15 @@ def _touch(cache: Cache) -> None:
 def parts(cache: Cache) -> tuple[GroupView, ...]:
     """Its groups of equal layers with keys and values."""
     return tuple(one for one in cache.caches if not one.config.state)
+
+
+def holds(cache: Cache, reqid: int, tags: list[int]) -> bool:
+    """Whether a request has these rows in every part, but for those that have left a window."""
+    return all(
+        read_rows(part, reqid, low, tags[low:])
+        for part in parts(cache)
+        for low in part.first_rows([reqid])
+    )
 
 
 def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:

@@ -27,6 +27,7 @@ from parallel_scenarios import (
     filled,
     held_back,
     shared_pages,
+    shared_windows,
     sharing_fails,
     swap_without_memory,
     windows,
@@ -275,6 +276,7 @@ SCENARIOS = (
     sharing_fails,
     swap_without_memory,
     windows,
+    shared_windows,
     filled,
     crowded,
 )

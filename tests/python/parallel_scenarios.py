@@ -26,6 +26,7 @@ __all__ = [
     "filled",
     "held_back",
     "shared_pages",
+    "shared_windows",
     "sharing_fails",
     "swap_without_memory",
     "windows",
@@ -226,6 +227,45 @@ def windows(rank: Any) -> Any:
                 longest = lens.index(max(lens))
                 cache.free_reqid(longest, rank.work())
                 lens[longest] = 0
+        cache.check_step()
+    return answers
+
+
+def shared_windows(rank: Any) -> Any:
+    """What windows share, record and find is the same on all ranks, short of memory or not."""
+    same = random.Random(6)
+    answers: list[Any] = []
+    with rank.cache(pages=12, window=4, window_tile=4, max_batch=SLOTS) as cache:
+        lens = [0] * SLOTS
+        for _ in range(200):
+            rank.dawdle()
+            running = [reqid for reqid, length in enumerate(lens) if length]
+            pick = same.random()
+            if pick < 0.3:
+                taken = cache.alloc_prefix(range(same.randint(2, 40)), stream=rank.work())
+                answers.append(("begin", taken))
+                if taken is not None:
+                    lens[taken[0]] = max(1, taken[1])
+            elif pick < 0.45 and running:
+                parent = same.choice(running)
+                child = cache.fork(parent, stream=rank.work())
+                answers.append(("fork", child))
+                if child is not None:
+                    lens[child] = lens[parent]
+            elif pick < 0.65 and running:
+                gone = same.choice(running)
+                cache.free_reqid(gone, rank.work(), tokens=range(lens[gone]))
+                lens[gone] = 0
+            want = [n and min(n + same.choice((0, 1, 5)), 48) for n in lens]
+            done = cache.step(want, rank.work())
+            answers.append(("step", done))
+            if done == 0:
+                lens = want
+            else:
+                longest = lens.index(max(lens))
+                cache.free_reqid(longest, rank.work())
+                lens[longest] = 0
+            answers.append(cache.available_pages)
         cache.check_step()
     return answers
 

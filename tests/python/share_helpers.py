@@ -7,15 +7,17 @@ Rows are read and written through the reservation, so it works where no tensors 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from kvcache_helpers import state
 
-from pyvmem import FdEvent, KVCache
-from pyvmem.kvcache import SwappedRequest
+from pyvmem import FdEvent, InvalidArgument, KVCache, OutOfMemory
+from pyvmem.kvcache import SlotInfo, SwappedRequest
 
 __all__ = [
     "ShareModel",
+    "WindowModel",
     "grow",
     "is_zero",
     "read_rows",
@@ -329,3 +331,80 @@ class ShareModel:
         self.cache.trim(prefixes=True)
         self.cache.check_integrity()
         assert self.cache.stats().mapped_bytes == 0
+
+
+class WindowModel(ShareModel):
+    """The same where layers have a window: rows that have left it are not there."""
+
+    def holds(self, reqid: int) -> bool:
+        """Whether a request has its rows in every class, but for those that left a window."""
+        tags = self.tags[reqid]
+        return all(
+            read_rows(one, reqid, low, tags[low:])
+            for one in self.parts
+            for low in one.first_rows([reqid])
+        )
+
+    def sees(self, reqid: int) -> bool:
+        """Whether all that the next token attends to, and its kernel reads, is there."""
+        length = len(self.tags[reqid])
+        kept = [one.config.window + one.config.window_tile for one in self.parts]
+        windows = zip(self.parts, kept, strict=True)
+        return all(
+            one.first_rows([reqid])[0] <= max(0, length - rows)
+            for one, rows in windows
+            if one.config.window
+        )
+
+    def start(self) -> None:
+        held = set(self.tokens)
+        super().start()
+        for reqid in set(self.tokens) - held:
+            assert self.sees(reqid), f"the window of reqid {reqid}"
+
+    def record(self, reqid: int) -> None:
+        """All of it is recorded, or what was before: the window of its end is gone."""
+        self.fire()
+        held = self.first.snapshot()[reqid].seq_len
+        tokens = self.tokens[reqid][:held]
+        whole = len(tokens) // self.cache.sharing_unit * self.cache.sharing_unit
+        ids, space = self.named(tokens)
+        before = self.length_of(tokens, leave=0)
+        done = self.cache.record(reqid, ids, namespace=space)
+        assert done in (before, whole)
+        assert self.length_of(tokens, leave=0) == done
+        self.count("recorded" if done == whole else "not recorded")
+
+    def fork(self, reqid: int) -> None:
+        self._where_it_is_there(super().fork, reqid)
+
+    def truncate(self, reqid: int) -> None:
+        self._where_it_is_there(super().truncate, reqid)
+
+    def refused(self, before: tuple[Any, ...]) -> None:
+        """As `ShareModel.refused`; pages that left a window may be unmapped meanwhile."""
+        self.count("no slot")
+        assert len(self.tokens) == self.first.config.max_batch
+        assert self.running() == self.running(before[0])
+
+    def running(self, slots: list[SlotInfo] | None = None) -> list[tuple[int, int, int]]:
+        """What requests hold, and have."""
+        slots = self.first.snapshot() if slots is None else slots
+        return [(s.reqid, s.seq_len, s.granted_pages) for s in slots if s.state == "active"]
+
+    def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
+        """A call that may find that a window begins in rows that are gone."""
+        before = self.running()
+        try:
+            call(reqid)
+        except InvalidArgument as error:
+            assert "begins in rows that are gone" in str(error)
+            assert self.running() == before
+            self.count("window gone")
+
+    def swap_out(self, reqid: int) -> None:
+        try:
+            super().swap_out(reqid)
+        except OutOfMemory as error:
+            assert "for a moment" in str(error)
+            self.count("no swap")

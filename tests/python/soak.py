@@ -5,10 +5,11 @@
     python tests/python/soak.py --seconds 600 --backend stock --seed 7
 
 A run is a number of rounds. Each has a context and one to three caches: alone, of a budget, or one
-of layers that differ; a model (share_helpers.py, test_kvcache_mixed_model.py) drives each. GPU work
-of freed requests is an FdEvent that a thread signals late. In a quiet phase one cache is not called
-at all, for more batches than a context remembers. With ``--interrupts`` calls are interrupted at
-random points (interrupts_helpers.py) and the model finds out what became of them.
+of layers that differ, some with a window; a model (share_helpers.py, test_kvcache_mixed_model.py)
+drives each. GPU work of freed requests is an FdEvent that a thread signals late. In a quiet phase
+one cache is not called at all, for more batches than a context remembers. With ``--interrupts``
+calls are interrupted at random points (interrupts_helpers.py) and the model finds out what became
+of them.
 
 The last line says what was done; an error ends the run with the seed and the step that repeat it.
 """
@@ -35,9 +36,10 @@ import torch
 from conftest import open_context
 from interrupts_helpers import Interrupted, Interrupts
 from kvcache_helpers import ROWS, has_tensors, small_config
-from share_helpers import ShareModel, row_bytes
+from share_helpers import ShareModel, WindowModel, row_bytes
 from test_kvcache_layers import layered
 from test_kvcache_mixed_model import LayeredModel, MixedModel
+from test_kvcache_window_prefix import gemma_like
 
 from pyvmem import Caps, Context, FdEvent, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
@@ -291,11 +293,13 @@ class Endless:
         for reqid, tags in self.tags.items():
             if not tags:
                 continue
+            (low,) = part.first_rows([reqid])
+            count = len(tags) - low
             for number, tensor in enumerate(part.tensors):
-                rows = tensor[reqid, : len(tags)].reshape(len(tags), -1).cpu()
-                want = b"".join(row_bytes(part, number, tag) for tag in tags)
+                rows = tensor[reqid, low : len(tags)].reshape(count, -1).cpu()
+                want = b"".join(row_bytes(part, number, tag) for tag in tags[low:])
                 found = rows.contiguous().view(torch.uint8).numpy().tobytes()
-                assert len(found) == len(tags) * size
+                assert len(found) == count * size
                 assert found == want, f"reqid {reqid}, tensor {number}"
 
     def move(self: Any, reqid: int) -> None:
@@ -353,6 +357,22 @@ class SoakLayers(Endless, LayeredModel):
     """Of several classes of layers."""
 
 
+class SoakWindows(Endless, WindowModel):
+    """Of sliding layers beside full ones: prompts often go on where a request ended."""
+
+    def free(self, reqid: int, record: bool) -> None:
+        if record:
+            self.seen.append(list(self.tokens[reqid]))
+        super().free(reqid, record)
+
+    def prompt(self) -> list[int]:
+        seen = self.random.choice(self.seen)
+        if not seen or self.random.random() < 0.5:
+            return list(super().prompt())
+        longest = self.first.config.max_seq_len
+        return [*seen, *self.alike(seen, [self.random.randint(0, 2)])][:longest]
+
+
 class Soak:
     """A run; `steps` and `seconds` end it, whichever is first (0: no limit)."""
 
@@ -395,7 +415,7 @@ class Soak:
     def _models(self, context: Context, late: LateEvents) -> Iterator[list[Any]]:
         """The caches of a round, each with its model."""
         rng, made = self.random, []
-        kind = rng.choice(("one", "two", "three", "layers", "two"))
+        kind = rng.choice(("one", "two", "three", "layers", "two", "windows"))
         try:
             if kind == "layers":
                 options: dict[str, Any] = {"max_seq_len": 80, "max_batch": 6}
@@ -406,6 +426,9 @@ class Soak:
                     options["host_limit"] = 100 * page
                 cache = layered(context, rng.choice((260, 500)), **options)
                 made.append(SoakLayers(cache, rng.randint(0, 1 << 30)))
+            elif kind == "windows":
+                cache = gemma_like(context, rng.choice((130, 250, 600)))
+                made.append(SoakWindows(cache, rng.randint(0, 1 << 30)))
             else:
                 count = {"one": 1, "two": 2, "three": 3}[kind]
                 limit = rng.choice((24, 40, 60)) * TENSORS * context.info.granule

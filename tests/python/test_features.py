@@ -376,24 +376,6 @@ def test_a_match_cannot_be_mapped_where_pages_cannot(context: Context) -> None:
         assert state(cache) == before
 
 
-def test_what_keeps_all_rows_is_refused_with_a_window(context: Context) -> None:
-    assert [one.key for one in FEATURES if one.all_rows] == ["prefixes", "fork"]
-    with small_cache(context, window=ROWS) as cache:
-        started(cache, PARENT)
-        before = state(cache)
-        for call, what in (
-            (fork, "fork"),
-            (record, "record"),
-            (record_last, "record"),
-        ):
-            with pytest.raises(NotSupported, match=f"{what}: .* sliding window"):
-                call(cache)
-        assert state(cache) == before
-    FORK.require(context.info, "fork")
-    with pytest.raises(NotSupported, match="sliding window"):
-        FORK.require(context.info, "fork", window=1)
-
-
 # ---- the rows themselves -------------------------------------------------------------------------
 
 

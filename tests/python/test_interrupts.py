@@ -31,6 +31,7 @@ from interrupts_helpers import (
     Outcome,
     Scenario,
     alarms,
+    holds,
     lens,
     measure,
     parts,
@@ -42,7 +43,7 @@ from share_helpers import is_zero, read_rows
 from test_kvcache_layers import uneven
 
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
-from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, StateShape
+from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
 
@@ -123,9 +124,10 @@ def free_shared(engine: Engine) -> Steps:
     return _freeing(engine, cache, child)
 
 
-def _free_recording(engine: Engine, cache: Any, rows: int) -> Steps:
+def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = None) -> Steps:
     """What was recorded, if it was, are the request's rows."""
-    reqid = engine.start(cache, rows)
+    if reqid is None:
+        reqid = engine.start(cache, rows)
     tags, tokens = engine.held[cache, reqid], list(range(rows))
     engine.leaves(cache, reqid)
 
@@ -380,7 +382,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
         held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
         assert held in ({length}, {len(tags)}), f"classes hold {held} rows"
         if held != {length}:
-            assert all(read_rows(part, reqid, 0, tags) for part in parts(cache)), "all rows"
+            assert holds(cache, reqid, tags), "all rows"
         call()
         engine.grow(cache, reqid, len(tags))
 
@@ -512,6 +514,61 @@ def fork_into_used_slots(engine: Engine) -> Steps:
     for reqid in [engine.start(cache, 2 * ROWS) for _ in range(4)]:
         engine.free(cache, reqid)
     return _forking(engine, cache, parent, None)
+
+
+def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
+    """A request whose first pages have left its window."""
+    if not {Caps.ALIAS, Caps.READONLY} <= set(engine.context.info.caps):
+        raise NotHere("requests cannot share pages")
+    policy = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS, "max_batch": 6, **changes}
+    cache = engine.cache(**policy)
+    engine.start(cache, 3)
+    return cache, _slid(engine, cache, rows)
+
+
+def _slid(engine: Engine, cache: Any, rows: int) -> int:
+    """A request of so many rows, of which some have left the window."""
+    reqid = engine.start(cache, rows - 3)
+    engine.grow(cache, reqid, rows)
+    eventually(lambda: not any(s.in_flight for part in parts(cache) for s in part.snapshot()))
+    assert cache.first_rows([reqid])[0]
+    return reqid
+
+
+@scenario
+def fork_a_window(engine: Engine) -> Steps:
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    return _forking(engine, cache, parent, None, count=2)
+
+
+@scenario
+def step_slides_a_forked_window(engine: Engine) -> Steps:
+    """The pages that leave one window are in another."""
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    child = cache.fork(parent)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, parent])
+    engine.grow(cache, child, 7 * ROWS)
+    return _growing(engine, cache, {child: 8 * ROWS})
+
+
+@scenario
+def free_a_forked_window(engine: Engine) -> Steps:
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    child = cache.fork(parent)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, parent])
+    return _freeing(engine, cache, child)
+
+
+@scenario
+def truncate_a_forked_window(engine: Engine) -> Steps:
+    """Within a page that another window holds, too."""
+    cache, parent = _windowed(engine, 5 * ROWS + 3)
+    child = cache.fork(parent)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, parent])
+    return _truncating(engine, cache, child, 4 * ROWS + 3)
 
 
 def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
@@ -741,6 +798,77 @@ def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
     engine.free(cache, first, tokens=tokens[: 2 * ROWS])
     _settled(cache)
     return _prefixed(engine, cache, [*tokens, 7], engine.held[cache, taken[0]][: 4 * ROWS])
+
+
+# ---- prefixes of layers with a window ------------------------------------------------------------
+
+
+@scenario
+def record_a_window(engine: Engine) -> Steps:
+    cache, reqid = _windowed(engine, 5 * ROWS + 3)
+    return _recording(engine, cache, reqid, 5 * ROWS)
+
+
+@scenario
+def record_fills_in_a_window(engine: Engine) -> Steps:
+    """The window before the place where prompts part is the second request's."""
+    cache, first = _windowed(engine, 5 * ROWS)
+    tokens = list(range(5 * ROWS))
+    engine.free(cache, first, tokens=[*tokens[: 2 * ROWS], *[900] * (3 * ROWS)])
+    reqid = engine.start(cache, 5 * ROWS)
+    tags = engine.held[cache, reqid]
+    call, again = _recording(engine, cache, reqid, 5 * ROWS)
+
+    def more() -> None:
+        again()
+        taken = cache.alloc_prefix([*tokens[: 2 * ROWS], 901])
+        assert taken is not None
+        assert taken[1] == 2 * ROWS
+        engine.take(cache, taken[0], tags[: 2 * ROWS])
+
+    return call, more
+
+
+@scenario
+def free_with_tokens_of_a_window(engine: Engine) -> Steps:
+    cache, reqid = _windowed(engine, 5 * ROWS + 3)
+    return _free_recording(engine, cache, 5 * ROWS + 3, reqid)
+
+
+def _window_recorded(engine: Engine, **changes: Any) -> tuple[KVCache, list[int], list[int]]:
+    """As `_recorded`, of a request that had its window alone."""
+    cache, reqid = _windowed(engine, 5 * ROWS + 3, **changes)
+    tags, tokens = engine.held[cache, reqid], list(range(5 * ROWS + 3))
+    engine.free(cache, reqid, tokens=tokens)
+    _settled(cache)
+    return cache, tokens, tags
+
+
+@scenario
+def alloc_prefix_of_a_window(engine: Engine) -> Steps:
+    cache, tokens, tags = _window_recorded(engine)
+    cache.trim()
+    return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
+
+
+@scenario
+def alloc_prefix_of_a_window_where_it_is_mapped(engine: Engine) -> Steps:
+    cache, tokens, tags = _window_recorded(engine)
+    return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
+
+
+@scenario
+def step_evicts_a_window(engine: Engine) -> Steps:
+    cache, _, _ = _window_recorded(engine, pages=8)
+    cache.trim()
+    reqid = engine.start(cache, 3)
+    call, again = _growing(engine, cache, {reqid: 6 * ROWS})
+
+    def more() -> None:
+        again()
+        assert cache.stats().prefix_pages == 0
+
+    return call, more
 
 
 # ---- preemption, admission, reports --------------------------------------------------------------
@@ -1325,6 +1453,35 @@ def layered_close(engine: Engine) -> Steps:
     cache = _layered(engine)
     engine.start(cache, UNIT)
     return _closing(engine, cache)
+
+
+def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
+    """Sliding layers beside a full one, and a request of which some rows have left the window."""
+    heads = engine.page // (ROWS * 64 * 4)
+    shapes = [LayerShape(heads, 64, window=8), LayerShape(2 * heads, 64)]
+    cache = _layered(engine, shapes=shapes, max_batch=6, max_seq_len=12 * ROWS, window_tile=4)
+    return cache, _slid(engine, cache, rows)
+
+
+@scenario
+def layered_fork_a_window(engine: Engine) -> Steps:
+    cache, parent = _layered_windows(engine, 5 * ROWS + 3)
+    return _forking(engine, cache, parent, None)
+
+
+@scenario
+def layered_free_with_tokens_of_a_window(engine: Engine) -> Steps:
+    cache, reqid = _layered_windows(engine, 5 * ROWS + 3)
+    return _free_recording(engine, cache, 5 * ROWS + 3, reqid)
+
+
+@scenario
+def layered_alloc_prefix_of_a_window(engine: Engine) -> Steps:
+    cache, reqid = _layered_windows(engine, 5 * ROWS + 3)
+    tags, tokens = engine.held[cache, reqid], list(range(5 * ROWS + 3))
+    engine.free(cache, reqid, tokens=tokens)
+    cache.trim()
+    return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
 
 
 def _nobody_told() -> frozenset[str]:

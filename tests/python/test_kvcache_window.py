@@ -28,7 +28,6 @@ from pyvmem import (
     KVCache,
     KVCacheConfig,
     NotMapped,
-    NotSupported,
     OutOfMemory,
 )
 from pyvmem.kvcache import LayeredCache, LayerShape, layer_shapes
@@ -43,11 +42,11 @@ def mapped(cache: KVCache, reqid: int = 0) -> int:
     return cache.snapshot()[reqid].mapped_pages
 
 
-def decode(cache: KVCache, low: int, high: int) -> None:
-    """Appends rows to reqid 0, one by one; row n holds n + 1."""
+def decode(cache: KVCache, low: int, high: int, reqid: int = 0, first: int = 1) -> None:
+    """Appends rows to a request, one by one; row n holds ``first + n``."""
     for length in range(low + 1, high + 1):
-        assert cache.step(lens(cache, r0=length)) == 0
-        write_rows(cache, 0, length - 1, [length])
+        assert cache.step(lens(cache, **{f"r{reqid}": length})) == 0
+        write_rows(cache, reqid, length - 1, [first + length - 1])
 
 
 def rows_are_there(cache: KVCache, low: int, high: int) -> bool:
@@ -74,10 +73,12 @@ def test_a_request_keeps_its_window_and_a_tile(context: Context) -> None:
 def test_a_page_goes_with_the_row_that_no_kernel_reads(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        assert cache.step(lens(cache, r0=20)) == 0
-        assert mapped(cache) == 3
-        assert cache.step(lens(cache, r0=21)) == 0  # row 20 sees rows 13 to 20, its tile from 9
-        assert mapped(cache) == 2
+        for length in (20, 21, 24):  # what begins with rows 0 to 15 needs all of them
+            assert cache.step(lens(cache, r0=length)) == 0
+            assert mapped(cache) == 3
+        assert cache.step(lens(cache, r0=25)) == 0  # row 24 sees rows 17 to 24, its tile from 12
+        assert mapped(cache) == 4 - 1
+        assert cache.first_rows([0]) == [ROWS]
 
 
 def test_the_same_length_again_moves_nothing(context: Context) -> None:
@@ -95,27 +96,27 @@ def test_the_same_length_again_moves_nothing(context: Context) -> None:
 def test_pages_go_after_the_work_that_read_them(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        decode(cache, 0, 20)
+        decode(cache, 0, 24)
         with pending() as event:
-            assert cache.step(lens(cache, r0=21), event) == 0
+            assert cache.step(lens(cache, r0=25), event) == 0
             assert cache.snapshot()[0].in_flight
             for tensor in range(TENSORS):
                 offset = cache.layout.offset(0, 0, tensor)
                 assert cache.reservation.query(offset).mapped
-            assert rows_are_there(cache, 8, 20)
+            assert rows_are_there(cache, 8, 24)
             cache.check_integrity()
             with firing_later(event) as fired:
-                assert cache.step(lens(cache, r0=25)) == 0  # a page more: the slot's turn comes
+                assert cache.step(lens(cache, r0=33)) == 0  # a page more: the slot's turn comes
                 assert fired
-        assert mapped(cache) == 3
+        assert mapped(cache) == 4
 
 
 def test_a_request_freed_while_pages_go(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        decode(cache, 0, 20)
+        decode(cache, 0, 24)
         with pending() as event:
-            assert cache.step(lens(cache, r0=21), event) == 0
+            assert cache.step(lens(cache, r0=25), event) == 0
             cache.free_reqid(0)
             cache.check_integrity()
             event.set()
@@ -156,17 +157,17 @@ def test_a_long_request_fits_into_little_memory(context: Context) -> None:
 def test_a_slide_that_fails_is_undone_and_told(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
-        decode(cache, 0, 20)
+        decode(cache, 0, 24)
         context.inject(Inject.UNMAP)
-        assert cache.step(lens(cache, r0=21)) == 0
+        assert cache.step(lens(cache, r0=25)) == 0
         eventually(lambda: not cache.snapshot()[0].in_flight)
         context.inject(Inject.UNMAP, 0, 0)
-        assert mapped(cache) == 3
-        assert rows_are_there(cache, 0, 20)
+        assert mapped(cache) == 4
+        assert rows_are_there(cache, 0, 24)
         cache.check_integrity()
         with pytest.raises(DriverError):
-            cache.step(lens(cache, r0=22))
-        decode(cache, 21, 40)
+            cache.step(lens(cache, r0=26))
+        decode(cache, 24, 40)
         assert mapped(cache) <= 4
         assert rows_are_there(cache, 28, 40)
 
@@ -181,15 +182,8 @@ def test_what_a_window_does_not_allow(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 41)
-        before = state(cache)
-        for call in (
-            lambda: cache.fork(0),
-            lambda: cache.record(0, range(41)),
-            lambda: cache.free_reqid(0, tokens=range(41)),
-        ):
-            with pytest.raises(NotSupported, match="sliding window"):
-                call()
-        assert state(cache) == before
+        with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+            cache.truncate(0, 20)
         assert cache.step(lens(cache, r0=31)) == 0
         assert cache.snapshot()[0].seq_len == 41
         assert cache.truncate(0, 37) == 0  # four tokens taken back
@@ -281,6 +275,145 @@ def test_random_engine(context: Context, policy: dict[str, Any], seed: int) -> N
                 assert read_rows(cache, reqid, low, held[low:])
             if tag % 10 == 0:
                 cache.check_integrity()
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+
+
+def decoded(cache: KVCache, rows: int) -> int:
+    """A request with so many rows."""
+    reqid = cache.alloc_reqid()
+    assert reqid is not None
+    decode(cache, 0, rows, reqid)
+    return reqid
+
+
+@pytest.mark.parametrize("rows", [3, ROWS, 20, 41, 5 * ROWS])
+def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> None:
+    with small_cache(context, max_batch=6, **WINDOW) as cache:
+        parent = decoded(cache, rows)
+        (first,) = cache.first_rows([parent])
+        before = cache.stats()
+        children = cache.fork_many(parent, 2)
+        assert children is not None
+        whole = rows // ROWS - first // ROWS
+        for one in cache.snapshot():
+            if one.reqid in (parent, *children):
+                assert (one.shared_pages, one.seq_len) == (whole, rows)
+                assert one.mapped_pages == mapped(cache, parent)
+        assert cache.first_rows(children) == [first] * 2
+        now = cache.stats()
+        assert now.active_pages - before.active_pages == 2 * bool(rows % ROWS) * TENSORS
+        assert now.used_bytes <= now.active_pages * cache.layout.page_size
+        cache.check_integrity()
+        for tag, reqid in enumerate((parent, *children), 1):
+            assert read_rows(cache, reqid, first, list(range(first + 1, rows + 1)))
+            decode(cache, rows, rows + 24, reqid, 1000 * tag)
+            cache.check_integrity()
+        low = rows + 24 - 13  # the last step read none before
+        for tag, reqid in enumerate((parent, *children), 1):
+            tags = [n + (1000 * tag if n >= rows else 1) for n in range(low, rows + 24)]
+            assert read_rows(cache, reqid, low, tags)
+            assert cache.first_rows([reqid])[0] > first
+        cache.check_integrity()
+        cache.free_reqid(parent)
+        assert read_rows(cache, children[0], low, [n + 2000 for n in range(low, rows + 24)][-13:])
+        for child in children:
+            cache.free_reqid(child)
+        cache.trim()
+        assert cache.stats().mapped_bytes == 0
+        cache.check_integrity()
+
+
+def test_shared_pages_go_when_the_last_window_has_left_them(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 3 * ROWS)
+        child = cache.fork(parent)
+        assert child is not None
+        assert cache.stats().shared_pages == 3 * TENSORS
+        with pending() as event:
+            decode(cache, 3 * ROWS, 60, parent)
+            want = lens(cache, **{f"r{child}": 3 * ROWS + 20})
+            assert cache.step(want) == 0
+            assert mapped(cache, child) == 6 - 1
+            want[child] += 1
+            assert cache.step(want, event) == 0  # its first pages go once the work is over
+            assert cache.stats().shared_pages == 2 * TENSORS
+            cache.check_integrity()
+            event.set()
+        assert mapped(cache, child) < 6
+        assert cache.stats().shared_pages == 0
+        cache.check_integrity()
+
+
+def test_a_fork_where_a_window_has_to_be_there(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 41)
+        (first,) = cache.first_rows([parent])
+        assert mapped(cache, parent) == 6 - first // ROWS
+        before = state(cache)
+        for length in (0, first, first + 7):
+            with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+                cache.fork(parent, length)
+        assert state(cache) == before
+        child = cache.fork(parent, first + 8)
+        assert child is not None
+        assert read_rows(cache, child, first, list(range(first + 1, first + 9)))
+        with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+            cache.truncate(child, first + 7)
+        decode(cache, first + 8, first + 40, child, 500)
+        assert read_rows(cache, parent, first, list(range(first + 1, 42)))
+        cache.check_integrity()
+
+
+def test_rows_of_a_forked_window_are_given_up(context: Context) -> None:
+    """A page that both have is copied for the one that goes back."""
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 5 * ROWS)
+        child = cache.fork(parent)
+        assert child is not None
+        (first,) = cache.first_rows([child])
+        assert cache.truncate(child, 4 * ROWS + 3) == 0
+        assert cache.snapshot()[child].shared_pages == 4 - first // ROWS
+        assert read_rows(cache, child, first, list(range(first + 1, 4 * ROWS + 4)))
+        decode(cache, 4 * ROWS + 3, 5 * ROWS, child, 900)
+        assert read_rows(cache, parent, first, list(range(first + 1, 5 * ROWS + 1)))
+        cache.check_integrity()
+
+
+def test_a_slide_of_shared_pages_that_fails_is_undone(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 24)
+        child = cache.fork(parent)
+        assert child is not None
+        context.inject(Inject.UNMAP)
+        assert cache.step(lens(cache, **{f"r{child}": 25})) == 0
+        eventually(lambda: not cache.snapshot()[child].in_flight)
+        context.inject(Inject.UNMAP, 0, 0)
+        assert (mapped(cache, child), cache.snapshot()[child].shared_pages) == (4, 3)
+        assert read_rows(cache, child, 0, list(range(1, 25)))
+        cache.check_integrity()
+        with pytest.raises(DriverError):
+            cache.step(lens(cache, **{f"r{child}": 26}))
+        decode(cache, 24, 40, child)
+        assert cache.stats().shared_pages == 3 * TENSORS  # the parent's
+        cache.check_integrity()
+
+
+def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
+    with small_cache(context, **WINDOW) as cache:
+        parent = decoded(cache, 41)
+        child = cache.fork(parent)
+        assert child is not None
+        (first,) = cache.first_rows([child])
+        moved = cache.move(child, "host")
+        assert (moved.pages, moved.shared) == (TENSORS, (41 // ROWS - first // ROWS) * TENSORS)
+        swapped = cache.swap_out(child)
+        back = cache.swap_in(swapped)
+        assert back is not None
+        for reqid in (parent, back):
+            assert read_rows(cache, reqid, first, list(range(first + 1, 42)))
+        cache.check_integrity()
 
 
 # ---- models of both kinds ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from share_helpers import ShareModel
+from share_helpers import ShareModel, read_rows
 from test_kvcache_layers import holds, layered, state, uneven, write
 
 from pyvmem import (
@@ -16,7 +16,6 @@ from pyvmem import (
     DriverError,
     Inject,
     InvalidArgument,
-    NotSupported,
     OutOfMemory,
     VMemError,
 )
@@ -413,27 +412,31 @@ def test_stats_count_all_classes(context: Context) -> None:
         cache.stats()
 
 
-def test_what_layers_with_a_window_do_not_allow(context: Context) -> None:
+def test_a_fork_has_all_rows_of_full_layers_and_the_window_of_others(context: Context) -> None:
     page = context.info.granule
-    shapes = [*uneven(page), LayerShape(1, 64, window=8)]
+    shapes = [*uneven(page), LayerShape(page // (8 * 64 * 4), 64, window=8)]
     options = {"dtype": "float32", "max_batch": 4, "max_seq_len": LONGEST, "page_size": page}
-    with LayeredCache(shapes, context, memory_limit=400 * page, **options) as cache:
-        reqid, tags = started(cache, UNIT)
-        before = state(cache)
-        for call in (
-            lambda: cache.fork(reqid),
-            lambda: cache.fork_many(reqid, 2),
-            lambda: cache.record(reqid, range(UNIT)),
-            lambda: cache.free_reqid(reqid, tokens=range(UNIT)),
-        ):
-            with pytest.raises(NotSupported, match="sliding window"):
-                call()
-        assert state(cache) == before
-        assert holds(cache, reqid, tags)
-        assert cache.match(range(UNIT)).length == 0
-        found = cache.alloc_prefix(range(UNIT))
-        assert found is not None
-        assert found[1] == 0
+    with LayeredCache(shapes, context, memory_limit=400 * page, window_tile=4, **options) as cache:
+        parent, tags = started(cache, UNIT)
+        tags = grown(cache, parent, tags, [500 + row for row in range(3 * UNIT)])
+        tags = grown(cache, parent, tags, [777])
+        slides, *full = sorted(cache.caches, key=lambda one: -one.config.window)
+        (first,) = slides.first_rows([parent])
+        assert 0 < first <= len(tags) - 1 - 12
+        child = cache.fork(parent)
+        assert child is not None
+        assert all(read_rows(one, child, 0, tags) for one in full)
+        assert slides.first_rows([child]) == cache.first_rows([child]) == [first]
+        assert read_rows(slides, child, first, tags[first:])
+        for one in cache.caches:
+            whole = len(tags) * one.layout.row_bytes // page
+            gone = one.first_rows([child])[0] * one.layout.row_bytes // page
+            assert one.snapshot()[child].shared_pages == whole - gone
+        with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+            cache.fork(parent, length=UNIT)
+        cache.free_reqid(parent)
+        grown(cache, child, tags, [888])
+        assert all(read_rows(one, child, first, tags[first:]) for one in cache.caches)
         cache.check_integrity()
 
 

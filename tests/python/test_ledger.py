@@ -146,7 +146,6 @@ def test_who_has_most_gives_way_first(folder: Path) -> None:
         one.close()
 
 
-
 def test_threads_of_a_process_take_turns(folder: Path) -> None:
     accounts = [join(folder, f"engine{i}") for i in range(4)]
     granted = [0] * 4

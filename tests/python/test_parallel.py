@@ -111,6 +111,14 @@ def test_windows_slide_alike(results: dict[str, Any]) -> None:
     assert results["windows"].count(0) > 50
 
 
+def test_ranks_share_windows_alike(results: dict[str, Any]) -> None:
+    answers = [answer for answer in results["shared_windows"] if isinstance(answer, list)]
+    begun = [taken[1] for what, taken in answers if what == "begin" and taken]
+    assert 0 in begun
+    assert max(begun) > 0
+    assert any(what == "fork" and child is not None for what, child in answers)
+
+
 def test_whichever_call_fails_all_ranks_learn_of_it(results: dict[str, Any]) -> None:
     failures = results["sharing_fails"]
     calls = ("fork", "record", "free", "alloc_prefix", "swap_out", "swap_in", "step")

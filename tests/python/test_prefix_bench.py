@@ -8,13 +8,15 @@ import random
 from pathlib import Path
 
 import pytest
+from kvcache_helpers import eventually
 
-from pyvmem import InvalidArgument, cli
+from pyvmem import Context, InvalidArgument, cli
 from pyvmem.bench import prefixes
 from pyvmem.bench.prefix_replay import (
     TRACE_BLOCK,
     Blocks,
     Prompt,
+    Sliding,
     Tree,
     Turns,
     bound,
@@ -24,6 +26,7 @@ from pyvmem.bench.prefix_replay import (
     read_prompts,
     token_ids,
 )
+from pyvmem.kvcache import LayeredCache, LayerShape
 
 TOKEN = 1024  # bytes
 PROMPTS = conversations(150, seed=2)
@@ -225,6 +228,74 @@ def test_the_cache_finds_what_the_tree_finds() -> None:
         assert found == hit_tokens(prompts, Tree(32, TOKEN, WHOLE))[0] == cache.hit_tokens
         assert 0 < cache.next_resumed <= cache.resumed <= cache.hits < len(prompts)
         assert 0 < cache.mapped_tokens < found
+
+
+def served(cache: LayeredCache, prompts: list[Prompt], chunk: int) -> list[int]:
+    """The tokens that each prompt finds in a cache, which computes and records them."""
+    out = []
+    for prompt in prompts:
+        ids = token_ids(prompt)
+        taken = cache.alloc_prefix(ids)
+        assert taken is not None
+        reqid, found = taken
+        out.append(found)
+        lengths = [0] * cache.config.max_batch
+        for end in [*range(found + chunk, prompt.length, chunk), prompt.length]:
+            lengths[reqid] = end
+            assert cache.step(lengths) == 0
+            # A window slides where no batch is under way.
+            eventually(
+                lambda slot=reqid: not any(one.snapshot()[slot].in_flight for one in cache.caches)
+            )
+        whole = prompt.length // TRACE_BLOCK * TRACE_BLOCK
+        cache.free_reqid(reqid, tokens=list(ids)[:whole])
+    cache.check_integrity()
+    return out
+
+
+@pytest.mark.parametrize("layers", [(1, 2), (1, 1)])
+@pytest.mark.parametrize("chunk", [700, 1 << 20])
+def test_the_tree_of_sliding_layers_finds_what_the_cache_finds(
+    host: Context, layers: tuple[int, int], chunk: int
+) -> None:
+    """With ample memory, prompt by prompt."""
+    slides, count = layers
+    prompts = PROMPTS[:90]
+    tree = Sliding(64, TOKEN, WHOLE, layers, 700 + 192, chunk)
+    found = [tree.serve(prompt) for prompt in prompts]
+    assert tree.tree.check() == []
+    windows = [700] * slides + [0] * (count - slides)
+    shapes = [LayerShape(1, 4096 // 64 // 2, 0, window) for window in windows]
+    longest = max(prompt.length for prompt in prompts)
+    with LayeredCache(
+        shapes, host, page_size=4096, max_batch=len(prompts), max_seq_len=longest
+    ) as cache:
+        assert cache.sharing_unit == 64
+        assert served(cache, prompts, chunk) == found
+    best = hit_tokens(prompts, Tree(TRACE_BLOCK, TOKEN, WHOLE))[0]
+    assert 0 < sum(found) <= best
+
+
+@pytest.mark.parametrize("units", [12, 40, 200])
+def test_a_budget_of_sliding_layers_is_kept(units: int) -> None:
+    budget = units * 64 * TOKEN
+    tree = Sliding(64, TOKEN, budget, (5, 6), 700, 1 << 20)
+    found, most = hit_tokens(PROMPTS, tree)
+    assert 0 < most <= budget
+    assert tree.evicted
+    assert found <= hit_tokens(PROMPTS, Sliding(64, TOKEN, WHOLE, (5, 6), 700, 1 << 20))[0]
+    assert tree.tree.check() == []
+
+
+def test_the_part_windows(tmp_path: Path) -> None:
+    out = tmp_path / "windows.json"
+    words = ["bench", "prefixes", "--requests", "40", "--budgets", "5G", "--parts", "windows"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    rows = {row["id"]: row for row in json.loads(out.read_text())["parts"]["windows"]["rows"]}
+    assert list(rows) == ["windows/full/5G", "windows/windows/5G"]
+    for row in rows.values():
+        assert 0 < row["most_bytes"] <= row["budget_bytes"]
+        assert row["value"] > 0
 
 
 def test_prompts_that_do_not_fit_are_left_out() -> None:
