@@ -91,8 +91,8 @@ class FdEvent(Closable):
     def close(self) -> None:
         """Closes the descriptor if `create` made it. Idempotent."""
         if self._own:
-            self._own = False
-            os.close(self.fd)
+            self._own, fd, self.fd = False, self.fd, -1  # another file may get the number
+            os.close(fd)
 
     def __repr__(self) -> str:
         return f"FdEvent({self.fd})"

@@ -29,7 +29,6 @@ from __future__ import annotations
 import errno
 import operator
 import os
-import threading
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Iterator
@@ -51,7 +50,35 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.reclaim import Reclaimer
     from pyvmem.ledger import Ledger
 
-__all__ = ["Budget", "BudgetStats", "Share", "ShareInfo", "Turns", "available_bytes", "free_bytes"]
+__all__ = [
+    "Budget",
+    "BudgetStats",
+    "Share",
+    "ShareInfo",
+    "Turns",
+    "available_bytes",
+    "cache_lock",
+    "free_bytes",
+]
+
+
+_locks: weakref.WeakSet[RLock] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child, where no thread is left that could release a lock."""
+    for lock in list(_locks):
+        lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def cache_lock() -> RLock:
+    """A re-entrant lock that is free in a forked child, whichever thread had it."""
+    lock = RLock()
+    _locks.add(lock)
+    return lock
 
 
 class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
@@ -64,7 +91,8 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
 
     def __init__(self) -> None:
         super().__init__()
-        self._gate = threading.RLock()
+        self._gate = cache_lock()
+        _locks.add(self)
 
     def __enter__(self) -> bool:  # type: ignore[override]
         taken: list[bool] = []

@@ -185,6 +185,8 @@ class Group:
             self.window = Window(self.reclaimer, self.mover, config, prefixes.unit, release)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window)
+        # Pages per tensor, by slot and owner, that `step_async` left to a later call.
+        self.left: dict[Slot, tuple[int, int]] = {}
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0

@@ -14,7 +14,6 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -34,7 +33,7 @@ from pyvmem.errors import (
 )
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.info import Location
-from pyvmem.kvcache.budget import Budget
+from pyvmem.kvcache.budget import Budget, cache_lock
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
@@ -142,9 +141,7 @@ class Manager:
     def _use(self, budget: Budget | None) -> None:
         """Takes the lock and the journal of a budget, or its own."""
         self.budget = budget
-        self.lock: AbstractContextManager[Any] = (
-            threading.RLock() if budget is None else budget.lock
-        )
+        self.lock = cache_lock() if budget is None else budget.lock
         self.journal = Journal() if budget is None else budget.journal
 
     def make(self) -> None:
@@ -446,16 +443,34 @@ def _settle(group: Group, stream: Any) -> None:
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     """Begins to give slots that are short their pages, in all groups or in none."""
     group = begun[0][0]
-    busy = group.pager.growths or group.reclaimer.cuts
+    busy = group.pager.growths or group.reclaimer.cuts or group.left
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
     if len(wants) == 1 and not group.table.lockstep:
         want, reclaimer = wants[0][1], group.reclaimer
-        missing = _lacking(group, want) - reclaimer.free
-        if missing > 0 and reclaimer.bring_back(missing, dict(want)):
-            return True  # a later call begins the growth, or `step` waits for the pages
+        all_wants = want + _left_to_a_step(group, want)
+        missing = _lacking(group, all_wants) - reclaimer.free
+        if missing > 0:
+            if reclaimer.bring_back(missing, dict(all_wants)):
+                group.left.update((slot, (slot.owner, pages)) for slot, pages in want)
+                return True  # a later call begins the growth, or `step` waits for the pages
+            if len(all_wants) > len(want) and not group.pager.can_have(
+                reclaimer.free + missing, dict(all_wants)
+            ):
+                return False
     return grow(wants, background=True)
+
+
+def _left_to_a_step(group: Group, want: _Want) -> _Want:
+    """What earlier calls of other slots said would be there, and is not yet."""
+    if not group.left:
+        return []
+    for slot, (owner, pages) in list(group.left.items()):
+        if slot.owner != owner or not slot.active or slot.mapped >= pages:
+            del group.left[slot]
+    named = {slot for slot, _ in want}
+    return [(slot, pages) for slot, (_, pages) in group.left.items() if slot not in named]
 
 
 def _lacking(group: Group, want: _Want) -> int:

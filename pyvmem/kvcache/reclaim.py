@@ -522,6 +522,9 @@ class Reclaimer(Book):
     def bring_back(self, pages: int, keep: Mapping[Slot, int]) -> bool:
         """Begins to unmap what slots have spare, without a wait; False where that is not enough.
 
+        What a slot has beyond an unmapping under way can be unmapped only after that: then less has
+        begun than is enough, and the rest is left to who asks next.
+
         Args:
             pages: physical pages, of a cache without a budget.
             keep: slots that are to have at least so many pages per tensor.
@@ -532,7 +535,7 @@ class Reclaimer(Book):
         if pages > self.returning + self.spare(keep) * self.layout.num_tensors - recorded:
             return False
         self._begin_cuts(pages, keep)
-        return self.returning >= pages
+        return self.returning >= pages or bool(self.cuts)
 
     def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""

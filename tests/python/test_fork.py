@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from collections.abc import Callable
 import pytest
 
 import pyvmem
+from pyvmem.kvcache import Budget
 
 
 def in_child(work: Callable[[], None]) -> None:
@@ -95,6 +98,43 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
     pages.release()
     rsv.close(unmap=True)
     assert host.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("of_a_budget", [False, True])
+def test_a_call_of_another_thread_does_not_hang_the_child(
+    host: pyvmem.Context, of_a_budget: bool
+) -> None:
+    """The thread waits for GPU work, with the cache's lock, when the process forks."""
+    budget = Budget(host, 64 << 20) if of_a_budget else None
+    config = pyvmem.KVCacheConfig(1, 1, 64, "float16", max_batch=1, max_seq_len=64, page_size=4096)
+    place = {"budget": budget} if of_a_budget else {"context": host}
+    with pyvmem.FdEvent.create() as work, pyvmem.KVCache(config, **place) as cache:  # type: ignore[arg-type]
+        assert cache.alloc_reqid() == 0
+        assert cache.step([64]) == 0
+        cache.free_reqid(0, stream=work)
+        assert cache.alloc_reqid() == 0
+        waiting = threading.Thread(target=lambda: cache.step([64]))
+        waiting.start()
+        while cache._lock.acquire(blocking=False):
+            cache._lock.release()
+            time.sleep(0.001)
+
+        def child() -> None:
+            signal.alarm(20)
+            for call in (cache.alloc_reqid, lambda: cache.step([64])):
+                with pytest.raises(pyvmem.ForkedProcess):
+                    call()
+            cache.close()
+
+        try:
+            in_child(child)
+        finally:
+            work.set()
+            waiting.join()
+        assert cache.step([64]) == 0
+        cache.check_integrity()
+    if budget is not None:
+        budget.close()
 
 
 def test_child_leaves_with_blocks_quietly(rsv: pyvmem.Reservation) -> None:

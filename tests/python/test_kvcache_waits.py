@@ -93,6 +93,47 @@ def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: 
         assert cache.step_async(want) == -1
 
 
+def test_a_step_ahead_waits_for_no_unmapping_of_a_part(context: Context, work: FdEvent) -> None:
+    """The only slot with pages has given up a few, for the low watermark; more is wanted."""
+    pages = 16
+    limit = pages * TENSORS * context.info.granule
+    with small_cache(
+        context, memory_limit=limit, low_watermark=0.2, max_seq_len=pages * ROWS
+    ) as cache:
+        one = started(cache, (pages - 1) * ROWS)
+        cache.free_reqid(one, stream=work)
+        want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        work.set()
+        assert cache.step(want) == 0
+        cache.check_integrity()
+
+
+def test_what_comes_back_is_promised_once(context: Context, work: FdEvent) -> None:
+    pages = 16
+    limit = pages * TENSORS * context.info.granule
+    with small_cache(
+        context, memory_limit=limit, low_watermark=0.2, max_seq_len=pages * ROWS
+    ) as cache:
+        gone = started(cache, (pages - 1) * ROWS)
+        cache.free_reqid(gone, stream=work)
+        one = cache.alloc_reqid(10 * ROWS)
+        first = lens(cache, **{f"r{one}": 10 * ROWS})
+        assert promptly(lambda: cache.step_async(first), work) == 0
+        other = cache.alloc_reqid(10 * ROWS)
+        second = lens(cache, **{f"r{other}": 10 * ROWS})
+        assert promptly(lambda: cache.step_async(second), work) == -1
+        few = lens(cache, **{f"r{other}": 5 * ROWS})
+        assert promptly(lambda: cache.step_async(few), work) == 0
+        work.set()
+        assert cache.step(few) == 0
+        assert cache.step(first) == 0
+        cache.free_reqid(one)
+        assert cache.step_async(second) == 0, "the promise went with its request"
+        assert cache.step(second) == 0
+        cache.check_integrity()
+
+
 def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)

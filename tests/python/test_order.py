@@ -372,6 +372,14 @@ def test_the_text_names_what_was_wrong() -> None:
         work_of(FdEvent(-1))
 
 
+def test_a_closed_event_names_no_descriptor() -> None:
+    """Another file may have got its number."""
+    with FdEvent.create() as event:
+        assert event.fd >= 0
+    with pytest.raises(InvalidArgument, match=r"FdEvent\(-1\) is negative"):
+        work_of(event)
+
+
 @pytest.mark.parametrize("wrong", ["nonsense", FdEvent(-1)], ids=["text", "descriptor"])
 def test_no_call_of_a_cache_takes_it(context: Context, wrong: Any) -> None:
     """And none has changed anything."""
