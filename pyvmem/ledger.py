@@ -622,8 +622,8 @@ class Account:
 
         Short here is who wants more than there is room for, and more than its own idle prefixes
         hold. The fair part: of what this one, those that are short, and those that have more than
-        this one have, and of what is free, the same for each, but to none more than its limit;
-        never less than the floor.
+        this one have, and of what is free, the same for each, but to none more than its limit or
+        less than its floor.
         """
         word = self.ledger.word
         with self.ledger.locked():
@@ -637,7 +637,13 @@ class Account:
             part = used + sum(word(slot, "used") for slot in others)
             part += self._room_of(self.slot, live, free)
             parts = 1 + len(others)
-            for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in others):
+            kept = []
+            for slot in sorted(others, key=lambda slot: -word(slot, "floor")):
+                if word(slot, "floor") * parts > part:
+                    part, parts = part - word(slot, "floor"), parts - 1
+                else:
+                    kept.append(slot)
+            for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in kept):
                 if limit * parts < part:
                     part, parts = part - limit, parts - 1
             return used > max(part // parts, self._get("floor"))

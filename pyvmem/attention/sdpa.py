@@ -92,11 +92,15 @@ def _by_blocks(
     For values narrower than keys, as in a latent: SDPA's fast kernels take no 576 elements, its
     slow one keeps the scores of all tokens and a copy of the rows for each head, and its
     memory-efficient one gave a wrong token after the first 32 of a masked chunk (torch 2.11 on an
-    H100). What this needs besides `out` are a block's scores, at most 2 ** 26 in float32, twice.
+    H100). What this needs besides `out` are a block's scores: 2 ** 26, or one token's if these are
+    more, twice in float32 and once in the type of the values; and where torch has no product of
+    narrower matrices to float32, the keys in it.
     """
     (new, heads, dim), (rows, groups) = q.shape, k.shape[:2]
     each = heads // groups
     keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+    if not _products_to_float(k):
+        keys = keys.float() if k.element_size() < 4 else keys
     at = 0
     while at < new:
         count = max(1, min(new - at, _SCORES // (heads * rows)))
@@ -118,10 +122,13 @@ def _by_blocks(
         at += count
 
 
+def _products_to_float(x: torch.Tensor) -> bool:
+    """Whether torch multiplies such matrices to float32."""
+    return _TO_FLOAT and x.device.type == "cuda" and x.element_size() < 4
+
+
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The matrix products of a batch, as float32 or wider."""
-    if a.element_size() >= 4:
-        return torch.bmm(a, b)
-    if _TO_FLOAT and a.device.type == "cuda":
+    if _products_to_float(b):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
+    return torch.bmm(a.to(b.dtype), b)

@@ -146,6 +146,20 @@ def test_who_has_most_gives_way_first(folder: Path) -> None:
         one.close()
 
 
+def test_who_is_at_its_floor_gives_nothing(folder: Path) -> None:
+    """6 of 10 are a's floor: b and c have the other 4, of which c is short."""
+    a = join(folder, "a", floor=6 * GIB)
+    b, c = join(folder, "b"), join(folder, "c")
+    assert a.take(6 * GIB)
+    assert b.take(3 * GIB)
+    assert c.take(GIB)
+    c.want(GIB)
+    assert not a.has_more()
+    assert b.has_more(), "a half of 4 would be fair"
+    for one in (a, b, c):
+        one.close()
+
+
 def test_threads_of_a_process_take_turns(folder: Path) -> None:
     accounts = [join(folder, f"engine{i}") for i in range(4)]
     granted = [0] * 4
