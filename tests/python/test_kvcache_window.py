@@ -225,6 +225,7 @@ def test_what_could_not_come_back_is_not_swapped_out(context: Context) -> None:
     with small_cache(context, memory_limit=6 * TENSORS * page, **WINDOW) as cache:
         assert cache.alloc_reqid() == 0
         decode(cache, 0, 12 * ROWS - 1)
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         before = cache.snapshot()
         with pytest.raises(OutOfMemory, match=r"reqid 0: .* tokens need 48 for a moment"):
             cache.swap_out(0)
