@@ -35,9 +35,9 @@ class Background:
     def close(self) -> None:
         """Waits for the queued calls."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._pool = None  # by now: an interrupted close is called again
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:
