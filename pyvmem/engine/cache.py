@@ -63,7 +63,7 @@ class RequestCache(Closable):
         self.max_batch = config.max_batch
         self.max_seq_len = config.max_seq_len
         self._device = cache.context.cuda_device
-        manager = cache._manager
+        self._manager = manager = cache._manager
         self._turns, self._journal = manager.lock, manager.journal
         self._group = manager.groups[0]  # its slots say who has them
         self._background = Background()
@@ -298,8 +298,7 @@ class RequestCache(Closable):
         self._refuse_busy(*lengths)
         with self._turns, self._journal:
             wanted = self._wanted(lengths)
-            for request in lengths:
-                self._journal.on_abort(partial(self._settle, request))
+            self._journal.on_abort(partial(self._settle, *lengths))
             if self.cache.step(self._lengths(wanted), stream) != 0:
                 return self._shortage(wanted)
             for request, length in zip(lengths, wanted.values(), strict=True):
@@ -420,7 +419,7 @@ class RequestCache(Closable):
         with self._turns, self._journal:
             self._own(request)
             if request.state is not State.SWAPPED:
-                space, slot = request.namespace, request.slot
+                space, slot = request.namespace, self._slot(request)
                 if space is not None and not space.is_open:
                     tokens = None
                 key = None if tokens is None else key_of(space)
@@ -521,9 +520,11 @@ class RequestCache(Closable):
                 if request not in self._requests:
                     continue
                 try:
-                    self.release(request, stream=stream)
-                except BadHandle:  # the cache is closed, or half: its close gives the slots back
+                    self._manager.open()
+                except BadHandle:  # it is closed, or half: its own close gives the slots back
                     self._end(request)
+                else:
+                    self.release(request, stream=stream)
         if self._owns and not self.cache.is_closed:
             self.cache.close(stream)
 
@@ -546,19 +547,20 @@ class RequestCache(Closable):
         if request.state is State.RUNNING and not self._has(request):
             self._end(request)
 
-    def _settle(self, request: Request) -> None:
-        """Makes a request what the cache says that it is, when a call on it was broken off.
+    def _settle(self, *requests: Request) -> None:
+        """Makes requests what the cache says that they are, when a call on them was broken off.
 
-        Run before any other call can take its slot: that is its own, or free.
+        Run before any other call can take their slots: those are their own, or free.
         """
-        rows, place = request.rows, request.place
-        if rows is not None and rows.is_open:
-            request.state = State.SWAPPED
-        elif place is not None and self._group.table.slots[place].active:
-            request.length, request.owner = self._group.rows[place], self._owner(place)
-            request.state = State.RUNNING
-        else:
-            self._end(request)
+        for request in requests:
+            rows, place = request.rows, request.place
+            if rows is not None and rows.is_open:
+                request.state = State.SWAPPED
+            elif place is not None and self._group.table.slots[place].active:
+                request.length, request.owner = self._group.rows[place], self._owner(place)
+                request.state = State.RUNNING
+            else:
+                self._end(request)
 
     def _own(self, request: Request) -> None:
         """Raises unless it is a request of this cache that has not ended."""
@@ -581,9 +583,8 @@ class RequestCache(Closable):
                 self._require(request, State.RUNNING)
 
     def _slot(self, request: Request) -> int:
-        if isinstance(request, Request) and request in self._requests:
-            self._look(request)
         self._own(request)
+        self._look(request)
         return request.slot
 
     def _keep(self, request: Request) -> None:

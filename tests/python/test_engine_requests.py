@@ -415,6 +415,7 @@ def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
     with requests(host) as cache:
         if recorded:
             cache.release(computed(cache, PROMPT), tokens=PROMPT)
+            eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
         before = state(kv(cache))
         for wrong in ("nonsense", 7, object()):
             with cache.match(PROMPT) as prefix:
@@ -434,24 +435,31 @@ def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
 # ---- what the cache takes back -------------------------------------------------------------------
 
 
-def test_a_request_whose_slot_was_taken_back_has_ended(host: Context) -> None:
+@pytest.mark.parametrize(
+    "name", ["extend", "release", "swap_out", "fork", "swap_out_async", "close"]
+)
+def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str) -> None:
     """As after `ParallelKVCache.recover`: the slot is another's, and stays that."""
     with requests(host, max_batch=1) as cache:
         first = computed(cache, PROMPT[:10])
         cache.cache.free_reqid(first.slot)
-        second = computed(cache, PROMPT[:20], 2.0)
-        assert second.place == first.place
-        for call in (
-            lambda: cache.extend({first: 11}),
-            lambda: cache.release(first),
-            lambda: cache.swap_out(first),
-            lambda: cache.fork(first),
-        ):
+        other = kv(cache).alloc_reqid(5)
+        assert other == first.place
+        calls = {
+            "extend": lambda: cache.extend({first: 11}),
+            "release": lambda: cache.release(first),
+            "swap_out": lambda: cache.swap_out(first),
+            "fork": lambda: cache.fork(first),
+            "swap_out_async": lambda: cache.swap_out_async(first).result(WAIT),
+        }
+        if name == "close":
+            cache.close()
+        else:
             with pytest.raises(BadHandle, match="ended"):
-                call()
-        assert cache.requests == [second]
-        assert cache.extend({second: 21}) is None
-        assert rows_are(kv(cache), second.slot, 0, 20, 2.0)
+                calls[name]()
+        assert first.state is State.ENDED
+        assert cache.requests == []
+        assert kv(cache).is_taken(other)
 
 
 @pytest.mark.parametrize("swapped", [False, True])

@@ -1657,7 +1657,7 @@ def engine_admit_unreserved(engine: Engine) -> Steps:
     return _beginning(served, lambda: served.requests.admit(tokens, reserve=False), [])
 
 
-def _recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
+def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
     """The first rows of the request are recorded, and these."""
     served = Served(engine, make)
     recorded = served.requests.record(served.one, list(range(served.one.length)))
@@ -1667,21 +1667,21 @@ def _recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
 
 @scenario
 def engine_admit_with_a_prefix(engine: Engine) -> Steps:
-    served, rows = _recorded(engine)
+    served, rows = _served_recorded(engine)
     tokens = list(range(4 * ROWS))
     return _beginning(served, lambda: served.requests.admit(tokens), rows)
 
 
 @scenario
 def engine_admit_layered(engine: Engine) -> Steps:
-    served, rows = _recorded(engine, _layered)
+    served, rows = _served_recorded(engine, _layered)
     tokens = list(range(2 * ROWS + 7))
     return _beginning(served, lambda: served.requests.admit(tokens), rows)
 
 
 @scenario
 def engine_begin_with_a_prefix(engine: Engine) -> Steps:
-    served, rows = _recorded(engine)
+    served, rows = _served_recorded(engine)
 
     def call() -> Any:
         with served.requests.match(list(range(4 * ROWS))) as prefix:
@@ -1737,7 +1737,7 @@ def engine_extend(engine: Engine) -> Steps:
     return served.steps(call, again)
 
 
-def _truncating(served: Served) -> Steps:
+def _served_truncating(served: Served) -> Steps:
     length = ROWS + 3
 
     def call() -> None:
@@ -1752,16 +1752,16 @@ def _truncating(served: Served) -> Steps:
 
 @scenario
 def engine_truncate(engine: Engine) -> Steps:
-    return _truncating(Served(engine))
+    return _served_truncating(Served(engine))
 
 
 @scenario
 def engine_truncate_shared(engine: Engine) -> Steps:
-    served, _ = _recorded(engine)
-    return _truncating(served)
+    served, _ = _served_recorded(engine)
+    return _served_truncating(served)
 
 
-def _engine_forking(served: Served) -> Steps:
+def _served_forking(served: Served) -> Steps:
     def call() -> Any:
         return served.requests.fork(served.one, 2)
 
@@ -1776,12 +1776,12 @@ def _engine_forking(served: Served) -> Steps:
 
 @scenario
 def engine_fork(engine: Engine) -> Steps:
-    return _engine_forking(Served(engine))
+    return _served_forking(Served(engine))
 
 
 @scenario
 def engine_fork_layered(engine: Engine) -> Steps:
-    return _engine_forking(Served(engine, _layered))
+    return _served_forking(Served(engine, _layered))
 
 
 def _ending(served: Served, call: Callable[[], Any]) -> Steps:
@@ -1836,7 +1836,7 @@ def engine_release_swapped(engine: Engine) -> Steps:
     return _releasing(served)
 
 
-def _swapping_out(served: Served) -> Steps:
+def _served_swapping_out(served: Served) -> Steps:
     def call() -> None:
         served.requests.swap_out(served.one)
 
@@ -1851,17 +1851,17 @@ def _swapping_out(served: Served) -> Steps:
 
 @scenario
 def engine_swap_out(engine: Engine) -> Steps:
-    return _swapping_out(Served(engine))
+    return _served_swapping_out(Served(engine))
 
 
 @scenario
 def engine_swap_out_nothing_kept(engine: Engine) -> Steps:
-    return _swapping_out(Served(engine, deferred_reclaim=False))
+    return _served_swapping_out(Served(engine, deferred_reclaim=False))
 
 
 @scenario
 def engine_swap_out_layered(engine: Engine) -> Steps:
-    return _swapping_out(Served(engine, _layered))
+    return _served_swapping_out(Served(engine, _layered))
 
 
 @scenario
@@ -1885,7 +1885,7 @@ def engine_swap_out_async(engine: Engine) -> Steps:
     """It is made, or the request is as it was, and not busy for ever."""
     served = Served(engine)
     call, wait = _in_the_background(served, lambda: served.requests.swap_out_async(served.one))
-    _, examined = _swapping_out(served)
+    _, examined = _served_swapping_out(served)
 
     def again() -> None:
         wait()
