@@ -7,7 +7,7 @@ import errno
 import operator
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from functools import partial
 from itertools import count as count_up
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -191,7 +191,7 @@ class RequestCache(Closable):
                 if prefix is not prompt:
                     prefix.release()
 
-        return self._queue(call)
+        return self._background.begin(call)
 
     def _admit(self, prefix: Prefix, room: int, stream: Any, reserve: bool) -> Request | Shortage:
         cache, length = self.cache, len(prefix.tokens)
@@ -371,6 +371,7 @@ class RequestCache(Closable):
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> Future[list[Request] | Shortage]:
         """`fork` in the background; until it is done the request is busy."""
+        self._refuse_busy(request)
         self._require(request, State.RUNNING)
         event = record(stream, self._device)
 
@@ -443,6 +444,7 @@ class RequestCache(Closable):
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
         """`swap_out` in the background; until it is done the request is busy."""
+        self._refuse_busy(request)
         self._require(request, State.RUNNING)
         event = record(stream, self._device)
 
@@ -478,6 +480,7 @@ class RequestCache(Closable):
 
     def swap_in_async(self, request: Request, stream: Any = None) -> Future[Shortage | None]:
         """`swap_in` in the background; until it is done the request is busy."""
+        self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
 
@@ -515,8 +518,6 @@ class RequestCache(Closable):
         self._background.close()
         for request in self.requests:
             with self._turns, self._journal:
-                if request.state is State.BUSY:  # of a call that was never made
-                    self._settle(request)
                 if request not in self._requests:
                     continue
                 try:
@@ -543,9 +544,15 @@ class RequestCache(Closable):
         return slot.active and slot.owner == request.owner
 
     def _look(self, request: Request) -> None:
-        """Ends a request whose slot the cache has taken back, as `ParallelKVCache.recover` does."""
+        """Notes what a request is by now.
+
+        It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
+        is busy no more where its call was never queued.
+        """
         if request.state is State.RUNNING and not self._has(request):
             self._end(request)
+        elif request.state is State.BUSY and not self._background.works_on(request):
+            self._settle(request)
 
     def _settle(self, *requests: Request) -> None:
         """Makes requests what the cache says that they are, when a call on them was broken off.
@@ -577,10 +584,16 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_busy(self, *requests: Request) -> None:
-        """Raises at once what the call would raise: the call that works on it may hold the lock."""
+        """Raises Busy at once, where the call that works on a request may hold the lock."""
         for request in requests:
-            if isinstance(request, Request) and request.state is State.BUSY:
-                self._require(request, State.RUNNING)
+            if not isinstance(request, Request) or request.state is not State.BUSY:
+                continue
+            self._own(request)
+            if self._background.works_on(request):
+                request.require(State.RUNNING)
+                continue
+            with self._turns, self._journal:
+                self._look(request)
 
     def _slot(self, request: Request) -> int:
         self._own(request)
@@ -683,40 +696,5 @@ class RequestCache(Closable):
             if future.cancelled():
                 request.state = before
 
-        return self._queue(finish, request, cancelled)
-
-    def _queue(
-        self,
-        call: Callable[[], _T],
-        request: Request | None = None,
-        then: Callable[[Future[_T]], None] | None = None,
-    ) -> Future[_T]:
-        """Gives a call to the background; where the caller is interrupted, it is not made.
-
-        Not in a section of the journal: that would wait for the call that is being made.
-
-        Args:
-            call: for the background.
-            request: becomes busy; as it was where the call is not made.
-            then: called when it is over or cancelled.
-        """
-        before = None if request is None else request.state
-        decided: dict[None, str] = {}  # one operation of Python's: whoever comes first
-
-        def run() -> _T:
-            if decided.setdefault(None, "made") != "made":
-                raise CancelledError
-            return call()
-
-        try:
-            if request is not None:
-                request.state = State.BUSY
-            future = self._background.begin(run)
-            if then is not None:
-                future.add_done_callback(then)
-            return future
-        except BaseException:
-            if decided.setdefault(None, "dropped") == "dropped" and before is not None:
-                assert request is not None
-                request.state = before
-            raise
+        request.state = State.BUSY
+        return self._background.begin(finish, request, cancelled)
