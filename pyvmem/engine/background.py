@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One thread for the calls that may take long: prefixes, forks, swapping.
+"""The calls that may take long: prefixes, forks, swapping.
 
 Calls run one at a time, in the order in which they were submitted. Each returns a
 `concurrent.futures.Future`, which a thread can wait for (``result()``), and so can an event loop
@@ -9,8 +9,11 @@ Calls run one at a time, in the order in which they were submitted. Each returns
 from __future__ import annotations
 
 import threading
+from _thread import start_new_thread
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 __all__ = ["Background", "work_until_now"]
@@ -18,26 +21,89 @@ __all__ = ["Background", "work_until_now"]
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False)
+class _Queued:
+    """A call, its future, and what it works on."""
+
+    call: Callable[[], Any]
+    future: Future[Any]
+    key: object
+
+    def make(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.call()
+        except BaseException as error:
+            self.future.set_exception(error)
+            del self  # it would be kept by the exception's traceback, and that by it
+        else:
+            self.future.set_result(result)
+
+
 class Background:
-    """A thread, started by the first call."""
+    """The calls that wait, and the one that is being made.
+
+    Each that is queued begins a thread, which makes what is queued until nothing is; so there is
+    nothing to be kept of threads. What an interruption of the caller could break is not in Python:
+    a call is queued by one operation of the queue, and a thread begun by one of the interpreter.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._queue: deque[_Queued] = deque()
+        self._now: _Queued | None = None
+        self._turn = threading.Lock()  # whoever has it makes a call
 
-    def begin(self, call: Callable[[], _T]) -> Future[_T]:
-        """Queues `call`; the future gets its result or exception."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="vmem-engine")
-            return self._pool.submit(call)
+    def begin(
+        self,
+        call: Callable[[], _T],
+        key: object = None,
+        then: Callable[[Future[_T]], None] | None = None,
+    ) -> Future[_T]:
+        """Queues `call`; the future gets its result or exception.
+
+        Args:
+            call: whose result it is.
+            key: what it works on.
+            then: called when it is over or cancelled.
+        """
+        future: Future[_T] = Future()
+        if then is not None:
+            future.add_done_callback(then)
+        self._queue.append(_Queued(call, future, key))
+        start_new_thread(self._work, ())
+        return future
+
+    def works_on(self, key: object) -> bool:
+        """Whether a call that works on it is queued or being made."""
+        if self._queue and not self._turn.locked():  # who queued it was interrupted there
+            start_new_thread(self._work, ())
+        if any(queued.key is key for queued in self._queue.copy()):
+            return True
+        now = self._now
+        return now is not None and now.key is key
 
     def close(self) -> None:
         """Waits for the queued calls."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+        while self._queue or self._turn.locked():
+            done = threading.Lock()
+            done.acquire()
+            start_new_thread(self._work, (done,))
+            with done:
+                pass
+
+    def _work(self, done: threading.Lock | None = None) -> None:
+        """Makes what is queued; `done` is let go then."""
+        while True:
+            with self._turn:
+                if not self._queue:
+                    break
+                self._now = self._queue[0]  # it is never in neither
+                self._queue.popleft()
+                self._now.make()
+                self._now = None
+        if done is not None:
+            done.release()
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:

@@ -18,10 +18,12 @@ from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
 from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
-from pyvmem.errors import NotSupported
+from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.journal import put
+from pyvmem.streams import check
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +43,10 @@ class RequestCache(Closable):
     background ones included, run one at a time. Streams are given as in `KVCache`: None is
     torch's current one of the calling thread.
 
+    A call is one with the calls of the cache that it makes: one section of the cache's journal, in
+    which the requests are books as the slots are. So an exception from outside (Ctrl-C) leaves both
+    as they were, or both as the call makes them; at the latest the next call settles which.
+
     Args:
         cache: what the requests live in. The requests of this object are changed through it alone.
             The caller closes the cache, after this object. (`open` makes one that is closed with
@@ -57,11 +63,14 @@ class RequestCache(Closable):
         self.max_batch = config.max_batch
         self.max_seq_len = config.max_seq_len
         self._device = cache.context.cuda_device
+        self._manager = manager = cache._manager
+        self._turns, self._journal = manager.lock, manager.journal
+        self._group = manager.groups[0]  # its slots say who has them
         self._background = Background()
         self._numbers = count_up()
         self._requests: dict[Request, None] = {}
         self._spaces: dict[Hashable, Namespace] = {}
-        self._lock = threading.Lock()  # guards this object's own fields; never held in a cache call
+        self._lock = threading.Lock()  # guards the namespaces
 
     @classmethod
     def open(
@@ -144,9 +153,11 @@ class RequestCache(Closable):
             The request, or what is short: then nothing is taken, and a `Prefix` keeps its lease.
 
         Raises:
-            InvalidArgument: bad tokens, more than a slot holds, or a negative `room`.
+            InvalidArgument: bad tokens, more than a slot holds, a negative `room`, or a stream that
+                is none (`NotGpuWork`).
             VMemError: the driver failed; nothing is taken.
         """
+        check(stream)
         room = operator.index(room)
         if room < 0:
             raise invalid(f"room is {room}; it must not be negative")
@@ -166,9 +177,10 @@ class RequestCache(Closable):
     ) -> Future[Request | Shortage]:
         """`admit` in the background: mapping a long prefix takes the driver milliseconds.
 
-        Raises what `admit` raises for a bad prompt or namespace; the rest is the future's.
+        Raises what `admit` raises for a bad prompt, namespace or stream; the rest is the future's.
         """
         self._alone("admit_async")
+        check(stream)
         prefix = prompt if isinstance(prompt, Prefix) else self.match(prompt, namespace)
         stream = work_until_now(stream, self._device)
 
@@ -182,7 +194,6 @@ class RequestCache(Closable):
         return self._background.begin(call)
 
     def _admit(self, prefix: Prefix, room: int, stream: Any, reserve: bool) -> Request | Shortage:
-        key_of(prefix.namespace)  # it is open
         cache, length = self.cache, len(prefix.tokens)
         if length > self.max_seq_len:
             raise invalid(
@@ -190,30 +201,32 @@ class RequestCache(Closable):
                 limit=self.max_seq_len,
             )
         want = min(length + room, self.max_seq_len)
-        try:
-            fits = cache.can_admit([want], [prefix.match])
-        except PrefixEvicted:
-            prefix.renew()
-            fits = cache.can_admit([want], [prefix.match])
-        if not fits:
-            return self._shortage({}, want, held=prefix.length)
-        begun = self._place(prefix, stream)
-        if begun is None:
-            return self._shortage({}, want, held=prefix.length)
-        slot, held = begun
-        short = None
-        try:
-            want = want if reserve else held
-            if want > held and cache.step_async(self._lengths({slot: want})) != 0:
-                short = self._shortage({slot: want})
-        except BaseException:
-            cache.free_reqid(slot, stream)
-            raise
-        if short is not None:  # with its tokens, so that the prefix stays mapped there
-            cache.free_reqid(slot, stream, prefix.tokens if held else None)
-            prefix.renew()
-            return short
-        return self._begun(slot, held, prefix.namespace)
+        with self._turns, self._journal:
+            key_of(prefix.namespace)  # it is open
+            try:
+                fits = cache.can_admit([want], [prefix.match])
+            except PrefixEvicted:
+                prefix.renew()
+                fits = cache.can_admit([want], [prefix.match])
+            if not fits:
+                return self._shortage({}, want, held=prefix.length)
+            begun = self._place(prefix, stream)
+            if begun is None:
+                return self._shortage({}, want, held=prefix.length)
+            slot, held = begun
+            short = None
+            try:
+                want = want if reserve else held
+                if want > held and cache.step_async(self._lengths({slot: want})) != 0:
+                    short = self._shortage({slot: want})
+            except VMemError:
+                cache.free_reqid(slot, stream)
+                raise
+            if short is not None:  # with its tokens, so that the prefix stays mapped there
+                cache.free_reqid(slot, stream, prefix.tokens if held else None)
+                prefix.renew()
+                return short
+            return self._begun(slot, held, prefix.namespace)
 
     def begin(
         self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
@@ -233,19 +246,24 @@ class RequestCache(Closable):
             The request, which holds the prefix's rows; or what is short, as from `admit`.
 
         Raises:
-            InvalidArgument: fewer than 0 tokens, or more than a slot holds. BadHandle: the
-                namespace is closed. VMemError: the driver failed; nothing is taken.
+            InvalidArgument: fewer than 0 tokens, more than a slot holds, or a stream that is none
+                (`NotGpuWork`). BadHandle: the namespace is closed. VMemError: the driver failed;
+                nothing is taken.
         """
+        check(stream)
         if isinstance(prompt, Prefix):
             namespace = prompt.namespace
-            key_of(namespace)  # it is open
-            begun = self._place(prompt, stream)
-            if begun is None:
-                return self._shortage({}, prompt.length, held=prompt.length)
-            return self._begun(*begun, namespace)
+            with self._turns, self._journal:
+                key_of(namespace)  # it is open
+                begun = self._place(prompt, stream)
+                if begun is None:
+                    return self._shortage({}, prompt.length, held=prompt.length)
+                return self._begun(*begun, namespace)
         key_of(namespace)
-        slot = self.cache.alloc_reqid(operator.index(prompt))
-        return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
+        tokens = operator.index(prompt)
+        with self._turns, self._journal:
+            slot = self.cache.alloc_reqid(tokens)
+            return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _place(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
         """A slot with what is recorded of a prompt, and its rows; None: the lease is renewed."""
@@ -277,12 +295,16 @@ class RequestCache(Closable):
                 (`truncate` takes rows back), or more than a slot holds. BadHandle, Busy: as
                 `Request.slot`. VMemError: as `KVCache.step`; no request has changed.
         """
-        wanted = self._wanted(lengths)
-        if self.cache.step(self._lengths(wanted), stream) != 0:
-            return self._shortage(wanted)
-        for request, length in lengths.items():
-            request.length = length
-        return None
+        self._refuse_busy(*lengths)
+        with self._turns, self._journal:
+            wanted = self._wanted(lengths)
+            self._journal.on_abort(partial(self._settle, *lengths))
+            if self.cache.step(self._lengths(wanted), stream) != 0:
+                return self._shortage(wanted)
+            for request, length in zip(lengths, wanted.values(), strict=True):
+                self._journal.undo(put, request, "length", request.length)
+                request.length = length
+            return None
 
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
         """Begins to map, in the background, what a later `extend` to these lengths needs.
@@ -291,10 +313,12 @@ class RequestCache(Closable):
         one's. Arguments, result and errors as `extend`; a failure of the driver
         in the background is raised by the next `extend`.
         """
-        wanted = self._wanted(lengths)
-        if self.cache.step_async(self._lengths(wanted)) != 0:
-            return self._shortage(wanted)
-        return None
+        self._refuse_busy(*lengths)
+        with self._turns, self._journal:
+            wanted = self._wanted(lengths)
+            if self.cache.step_async(self._lengths(wanted)) != 0:
+                return self._shortage(wanted)
+            return None
 
     def capacity(self, request: Request) -> int:
         """Tokens that fit in the request's pages; an `extend` up to there maps nothing.
@@ -302,7 +326,9 @@ class RequestCache(Closable):
         Pages that `prepare` and `admit` asked for count once they are mapped. Raises as
         `Request.slot`.
         """
-        return self.cache.capacity(self._slot(request))
+        self._refuse_busy(request)
+        with self._turns, self._journal:
+            return self.cache.capacity(self._slot(request))
 
     def truncate(self, request: Request, length: int, stream: Any = None) -> Shortage | None:
         """Drops a request's rows from `length` on: draft tokens that were not accepted.
@@ -310,11 +336,16 @@ class RequestCache(Closable):
         As `KVCache.truncate`, whose errors it raises; short only where a shared page must be
         copied.
         """
-        slot, rows = self._slot(request), operator.index(length)
-        if self.cache.truncate(slot, rows, stream) != 0:
-            return self._shortage({slot: request.length})
-        request.length = rows
-        return None
+        self._refuse_busy(request)
+        rows = operator.index(length)
+        with self._turns, self._journal:
+            slot = self._slot(request)
+            self._journal.on_abort(partial(self._settle, request))
+            if self.cache.truncate(slot, rows, stream) != 0:
+                return self._shortage({slot: request.length})
+            self._journal.undo(put, request, "length", request.length)
+            request.length = rows
+            return None
 
     # ---- sharing ---------------------------------------------------------------------------------
 
@@ -332,14 +363,21 @@ class RequestCache(Closable):
             length: tokens that they begin with; None: all.
             stream: of the request's last work.
         """
-        return self._fork(request, self._slot(request), count, length, stream)
+        self._refuse_busy(request)
+        with self._turns, self._journal:
+            return self._fork(request, self._slot(request), count, length, stream)
 
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
     ) -> Future[list[Request] | Shortage]:
         """`fork` in the background; until it is done the request is busy."""
-        slot, event = self._slot(request), record(stream, self._device)
-        call = partial(self._fork, request, slot, count, length, event)
+        self._refuse_busy(request)
+        self._require(request, State.RUNNING)
+        event = record(stream, self._device)
+
+        def call(slot: int) -> list[Request] | Shortage:
+            return self._fork(request, slot, count, length, event)
+
         return self._begin("fork_async", request, call)
 
     def _fork(
@@ -357,8 +395,10 @@ class RequestCache(Closable):
         As `KVCache.record`: returns the tokens that are recorded now, and raises its errors; also
         BadHandle where the namespace is closed.
         """
-        slot, key = self._slot(request), key_of(request.namespace)
-        return self.cache.record(slot, tokens, stream, key)
+        self._refuse_busy(request)
+        with self._turns, self._journal:
+            slot, key = self._slot(request), key_of(request.namespace)
+            return self.cache.record(slot, tokens, stream, key)
 
     # ---- the end of a request, and preemption ----------------------------------------------------
 
@@ -376,17 +416,17 @@ class RequestCache(Closable):
             InvalidArgument: another cache's request, or bad tokens. BadHandle: it has ended. Busy:
                 a background call works on it. VMemError: it could not be recorded; it goes on.
         """
-        self._own(request)
-        if request.state is State.SWAPPED:
-            assert request.rows is not None
-            request.rows.close()
-        else:
-            space, slot = request.namespace, request.slot
-            if space is not None and not space.is_open:
-                tokens = None
-            key = None if tokens is None else key_of(space)
-            self.cache.free_reqid(slot, stream, tokens, key)
-        self._ended(request)
+        self._refuse_busy(request)
+        with self._turns, self._journal:
+            self._own(request)
+            if request.state is not State.SWAPPED:
+                space, slot = request.namespace, self._slot(request)
+                if space is not None and not space.is_open:
+                    tokens = None
+                key = None if tokens is None else key_of(space)
+                self._journal.on_abort(partial(self._settle, request))
+                self.cache.free_reqid(slot, stream, tokens, key)
+            self._end(request)
 
     def swap_out(self, request: Request, stream: Any = None) -> None:
         """Moves a request's rows to host memory and gives its slot and pages to others.
@@ -398,16 +438,26 @@ class RequestCache(Closable):
             MemoryError: no host memory. OutOfMemory, VMemError: as `KVCache.swap_out`. Nothing
                 changed then.
         """
-        self._swap_out(request, self._slot(request), stream)
+        self._refuse_busy(request)
+        with self._turns, self._journal:
+            self._swap_out(request, self._slot(request), stream)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
         """`swap_out` in the background; until it is done the request is busy."""
-        slot, event = self._slot(request), record(stream, self._device)
-        return self._begin("swap_out_async", request, partial(self._swap_out, request, slot, event))
+        self._refuse_busy(request)
+        self._require(request, State.RUNNING)
+        event = record(stream, self._device)
+
+        def call(slot: int) -> None:
+            self._swap_out(request, slot, event)
+
+        return self._begin("swap_out_async", request, call)
 
     def _swap_out(self, request: Request, slot: int, stream: Any) -> None:
-        request.rows = self.cache.swap_out(slot, stream)
-        request.place, request.state = None, State.SWAPPED
+        self._journal.on_abort(partial(self._settle, request))
+        rows = self.cache.swap_out(slot, stream)
+        self._keep(request)
+        request.place, request.rows, request.state = None, rows, State.SWAPPED
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Brings a swapped request back, into any slot.
@@ -423,23 +473,30 @@ class RequestCache(Closable):
             InvalidArgument: another cache's, or not swapped out. VMemError: the driver failed; it
                 stays swapped out.
         """
-        self._own(request)
-        request.require(State.SWAPPED)
-        return self._swap_in(request, stream)
+        self._refuse_busy(request)
+        with self._turns, self._journal:
+            self._require(request, State.SWAPPED)
+            return self._swap_in(request, stream)
 
     def swap_in_async(self, request: Request, stream: Any = None) -> Future[Shortage | None]:
         """`swap_in` in the background; until it is done the request is busy."""
-        self._own(request)
-        request.require(State.SWAPPED)
+        self._refuse_busy(request)
+        self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
-        return self._begin("swap_in_async", request, partial(self._swap_in, request, stream))
+
+        def call(_: int) -> Shortage | None:
+            return self._swap_in(request, stream)
+
+        return self._begin("swap_in_async", request, call)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
         assert request.rows is not None
         slot = self.cache.swap_in(request.rows, stream)
         if slot is None:
             return self._shortage({}, request.length)
+        self._keep(request)
         request.place, request.rows, request.state = slot, None, State.RUNNING
+        request.owner = self._owner(slot)
         return None
 
     # ---- reports and end -------------------------------------------------------------------------
@@ -447,7 +504,9 @@ class RequestCache(Closable):
     @property
     def requests(self) -> list[Request]:
         """Those that have not ended, in the order in which they were admitted."""
-        with self._lock:
+        with self._turns, self._journal:
+            for request in list(self._requests):
+                self._look(request)
             return list(self._requests)
 
     def close(self, stream: Any = None) -> None:
@@ -457,14 +516,58 @@ class RequestCache(Closable):
         be called again then.
         """
         self._background.close()
-        if self._owns and self.cache.is_closed:
-            return
         for request in self.requests:
-            self.release(request, stream=stream)
-        if self._owns:
+            with self._turns, self._journal:
+                if request not in self._requests:
+                    continue
+                try:
+                    self._manager.open()
+                except BadHandle:  # it is closed, or half: its own close gives the slots back
+                    self._end(request)
+                else:
+                    self.release(request, stream=stream)
+        if self._owns and not self.cache.is_closed:
             self.cache.close(stream)
 
-    # ---- numbers ---------------------------------------------------------------------------------
+    # ---- requests and slots ----------------------------------------------------------------------
+    # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.
+
+    def _owner(self, slot: int) -> int:
+        """Which of its owners a slot has."""
+        return self._group.table.slots[slot].owner
+
+    def _has(self, request: Request) -> bool:
+        """Whether a slot is still the request's: not given to another, nor free."""
+        if request.place is None:
+            return False
+        slot = self._group.table.slots[request.place]
+        return slot.active and slot.owner == request.owner
+
+    def _look(self, request: Request) -> None:
+        """Notes what a request is by now.
+
+        It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
+        is busy no more where its call was never queued.
+        """
+        if request.state is State.RUNNING and not self._has(request):
+            self._end(request)
+        elif request.state is State.BUSY and not self._background.works_on(request):
+            self._settle(request)
+
+    def _settle(self, *requests: Request) -> None:
+        """Makes requests what the cache says that they are, when a call on them was broken off.
+
+        Run before any other call can take their slots: those are their own, or free.
+        """
+        for request in requests:
+            rows, place = request.rows, request.place
+            if rows is not None and rows.is_open:
+                request.state = State.SWAPPED
+            elif place is not None and self._group.table.slots[place].active:
+                request.length, request.owner = self._group.rows[place], self._owner(place)
+                request.state = State.RUNNING
+            else:
+                self._end(request)
 
     def _own(self, request: Request) -> None:
         """Raises unless it is a request of this cache that has not ended."""
@@ -475,20 +578,50 @@ class RequestCache(Closable):
                 request.require(State.RUNNING)
             raise invalid(f"{request!r} is another cache's")
 
+    def _require(self, request: Request, state: State) -> None:
+        """Raises unless it is a request of this cache in this state."""
+        self._own(request)
+        request.require(state)
+
+    def _refuse_busy(self, *requests: Request) -> None:
+        """Raises Busy at once, where the call that works on a request may hold the lock."""
+        for request in requests:
+            if not isinstance(request, Request) or request.state is not State.BUSY:
+                continue
+            self._own(request)
+            if self._background.works_on(request):
+                request.require(State.RUNNING)
+                continue
+            with self._turns, self._journal:
+                self._look(request)
+
     def _slot(self, request: Request) -> int:
         self._own(request)
+        self._look(request)
         return request.slot
 
+    def _keep(self, request: Request) -> None:
+        """Notes in the journal what a request is, before that is changed."""
+        self._journal.keep(request, "state", "place", "owner", "rows", "length")
+
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
-        request = Request(next(self._numbers), namespace, length, place=slot)
-        with self._lock:
-            self._requests[request] = None
+        number = next(self._numbers)
+        request = Request(number, namespace, length, place=slot, owner=self._owner(slot))
+        self._journal.undo(self._requests.pop, request, None)
+        self._requests[request] = None
         return request
 
-    def _ended(self, request: Request) -> None:
-        with self._lock:
-            del self._requests[request]
+    def _end(self, request: Request) -> None:
+        rows = request.rows
+        self._keep(request)
+        self._journal.keep_dict(self._requests)
+        self._requests.pop(request, None)
         request.state, request.place, request.rows = State.ENDED, None, None
+        if rows is not None:
+            self._journal.keep(rows, "_rows")
+            rows.close()
+
+    # ---- numbers ---------------------------------------------------------------------------------
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
         """Slots and tokens, checked."""
@@ -537,23 +670,31 @@ class RequestCache(Closable):
                 op="RequestCache",
             )
 
-    def _begin(self, what: str, request: Request, call: Callable[[], _T]) -> Future[_T]:
-        """Runs a call that works on a request, which is busy until the call is over."""
+    def _begin(self, what: str, request: Request, call: Callable[[int], _T]) -> Future[_T]:
+        """Queues a call that works on a request, which is busy until the call is over.
+
+        `call` gets the slot; -1: it is swapped out.
+        """
         self._alone(what)
         before = request.state
-        request.state = State.BUSY
 
         def finish() -> _T:
-            try:
-                return call()
-            finally:
-                if request.state is State.BUSY:
-                    request.state = before
+            with self._turns, self._journal:
+                # Both say what it is when the call is broken off, which is not busy.
+                self._journal.on_abort(partial(self._settle, request))
+                self._journal.undo(put, request, "state", before)
+                if before is State.RUNNING and not self._has(request):
+                    self._end(request)
+                    request.require(State.RUNNING)
+                try:
+                    return call(-1 if request.place is None else request.place)
+                finally:
+                    if request.state is State.BUSY:
+                        request.state = before
 
         def cancelled(future: Future[_T]) -> None:
             if future.cancelled():
                 request.state = before
 
-        future = self._background.begin(finish)
-        future.add_done_callback(cancelled)
-        return future
+        request.state = State.BUSY
+        return self._background.begin(finish, request, cancelled)

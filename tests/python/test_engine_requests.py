@@ -29,6 +29,7 @@ from pyvmem import (
     Inject,
     InvalidArgument,
     KVCache,
+    NotGpuWork,
     NotSupported,
 )
 from pyvmem.engine import INTERFACE, Request, RequestCache, Shortage, State
@@ -408,6 +409,71 @@ def test_a_name_that_is_no_key(host: Context) -> None:
         cache.namespace([])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
+    """Also where there is no prefix that it could read, and on host."""
+    with requests(host) as cache:
+        if recorded:
+            cache.release(computed(cache, PROMPT), tokens=PROMPT)
+            eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
+        before = state(kv(cache))
+        for wrong in ("nonsense", 7, object()):
+            with cache.match(PROMPT) as prefix:
+                for call in (
+                    lambda given=wrong: cache.admit(PROMPT, stream=given),
+                    lambda given=wrong: cache.admit_async(PROMPT, stream=given),
+                    lambda given=wrong: cache.begin(8, stream=given),
+                    lambda given=wrong, match=prefix: cache.begin(match, stream=given),
+                    lambda given=wrong, match=prefix: cache.admit(match, stream=given),
+                ):
+                    with pytest.raises(NotGpuWork, match="no GPU work"):
+                        call()
+        assert cache.requests == []
+        assert state(kv(cache)) == before
+
+
+# ---- what the cache takes back -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["extend", "release", "swap_out", "fork", "swap_out_async", "close"]
+)
+def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str) -> None:
+    """As after `ParallelKVCache.recover`: the slot is another's, and stays that."""
+    with requests(host, max_batch=1) as cache:
+        first = computed(cache, PROMPT[:10])
+        cache.cache.free_reqid(first.slot)
+        other = kv(cache).alloc_reqid(5)
+        assert other == first.place
+        calls = {
+            "extend": lambda: cache.extend({first: 11}),
+            "release": lambda: cache.release(first),
+            "swap_out": lambda: cache.swap_out(first),
+            "fork": lambda: cache.fork(first),
+            "swap_out_async": lambda: cache.swap_out_async(first).result(WAIT),
+        }
+        if name == "close":
+            cache.close()
+        else:
+            with pytest.raises(BadHandle, match="ended"):
+                calls[name]()
+        assert first.state is State.ENDED
+        assert cache.requests == []
+        assert kv(cache).is_taken(other)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_close_after_the_cache_is_closed(host: Context, swapped: bool) -> None:
+    cache = RequestCache(KVCache(small_config(host.info.granule), host))
+    request = computed(cache, PROMPT)
+    if swapped:
+        cache.swap_out(request)
+    kv(cache).close()
+    cache.close()
+    assert request.state is State.ENDED
+    assert cache.requests == []
+
+
 # ---- forks and swapping --------------------------------------------------------------------------
 
 
@@ -465,27 +531,20 @@ def test_a_swapped_request_can_be_released(host: Context) -> None:
 
 
 @contextmanager
-def held_up(cache: RequestCache, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A call of the cache that waits until the block ends."""
-    gate, whole = threading.Event(), getattr(cache.cache, name)
-
-    def waits(*args: Any, **kwargs: Any) -> Any:
-        assert gate.wait(WAIT)
-        return whole(*args, **kwargs)
-
-    monkeypatch.setattr(cache.cache, name, waits)
+def held_up(cache: RequestCache) -> Iterator[None]:
+    """The background makes its next call when the block ends."""
+    gate = threading.Event()
+    cache._background.begin(lambda: gate.wait(WAIT))
     try:
         yield
     finally:
         gate.set()
 
 
-def test_a_request_is_busy_until_its_background_call_is_over(
-    host: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_busy_until_its_background_call_is_over(host: Context) -> None:
     with requests(host) as cache:
         request, other = computed(cache, PROMPT), computed(cache, PROMPT[:5])
-        with held_up(cache, "swap_out", monkeypatch):
+        with held_up(cache):
             future = cache.swap_out_async(request)
             assert request.state is State.BUSY
             for call in (
@@ -502,11 +561,11 @@ def test_a_request_is_busy_until_its_background_call_is_over(
         assert request.state is State.SWAPPED
 
 
-def test_admission_in_the_background(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_in_the_background(host: Context) -> None:
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
         other = computed(cache, [3] * 5)
-        with held_up(cache, "alloc_prefix", monkeypatch):
+        with held_up(cache):
             future = cache.admit_async([*PROMPT, 1])
             assert cache.extend({other: 9}) is None
             assert not future.done()
@@ -528,12 +587,10 @@ def test_a_failed_background_call_leaves_the_request_as_it_was(host: Context) ->
         assert cache.extend({request: 40}) is None
 
 
-def test_a_cancelled_call_leaves_the_request_as_it_was(
-    host: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_call_leaves_the_request_as_it_was(host: Context) -> None:
     with requests(host) as cache:
         first, second = computed(cache, PROMPT), computed(cache, PROMPT)
-        with held_up(cache, "swap_out", monkeypatch):
+        with held_up(cache):
             cache.swap_out_async(first)
             future = cache.swap_out_async(second)
             assert future.cancel()
@@ -542,10 +599,10 @@ def test_a_cancelled_call_leaves_the_request_as_it_was(
         assert first.state is second.state is State.SWAPPED
 
 
-def test_close_waits_for_the_background(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_the_background(host: Context) -> None:
     with requests(host) as cache:
         request = computed(cache, PROMPT)
-        with held_up(cache, "fork_many", monkeypatch):
+        with held_up(cache):
             future = cache.fork_async(request)
         cache.close()
         made = future.result(0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ from share_helpers import is_zero, read_rows
 from test_kvcache_layers import uneven
 
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
+from pyvmem.engine import Request, RequestCache, State
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
@@ -1558,6 +1560,346 @@ def open_and_close_in_a_budget(engine: Engine) -> Steps:
     budget = one._manager.budget
     config = small_config(engine.page, memory_floor=2 * TENSORS * engine.page)
     return _opening(engine, lambda: KVCache(config, budget=budget), budget=budget)
+
+
+# ---- requests of an engine -----------------------------------------------------------------------
+
+
+class Served:
+    """A `RequestCache` of two requests with rows: one for the call, and one that it must not touch.
+
+    Attributes:
+        one: the request of the call.
+        rows: what the rows of each request hold that has them, whatever becomes of the call.
+        ends: requests that the call may end.
+    """
+
+    def __init__(self, engine: Engine, make: Any = None, **changes: Any) -> None:
+        self.engine = engine
+        self.cache = make(engine) if make else engine.cache(**changes)
+        self.requests = RequestCache(self.cache)
+        self.rows: dict[Request, list[int]] = {}
+        self.ends: set[Request] = set()
+        self.begin(3)
+        self.one = self.begin(2 * ROWS + 3)
+
+    def begin(self, rows: int) -> Request:
+        """A request that holds so many rows."""
+        made = self.requests.begin(rows)
+        assert isinstance(made, Request)
+        assert self.requests.extend({made: rows}) is None
+        self.engine.write(self.cache, made.slot, rows)
+        self.rows[made] = self.engine.held.pop((self.cache, made.slot))
+        return made
+
+    def check(self) -> None:
+        """Requests and slots name each other, and no row that was there is gone."""
+        infos = parts(self.cache)[0].snapshot()
+        for request in self.requests.requests:
+            assert request.state in (State.RUNNING, State.SWAPPED), f"{request!r}"
+        running = [one for one in self.requests.requests if one.state is State.RUNNING]
+        taken = {info.reqid: info.seq_len for info in infos if info.state == "active"}
+        assert len(running) == len(taken), "requests and slots"
+        assert {one.slot: one.length for one in running} == taken, "requests and slots"
+        for request, rows in self.rows.items():
+            if request.state is State.RUNNING:
+                assert holds(self.cache, request.slot, rows[: request.length]), f"{request!r}"
+            elif request.state is State.ENDED:
+                assert request in self.ends, f"{request!r}"
+            else:
+                assert request.rows is not None, f"{request!r} without rows"
+                assert request.rows.is_open, f"{request!r} without rows"
+
+    def steps(self, call: Callable[[], Any], again: Callable[[], Any]) -> Steps:
+        def examined() -> None:
+            self.check()
+            for request in self.requests.requests:
+                if request not in self.rows:
+                    self.requests.release(request)  # of the call, whose result nobody received
+            again()
+            self.check()
+            self.requests.close()
+            assert not self.requests.requests
+            left = [info.reqid for info in self.cache.snapshot() if info.state == "active"]
+            assert not left, f"slots {left} after the close"
+
+        return call, examined
+
+
+def _beginning(served: Served, call: Callable[[], Any], rows: list[int]) -> Steps:
+    """A call that makes a request which begins with these rows."""
+
+    def again() -> None:
+        made = call()
+        assert isinstance(made, Request)
+        assert made.length == len(rows)
+        served.rows[made] = rows
+
+    return served.steps(call, again)
+
+
+@scenario
+def engine_begin(engine: Engine) -> Steps:
+    served = Served(engine)
+    return _beginning(served, lambda: served.requests.begin(2 * ROWS), [])
+
+
+@scenario
+def engine_admit(engine: Engine) -> Steps:
+    served = Served(engine)
+    return _beginning(served, lambda: served.requests.admit(list(range(2 * ROWS))), [])
+
+
+@scenario
+def engine_admit_unreserved(engine: Engine) -> Steps:
+    served = Served(engine)
+    tokens = list(range(2 * ROWS))
+    return _beginning(served, lambda: served.requests.admit(tokens, reserve=False), [])
+
+
+def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
+    """The first rows of the request are recorded, and these."""
+    served = Served(engine, make)
+    recorded = served.requests.record(served.one, list(range(served.one.length)))
+    assert recorded
+    return served, served.rows[served.one][:recorded]
+
+
+@scenario
+def engine_admit_with_a_prefix(engine: Engine) -> Steps:
+    served, rows = _served_recorded(engine)
+    tokens = list(range(4 * ROWS))
+    return _beginning(served, lambda: served.requests.admit(tokens), rows)
+
+
+@scenario
+def engine_admit_layered(engine: Engine) -> Steps:
+    served, rows = _served_recorded(engine, _layered)
+    tokens = list(range(2 * ROWS + 7))
+    return _beginning(served, lambda: served.requests.admit(tokens), rows)
+
+
+@scenario
+def engine_begin_with_a_prefix(engine: Engine) -> Steps:
+    served, rows = _served_recorded(engine)
+
+    def call() -> Any:
+        with served.requests.match(list(range(4 * ROWS))) as prefix:
+            return served.requests.begin(prefix)
+
+    return _beginning(served, call, rows)
+
+
+def _in_the_background(served: Served, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """The call, and what waits for all that was queued; nothing of it is made before that."""
+    gate = threading.Event()
+    background = served.requests._background
+    background.begin(lambda: gate.wait(8))
+
+    def wait() -> None:
+        gate.set()
+        background.begin(lambda: None).result(8)
+
+    return call, wait
+
+
+@scenario
+def engine_admit_async(engine: Engine) -> Steps:
+    served = Served(engine)
+    tokens = list(range(2 * ROWS))
+    call, wait = _in_the_background(served, lambda: served.requests.admit_async(tokens))
+
+    def again() -> None:
+        wait()
+        for request in served.requests.requests:
+            if request not in served.rows:  # queued when the exception came after the call
+                served.requests.release(request)
+        made = call().result(8)
+        assert isinstance(made, Request)
+        served.rows[made] = []
+
+    return served.steps(call, again)
+
+
+@scenario
+def engine_extend(engine: Engine) -> Steps:
+    served = Served(engine)
+
+    def call() -> None:
+        assert served.requests.extend({served.one: 4 * ROWS}) is None
+
+    def again() -> None:
+        held = len(served.rows[served.one])
+        call()
+        assert served.one.length == 4 * ROWS
+        assert is_zero(served.cache, served.one.slot, held, 4 * ROWS - held)
+
+    return served.steps(call, again)
+
+
+def _served_truncating(served: Served) -> Steps:
+    length = ROWS + 3
+
+    def call() -> None:
+        assert served.requests.truncate(served.one, length) is None
+
+    def again() -> None:
+        call()
+        assert served.one.length == length
+
+    return served.steps(call, again)
+
+
+@scenario
+def engine_truncate(engine: Engine) -> Steps:
+    return _served_truncating(Served(engine))
+
+
+@scenario
+def engine_truncate_shared(engine: Engine) -> Steps:
+    served, _ = _served_recorded(engine)
+    return _served_truncating(served)
+
+
+def _served_forking(served: Served) -> Steps:
+    def call() -> Any:
+        return served.requests.fork(served.one, 2)
+
+    def again() -> None:
+        made = call()
+        assert isinstance(made, list)
+        assert len(made) == 2
+        served.rows.update((request, served.rows[served.one]) for request in made)
+
+    return served.steps(call, again)
+
+
+@scenario
+def engine_fork(engine: Engine) -> Steps:
+    return _served_forking(Served(engine))
+
+
+@scenario
+def engine_fork_layered(engine: Engine) -> Steps:
+    return _served_forking(Served(engine, _layered))
+
+
+def _ending(served: Served, call: Callable[[], Any]) -> Steps:
+    """The request has ended, or goes on and can be ended again."""
+    served.ends.add(served.one)
+
+    def again() -> None:
+        if served.one.state is not State.ENDED:
+            call()
+        assert served.one.state is State.ENDED
+        after = served.begin(ROWS)  # in the same slot
+        with pytest.raises(BadHandle, match="ended"):
+            call()
+        assert after.state is State.RUNNING
+
+    return served.steps(call, again)
+
+
+def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
+    return _ending(served, lambda: served.requests.release(served.one, tokens))
+
+
+@scenario
+def engine_release(engine: Engine) -> Steps:
+    return _releasing(Served(engine))
+
+
+@scenario
+def engine_release_nothing_kept(engine: Engine) -> Steps:
+    return _releasing(Served(engine, deferred_reclaim=False))
+
+
+@scenario
+def engine_release_with_tokens(engine: Engine) -> Steps:
+    return _releasing(Served(engine), list(range(2 * ROWS + 3)))
+
+
+@scenario
+def engine_release_with_tokens_nothing_kept(engine: Engine) -> Steps:
+    return _releasing(Served(engine, deferred_reclaim=False), list(range(2 * ROWS + 3)))
+
+
+@scenario
+def engine_release_layered(engine: Engine) -> Steps:
+    return _releasing(Served(engine, _layered), list(range(2 * ROWS + 3)))
+
+
+@scenario
+def engine_release_swapped(engine: Engine) -> Steps:
+    served = Served(engine)
+    served.requests.swap_out(served.one)
+    return _releasing(served)
+
+
+def _served_swapping_out(served: Served) -> Steps:
+    def call() -> None:
+        served.requests.swap_out(served.one)
+
+    def again() -> None:
+        if served.one.state is State.RUNNING:
+            call()
+        assert served.one.state is State.SWAPPED
+        assert served.requests.swap_in(served.one) is None
+
+    return served.steps(call, again)
+
+
+@scenario
+def engine_swap_out(engine: Engine) -> Steps:
+    return _served_swapping_out(Served(engine))
+
+
+@scenario
+def engine_swap_out_nothing_kept(engine: Engine) -> Steps:
+    return _served_swapping_out(Served(engine, deferred_reclaim=False))
+
+
+@scenario
+def engine_swap_out_layered(engine: Engine) -> Steps:
+    return _served_swapping_out(Served(engine, _layered))
+
+
+@scenario
+def engine_swap_in(engine: Engine) -> Steps:
+    served = Served(engine)
+    served.requests.swap_out(served.one)
+
+    def call() -> None:
+        assert served.requests.swap_in(served.one) is None
+
+    def again() -> None:
+        if served.one.state is State.SWAPPED:
+            call()
+        assert served.one.state is State.RUNNING
+
+    return served.steps(call, again)
+
+
+@scenario
+def engine_swap_out_async(engine: Engine) -> Steps:
+    """It is made, or the request is as it was, and not busy for ever."""
+    served = Served(engine)
+    call, wait = _in_the_background(served, lambda: served.requests.swap_out_async(served.one))
+    _, examined = _served_swapping_out(served)
+
+    def again() -> None:
+        wait()
+        examined()
+
+    return call, again
+
+
+@scenario
+def engine_close(engine: Engine) -> Steps:
+    served = Served(engine)
+    served.requests.swap_out(served.begin(ROWS))
+    served.ends.update(served.rows)
+    return served.steps(served.requests.close, served.requests.close)
 
 
 # ---- the tests -----------------------------------------------------------------------------------
