@@ -203,7 +203,7 @@ def error_classes() -> list[str]:
 def environment_variables() -> dict[str, str]:
     """Those that programs of this repository read, and where."""
     found = {}
-    own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:VMEM|NV|LINUX|SIGN)_\w+)["']""")
+    own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:(?:VMEM|NV|LINUX|SIGN)_\w+)|ALLOW)["']""")
     for folder in ("pyvmem", "scripts", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for name in own.findall(path.read_text(encoding="utf-8")):
