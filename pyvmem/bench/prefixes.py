@@ -76,7 +76,7 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) -> None:
     """Adds the share of the prompts' tokens that each cache finds, for each budget."""
-    from pyvmem.bench.prefix_replay import Blocks, Cache, Tree, bound, hit_tokens
+    from pyvmem.bench.prefix_replay import Blocks, Cache, Tree, bound
 
     total = sum(prompt.length for prompt in prompts)
     part.value(
@@ -103,22 +103,9 @@ def hits(part: Part, shape: ModelShape, prompts: list[Any], budgets: list[int]) 
             Blocks(_BLOCK, shape.token_bytes, budget),
         )
         for label, (what, unit, cache) in caches.items():
-            gigabytes = f"{budget / 2**30:g}G"
-            print(f"{gigabytes}: {what}", file=sys.stderr, flush=True)
             began = time.monotonic()
-            found, most = hit_tokens(prompts, cache)
-            part.value(
-                f"{label}/{gigabytes}",
-                f"{what}, {gigabytes}: hit rate",
-                label.partition("/")[0],
-                100 * found / total,
-                "%",
-                budget_bytes=budget,
-                most_bytes=most,
-                unit_tokens=unit,
-                evicted_units=cache.evicted,
-                serve_us=1e6 * (time.monotonic() - began) / len(prompts),
-            )
+            row = _hit_rate(part, prompts, cache, label, what, unit, budget)
+            row["serve_us"] = 1e6 * (time.monotonic() - began) / len(prompts)
 
 
 def turns(
@@ -158,11 +145,33 @@ def turns(
                 )
 
 
+def _hit_rate(
+    part: Part, prompts: list[Any], cache: Any, label: str, what: str, unit: int, budget: int
+) -> dict[str, Any]:
+    """Serves the prompts and adds the row of what a cache finds; returns the row."""
+    from pyvmem.bench.prefix_replay import hit_tokens
+
+    gigabytes = f"{budget / 2**30:g}G"
+    print(f"{gigabytes}: {what}", file=sys.stderr, flush=True)
+    found, most = hit_tokens(prompts, cache)
+    return part.value(
+        f"{label}/{gigabytes}",
+        f"{what}, {gigabytes}: hit rate",
+        label.partition("/")[0],
+        100 * found / sum(prompt.length for prompt in prompts),
+        "%",
+        budget_bytes=budget,
+        most_bytes=most,
+        unit_tokens=unit,
+        evicted_units=cache.evicted,
+    )
+
+
 def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
     """Adds the share of the prompts' tokens that is found with windows, and with all rows kept."""
-    from pyvmem.bench.prefix_replay import Cache, Sliding, Tree, hit_tokens
+    from pyvmem.bench.prefix_replay import Cache, Sliding, Tree
 
-    total, shape = sum(prompt.length for prompt in prompts), _SLIDING
+    shape = _SLIDING
     unit = cost(shape, Choice(*_LAYOUTS[0]), [Request(1, 1)], _LAYOUTS[0][1]).sharing_unit
     (slides, full) = shape.configs()
     part.notes.append(
@@ -171,7 +180,6 @@ def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
         f"tokens, prompts computed in steps of {_CHUNK:,} tokens"
     )
     for budget in budgets:
-        gigabytes = f"{budget / 2**30:g}G"
         caches: dict[str, tuple[str, Cache]] = {
             "full": ("all rows kept", Tree(unit, shape.token_bytes, budget)),
             "windows": (
@@ -187,19 +195,7 @@ def windows(part: Part, prompts: list[Any], budgets: list[int]) -> None:
             ),
         }
         for name, (what, cache) in caches.items():
-            print(f"{gigabytes}: {what}", file=sys.stderr, flush=True)
-            found, most = hit_tokens(prompts, cache)
-            part.value(
-                f"{name}/{gigabytes}",
-                f"{what}, {gigabytes}: hit rate",
-                name,
-                100 * found / total,
-                "%",
-                budget_bytes=budget,
-                most_bytes=most,
-                unit_tokens=unit,
-                evicted_units=cache.evicted,
-            )
+            _hit_rate(part, prompts, cache, name, what, unit, budget)
 
 
 def match(part: Part, count: int, length: int, rounds: int) -> None:

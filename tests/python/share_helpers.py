@@ -320,6 +320,15 @@ class ShareModel:
         self.fire()
         self.cache.trim(prefixes=self.random.random() < 0.3)
 
+    def run(self, steps: int) -> None:
+        """So many random calls, checked now and then, and the end."""
+        for count in range(steps):
+            self.any_step()
+            if count % 8 == 0:
+                self.check()
+        self.check()
+        self.end()
+
     def end(self) -> None:
         """Gives everything back; then nothing may be left."""
         self.fire()

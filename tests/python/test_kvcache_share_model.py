@@ -34,11 +34,6 @@ def cache_of(context: Context, policy: dict[str, Any]) -> KVCache:
 def test_random_engine(context: Context, policy: str, seed: int) -> None:
     with cache_of(context, POLICIES[policy]) as cache:
         model = ShareModel(cache, seed)
-        for count in range(200):
-            model.any_step()
-            if count % 8 == 0:
-                model.check()
-        model.check()
-        model.end()
+        model.run(200)
         if policy == "plain":
             assert {"hit", "miss", "fork", "swap"} <= set(model.counts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -93,15 +94,21 @@ def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: 
         assert cache.step_async(want) == -1
 
 
-def test_a_step_ahead_waits_for_no_unmapping_of_a_part(context: Context, work: FdEvent) -> None:
-    """The only slot with pages has given up a few, for the low watermark; more is wanted."""
+@contextmanager
+def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
+    """15 of its 16 pages a tensor are a freed request's, of which the low watermark takes a few."""
     pages = 16
     limit = pages * TENSORS * context.info.granule
     with small_cache(
         context, memory_limit=limit, low_watermark=0.2, max_seq_len=pages * ROWS
     ) as cache:
-        one = started(cache, (pages - 1) * ROWS)
-        cache.free_reqid(one, stream=work)
+        cache.free_reqid(started(cache, (pages - 1) * ROWS), stream=work)
+        yield cache
+
+
+def test_a_step_ahead_waits_for_no_unmapping_of_a_part(context: Context, work: FdEvent) -> None:
+    """The only slot with pages has given up a few, for the low watermark; more is wanted."""
+    with part_unmapping(context, work) as cache:
         want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
         assert promptly(lambda: cache.step_async(want), work) == 0
         work.set()
@@ -110,13 +117,7 @@ def test_a_step_ahead_waits_for_no_unmapping_of_a_part(context: Context, work: F
 
 
 def test_what_comes_back_is_promised_once(context: Context, work: FdEvent) -> None:
-    pages = 16
-    limit = pages * TENSORS * context.info.granule
-    with small_cache(
-        context, memory_limit=limit, low_watermark=0.2, max_seq_len=pages * ROWS
-    ) as cache:
-        gone = started(cache, (pages - 1) * ROWS)
-        cache.free_reqid(gone, stream=work)
+    with part_unmapping(context, work) as cache:
         one = cache.alloc_reqid(10 * ROWS)
         first = lens(cache, **{f"r{one}": 10 * ROWS})
         assert promptly(lambda: cache.step_async(first), work) == 0

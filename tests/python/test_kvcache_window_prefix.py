@@ -342,12 +342,7 @@ def test_random_engine(context: Context, policy: str, seed: int) -> None:
     """Random forks, records, matches, swaps and trims, against a plain model of every row."""
     with gemma_like(context, **POLICIES[policy]) as cache:
         model = WindowModel(cache, seed)
-        for count in range(200):
-            model.any_step()
-            if count % 8 == 0:
-                model.check()
-        model.check()
-        model.end()
+        model.run(200)
         if policy == "plain":
             wanted = {"hit", "miss", "fork", "swap", "recorded", "window gone"}
             assert wanted <= set(model.counts), model.counts

@@ -455,12 +455,7 @@ def test_random_engine(context: Context, policy: str, seed: int) -> None:
     """Random forks, records, matches, swaps and trims, against a plain model of every row."""
     with shared(context, **POLICIES[policy], max_batch=6) as cache:
         model = ShareModel(cache, seed)
-        for count in range(200):
-            model.any_step()
-            if count % 8 == 0:
-                model.check()
-        model.check()
-        model.end()
+        model.run(200)
         if policy == "plain":
             assert {"hit", "miss", "fork", "swap"} <= set(model.counts)
 
