@@ -431,28 +431,32 @@ def _share(command: Command, part: Part) -> None:
                 )
             book.publish()
 
-        def rounds(together: list[str]) -> None:
+        def rounds(together: list[str], started: float, kinds_left: int) -> None:
+            """As many as leave each kind that is yet to come the time to start and run one."""
             slowest = 0.0
             for round_ in range(args.rounds):
                 mark = time.monotonic()
                 for arm in [one for one in together if one != "alone"]:
                     turn(arm, list(range(count)), round_)
                 slowest = max(slowest, time.monotonic() - mark)
+                later = kinds_left * (started + slowest)
                 if round_ == 0 and "alone" in together:
                     for k in range(count):
-                        if command.deadline.allows(slowest):
+                        if command.deadline.allows(slowest + later):
                             turn("alone", [k], round_)
-                if not command.deadline.allows(slowest + 2):
+                if not command.deadline.allows(slowest + 2 + later):
                     break
 
         if args.apart:
-            for kind in list(kinds):
+            for number, kind in enumerate(kinds, 1):
+                mark = time.monotonic()
                 start([kind])
-                rounds([one for one in arms if (one == "static") == (kind == "static")])
+                own = [one for one in arms if (one == "static") == (kind == "static")]
+                rounds(own, time.monotonic() - mark, len(kinds) - number)
                 fleet.stop(kinds[kind])
         else:
             start(list(kinds))
-            rounds(arms)
+            rounds(arms, 0.0, 0)
 
 
 def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:

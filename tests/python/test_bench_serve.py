@@ -695,15 +695,28 @@ def test_an_arm_that_computes_something_else_is_not_measured(
     assert "azure/makespan/paged16" not in found
 
 
-def result(path: Path, arms: dict[str, list[float]], **changed: Any) -> Path:
-    """A run with the tokens a second of each arm's rounds; those below 0: its time ran out."""
+def result(
+    path: Path, arms: dict[str, list[float]], waited: float = 1.0, **changed: Any
+) -> Path:
+    """A run with the tokens a second of each arm's rounds; those below 0: its time ran out.
+
+    For `waited` seconds of each round requests waited for memory, while 3 were in a step.
+    """
     options = {"backend": "stock", "quick": False, "workload": "azure", "limit": 20 << 30}
     options |= {"arms": list(arms), "deadline": float(len(arms)), **changed}
     record = Record(describe(), options, started=path.name, format="vmem-bench-serve/1")
     part = record.part(str(options["workload"]), "all of it")
     for arm, speeds in arms.items():
         rounds = [
-            Outcome(seconds=1.0, new_tokens=int(abs(one)), cut=one < 0, between=[1.0], host_ns=1000)
+            Outcome(
+                seconds=1.0,
+                new_tokens=int(abs(one)),
+                cut=one < 0,
+                between=[1.0],
+                host_ns=1000,
+                short_s=waited,
+                short_batch_s=3.0 * waited,
+            )
             for one in speeds
         ]
         add_rows(part, arm, f"what {arm} is", rounds)
@@ -764,6 +777,30 @@ def test_a_part_of_a_workload_is_held_against_nothing(tmp_path: Path) -> None:
     assert aims["tokens_paged16"]["value"] is None
     assert aims["tokens_paged16"]["why"] == "its time ran out: paged16"
     assert aims["tokens_fa3"]["value"] == 1.0
+
+
+def test_more_memory_helps_only_those_who_wait_for_it(tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    for waited, aim in ((1.0, 1.2), (0.0, None)):
+        one = result(tmp_path / "a.json", {"contiguous": [5.0], "2M": [5.0]}, waited)
+        assert main(["bench", "serve", "--out", str(out), "--merge", str(one)]) == 0
+        aims = {aim["id"]: aim for aim in json.loads(out.read_text())["aims"]}
+        assert aims["tokens_2M"]["aim"] == aim
+        assert aims["full_2M"]["value"] == (1.0 if waited else None)
+
+
+def test_a_run_that_was_cut_gives_way_to_one_that_was_not(tmp_path: Path) -> None:
+    short = result(tmp_path / "a.json", {"contiguous": [5.0], "static": [-9.0]})
+    whole = result(tmp_path / "b.json", {"contiguous": [5.0], "static": [4.0]})
+    out = tmp_path / "all.json"
+    assert main(["bench", "serve", "--out", str(out), "--merge", str(short), str(whole)]) == 0
+    data = json.loads(out.read_text())
+    rows = {row["id"]: row for row in data["parts"]["azure"]["rows"]}
+    assert rows["azure/tokens/static"]["rounds"] == [4.0]
+    assert not rows["azure/makespan/static"]["cut"]
+    assert rows["azure/tokens/contiguous"]["rounds"] == [5.0, 5.0]
+    aims = {aim["id"]: aim for aim in data["aims"]}
+    assert aims["tokens_static"]["value"] == 1.25
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

@@ -140,10 +140,10 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
         part: has the arms' rows.
         names: of the arms, and what they are in words; the reference comes first.
         limit: bytes for keys and values that were asked for; 0: what is free. The goals for larger
-            batches apply when memory is short.
+            batches apply when memory is short and requests waited for it.
     """
     first, *others = names
-    binds = 0 < limit <= _BINDS
+    binds = 0 < limit <= _BINDS and part.find(f"full/{first}") is not None
 
     def noise(row: str) -> float:
         pair = [part.find(f"{row}/{name}") for name in (AGAIN, first)]
@@ -185,6 +185,8 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
 def join(paths: Sequence[Path]) -> Record:
     """Joins runs, each of some of the arms; machine and method are those of the first.
 
+    A run of an arm that was cut counts only if no other run of that arm came to its end.
+
     Raises:
         MergeError: one is not a result of this benchmark, the runs differ in more than their arms
             and times, or their first arms differ.
@@ -215,9 +217,15 @@ def join(paths: Sequence[Path]) -> Record:
     part.seconds = sum(float(one["seconds"]) for one in parts)
     part.notes = [note for one in parts for note in one["notes"]]
     found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    ended: dict[str, list[int]] = {}
     for run, one in enumerate(parts):
         for row in one["rows"]:
-            found.setdefault(row["id"], []).append((run, row))
+            if row.get("cut") is False:
+                ended.setdefault(row["system"], []).append(run)
+    for run, one in enumerate(parts):
+        for row in one["rows"]:
+            if run in ended.get(row["system"], [run]):
+                found.setdefault(row["id"], []).append((run, row))
     order = {arm: number for number, arm in enumerate(arms)}
     for rows in sorted(found.values(), key=lambda rows: order[rows[0][1]["system"]]):
         part.rows.append(_joined(rows))
