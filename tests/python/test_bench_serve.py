@@ -795,6 +795,7 @@ def test_a_run_that_was_cut_gives_way_to_one_that_was_not(tmp_path: Path) -> Non
     out = tmp_path / "all.json"
     assert main(["bench", "serve", "--out", str(out), "--merge", str(short), str(whole)]) == 0
     data = json.loads(out.read_text())
+    assert data["format"] == "vmem-bench-serve/1"  # so that it is shown, and joined, as its parts
     rows = {row["id"]: row for row in data["parts"]["azure"]["rows"]}
     assert rows["azure/tokens/static"]["rounds"] == [4.0]
     assert not rows["azure/makespan/static"]["cut"]

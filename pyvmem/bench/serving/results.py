@@ -203,6 +203,7 @@ def join(paths: Sequence[Path]) -> Record:
         raise MergeError(f"these runs have no reference in common: {', '.join(sorted(references))}")
     arms = list(dict.fromkeys(arm for data in loaded for arm in data["options"]["arms"]))
     record = Record(
+        format=_FORMAT,
         machine=first["machine"],
         options={**first["options"], "arms": arms},
         backends=first["backends"],
