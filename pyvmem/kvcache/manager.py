@@ -679,7 +679,7 @@ def fork(
         event = record(stream, group.device)
         if event is not None:
             wait_for(event)
-    if not _fork(group, parent, slots, full, pages, rows):
+    if not _fork(group, parent, slots, full, pages, nbytes):
         return None
     pins = parent.pins
     for slot in slots:
@@ -691,14 +691,14 @@ def fork(
 
 
 def _fork(
-    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, rows: int
+    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, nbytes: int
 ) -> bool:
     """`Group.fork`; where that finds too little, pages of no request go. False: too few."""
     new_pages = (pages - full) * len(slots) * group.layout.num_tensors
     ahead, large = True, group.layout.large_pages > 0
     while True:
         try:
-            group.fork(parent, slots, full, pages, rows, ahead=ahead, large=large)
+            group.fork(parent, slots, full, pages, nbytes, ahead=ahead, large=large)
             return True
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if ahead:  # perhaps it wanted more than it must have
@@ -1274,7 +1274,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
-    return size, [group.pager.base + layout.offset(slot.index, head, one) for one in tensors]
+    return size, [slot.addr + layout.offset(0, head, one) for one in tensors]
 
 
 def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
@@ -1579,7 +1579,7 @@ class _Truncation:
             layout.num_tensors,
             self.stride,
             layout.page_size,
-            copy_from=group.pager.base + layout.offset(slot.index, self.shared),
+            copy_from=slot.addr + self.shared * layout.page_size,
             copy_stride=layout.tensor_bytes,
             copy_bytes=nbytes,
         )
@@ -1605,12 +1605,12 @@ class _Truncation:
     def unmap(self) -> None:
         """Puts the copies in place and unmaps what follows them: one batch, all or nothing."""
         group, slot, layout = self.group, self.slot, self.group.layout
-        tensors, base = layout.num_tensors, group.pager.base
+        tensors = layout.num_tensors
         ops = OpBatch(3)
         if self.addresses is not None:
             scratch, size = self.addresses.addr, self.stride
             ops.map(
-                base + layout.offset(slot.index, self.shared),
+                slot.addr + self.shared * layout.page_size,
                 size,
                 group.mapper.gather(scratch, size, tensors, size),
                 0,
@@ -1622,7 +1622,7 @@ class _Truncation:
             ops.unmap(scratch, size, tensors, size)
         if self.end < slot.mapped:
             ops.unmap(
-                base + layout.offset(slot.index, self.end),
+                slot.addr + self.end * layout.page_size,
                 (slot.mapped - self.end) * layout.page_size,
                 tensors,
                 layout.tensor_bytes,
