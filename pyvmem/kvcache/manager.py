@@ -527,8 +527,8 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
     if _grow_each(wants, background):
         return True
     # What a growing slot has beyond its request, another group cannot take meanwhile.
-    cut = [_cut_surplus(group, want) for group, want in wants]
-    return any(cut) and _grow_each(wants, background)
+    found = [_cut_surplus(group, want) for group, want in wants]
+    return any(found) and _grow_each(wants, background)
 
 
 def _note_short(groups: Sequence[Group]) -> None:
@@ -1249,8 +1249,13 @@ class SwappedRequest(Closable):
         """Whether it can still be swapped in."""
         return self._rows is not None
 
-    def close(self) -> None:
-        """Drops the request and its host memory. Idempotent."""
+    def close(self, journal: Journal | None = None) -> None:
+        """Drops the request and its host memory. Idempotent.
+
+        `journal`: of the calls that this is one with, and undone with (`KVCache.journal`).
+        """
+        if journal is not None:
+            journal.keep(self, "_rows")
         self._rows = None
 
     def __repr__(self) -> str:
@@ -1390,8 +1395,7 @@ def swap_in(
         if group.window is not None and head:
             group.window.resume(slot, head)
         group.note_peaks()
-    groups[0].journal.keep(swapped, "_rows")
-    swapped.close()
+    swapped.close(groups[0].journal)
     return found.index
 
 
@@ -1534,12 +1538,12 @@ class _Truncation:
     def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
         """The slot is the request's, without a move under way past its rows."""
         layout, places = group.layout, slot.places
-        first, cut = divmod(layout.bytes_for(rows), layout.page_size)
+        first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
         copied = shared
         if shared < slot.shared:
-            if cut or shared < first:
+            if rest or shared < first:
                 copied = min(places.ceil(keep), slot.shared)
             else:
                 keep = shared  # what a kernel may over-read comes with the next step

@@ -178,7 +178,7 @@ class Reclaimer(Book):
         if low >= slot.mapped:
             return
         self._ops.clear()
-        self._unmap(self._ops, slot, low, slot.mapped)
+        self._add_unmap(self._ops, slot, low, slot.mapped)
         try:
             with self.mapper.transaction() as change:
                 self._begin(Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head), keep)
@@ -235,7 +235,7 @@ class Reclaimer(Book):
         """
         low = slot.shared
         if low < slot.mapped:
-            self._unmap(ops, slot, low, slot.mapped)
+            self._add_unmap(ops, slot, low, slot.mapped)
         if not len(ops):
             slot.kept = True
             return True
@@ -260,7 +260,7 @@ class Reclaimer(Book):
         """
         low = slot.head
         self._ops.clear()
-        self._unmap(self._ops, slot, low, head)
+        self._add_unmap(self._ops, slot, low, head)
         try:
             with self.mapper.transaction() as change:
                 slot.job = job = Cut(
@@ -283,7 +283,7 @@ class Reclaimer(Book):
             return False
         return True
 
-    def _unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
+    def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
         """Adds to a batch that pages [low, high) of a slot are unmapped."""
         layout = self.layout
         size = layout.page_size
