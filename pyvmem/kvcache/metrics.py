@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 
-WAIT_COUNTS = _native.constant("PYVMEM_WAIT_COUNTS")  # of a histogram
-
 
 @dataclass(frozen=True)
 class CacheStats:
