@@ -113,10 +113,10 @@ class Context(AddressSpace, Closable):
         self._events = KeptEvents()
         self._forgotten: deque[int] = deque()  # tickets that were collected before their end
         self._warned = False
-        self._info = ContextInfo._from_c(_native.query(self.handle), ordinals)
-        host = self._info.backend == "host"
+        self.info = ContextInfo._from_c(_native.query(self.handle), ordinals)
+        host = self.info.backend == "host"
         self.cuda_device: int | None = None if host else ordinals[0]
-        _log_opened(backend, self._info)
+        _log_opened(backend, self.info)
 
     is_open: bool
     """Neither closed nor inherited through fork; only the context sets it."""
@@ -124,10 +124,8 @@ class Context(AddressSpace, Closable):
     cuda_device: int | None
     """CUDA ordinal that holds the pages; None on ``host``."""
 
-    @property
-    def info(self) -> ContextInfo:
-        """What the context is; stays readable after `close`."""
-        return self._info
+    info: ContextInfo
+    """What the context is; stays readable after `close`."""
 
     def stats(self) -> Stats:
         """Counters and present state."""
@@ -173,7 +171,7 @@ class Context(AddressSpace, Closable):
         with self._lock:
             self._reservations.add(reservation)
             warn = not (self._warned or reservation.visible or visible is not None)
-            warn = warn and Caps.VISIBLE in self._info.caps
+            warn = warn and Caps.VISIBLE in self.info.caps
             self._warned = self._warned or warn
         if warn:
             warn_plain(size)
@@ -362,7 +360,7 @@ class Context(AddressSpace, Closable):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<Context {self._info.backend}, granule {self._info.granule}, {state}>"
+        return f"<Context {self.info.backend}, granule {self.info.granule}, {state}>"
 
 
 def _log_opened(asked: str, info: ContextInfo) -> None:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 from pyvmem.info import Caps, sizes_of_mask
 from pyvmem.streams import device_ordinal
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
 
         print(bug_report(results))
     elif args.json:
+        import json
+
         caps = {one.backend: [cap.name for cap in Caps if cap in one.caps] for one in results}
         records = [{**vars(one), "caps": caps[one.backend]} for one in results]
         print(json.dumps(records, indent=2))

@@ -30,8 +30,8 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pyvmem import _native
 from pyvmem.closing import Closable
@@ -58,6 +58,8 @@ __all__ = [
     "torch_stream",
     "work_of",
 ]
+
+_T = TypeVar("_T")
 
 _STREAM: Final = _native.constant("VMEM_AFTER_STREAM")
 _EVENT: Final = _native.constant("VMEM_AFTER_EVENT")
@@ -227,10 +229,10 @@ def work_of(given: Any, what: str = "stream") -> Work:
         return Work(Kind.FD, "", given.fd, given)
     if not isinstance(given, type):
         stream: Any = getattr(given, "cuda_stream", None)
-        if _is_handle(stream):
+        if isinstance(stream, int):
             return Work(Kind.STREAM, "torch", int(stream), given)
         event: Any = getattr(given, "cuda_event", None)
-        if _is_handle(event):
+        if isinstance(event, int):
             return Work(Kind.EVENT, "torch", int(event), given)
         library = "cuda.core" if _is_core(given) else ""
         if library and type(given).__name__ == "Event":
@@ -344,26 +346,21 @@ def _driver() -> Any:
         return None
 
 
-class relaxed:
-    """Lets this thread ask for events while a stream is captured, in this thread or another.
+def relaxed(ask: Callable[[], _T]) -> _T:
+    """Calls `ask`, which may ask for events although a stream is captured, in whatever thread.
 
     In CUDA's default mode of capture cuEventQuery and cuEventSynchronize would break the capture.
     """
-
-    __slots__ = ("_changed", "_exchange", "_mode")
-
-    def __init__(self) -> None:
-        self._exchange: Any = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
-        self._changed = False
-
-    def __enter__(self) -> None:
-        if self._exchange is not None:
-            self._mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; gets the mode before
-            self._changed = self._exchange(ctypes.byref(self._mode)) == 0
-
-    def __exit__(self, *exc: object) -> None:
-        if self._changed:
-            self._exchange(ctypes.byref(self._mode))
+    exchange = getattr(_driver(), "cuThreadExchangeStreamCaptureMode", None)
+    if exchange is None:
+        return ask()
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; gets the mode before
+    changed = exchange(ctypes.byref(mode)) == 0
+    try:
+        return ask()
+    finally:
+        if changed:
+            exchange(ctypes.byref(mode))
 
 
 def refuse_captured(stream: Any, device: int) -> None:

@@ -206,7 +206,12 @@ def add_parser(which: Any) -> None:
     add("--pages", type=sizes, default=sizes("64K,256K,2M"), help="page sizes (64K,256K,2M)")
     groups = partial(counts, all_is=0)
     add("--groups", type=groups, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
-    add("--blocks", type=counts, default=[16, 256], help="PagedAttention's blocks (16,256)")
+    add(
+        "--blocks",
+        type=counts,
+        default=[16, 256],
+        help="tokens of PagedAttention's blocks (16,256)",
+    )
     add_overread(parser)
     add_dtype(parser)
     add_output(parser, "write JSON here")

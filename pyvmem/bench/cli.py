@@ -118,7 +118,9 @@ def _add_benchmarks(which: Any) -> None:
     api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
     api.add_argument("--budget", type=float, metavar="S", help="seconds for each part")
     api.add_argument("--quick", action="store_true", help="a few samples: is it working at all?")
-    api.add_argument("--live", type=_levels, metavar="N,...", default=(), help="as 1k,100k,1M")
+    api.add_argument(
+        "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"
+    )
     api.add_argument("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     api.add_argument(
         "--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/"

@@ -94,7 +94,13 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     add("--backend", default="auto", help="back end of the cache (default: auto)")
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
     add("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
-    add("--deadline", type=float, default=seconds, metavar="S", help=f"seconds ({seconds})")
+    add(
+        "--deadline",
+        type=float,
+        default=seconds,
+        metavar="S",
+        help=f"stop after so many seconds ({seconds})",
+    )
     add("--quick", action="store_true", help="a tiny model, a few samples: is it working at all?")
     add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")

@@ -281,7 +281,7 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     add("--requests", type=int, default=128, help="that grow together (128)")
     add("--rounds", type=int, default=2, help="of all ways in turns (2)")
-    add("--ways", nargs="*", choices=list(WAYS), help="only these")
+    add("--ways", nargs="*", choices=list(WAYS), help="these alone (all)")
     add("--memory", type=int, default=0, metavar="BYTES", help="0: what is free, less 2 GiB")
     add("--max-mappings", type=int, default=0, help="of the context (0: its default)")
     add("--max-tokens", type=int, default=1 << 17, help="addresses of a request (131072)")

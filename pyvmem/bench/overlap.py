@@ -231,7 +231,7 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     add("--batch", type=int, default=32, help="requests (32)")
     add("--low", type=int, default=4096, help="tokens of a fresh request (4096)")
-    add("--high", type=int, default=8192, help="tokens with which one ends (8192)")
+    add("--high", type=int, default=8192, help="tokens at which a request ends (8192)")
     add("--iterations", type=int, default=2500, help="of each mode (2500)")
     add("--block", type=int, default=100, help="iterations before the next mode's turn (100)")
     add("--ahead", type=int, default=16, help="tokens ahead that are mapped (16)")

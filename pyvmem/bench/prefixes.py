@@ -57,7 +57,12 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     add_workload(parser, "Mooncake's JSONL", "prompts", 2000)
     add("--model", default="Llama-3-8B", help="whose keys and values are kept (Llama-3-8B)")
-    add("--budgets", type=sizes, default=sizes("10G,20G,50G,100G,200G"), help="10G,20G,...,200G")
+    add(
+        "--budgets",
+        type=sizes,
+        default=sizes("10G,20G,50G,100G,200G"),
+        help="memory for keys and values (10G,20G,50G,100G,200G)",
+    )
     add("--parts", type=_parts, default=PARTS, help=f"of {', '.join(PARTS)} (all)")
     add("--slots", type=int, default=256, help="of the cache in the part turns (256)")
     add("--prefixes", type=int, default=10_000, help="recorded ones in the timed match (10000)")

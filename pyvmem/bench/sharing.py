@@ -192,7 +192,7 @@ def add_parser(which: Any) -> None:
     add("--widths", type=counts, default=[2, 4, 6], help="samples or beams (2,4,6)")
     add("--pages", type=sizes, default=sizes("64K,2M"), help="page sizes (64K,2M)")
     add("--groups", type=counts, default=[1, 8], help="layers in a tensor (1,8)")
-    add("--blocks", type=counts, default=[16], help="PagedAttention's blocks (16)")
+    add("--blocks", type=counts, default=[16], help="tokens of PagedAttention's blocks (16)")
     add("--model", type=Path, metavar="FILE", help="for beam search (vmem serve-demo's)")
     add("--prompts", type=int, default=8, help="of the demonstration's, searched at a time (8)")
     add("--no-beams", action="store_true", help="parallel sampling alone")

@@ -285,7 +285,12 @@ def add_parser(which: Any) -> None:
     add_page(parser)
     add = parser.add_argument
     add("--tokens", type=counts, default=[512, 2048, 8192], help="of a request (512,2048,8192)")
-    add("--blocks", type=counts, default=[8, 16, 32, 64, 256], help="rows (8,16,32,64,256)")
+    add(
+        "--blocks",
+        type=counts,
+        default=[8, 16, 32, 64, 256],
+        help="tokens of a block (8,16,32,64,256)",
+    )
     add("--rounds", type=int, default=10, help="of each way (10)")
     parser.set_defaults(run=run)
 

@@ -52,7 +52,7 @@ _REST = 8.0  # s that memory may take to come back
 _METHOD = {
     "engines": "alive at once on the device, each its own process; LLM() in it, greedy, dummy "
     "weights; requests are added when they are due, between steps",
-    "rate": "requests a second in the mean; 0: all at once. The distances between requests are in "
+    "rate": "requests a second on average; 0: all at once. The gaps between requests are in "
     "proportion to the trace's",
     "order": "stock, elastic, stock again take turns, rotated each round; warm-up is left out",
     "first": "seconds from when a request was due to its first token",
@@ -823,7 +823,7 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     shapes = [name for name in SHAPES if name != "tiny"]
     add("--part", choices=list(PARTS), default="load", help="what to measure (load)")
-    add("--arms", type=lambda text: text.split(","), help="of idle, share and sleep, some only")
+    add("--arms", type=lambda text: text.split(","), help="of idle, share and sleep: these alone")
     add("--shape", choices=shapes, default=shapes[0], help=f"of the model ({shapes[0]})")
     add("--requests", type=int, default=0, help="of a round (96; idle 2,500, rough 10,000)")
     add("--rounds", type=int, default=4, help="after the first, which warms up (4)")

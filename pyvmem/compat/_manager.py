@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.context import Context
 from pyvmem.errors import Busy, OutOfMemory
 from pyvmem.info import KEEP_ALL
-from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache import CommonPages, KVCache, KVCacheConfig
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.manager import CommonPages
 
 if TYPE_CHECKING:
     import torch

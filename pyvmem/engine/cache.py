@@ -22,7 +22,6 @@ from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.journal import put
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ class RequestCache(Closable):
         self.max_batch = config.max_batch
         self.max_seq_len = config.max_seq_len
         self._device = cache.context.cuda_device
-        self._manager = manager = cache._manager
-        self._turns, self._journal = manager.lock, manager.journal
-        self._group = manager.groups[0]  # its slots say who has them
+        self._turns, self._journal = cache.lock, cache.journal
         self._background = Background()
         self._numbers = count_up()
         self._requests: dict[Request, None] = {}
@@ -302,7 +299,7 @@ class RequestCache(Closable):
             if self.cache.step(self._lengths(wanted), stream) != 0:
                 return self._shortage(wanted)
             for request, length in zip(lengths, wanted.values(), strict=True):
-                self._journal.undo(put, request, "length", request.length)
+                self._journal.keep(request, "length")
                 request.length = length
             return None
 
@@ -343,7 +340,7 @@ class RequestCache(Closable):
             self._journal.on_abort(partial(self._settle, request))
             if self.cache.truncate(slot, rows, stream) != 0:
                 return self._shortage({slot: request.length})
-            self._journal.undo(put, request, "length", request.length)
+            self._journal.keep(request, "length")
             request.length = rows
             return None
 
@@ -496,7 +493,7 @@ class RequestCache(Closable):
             return self._shortage({}, request.length)
         self._keep(request)
         request.place, request.rows, request.state = slot, None, State.RUNNING
-        request.owner = self._owner(slot)
+        request.owner = self.cache.owner(slot)
         return None
 
     # ---- reports and end -------------------------------------------------------------------------
@@ -521,27 +518,19 @@ class RequestCache(Closable):
                 if request not in self._requests:
                     continue
                 try:
-                    self._manager.open()
+                    self.release(request, stream=stream)
                 except BadHandle:  # it is closed, or half: its own close gives the slots back
                     self._end(request)
-                else:
-                    self.release(request, stream=stream)
         if self._owns and not self.cache.is_closed:
             self.cache.close(stream)
 
     # ---- requests and slots ----------------------------------------------------------------------
     # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.
 
-    def _owner(self, slot: int) -> int:
-        """Which of its owners a slot has."""
-        return self._group.table.slots[slot].owner
-
     def _has(self, request: Request) -> bool:
         """Whether a slot is still the request's: not given to another, nor free."""
-        if request.place is None:
-            return False
-        slot = self._group.table.slots[request.place]
-        return slot.active and slot.owner == request.owner
+        place = request.place
+        return place is not None and self.cache.owner(place) == request.owner
 
     def _look(self, request: Request) -> None:
         """Notes what a request is by now.
@@ -563,8 +552,8 @@ class RequestCache(Closable):
             rows, place = request.rows, request.place
             if rows is not None and rows.is_open:
                 request.state = State.SWAPPED
-            elif place is not None and self._group.table.slots[place].active:
-                request.length, request.owner = self._group.rows[place], self._owner(place)
+            elif place is not None and (owner := self.cache.owner(place)) is not None:
+                request.length, request.owner = self.cache.seq_len(place), owner
                 request.state = State.RUNNING
             else:
                 self._end(request)
@@ -606,7 +595,7 @@ class RequestCache(Closable):
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
-        request = Request(number, namespace, length, place=slot, owner=self._owner(slot))
+        request = Request(number, namespace, length, place=slot, owner=self.cache.owner(slot))
         self._journal.undo(self._requests.pop, request, None)
         self._requests[request] = None
         return request
@@ -618,8 +607,7 @@ class RequestCache(Closable):
         self._requests.pop(request, None)
         request.state, request.place, request.rows = State.ENDED, None, None
         if rows is not None:
-            self._journal.keep(rows, "_rows")
-            rows.close()
+            rows.close(self._journal)
 
     # ---- numbers ---------------------------------------------------------------------------------
 
@@ -682,7 +670,7 @@ class RequestCache(Closable):
             with self._turns, self._journal:
                 # Both say what it is when the call is broken off, which is not busy.
                 self._journal.on_abort(partial(self._settle, request))
-                self._journal.undo(put, request, "state", before)
+                self._journal.undo(setattr, request, "state", before)
                 if before is State.RUNNING and not self._has(request):
                     self._end(request)
                     request.require(State.RUNNING)

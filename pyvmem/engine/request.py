@@ -41,7 +41,7 @@ class Request:
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
         state: see `State`.
         place: its slot; None where it has none.
-        owner: which of the slot's owners it is: a slot that has another by now is not its own.
+        owner: which of the slot's owners it is (`KVCache.owner`): with another, it is not its own.
         rows: what it left in host memory, while it is swapped.
     """
 
@@ -51,7 +51,7 @@ class Request:
     state: State = State.RUNNING
     place: int | None = None
     rows: SwappedRequest | None = None
-    owner: int = 0
+    owner: int | None = None
 
     @property
     def slot(self) -> int:

@@ -26,7 +26,8 @@ from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.integrity import IntegrityError
-from pyvmem.kvcache.manager import Moved, SwappedRequest
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.manager import CommonPages, Moved, SwappedRequest
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
@@ -35,8 +36,10 @@ __all__ = [
     "Budget",
     "BudgetStats",
     "CacheStats",
+    "CommonPages",
     "GroupView",
     "IntegrityError",
+    "Journal",
     "KVCache",
     "KVCacheConfig",
     "LayerShape",

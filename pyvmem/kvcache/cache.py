@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import operator
 from collections.abc import Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.closing import MustClose
@@ -32,6 +33,7 @@ from pyvmem.kvcache.config import (
 )
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.integrity import IntegrityError
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import CommonPages, IdleThread, Manager, Moved, SwappedRequest
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
@@ -205,6 +207,15 @@ class KVCache(MustClose):
     """The groups of equal layers: one, or those of a `LayeredCache`, in the order in which its
     layers name them. For tensors, layouts and reports."""
 
+    lock: AbstractContextManager[Any]
+    """Held by every call. Re-entrant: ``with cache.lock, cache.journal:`` makes several calls one.
+    No other thread's call comes in between, and an exception from outside (Ctrl-C) is settled for
+    all of them together."""
+
+    journal: Journal
+    """What takes back a call that was not completed. A caller of several as one notes here how its
+    own records follow: `Journal.undo`, `Journal.keep`, `Journal.keep_dict`, `Journal.on_abort`."""
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -230,7 +241,7 @@ class KVCache(MustClose):
             manager.make()
             self._open = manager.open
             self._groups = manager.groups
-            self._lock, self._journal = manager.lock, manager.journal
+            self.lock, self.journal = manager.lock, manager.journal
             self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
             self.config = self.caches[0].config
             self._idle = IdleThread(manager) if self.config.idle_seconds else None
@@ -259,7 +270,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.alloc(self._open(), seq_len)
 
     def free_reqid(
@@ -286,7 +297,7 @@ class KVCache(MustClose):
                 is being captured into a CUDA graph, or (`NotGpuWork`) is none.
             VMemError: it could not be recorded; it was not freed.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             manager.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
@@ -327,7 +338,7 @@ class KVCache(MustClose):
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.truncate(self._open(), reqid, length, stream)
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -356,7 +367,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
@@ -382,7 +393,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.step_async(self._open(), seq_lens)
 
     # ---- forks -----------------------------------------------------------------------------------
@@ -440,7 +451,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             manager.make_free_alike(groups)
             return manager.fork_all(groups, reqid, operator.index(count), length, stream, into)
@@ -489,7 +500,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             group = self._open()[0]
             return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
 
@@ -512,7 +523,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return self._open()[0].prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
@@ -541,7 +552,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.alloc_prefix(self._open(), tokens, leave, stream, namespace)
 
     def prefix_changes(self) -> list[Change]:
@@ -550,7 +561,7 @@ class KVCache(MustClose):
         The first call reports what is recorded, and has changes kept from now on: keep calling,
         or they pile up.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return self._open()[0].prefixes.tree.take_changes()
 
     # ---- preemption and admission ----------------------------------------------------------------
@@ -573,7 +584,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.swap_out(self._open(), reqid, stream)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
@@ -593,7 +604,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             manager.make_free_alike(groups)
             return manager.swap_in(groups, swapped, stream)
@@ -619,7 +630,7 @@ class KVCache(MustClose):
                 None, for each; a match longer than its request, or another cache's.
             PrefixEvicted: as in `alloc_prefix`.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.can_admit(self._open(), seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
@@ -643,7 +654,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.trim(self._manager, prefixes, compact, stream)
 
     # ---- where pages lie -------------------------------------------------------------------------
@@ -675,7 +686,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.promote(self._open(), reqid, stream, wait=wait)
 
     def move(
@@ -721,7 +732,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             tier = manager.tier_of(groups[0], location, device)
             return manager.move(groups, reqid, tier, tokens, stream, wait=wait)
@@ -734,7 +745,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: no such slot, it is taken, or its addresses are lost.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             manager.claim(self._open(), reqid)
 
     def map_common_pages(self, tokens: int) -> CommonPages:
@@ -761,7 +772,7 @@ class KVCache(MustClose):
             NotSupported: the layers are of several groups, or the ranks of a `ParallelKVCache` have
                 agreed on their limit.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             group = self._only("set_limit")
             if group.table.lockstep:
                 raise NotSupported(
@@ -788,7 +799,7 @@ class KVCache(MustClose):
         Raises:
             VMemError: a background batch failed (`wait` alone); the cache is consistent.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             manager.reclaim_free(self._open(), keep, wait=wait)
 
     def capacity(self, reqid: int) -> int:
@@ -799,7 +810,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             index = groups[0].slot(reqid).index
             return min([group.pager.capacity[index] for group in groups])
@@ -817,7 +828,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.is_ready(self._open(), reqid, seq_len)
 
     def missing_pages(self, reqid: int | None, seq_len: int) -> int:
@@ -830,7 +841,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.missing(self._open(), reqid, seq_len)
 
     def obtainable_pages(self) -> tuple[int, int]:
@@ -849,13 +860,13 @@ class KVCache(MustClose):
 
     def obtainable_bytes(self) -> tuple[int, int]:
         """`obtainable_pages` in bytes."""
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.obtainable(self._open())
 
     @property
     def num_free_slots(self) -> int:
         """Slots that a request could get."""
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             manager.make_free_alike(groups)
             return len(groups[0].table.free)
@@ -865,13 +876,26 @@ class KVCache(MustClose):
         """Whether answers must be the same on several ranks (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
 
+    def owner(self, reqid: int) -> int | None:
+        """Which of its owners a slot has, a number that it never had before; None: it is free.
+
+        With `seq_len`, for whoever keeps records of requests beside the cache: both read a number
+        and nothing else, also while the `journal` settles an interrupted call.
+        """
+        slot = self._groups[0].table.slots[reqid]
+        return slot.owner if slot.active else None
+
+    def seq_len(self, reqid: int) -> int:
+        """Tokens whose rows a slot holds; 0 for a free one."""
+        return self._groups[0].rows[reqid]
+
     def is_taken(self, reqid: int) -> bool:
         """Whether a request has the slot.
 
         Raises:
             InvalidArgument: no such slot.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return self._open()[0].any_slot(reqid).active
 
     # ---- tensors -------------------------------------------------------------------------------
@@ -913,7 +937,7 @@ class KVCache(MustClose):
         A request can have these and `CacheStats.cached_pages` too: those are reclaimed when needed.
         Of a budget: as far as the other caches leave it now.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             return manager.free_pages(self._open())
 
     @property
@@ -959,7 +983,7 @@ class KVCache(MustClose):
 
         Raises InvalidArgument for a reqid that does not exist.
         """
-        with self._lock:
+        with self.lock:
             each = [group.readable_rows(reqids) for group in self._open()]
             return each[0] if len(each) == 1 else list(map(min, *each))
 
@@ -970,7 +994,7 @@ class KVCache(MustClose):
 
         Raises InvalidArgument for a reqid that does not exist.
         """
-        with self._lock:
+        with self.lock:
             each = [group.first_rows(reqids) for group in self._open()]
             return each[0] if len(each) == 1 else list(map(max, *each))
 
@@ -980,14 +1004,14 @@ class KVCache(MustClose):
         Slots, steps and prefix tokens, which are the same in all groups, are the first one's. Peaks
         are the sum of the groups' peaks.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             room = manager.free_pages(groups)
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
         """Every slot's pages as they are now; of several groups of layers, their sums."""
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             each = [view.snapshot() for view in self.caches]
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
@@ -1000,7 +1024,7 @@ class KVCache(MustClose):
         Raises:
             IntegrityError: with every contradiction found.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             groups = self._open()
             for group in groups:
                 group.reclaimer.poll()
@@ -1026,7 +1050,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             if self._closed:
                 return
             for view in self.caches:

@@ -416,17 +416,18 @@ class ParallelKVCache(MustClose):
             "KVCache", config, None, self._own, "", 0, None, LockstepTable
         )
         self._cache = cache = KVCache.over(manager)
-        self._lock, self._journal = manager.lock, manager.journal
+        self.lock, self.journal = manager.lock, manager.journal
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
         self.layer_views = cache.layer_views
+        self.owner, self.seq_len = cache.owner, cache.seq_len
         self._closed = False
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Calls, and keeps the answer, or the failure."""
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             group = self._open()
             name = method.__name__
             try:
@@ -462,7 +463,7 @@ class ParallelKVCache(MustClose):
 
     def _usable(self) -> KVCache:
         """The cache, for a call that is not compared."""
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             self._open()
         assert self._cache is not None
         return self._cache
@@ -493,7 +494,7 @@ class ParallelKVCache(MustClose):
 
         Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             own = self._failure.status if self._failure else _CROWDED * bool(self._crowded)
             return [own, self._digest, -self._digest]
 
@@ -507,7 +508,7 @@ class ParallelKVCache(MustClose):
             RanksDiffer: the calls or the answers of the ranks differ; likewise.
         """
         status, digest, negative = (int(value) for value in maxima)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             crowded, self._crowded = self._crowded, ""
             if status == _CROWDED:
                 if digest == -negative:
@@ -585,7 +586,7 @@ class ParallelKVCache(MustClose):
                 and every rank takes the step back. With a sliding window that is a failure.
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             self._before = (self._open().rows[:], stream)
             answer = self._call(self._usable().step, seq_lens, stream)
             self._ahead = False
@@ -612,7 +613,7 @@ class ParallelKVCache(MustClose):
 
         Where this rank has no mapping left, nothing is begun, and the `step` says so.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             answer = self._settled(self._begin_async, seq_lens, stream)
             self._ahead = answer == 0
             return answer
@@ -696,7 +697,7 @@ class ParallelKVCache(MustClose):
         Raises:
             MemoryError: of this rank's host: it alone failed, as in `step`.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             swapped = self._settled(self._usable().swap_out, reqid, stream)
             self._swapped.add(swapped)
             return swapped
@@ -730,7 +731,7 @@ class ParallelKVCache(MustClose):
         What a growth in flight has promised is no page of an owner yet: memory would be short, or
         not, as the background is slow or fast.
         """
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             if self._ahead:
                 self._call(self._open().pager.settle, None, True)
                 self._ahead = False
@@ -799,7 +800,7 @@ class ParallelKVCache(MustClose):
             RankFailed: a rank could not be made ready; every rank stays poisoned.
         """
         check(stream)
-        with self._lock, self._journal:
+        with self.lock, self.journal:
             have = [0] * (len(self._manager.groups[0].table) + 1)
             self._failure = None
             self._crowded = ""

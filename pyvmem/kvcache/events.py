@@ -90,8 +90,7 @@ def is_over(event: Any) -> bool:
         poll.register(work_of(event, "event").handle, select.POLLIN)
         return bool(poll.poll(0))
     query = getattr(event, "query", None)  # torch's; cuda.core's has none
-    with relaxed():
-        return bool(event.is_done if query is None else query())
+    return bool(relaxed(lambda: event.is_done) if query is None else relaxed(query))
 
 
 def prune(events: list[Any]) -> list[Any]:
@@ -103,17 +102,13 @@ def wait_for(event: Any) -> None:
     """Returns when the work of what `record` returned is over."""
     if event is None:
         return
-    work = work_of(event, "event")
-    if work.kind is Kind.FD:
+    if isinstance(event, FdEvent):
         poll = select.poll()
-        poll.register(work.handle, select.POLLIN)
+        poll.register(work_of(event, "event").handle, select.POLLIN)
         poll.poll()
         return
-    with relaxed():
-        if work.library == "torch":
-            event.synchronize()
-        else:
-            event.sync()
+    wait = getattr(event, "synchronize", None)  # torch's; cuda.core's is called sync
+    relaxed(event.sync if wait is None else wait)
 
 
 def order_after(event: Any, stream: Any, device: int | None) -> None:
@@ -125,17 +120,18 @@ def order_after(event: Any, stream: Any, device: int | None) -> None:
     Raises:
         NotGpuWork: `stream` names no GPU work. InvalidArgument: it is being captured.
     """
-    work, first = work_of(stream), work_of(event, "event")
-    if device is None or not work.is_stream or first.kind is Kind.FD:
+    work = work_of(stream)
+    if device is None or not work.is_stream or isinstance(event, FdEvent):
         wait_for(event)
         return
-    if not first.handle:
-        return  # never recorded
-    refuse_captured(stream, device)
-    if first.library == "torch":
-        event.wait(torch_stream(work, device))
-    else:
+    handle = getattr(event, "cuda_event", None)  # torch's
+    if handle is None:
+        refuse_captured(stream, device)
         core_stream(work, device).wait(event)
+    elif handle:  # else it was never recorded
+        found = torch_stream(work, device)
+        refuse_captured_handle(found.cuda_stream)
+        event.wait(found)
 
 
 def order_ticket(ticket: Any, stream: Any, device: int | None) -> None:

@@ -160,11 +160,9 @@ class Group:
         self.layout = layout = parts.layout
         self.device = parts.cuda_device
         self.counters = Counters(parts.context)
-        self.table = table(config.max_batch, journal)
-        base = parts.reservation.addr
+        self.table = table(config.max_batch, journal, parts.reservation.addr, layout.slot_bytes)
         self.reclaimer = Reclaimer(
             self.mapper,
-            base,
             layout,
             self.table,
             parts.limit_pages,
@@ -461,7 +459,7 @@ class Group:
         slots: Sequence[Slot],
         full: int,
         pages: int,
-        rows: int,
+        nbytes: int,
         *,
         ahead: bool,
         large: bool,
@@ -476,7 +474,7 @@ class Group:
             slots: free and without a page.
             full: the parent's pages up to here are shared from now on; no large page is cut.
             pages: where those that each slot gets end.
-            rows: tokens that each slot begins with.
+            nbytes: of the rows, per tensor, that each slot begins with.
             ahead: more pages than these rows need are mapped where requests grow by runs.
             large: new pages are large ones where these fit.
         """
@@ -508,7 +506,7 @@ class Group:
                 if self.window is not None:
                     self.window.follow(slots, parent)
                 if pages > full:
-                    pager.copy_tail(ops, job, full, goals, parent, rows, large=large)
+                    pager.copy_tail(ops, job, full, goals, parent, nbytes, large=large)
                 if pages:
                     with self.counters.waiting():
                         change.run(ops)

@@ -93,7 +93,6 @@ class Planner:
     """Writes the two batches of a `Growth`, each into memory that is used again and again.
 
     Args:
-        base: address of the cache's reservation.
         layout: where everything lies.
         count: slots of the cache.
         zero_fill: pages that an earlier owner may have written are zeroed before they are granted.
@@ -102,11 +101,10 @@ class Planner:
         mapping: what the last `plan` wrote.
     """
 
-    def __init__(self, base: int, layout: Layout, count: int, *, zero_fill: bool) -> None:
+    def __init__(self, layout: Layout, count: int, *, zero_fill: bool) -> None:
         # Of a slot: small pages, large ones, small ones again, and a fill.
         self.mapping = OpBatch((4 if layout.large_pages else 2) * count)
         self._filling = OpBatch(count)
-        self._base = base
         self._layout = layout
         self._zero_fill = zero_fill
 
@@ -163,8 +161,7 @@ class Planner:
                 after.extend(slot.events)
             else:
                 job.zeroed_pages += (dirty - granted) * tensors
-                address = self._base + layout.offset(slot.index, granted)
-                ops.fill(address, (dirty - granted) * size, 0, tensors, stride)
+                ops.fill(slot.addr + granted * size, (dirty - granted) * size, 0, tensors, stride)
         job.new_pages = new * tensors
         job.reused_pages = reused * tensors
         return late
@@ -200,7 +197,7 @@ class Planner:
                     "copy_bytes": copied,
                 }
             ops.populate(
-                self._base + layout.offset(slot.index, begin),
+                slot.addr + begin * size,
                 (end - begin) * size,
                 layout.num_tensors,
                 layout.tensor_bytes,
@@ -216,7 +213,7 @@ class Planner:
         ops.clear()
         for slot, low, high in pieces:
             ops.fill(
-                self._base + layout.offset(slot.index, low),
+                slot.addr + low * layout.page_size,
                 (high - low) * layout.page_size,
                 count=layout.num_tensors,
                 stride=layout.tensor_bytes,
@@ -251,16 +248,15 @@ class Pager(Book):
         self.journal = reclaimer.mapper.journal
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
-        self.base = reclaimer.base
         self.device = device
         slots = len(reclaimer.table)
         self.columns = columns = reclaimer.table.columns
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
         self.granted_pages = 0
-        self._planner = Planner(self.base, self.layout, slots, zero_fill=config.zero_fill)
+        self._planner = Planner(self.layout, slots, zero_fill=config.zero_fill)
         self._ops = self._planner.mapping.array
-        self.layout.describe(columns.place, self.base)
+        self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self._large = Kind(self.layout.large_pages, DEVICE)
         self._outcome = Outcome()  # of `extend`, of which a call makes one
@@ -482,7 +478,7 @@ class Pager(Book):
         first: int,
         goals: Sequence[int],
         parent: Slot,
-        rows: int,
+        nbytes: int,
         *,
         large: bool,
     ) -> None:
@@ -494,14 +490,12 @@ class Pager(Book):
             first: the first page.
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
-            rows: tokens of the parent that are copied, from its first one on.
+            nbytes: where the rows that are copied end, per tensor.
             large: a whole large page's worth becomes one.
         """
         layout = self.layout
         large_pages = layout.large_pages if large else 0
-        source = Source(
-            self.base + layout.offset(parent.index), layout.tensor_bytes, layout.bytes_for(rows)
-        )
+        source = Source(parent.addr, layout.tensor_bytes, nbytes)
         job.pieces = list(zip(job.slots, repeat(first), goals))
         job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
         for slot, low, high in job.pieces:
@@ -1136,7 +1130,7 @@ class Runs:
         if first < slot.mapped:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
-                at = self._reclaimer.base + layout.offset(slot.index, first, tensor)
+                at = slot.addr + layout.offset(0, first, tensor)
                 calls += self._mapper.consolidate(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped

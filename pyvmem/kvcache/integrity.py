@@ -259,7 +259,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     ]
     found = []
     for tensor in range(layout.num_tensors):
-        start = group.parts.reservation.addr + layout.offset(slot.index, 0, tensor)
+        start = slot.addr + layout.offset(0, 0, tensor)
         for low, high, wanted in ranges:
             at, stop = start + low * size, start + high * size
             while wanted and at < stop:
@@ -312,7 +312,7 @@ def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> 
     """Asks the context where pages lie, in every tensor."""
     found, layout = [], group.layout
     for tensor in range(layout.num_tensors):
-        at = group.pager.base + layout.offset(slot.index, low, tensor)
+        at = slot.addr + layout.offset(0, low, tensor)
         pages = group.mapper.gather(at, (high - low) * layout.page_size, 1, 0)
         info = pages.info
         pages.drop()

@@ -527,8 +527,8 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
     if _grow_each(wants, background):
         return True
     # What a growing slot has beyond its request, another group cannot take meanwhile.
-    cut = [_cut_surplus(group, want) for group, want in wants]
-    return any(cut) and _grow_each(wants, background)
+    found = [_cut_surplus(group, want) for group, want in wants]
+    return any(found) and _grow_each(wants, background)
 
 
 def _note_short(groups: Sequence[Group]) -> None:
@@ -679,7 +679,7 @@ def fork(
         event = record(stream, group.device)
         if event is not None:
             wait_for(event)
-    if not _fork(group, parent, slots, full, pages, rows):
+    if not _fork(group, parent, slots, full, pages, nbytes):
         return None
     pins = parent.pins
     for slot in slots:
@@ -691,14 +691,14 @@ def fork(
 
 
 def _fork(
-    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, rows: int
+    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, nbytes: int
 ) -> bool:
     """`Group.fork`; where that finds too little, pages of no request go. False: too few."""
     new_pages = (pages - full) * len(slots) * group.layout.num_tensors
     ahead, large = True, group.layout.large_pages > 0
     while True:
         try:
-            group.fork(parent, slots, full, pages, rows, ahead=ahead, large=large)
+            group.fork(parent, slots, full, pages, nbytes, ahead=ahead, large=large)
             return True
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if ahead:  # perhaps it wanted more than it must have
@@ -1249,8 +1249,13 @@ class SwappedRequest(Closable):
         """Whether it can still be swapped in."""
         return self._rows is not None
 
-    def close(self) -> None:
-        """Drops the request and its host memory. Idempotent."""
+    def close(self, journal: Journal | None = None) -> None:
+        """Drops the request and its host memory. Idempotent.
+
+        `journal`: of the calls that this is one with, and undone with (`KVCache.journal`).
+        """
+        if journal is not None:
+            journal.keep(self, "_rows")
         self._rows = None
 
     def __repr__(self) -> str:
@@ -1274,7 +1279,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
     layout = group.layout
     size = max(0, layout.bytes_for(length) - head * layout.page_size)
     tensors = range(layout.num_tensors if size else 0)
-    return size, [group.pager.base + layout.offset(slot.index, head, one) for one in tensors]
+    return size, [slot.addr + layout.offset(0, head, one) for one in tensors]
 
 
 def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
@@ -1390,8 +1395,7 @@ def swap_in(
         if group.window is not None and head:
             group.window.resume(slot, head)
         group.note_peaks()
-    groups[0].journal.keep(swapped, "_rows")
-    swapped.close()
+    swapped.close(groups[0].journal)
     return found.index
 
 
@@ -1534,12 +1538,12 @@ class _Truncation:
     def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
         """The slot is the request's, without a move under way past its rows."""
         layout, places = group.layout, slot.places
-        first, cut = divmod(layout.bytes_for(rows), layout.page_size)
+        first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
         shared = min(slot.shared, places.floor(first))
         copied = shared
         if shared < slot.shared:
-            if cut or shared < first:
+            if rest or shared < first:
                 copied = min(places.ceil(keep), slot.shared)
             else:
                 keep = shared  # what a kernel may over-read comes with the next step
@@ -1579,7 +1583,7 @@ class _Truncation:
             layout.num_tensors,
             self.stride,
             layout.page_size,
-            copy_from=group.pager.base + layout.offset(slot.index, self.shared),
+            copy_from=slot.addr + self.shared * layout.page_size,
             copy_stride=layout.tensor_bytes,
             copy_bytes=nbytes,
         )
@@ -1605,12 +1609,12 @@ class _Truncation:
     def unmap(self) -> None:
         """Puts the copies in place and unmaps what follows them: one batch, all or nothing."""
         group, slot, layout = self.group, self.slot, self.group.layout
-        tensors, base = layout.num_tensors, group.pager.base
+        tensors = layout.num_tensors
         ops = OpBatch(3)
         if self.addresses is not None:
             scratch, size = self.addresses.addr, self.stride
             ops.map(
-                base + layout.offset(slot.index, self.shared),
+                slot.addr + self.shared * layout.page_size,
                 size,
                 group.mapper.gather(scratch, size, tensors, size),
                 0,
@@ -1622,7 +1626,7 @@ class _Truncation:
             ops.unmap(scratch, size, tensors, size)
         if self.end < slot.mapped:
             ops.unmap(
-                base + layout.offset(slot.index, self.end),
+                slot.addr + self.end * layout.page_size,
                 (slot.mapped - self.end) * layout.page_size,
                 tensors,
                 layout.tensor_bytes,

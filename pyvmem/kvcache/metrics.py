@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyvmem import _native
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from pyvmem.context import Context
 
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
-
-WAIT_COUNTS = _native.constant("PYVMEM_WAIT_COUNTS")  # of a histogram
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,12 @@ def _driver_calls(context: Context) -> tuple[int, int]:
 
 
 class Counters:
-    """The running counts behind `CacheStats`."""
+    """The running counts behind `CacheStats`.
+
+    Attributes:
+        waiting: makes a context manager that counts the time inside as waited, and the driver's
+            time meanwhile as critical.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -209,13 +213,10 @@ class Counters:
         self.moved = self.promoted = self.evicted = 0
         self.queries = self.query_tokens = self.hits = self.hit_tokens = self.resumed = 0
         self.waits = _native.Waits()
+        self.waiting = partial(_native.Waiting, self.waits, context.handle)
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
     def driver(self) -> tuple[int, int]:
         """Driver calls and nanoseconds in them since the cache was made."""
         calls, ns = _driver_calls(self.context)
         return calls - self.base_calls, ns - self.base_ns
-
-    def waiting(self) -> _native.Waiting:
-        """Counts the time inside as waited, and the driver's time meanwhile as critical."""
-        return _native.Waiting(self.waits, self.context.handle)

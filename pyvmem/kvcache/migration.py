@@ -216,7 +216,7 @@ class Mover:
             wait_for(event)
         for low, high in move.runs:
             for tensor in range(layout.num_tensors):
-                at = self._reclaimer.base + layout.offset(move.slot.index, low, tensor)
+                at = move.slot.addr + layout.offset(0, low, tensor)
                 self._mapper.consolidate(at, (high - low) * layout.page_size)
         self._journal.keep_dict(self.joined)
         index, runs = move.slot.index, {low for low, _ in move.runs}
@@ -386,7 +386,6 @@ class MovePlanner:
 
     def __init__(self, reclaimer: Reclaimer) -> None:
         self._mapper = reclaimer.mapper
-        self._base = reclaimer.base
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
@@ -449,7 +448,7 @@ class MovePlanner:
 
     def _own(self, move: Move, page: int) -> int:
         """A page's address in tensor 0."""
-        return self._base + self._layout.offset(move.slot.index, page)
+        return move.slot.addr + page * self._layout.page_size
 
     def _scratch(self, move: Move, page: int) -> int:
         """Where its successor lies."""
@@ -561,11 +560,11 @@ class Promoter:
 
     def _is_run(self, slot: Slot, low: int) -> bool:
         """Whether the pages of a part are neighbours, in every tensor."""
-        layout, base = self._layout, self._reclaimer.base
+        layout = self._layout
         size = self._unit * layout.page_size
         query = self._mapper.query
         return all(
-            query(base + layout.offset(slot.index, low, tensor)).run_bytes >= size
+            query(slot.addr + layout.offset(0, low, tensor)).run_bytes >= size
             for tensor in range(layout.num_tensors)
         )
 

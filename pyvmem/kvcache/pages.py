@@ -392,6 +392,7 @@ class SharedPages(Book):
 
     def use(self, span: Span, *, hold: bool = False) -> None:
         """Notes that a request uses the pages, which are held; `hold`: from here on."""
+        uses = used = away = 0
         for block, low, high in span.parts:
             if hold:
                 before = block.refs[low:high]
@@ -402,21 +403,26 @@ class SharedPages(Book):
             self._log.append((users.__setitem__, slice(low, high), before))
             users[low:high] = map(add, before, _ONE)
             if block.away:
-                self.away_uses += high - low
+                away += high - low
             else:
-                self.change(uses=self.uses + high - low, used=self.used + before.count(0))
+                uses += high - low
+                used += before.count(0)
+        self.change(uses=self.uses + uses, used=self.used + used, away_uses=self.away_uses + away)
 
     def unuse(self, span: Span) -> None:
         """Takes one `use` back."""
+        uses = used = away = 0
         for block, low, high in span.parts:
             users = block.users
             before = users[low:high]
             self._log.append((users.__setitem__, slice(low, high), before))
             users[low:high] = map(sub, before, _ONE)
             if block.away:
-                self.away_uses -= high - low
+                away += high - low
             else:
-                self.change(uses=self.uses - (high - low), used=self.used - before.count(1))
+                uses += high - low
+                used += before.count(1)
+        self.change(uses=self.uses - uses, used=self.used - used, away_uses=self.away_uses - away)
 
     def idle(self, span: Span) -> int:
         """Pages of the device in the span that no request uses."""

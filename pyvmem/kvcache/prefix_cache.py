@@ -475,10 +475,11 @@ class PrefixCache:
 
     def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
         """A group's first pages on the way to a node, as a slot can have them mapped."""
-        spans = [one.span.each[place] for one in node.path()]
-        if len(spans) == 1 and spans[0].pages == pages:
-            return spans[0]
-        return sum(spans, Span((), self.unit_pages[place])).cut(0, pages)
+        first, *others = node.path()
+        span = first.span.each[place]
+        for one in others:
+            span = span + one.span.each[place]
+        return span if span.pages == pages else span.cut(0, pages)
 
     # ---- what requests keep ----------------------------------------------------------------------
 

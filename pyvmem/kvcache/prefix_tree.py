@@ -704,7 +704,7 @@ class PrefixTree(Generic[S]):
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """The ids, and where their last whole unit ends, in bytes."""
-        ids = TokenIds.of(tokens)
+        ids = tokens if isinstance(tokens, TokenIds) else TokenIds(tokens)
         data = ids.data
         if limit is not None and limit < 0:
             raise invalid(f"limit is {limit}; it must not be negative")

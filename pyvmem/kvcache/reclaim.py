@@ -118,7 +118,6 @@ class Reclaimer(Book):
     def __init__(
         self,
         mapper: Mapper,
-        base: int,
         layout: Layout,
         table: SlotTable,
         limit: int,
@@ -128,7 +127,6 @@ class Reclaimer(Book):
     ) -> None:
         self.mapper = mapper
         self.journal = mapper.journal
-        self.base = base
         self.layout = layout
         self.table = table
         self.limit = limit
@@ -171,7 +169,6 @@ class Reclaimer(Book):
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
         """
-        layout = self.layout
         places = slot.places
         if slot.stale:
             keep = 0
@@ -181,12 +178,7 @@ class Reclaimer(Book):
         if low >= slot.mapped:
             return
         self._ops.clear()
-        self._ops.unmap(
-            self.base + layout.offset(slot.index, low),
-            (slot.mapped - low) * layout.page_size,
-            count=layout.num_tensors,
-            stride=layout.tensor_bytes,
-        )
+        self._add_unmap(self._ops, slot, low, slot.mapped)
         try:
             with self.mapper.transaction() as change:
                 self._begin(Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head), keep)
@@ -241,14 +233,9 @@ class Reclaimer(Book):
         Returns:
             False where it could not be queued; nothing changed.
         """
-        layout, low = self.layout, slot.shared
+        low = slot.shared
         if low < slot.mapped:
-            ops.unmap(
-                self.base + layout.offset(slot.index, low),
-                (slot.mapped - low) * layout.page_size,
-                count=layout.num_tensors,
-                stride=layout.tensor_bytes,
-            )
+            self._add_unmap(ops, slot, low, slot.mapped)
         if not len(ops):
             slot.kept = True
             return True
@@ -271,14 +258,9 @@ class Reclaimer(Book):
 
         No batch may be in flight over the slot's addresses.
         """
-        layout, low = self.layout, slot.head
+        low = slot.head
         self._ops.clear()
-        self._ops.unmap(
-            self.base + layout.offset(slot.index, low),
-            (head - low) * layout.page_size,
-            count=layout.num_tensors,
-            stride=layout.tensor_bytes,
-        )
+        self._add_unmap(self._ops, slot, low, head)
         try:
             with self.mapper.transaction() as change:
                 slot.job = job = Cut(
@@ -300,6 +282,14 @@ class Reclaimer(Book):
         except (TooManyBatches, OutOfMemory):
             return False
         return True
+
+    def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
+        """Adds to a batch that pages [low, high) of a slot are unmapped."""
+        layout = self.layout
+        size = layout.page_size
+        ops.unmap(
+            slot.addr + low * size, (high - low) * size, layout.num_tensors, layout.tensor_bytes
+        )
 
     def failed(self, slot: Slot, error: VMemError) -> None:
         """Notes that pages of a slot could not be unmapped."""
@@ -394,7 +384,7 @@ class Reclaimer(Book):
         layout = self.layout
         for slot, low, high in pieces:
             for tensor in range(layout.num_tensors):
-                at = self.base + layout.offset(slot.index, low, tensor)
+                at = slot.addr + layout.offset(0, low, tensor)
                 end = at + (high - low) * layout.page_size
                 while at < end and not slot.broken:
                     info = self.mapper.query(at)
@@ -412,7 +402,7 @@ class Reclaimer(Book):
         runs: list[tuple[int, int]] = []
         quarantined = False
         for tensor in range(layout.num_tensors):
-            at = self.base + layout.offset(slot.index, 0, tensor)
+            at = slot.addr + layout.offset(0, 0, tensor)
             end = at + slot.mapped * layout.page_size
             while at < end:
                 info = self.mapper.query(at)

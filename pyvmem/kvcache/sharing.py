@@ -116,7 +116,7 @@ class Sharing:
         stretches = places.stretches(low, high) if places.noted else ((low, high, PLAIN),)
         for first, last, kind in stretches if low < high else ():
             handle = self.mapper.gather(
-                self.pager.base + layout.offset(slot.index, first),
+                slot.addr + first * layout.page_size,
                 (last - first) * layout.page_size,
                 layout.num_tensors,
                 layout.tensor_bytes,
@@ -139,7 +139,7 @@ class Sharing:
         layout = self.layout
         for handle, low, high, _ in pieces:
             ops.map(
-                self.pager.base + layout.offset(slot.index, low),
+                slot.addr + low * layout.page_size,
                 (high - low) * layout.page_size,
                 handle,
                 0,
@@ -202,7 +202,7 @@ class Sharing:
         """
         layout = self.layout
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        address = self.pager.base + layout.offset(slot.index, page)
+        address = slot.addr + page * size
         for block, low, high in span.parts:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,

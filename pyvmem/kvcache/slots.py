@@ -76,6 +76,7 @@ class Slot(Watched):
 
     Attributes:
         index: the reqid.
+        addr: of page 0 in the first tensor.
         active: given to a request.
         broken: an undo failed in its addresses; never handed out again.
         writer: its owner may write the shared pages, which are read-only elsewhere.
@@ -102,6 +103,7 @@ class Slot(Watched):
     log: InitVar[list[Any]]
     changed: InitVar[set[Any]]
     index: int
+    addr: int = 0
     active: bool = False
     broken: bool = False
     writer: bool = False
@@ -161,6 +163,12 @@ class SlotTable:
     asked, so that a call that changes much pays for it once, and one that was broken off by an
     exception leaves at worst an index that is made anew.
 
+    Args:
+        count: how many.
+        journal: of the cache.
+        base: address of the first slot.
+        stride: bytes between slots.
+
     Attributes:
         lockstep: answers depend on the sequence of calls alone (`ParallelKVCache`), never on how
             far the background is. What else would be an answer, such as a driver that is out of
@@ -172,11 +180,13 @@ class SlotTable:
 
     lockstep: ClassVar[bool] = False
 
-    def __init__(self, count: int, journal: Journal) -> None:
+    def __init__(self, count: int, journal: Journal, base: int = 0, stride: int = 0) -> None:
         self.changes = 0
         self.columns = Columns(count)
         self.touched: set[Slot] = set()
-        self.slots = [Slot(journal.entries, self.touched, i) for i in range(count)]
+        self.slots = [
+            Slot(journal.entries, self.touched, i, base + i * stride) for i in range(count)
+        ]
         self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
 

@@ -135,7 +135,7 @@ def _table(
     state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
     lines = [
         f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
-        f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens in the mean",
+        f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens on average",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
         "",
@@ -164,7 +164,7 @@ def _table(
             *lines,
             table(header, body, 1),
             "",
-            "waste: of a running request, in the mean and at most; at once: map calls when it",
+            "waste: of a running request, on average and at most; at once: map calls when it",
             "outgrows its pages, and the tokens that it then has room for; share: tokens in a unit",
             "that requests can share; table, books: the GPU's page table and, at most, the kernel",
             "memory of `stock`, for what a running request holds",

@@ -4,7 +4,7 @@
 A request that runs holds its prompt and what it generated before: in its iteration k (from 0),
 ``context + k`` tokens. Means are over all iterations of all requests of the workload, so that a
 request counts for as long as it holds memory. With M bytes for keys and values, and m bytes held
-by a request in the mean, M / m requests run at a time in the long run (Little's law).
+by a request on average, M / m requests run at a time in the long run (Little's law).
 
 The groups of layers that differ are summed up. Layers with a window hold the whole prompt in the
 first iteration, as of a prefill in one step; then the window at the end of the last whole sharing
@@ -63,7 +63,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Held:
-    """What a request holds in the mean; bytes.
+    """What a request holds on average; bytes.
 
     Attributes:
         mapped: physical memory.
@@ -81,17 +81,17 @@ class Cost:
     Attributes:
         choice: the layout.
         tensors: virtual tensors, and pieces that a growth consists of.
-        held: by a running request in the mean.
+        held: by a running request on average.
         waste_bound: a request wastes less than this: the bytes of one growth, and of the rows that
             a kernel may read past its length; with a window also of a page, the rows before it and
             a sharing unit.
-        tokens_per_growth: tokens that a growth has room for, in the mean.
+        tokens_per_growth: tokens that a growth has room for, on average.
         calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
             `host`), without those that unmap what left a window. `uvm` maps all that a step needs
             with one.
         sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
             a page end together. 0: none, since no prefix has a state.
-        page_table_bytes: of the GPU's last level, for what a request holds in the mean.
+        page_table_bytes: of the GPU's last level, for what a request holds on average.
         books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
             by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
             page.
@@ -111,7 +111,7 @@ class Cost:
 
     @property
     def waste(self) -> float:
-        """Bytes that a running request wastes in the mean."""
+        """Bytes that a running request wastes on average."""
         return self.held.mapped - self.held.used
 
     @property
@@ -149,7 +149,7 @@ def layouts_of(
 
 
 def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Request]) -> Held:
-    """What a running request holds in the mean; see the top of this file.
+    """What a running request holds on average; see the top of this file.
 
     Args:
         layout: whose pages are what the request grows by.

@@ -326,17 +326,6 @@ class Backing:
         """Whether a block has memory on every rank."""
         return bool(self._backed[block])
 
-    def freed_by(self, blocks: Iterable[int]) -> int:
-        """Bytes that `retire` of these blocks would give back."""
-        total = 0
-        for kind in range(len(self.geometry.classes)):
-            left: dict[int, int] = {}
-            for block in blocks:
-                for page in self.geometry.pages(kind, block):
-                    left[page] = left.get(page, self._users[kind][page]) - 1
-            total += sum(n == 0 for n in left.values()) * self.geometry.page_bytes(kind)
-        return total
-
     def live_bytes(self, blocks: Iterable[int]) -> int:
         """Memory of all pages that a block of these touches."""
         total = 0

@@ -139,7 +139,7 @@ def without(context: pyvmem.Context, caps: pyvmem.Caps) -> None:
 
     The cache goes by what the context reports; libvmem, below, still does what the back end can.
     """
-    context._info = dataclasses.replace(context.info, caps=context.info.caps & ~caps)
+    context.info = dataclasses.replace(context.info, caps=context.info.caps & ~caps)
 
 
 def eventually(condition: Callable[[], bool]) -> None:

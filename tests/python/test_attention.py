@@ -446,7 +446,7 @@ def test_a_sparse_cache_protects_where_pages_appear_in_one_step(
         attend.batch([4], [20], [90])
         attend.close()
         info = host.info
-        monkeypatch.setattr(host, "_info", replace(info, caps=info.caps & ~Caps.SPARSE_ATOMIC))
+        monkeypatch.setattr(host, "info", replace(info, caps=info.caps & ~Caps.SPARSE_ATOMIC))
         assert not cache.safe_overread
         with pytest.raises(InvalidArgument, match="fa3 cannot be used: it reads whole tiles"):
             choose(cache, cpu, "fa3")
@@ -456,7 +456,7 @@ def test_a_sparse_cache_protects_where_pages_appear_in_one_step(
     with filled(host, MIXED, sparse=True, large_page_size=2 << 20, max_seq_len=8192) as cache:
         assert not cache.safe_overread
         info = host.info
-        monkeypatch.setattr(host, "_info", replace(info, caps=info.caps | Caps.ONE_CALL))
+        monkeypatch.setattr(host, "info", replace(info, caps=info.caps | Caps.ONE_CALL))
         assert cache.safe_overread, "one call of the driver replaces small pages by a large one"
         monkeypatch.undo()
 

@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import open_context
+from gpu_helpers import CURRENT, TORCH, gpu
 
 import pyvmem
-from pyvmem import Caps, Context, KVCache
+from pyvmem import Caps, Context, KVCache, streams
 from pyvmem.kvcache import KVCacheConfig
+
+__all__ = ["gpu"]
 
 PACKAGE = str(Path(pyvmem.__file__).parent)
 ROWS = 16  # tokens of a page
@@ -168,6 +171,50 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
     assert max(short.values()) <= 100, short
 
 
+@pytest.mark.parametrize("name", ["none", "torch"])
+def test_what_shares_pages_after_gpu_work(
+    name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where a stream's work must be ordered first, as it is on every GPU."""
+
+    def after_items(after: Any, device: int | None) -> Any:
+        streams.after_items(after, device)
+        return pyvmem._native.AFTER_NONE, []  # the stand-in's events are none of libvmem's
+
+    with open_context("host", pool_high=pyvmem.KEEP_ALL) as context:
+        context.cuda_device = 0
+        monkeypatch.setattr("pyvmem.context.after_items", after_items)
+        with cache_of(context, pages=21, slots=8, layers=16) as cache:
+            lens, tokens = [0] * 8, list(range(20 * ROWS))
+            first = cache.alloc_reqid() or 0
+            lens[first] = 20 * ROWS - 3
+            assert cache.step(lens) == 0
+            gpu.over = True
+            cache.free_reqid(cache.fork(first, ROWS) or 0)
+            cache.trim()
+            gpu.over = False
+            del gpu.log[:]
+            stream, number = (
+                (None, CURRENT) if name == "none" else (gpu.made.TorchStream(TORCH), TORCH)
+            )
+            event = gpu.event_of(number)
+            forked = calls_of(lambda: cache.fork(first, stream=stream))
+            assert gpu.log == [("cpu", "waits for", event)], "for the rows that it copies"
+            lens[first] = 20 * ROWS
+            assert cache.step(lens) == 0
+            cache.free_reqid(first, stream, tokens=tokens)
+            cache.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
+            resumed = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
+            assert resumed.result == (first, 20 * ROWS)
+            begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
+            assert begun.result[1] == 20 * ROWS
+            assert gpu.log[1:] == [(number, "waits for", event)] * 2
+            for calls in (forked, resumed, begun):
+                assert calls.count <= 100, calls
+            gpu.over = True
+            cache.check_integrity()
+
+
 @pytest.mark.parametrize("slots", [8, 1024])
 def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
     with cache_of(context, pages=4, slots=slots, layers=1) as cache:
@@ -183,10 +230,11 @@ def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
 
 
 def test_import_without_torch() -> None:
-    """What `import pyvmem` loads: nothing of torch, numpy or an engine."""
+    """What `import pyvmem` loads: nothing of torch, numpy, an engine, or the command line."""
     script = "import sys, pyvmem; print(*sorted({n.split('.')[0] for n in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     loaded = set(done.stdout.split())
-    assert not loaded & {"torch", "numpy", "transformers", "vllm", "cuda", "asyncio"}, loaded
+    heavy = {"torch", "numpy", "transformers", "vllm", "cuda", "asyncio", "argparse", "json"}
+    assert not loaded & heavy, loaded & heavy

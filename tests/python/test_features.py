@@ -357,7 +357,7 @@ def test_a_cache_without_the_capability_refuses(
             call(cache)
         assert state(cache) == before
         assert rows_are(cache, 0, 0, PARENT, 1.0)
-        context._info = whole
+        context.info = whole
         if not feature.lacks(whole):
             call(cache)
 

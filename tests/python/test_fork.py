@@ -115,8 +115,8 @@ def test_a_call_of_another_thread_does_not_hang_the_child(
         assert cache.alloc_reqid() == 0
         waiting = threading.Thread(target=lambda: cache.step([64]))
         waiting.start()
-        while cache._lock.acquire(blocking=False):
-            cache._lock.release()
+        while cache.lock.acquire(blocking=False):
+            cache.lock.release()
             time.sleep(0.001)
 
         def child() -> None:

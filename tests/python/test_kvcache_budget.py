@@ -290,11 +290,11 @@ def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
 
         def busy() -> None:
             hold(a, 2)  # all that there is: waits for the work on b's slot
-            with a._lock:
+            with a.lock:
                 order.append("a again")
 
         def other() -> None:
-            with b._lock:
+            with b.lock:
                 order.append("b")
             assert b.step([0] * 4) == 0
 
@@ -302,7 +302,7 @@ def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
         threads[0].start()
         eventually(lambda: bool(b._groups[0].reclaimer.cuts))
         threads[1].start()
-        eventually(lambda: at_the_gate(b._lock))
+        eventually(lambda: at_the_gate(b.lock))
         work.set()
         for thread in threads:
             thread.join(60)

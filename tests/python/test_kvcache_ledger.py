@@ -244,7 +244,10 @@ def test_a_gpu_in_mig_mode_is_refused(
 ) -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     with KVCache(small_config(PAGE)) as cache, ledger(folder) as book:
-        monkeypatch.setattr(Context, "info", dataclasses.replace(host.info, device_name=name))
+        for context in (host, cache.context):
+            monkeypatch.setattr(
+                context, "info", dataclasses.replace(context.info, device_name=name)
+            )
         with pytest.raises(NotSupported, match=f"^{name}: a GPU in MIG mode"):
             Budget(host, 1 << 20, ledger=book)
         assert not book.closed

@@ -77,7 +77,7 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
 def consolidated(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Notes what a context is asked to map in one piece, whether its back end can or not."""
     caps = context.info.caps | Caps.CONSOLIDATE
-    monkeypatch.setattr(context, "_info", dataclasses.replace(context.info, caps=caps))
+    monkeypatch.setattr(context, "info", dataclasses.replace(context.info, caps=caps))
     pieces: list[tuple[int, int]] = []
     monkeypatch.setattr(Context, "consolidate", lambda self, *piece: pieces.append(piece))
     return pieces

@@ -254,14 +254,14 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
                 cache.move(reqid, **arguments)  # type: ignore[arg-type]
         for location, cap in ((Location.HOST, Caps.HOST_PAGES), (Location.PEER, Caps.PEER)):
             info = dataclasses.replace(context.info, caps=context.info.caps & ~cap)
-            monkeypatch.setattr(context, "_info", info)
+            monkeypatch.setattr(context, "info", info)
             with pytest.raises(NotSupported, match=f"move: back end {info.backend} has no") as got:
                 cache.move(reqid, location)
             assert got.value.errno == errno.EOPNOTSUPP
         devices = (context.info.devices[0], 7)
         caps = context.info.caps | Caps.PEER
         info = dataclasses.replace(context.info, caps=caps, devices=devices)
-        monkeypatch.setattr(context, "_info", info)
+        monkeypatch.setattr(context, "info", info)
         with pytest.raises(InvalidArgument, match="'peer' needs a device"):
             cache.move(reqid, "peer")
         for device in (context.info.devices[0], 97):

@@ -115,6 +115,55 @@ def test_nobody_takes_the_private_parts_of_another_module(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
+ABOVE = ("attention", "compat", "engine", "hf", "serve", "vllm")  # what stands on the cache
+
+
+def test_what_stands_on_the_cache_touches_its_public_names_alone() -> None:
+    """Of a cache none at all, also where its own objects have one that is spelled alike."""
+    private: set[str] = set()
+    for path in (ROOT / "kvcache").glob("*.py"):
+        private |= private_names(ast.parse(path.read_text(encoding="utf-8")))
+    found = []
+    for path in sorted(one for folder in ABOVE for one in (ROOT / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        own = private_names(tree)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute) or node.attr not in private:
+                continue
+            of = ast.unparse(node.value)
+            if of.endswith("cache") or (of not in ("self", "cls") and node.attr not in own):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
+
+
+def test_what_stands_on_the_cache_imports_its_public_names_alone() -> None:
+    """The package's own, and those of modules that have no state of a cache."""
+    plain = ("budget", "cache", "config", "distributed", "events", "layout")
+    public = {
+        module_of(path): ast.literal_eval(ast.unparse(node.value))
+        for path in (ROOT / "kvcache").glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    }
+    found, seen = [], 0
+    for path in sorted(one for folder in ABOVE for one in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is None or not module.startswith("pyvmem.kvcache"):
+                continue
+            seen += 1
+            allowed = public[module]
+            if module != "pyvmem.kvcache" and module.split(".")[-1] not in plain:
+                allowed = []
+            found += [
+                f"{path.relative_to(ROOT)}:{node.lineno}: {module}.{one.name}"
+                for one in node.names
+                if one.name not in allowed
+            ]
+    assert seen > 30
+    assert not found, "\n".join(found)
+
+
 def test_the_places_that_the_documentation_names_are_there() -> None:
     """Paths from the root, and names that a row says are in a module."""
     text = (ROOT.parent / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")

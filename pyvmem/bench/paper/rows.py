@@ -347,7 +347,7 @@ def _static(results: Results) -> str:
 def _freed(results: Results, file: str = "serve-azure-online-h200") -> str:
     one, part = results[file], "azure"
     mapped, pool = (one.value(f"{part}/mapped/{name}") for name in ("contiguous", "paged16"))
-    return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, in the mean"
+    return f"{100 * (1 - mapped / pool):.0f} % of the pool is not mapped, on average"
 
 
 def _shared(results: Results) -> str:
@@ -476,7 +476,7 @@ ROWS = (
         "decode kernel by block size",
         "up to 1.9x between block sizes (vLLM's own kernel, A100)",
         "s",
-        "On Hopper vLLM decodes with FlashAttention-3 today, which hardly cares.",
+        "On Hopper vLLM decodes with FlashAttention-3 today, whose time hardly changes.",
         "kernels-h200",
         _block_sizes,
         _KERNELS,
@@ -587,7 +587,7 @@ ROWS = (
         "how many of the 427 run at a time",
         "not in the texts at hand",
         "s",
-        "All 427 replayed, of 88K tokens in the mean: beside them, what a page wastes is nothing.",
+        "All 427 replayed, 88K tokens each on average: what a page wastes hardly counts.",
         "capacity",
         _long_batches,
         "vmem bench capacity --trace ARXIV",
@@ -683,8 +683,8 @@ ROWS = (
         "largest batch, 64 KB / 2 MB",
         "240 / 187, 258 / 203, 68 / 56: 1.28x, 1.27x, 1.21x (OpenChat at 7 requests/s, A100)",
         "t",
-        "Their batch is also bound by the arrivals; a replay with an ever full queue shows memory "
-        "alone, on another trace.",
+        "Their batch is also bound by the arrivals; a replay whose queue is never empty shows "
+        "memory alone, on another trace.",
         "capacity",
         _largest,
         "vmem bench capacity --trace AZURE",
@@ -779,7 +779,7 @@ ROWS = (
         _T,
         "abstract",
         "end to end over vLLM",
-        "1.86x in the mean (A100)",
+        "1.86x on average (A100)",
         "a",
         "Their baseline is vLLM 0.4.2; the paged arm here has today's kernels.",
         "serve-azure-online-h200",
@@ -823,7 +823,7 @@ ROWS = (
         _T,
         "abstract",
         "kernels over vLLM's paged one",
-        "3.15x in the mean, at most 3.27x (A100)",
+        "3.15x on average, at most 3.27x (A100)",
         "a",
         "Both forms are FlashAttention-3's; theirs compares with the kernel of vLLM 0.4.2.",
         "kernels-h200",
@@ -834,7 +834,7 @@ ROWS = (
         _T,
         "abstract",
         "prefill after a shared prefix, over SGLang's Triton kernel",
-        "2.12x in the mean, at most 3.92x (A100)",
+        "2.12x on average, at most 3.92x (A100)",
         "a",
         "Ours is a late chunk of a prompt, contiguous over paged, by the same kernel.",
         "kernels-h200",
@@ -845,7 +845,7 @@ ROWS = (
         _T,
         "abstract",
         "the same by the part that is shared",
-        "2.12x in the mean, at most 3.92x (A100)",
+        "2.12x on average, at most 3.92x (A100)",
         "a",
         "Two prompts of 16K of which nothing, half or seven eighths lie in the cache.",
         "kernels-prefix-h100",

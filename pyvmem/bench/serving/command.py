@@ -56,12 +56,12 @@ _TALKS = 4  # synthetic conversations at a time
 _FEW = 16  # slots for the comparison of logits
 _SPARE = 8 << 30  # bytes for activations, graphs and libraries
 _METHOD = {
-    "time": "host clock; a token is there when its step was waited for",
+    "time": "host clock; a token is there when the wait for its step returns",
     "turns": "the arms in turns, the order rotated every round; the median of the rounds",
     "tokens": "given, not sampled, so that the arms compute the same; the sampled ones are dropped",
     "host": "in the calls of the cache or block manager, on the thread that plans the steps",
-    "checked": "the logits of all requests of a small workload against the reference arm's",
-    "batch": "requests in a step, weighted with its time",
+    "checked": "the logits of all requests in a small workload against the reference arm's",
+    "batch": "requests in a step, weighted by its time",
 }
 
 
@@ -123,11 +123,11 @@ ARMS = {
     ),
 }
 WORKLOADS = {
-    "azure": "lengths as of Azure's conversations, or a trace's; arrivals by its times",
+    "azure": "lengths of Azure's conversations, or of a trace; arrivals at its times",
     "offline": "a trace's lengths, all there at the start",
     "online": "a trace's lengths, Poisson arrivals at --rate",
     "prefixes": "conversations that begin alike (Mooncake's, or made up), and prefixes are shared",
-    "chat": "as long as OpenChat's requests in the mean (1.8K and 744 tokens), Poisson arrivals",
+    "chat": "OpenChat's mean lengths (1.8K and 744 tokens), Poisson arrivals",
 }
 
 
@@ -497,7 +497,7 @@ def add_parser(which: Any) -> None:
     add("--trace", type=Path, metavar="FILE", help="Azure's or vAttention's CSV, Mooncake's JSONL")
     add("--requests", type=int, default=400, help="of the trace, or made up (400)")
     add("--skip", type=int, default=0, help="requests of the trace before the first (0)")
-    add("--seed", type=int, default=1, help="of what is made up (1)")
+    add("--seed", type=int, default=1, help="of a made-up workload (1)")
     add("--rate", type=float, default=5.5, help="Poisson arrivals a second (5.5)")
     add("--speed-up", type=float, default=1.0, help="a trace's times are divided by this (1)")
     add(

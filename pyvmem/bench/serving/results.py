@@ -30,7 +30,7 @@ _FORMAT = "vmem-bench-serve/1"
 # Options in which joined runs may differ.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
 _BINDS = 20 << 30  # up to here, memory is short for Azure's trace and an 8B model
-_NOISE = 0.05  # most that a difference of equal arms excuses; beyond it a run shows nothing
+_NOISE = 0.05  # difference of equal arms that is allowed for; beyond it a run shows nothing
 _SERIES = 400  # most samples of memory over time that a row keeps
 
 
