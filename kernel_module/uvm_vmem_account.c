@@ -82,7 +82,6 @@ static DEFINE_MUTEX(g_accounts_lock);
 
 static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
 {
-    struct sysinfo info;
     long limit;
 
     if (kind == UVM_VMEM_ACCOUNT_TABLES)
@@ -96,8 +95,8 @@ static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
     if (limit > 0)
         return (NvU64)limit << 20;
 
-    si_meminfo(&info);
-    return (NvU64)info.totalram * info.mem_unit /
+    // Not si_meminfo(): it counts much more, and takes a lock of the block layer's for it.
+    return ((NvU64)totalram_pages() << PAGE_SHIFT) /
            (kind == UVM_VMEM_ACCOUNT_TABLES ? DEFAULT_TABLES_PART : DEFAULT_HOST_PART);
 }
 

@@ -245,11 +245,14 @@ void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state)
 {
     uvm_vmem_object_t *object;
     unsigned long index;
+    NvU32 worked = 0;
     LIST_HEAD(dead);
 
     uvm_mutex_lock(&state->lock);
-    xa_for_each(&state->objects, index, object)
+    xa_for_each(&state->objects, index, object) {
         object_remove(state, object, &dead);
+        uvm_vmem_step(state, &worked, 1);
+    }
     uvm_mutex_unlock(&state->lock);
 
     uvm_vmem_object_reap(state, &dead);
