@@ -221,7 +221,8 @@ def _parts(document: Document) -> Iterable[str]:
         yield "<h2>In short</h2>"
         yield _table(("what", "value", "unit", "aim", "result"), map(_aim, aims))
     if others := len(document.get("aims", [])) - len(aims):
-        yield f"<p>{others} more comparisons need what this run did not measure.</p>"
+        more = "more " if aims else ""
+        yield f"<p>{others} {more}comparisons need what this run did not measure.</p>"
     for part in document.get("parts", {}).values():
         yield f"<h2>{html.escape(part['name'])}: {html.escape(part['title'])}</h2>"
         why = f": {part['why']}" if part["why"] else ""
