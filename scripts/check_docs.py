@@ -31,6 +31,12 @@ from pathlib import Path
 from vmem_header import HEADER, ROOT, version
 
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
+# Others that the site has as pages.
+TAKEN = (
+    *("benchmarks/README.md", "benchmarks/*/README.md", "patches/README.md"),
+    *("kernel_module/README.md", "tests/README.md", "tests/kernel/README.md"),
+    "tests/kernel/softgpu/README.md",
+)
 README_LINES = 200
 LIBRARY = ROOT / "build" / "lib"
 NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log): (.+?)\*\n", re.S)
@@ -55,7 +61,8 @@ class Block:
 
 def pages() -> list[Path]:
     """What is checked."""
-    return [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+    taken = [path for pattern in TAKEN for path in sorted(ROOT.glob(pattern))]
+    return [ROOT / name for name in PAGES] + taken + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def blocks(page: Path) -> Iterator[Block]:

@@ -400,7 +400,8 @@ def run_stages(
     print(f"{len(names) - len(bad)} of {len(names)} stages passed in", end=" ")
     print(minutes(time.monotonic() - start), flush=True)
     if bad and chosen:
-        print(f"to run again: build/venv/bin/python scripts/run_tests.py {' '.join(bad)}")
+        words = ["--long", *bad] if session.long else bad
+        print(f"to run again: build/venv/bin/python scripts/run_tests.py {' '.join(words)}")
     elif bad and "gpu" not in names:
         target = "test-long" if session.long else "test"
         print(f"to go on: make {target} FROM={bad[0]}")
