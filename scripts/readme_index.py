@@ -101,7 +101,7 @@ def gaps(record: Record, name: str = "name") -> str:
         if part.get("status") in ("partial", "failed"):
             reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
             why = "; ".join(short(reason) for reason in list(reasons)[:2]).replace("|", "\\|")
-            words.append(f"`{what}` {part['status']}: {why}" if why else f"`{what}`")
+            words.append(f"`{what}` {part['status']}" + (f": {why}" if why else ""))
     tests = [one for one in record.get("tests", []) if one["result"] != "ok"]
     words += [f"`{one[name]}` {one['result']}" for one in tests]
     return ", ".join(words) or "complete"

@@ -76,3 +76,28 @@ def test_what_the_history_tells_is_not_kept_in_vain(results: Path) -> None:
     recover(results, y={"date": "2026-11-22"})
     with pytest.raises(ValueError, match=r"has logs/h100-y\.log, and there is no such file"):
         readme_index.part()
+
+
+def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
+    log(results, HEAD + "== live: pages (partial, 1 s)\n")
+    assert readme_index.part()[-1].endswith("| partial: `live` |")
+    part = {"status": "partial", "missing": [{"id": "calls/a", "why": "no | GPU"}] * 2}
+    assert readme_index.gaps({"parts": {"calls": part}}) == r"`calls` partial: no \| GPU"
+    assert readme_index.gaps({"parts": {"calls": {"status": "failed"}}}) == "`calls` failed"
+    assert readme_index.gaps({"parts": {"calls": {"status": "done"}}}) == "complete"
+    assert readme_index.gaps({"tests": [{"name": "gap", "result": "FAIL"}]}) == "`gap` FAIL"
+    assert readme_index.short("a few words " * 20).endswith("words a few ...")
+
+
+def test_a_file_without_a_place_in_the_index_is_an_error(results: Path) -> None:
+    log(results, HEAD)
+    assert readme_index.unlisted() == []
+    (results / "notes.csv").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"notes\.csv"):
+        readme_index.part()
+
+
+def test_no_committed_log_has_a_failure_or_an_unknown_origin() -> None:
+    rows = [row for row in readme_index.part() if "results/logs/" in row]
+    assert len(rows) == sum(path.is_file() for path in readme_index.LOGS.iterdir())
+    assert not [row for row in rows if "not recorded" in row]
