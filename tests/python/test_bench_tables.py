@@ -30,6 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, options in COMMANDS.items():
         out = folder / f"{name}.json"
         words = ["bench", name, "--quick", "--backend", "host", "--out", str(out), *options]
+        words += ["--deadline", "9000"]  # a machine under load is no failure
         assert main(words) == 0
         data = json.loads(out.read_text())
         (folder / f"{name}-quick.json").write_text(json.dumps(data))
