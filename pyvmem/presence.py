@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -77,21 +78,30 @@ class Announced(Closable):
 
 
 def _follow(what: KVCache | Budget, limit: int) -> bool:
-    """Sets a limit, or gives back what no request holds: the rest goes as requests end."""
+    """Sets a limit; where requests hold more, gives back the rest and lets nothing grow meanwhile.
+
+    Returns:
+        Whether the limit is set; otherwise it is to be tried again, as requests end.
+    """
     if isinstance(what, Budget):
         if what.stats().used_bytes > limit:
             what.reclaim(limit)
-        with contextlib.suppress(InvalidArgument):
-            what.set_limit(limit)
-            return True
-        return False
+        return _lower(what.set_limit, limit)
     pages, stats = limit // what.layout.page_size, what.stats()
     if stats.active_pages + stats.cached_pages > pages:
         what.trim()
-    with contextlib.suppress(InvalidArgument):
-        what.set_limit(pages)
+    return _lower(what.set_limit, pages)
+
+
+def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
+    """Sets a limit, or the lowest that can be had now; whether it is the one that is wanted."""
+    try:
+        set_limit(wanted)
         return True
-    return False
+    except InvalidArgument as error:
+        with contextlib.suppress(InvalidArgument):  # more was taken since
+            set_limit(error.limit)
+        return False
 
 
 def _numbers(what: KVCache | Budget) -> dict[str, int]:
@@ -114,8 +124,8 @@ def _numbers(what: KVCache | Budget) -> dict[str, int]:
 def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is taken when they end. Caches that share a `Budget` are one
-    row, the budget's: announce that.
+    A limit below what requests hold is taken when they end; until then none of them grows. Caches
+    that share a `Budget` are one row, the budget's: announce that.
 
     Args:
         what: a `KVCache` of one device, or a `Budget`, such as a `LayeredCache`'s.

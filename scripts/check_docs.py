@@ -31,6 +31,12 @@ from pathlib import Path
 from vmem_header import HEADER, ROOT, version
 
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
+# Others that the site has as pages.
+TAKEN = (
+    *("benchmarks/README.md", "benchmarks/*/README.md", "patches/README.md"),
+    *("kernel_module/README.md", "tests/README.md", "tests/kernel/README.md"),
+    "tests/kernel/softgpu/README.md",
+)
 README_LINES = 200
 LIBRARY = ROOT / "build" / "lib"
 NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log): (.+?)\*\n", re.S)
@@ -55,7 +61,8 @@ class Block:
 
 def pages() -> list[Path]:
     """What is checked."""
-    return [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+    taken = [path for pattern in TAKEN for path in sorted(ROOT.glob(pattern))]
+    return [ROOT / name for name in PAGES] + taken + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -164,13 +171,7 @@ def check_links(page: Path) -> tuple[int, list[str]]:
 
 def check_lists() -> tuple[int, list[str]]:
     """Errors and environment variables are listed; the README says the version, and is short."""
-    errors = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
-    names = error_classes()
-    listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
-    names += re.findall(r"^ \*   -(E\w+) ", listed, re.M)
-    kernel = (ROOT / "kernel_module/uvm_vmem_ioctl.h").read_text(encoding="utf-8")
-    names += re.findall(r"^ \*   (E[A-Z0-9]+) ", kernel.split("#ifndef UVM_VMEM_IOCTL_H")[0], re.M)
-    problems = [f"docs/reference/errors.md: no {one}" for one in names if f"`{one}`" not in errors]
+    names, problems = check_errors()
     variables = environment_variables()
     listing = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
     problems += [
@@ -183,7 +184,71 @@ def check_lists() -> tuple[int, list[str]]:
         problems.append(f"README.md: it does not say 'Version {version()}'")
     if readme.count("\n") > README_LINES:
         problems.append(f"README.md: more than {README_LINES} lines")
-    return len(names) + len(variables) + 2, problems
+    return names + len(variables) + 2, problems
+
+
+def check_errors() -> tuple[int, list[str]]:
+    """Every error of the code has a cause and a remedy, and the page has no other.
+
+    The library's and the kernel module's are those that their C returns, which are also those that
+    their headers list; Python's are the package's classes.
+    """
+    page = "docs/reference/errors.md"
+    library, kernel, rest = errors_page((ROOT / page).read_text(encoding="utf-8"))
+    problems = [f"{page}: no remedy, or no cause, for {one}" for one in rest["incomplete"]]
+    classes = [one for one in error_classes() if one != "VMemError"]  # the base is in the text
+    problems += [f"{page}: no {one}" for one in classes if one not in rest["python"]]
+    listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
+    header = set(re.findall(r"^ \*   -(E\w+) ", listed, re.M))
+    # Where an error is recorded; other values with a minus are the system's, which are translated.
+    code = returned("libvmem/src", r"vm_fail(?:_at)?\((?:[^,;]*\?)?[^,;]*?-(E[A-Z0-9]+)\b")
+    problems += compare(page, library, HEADER.name, header) + compare(
+        HEADER.name, header, "libvmem/src", code
+    )
+    abi = (ROOT / "kernel_module/uvm_vmem_ioctl.h").read_text(encoding="utf-8")
+    header = set(
+        re.findall(r"^ \*   (E[A-Z0-9]+) ", abi.split("#ifndef UVM_VMEM_IOCTL_H")[0], re.M)
+    )
+    code = returned("kernel_module", r"-(E[A-Z0-9]+)\b(?=[;),: ])", ".c")
+    problems += compare(page, kernel, "uvm_vmem_ioctl.h", header)
+    problems += compare("uvm_vmem_ioctl.h", header, "kernel_module", code)
+    return len(classes) + len(library) + len(kernel), problems
+
+
+def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
+    """Errnos of the library's table and of the kernel's, all names, and rows with an empty cell."""
+    tables: dict[str, set[str]] = {"": set(), "Of the kernel module": set()}
+    python: list[str] = []
+    incomplete: list[str] = []
+    section = ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("| `") or len(cells) < 3:
+            continue
+        names = re.findall(r"`([A-Za-z]\w+)`", " ".join(cells[: len(cells) - 2]))
+        if not all(cells):
+            incomplete += names[:1]
+        tables.setdefault(section, set()).update(one for one in names if one.isupper())
+        python += [one for one in names if not one.isupper()]
+    found = {"python": python, "incomplete": incomplete}
+    return tables[""], tables["Of the kernel module"], found
+
+
+def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
+    """Errnos in the C below a folder, comments aside."""
+    found: set[str] = set()
+    for path in sorted((ROOT / folder).rglob(f"*{suffix or '.[ch]'}")):
+        code = re.sub(r"/\*.*?\*/|//[^\n]*", "", path.read_text(encoding="utf-8"), flags=re.S)
+        found.update(re.findall(pattern, code))
+    return found
+
+
+def compare(one: str, first: set[str], other: str, second: set[str]) -> list[str]:
+    """What is in one list of errors and not in the other."""
+    said = [f"{one}: no {name}, which {other} has" for name in sorted(second - first)]
+    return said + [f"{one}: {name}, which {other} has not" for name in sorted(first - second)]
 
 
 def error_classes() -> list[str]:

@@ -88,6 +88,30 @@ def missing_debian_packages() -> list[str]:
     return missing
 
 
+def useful_debian_packages() -> list[str]:
+    """Those that nothing needs, where they are missing: the header of the library's USDT probes."""
+    folders = (Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu"))
+    found = any((folder / "sys" / "sdt.h").exists() for folder in folders)
+    return [] if found else ["systemtap-sdt-dev"]
+
+
+def install_useful_packages(packages: list[str]) -> None:
+    """Installs them where that can be done without a question; says what is left out otherwise."""
+    given_up = STAMPS / "without-useful-packages"
+    if given_up.exists() and given_up.read_text(encoding="utf-8") == " ".join(packages):
+        return
+    apt = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+    if os.geteuid() != 0:
+        apt = ["sudo", "-n", *apt]
+    update = [*apt[: apt.index("apt-get")], "apt-get", "update"]
+    if shutil.which(apt[0]) and shutil.which("apt-get"):
+        say("installing " + " ".join(packages))
+        if quiet(apt, show=False) or (quiet(update, show=False) and quiet(apt, show=False)):
+            return
+    say(f"built without {' '.join(packages)}: no USDT probes (docs/operations/trace.md)")
+    given_up.write_text(" ".join(packages), encoding="utf-8")
+
+
 def install_debian_packages(packages: list[str]) -> None:
     """Installs them with apt-get, or says which command does."""
     say("missing Debian packages: " + " ".join(packages))
@@ -205,6 +229,7 @@ def install_project() -> None:
     digest = hashlib.sha256()
     for path in sources:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    digest.update(f"without {useful_debian_packages()}".encode())
     stamp = STAMPS / "project"
     built = any((ROOT / "pyvmem").glob("_vmem*.so"))
     if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
@@ -235,6 +260,8 @@ def main() -> None:
             install_debian_packages(packages)
         keep_torch = importlib.util.find_spec("torch") is not None
         make_venv(keep_torch)
+        if packages := useful_debian_packages():
+            install_useful_packages(packages)
         install_requirements(keep_torch)
         install_project()
 

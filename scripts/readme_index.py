@@ -14,35 +14,27 @@ from readme_format import RESULTS, ROOT
 __all__ = ["part"]
 
 LOGS = RESULTS / "logs"
-UNKNOWN = "not recorded"
+# Of files that do not say where they come from, what the repository's history tells of it.
+RECOVERED = RESULTS / "recovered.json"
+MARK = "†"  # stands at what is recovered
 # Of the logs, which have no other heading: the machines that their names begin with.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
+    "h100x2": "2 x NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
     "h200x2": "2 x NVIDIA H200",
     "host": "no GPU",
 }
 OUTCOME = re.compile(r"^.*\b\d+ (?:passed|failed)\b.*$", re.M)
-FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback ", re.M)
-COMMIT = re.compile(r"^(?:# )?commit\s+([0-9a-f]{7})", re.M)
+FAILED = re.compile(r"\b[1-9]\d* failed\b|^FAILED\b|^Traceback |^status [1-9]|^rc [1-9]", re.M)
+COMMIT = re.compile(r'^(?:# | *"|vmem .*, )?commit"?:?\s+"?([0-9a-f]{7})', re.M)
 DATE = re.compile(r'^(?:# )?\s*"?(?:date|started)"?:?\s+"?(\d{4}-\d\d-\d\d)', re.M)
 # A log's head: "command   WORDS" in a line, or "# commit HASH, MACHINE; WORDS".
 COMMAND = re.compile(r"^(?:# )?command\s+(.+)$|^# commit [^;\n]*; (.+)$", re.M)
-# Of a log without one, the program by what it prints; with which options is not known then.
-PROGRAMS = {
-    "`make run`, `make check`": re.compile(r"^Debian .* from a clone: make run .* make check"),
-    "`benchmarks/stalls/stalls.py`": re.compile(r"^pages .* slow maps", re.M),
-    "`make -C libvmem check`": re.compile(r"^== \w+ \w+$", re.M),
-    "`vmem bench`": re.compile(r"^== \w[\w-]*: .*\((?:done|partial)|^ *\d+ s  \w+: ", re.M),
-    "`vmem serve-demo`": re.compile(r"^back end \w+; pages of ", re.M),
-    "`vmem selftest`": re.compile(r'^passed   map and read|"tool": "vmem selftest"', re.M),
-    "`tests/python/soak.py`": re.compile(r"^soak: ", re.M),
-    "`tests/gpu/backend_check`": re.compile(r"^\w+ +ok    probe", re.M),
-    "`pytest`": re.compile(r"\b\d+ passed.* in [\d.]+s", re.M),
-}
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
 Record = dict[str, Any]
+Origin = dict[str, str]  # commit, date, command
 
 
 def machine_of(machine: Record) -> str:
@@ -52,107 +44,148 @@ def machine_of(machine: Record) -> str:
     return f"no GPU, {machine['cores']} cores"
 
 
-def describe(record: Record) -> tuple[str, str, str, str]:
-    """Machine, commit, date and command of one record, by its kind."""
+def origin_of(path: Path, said: Origin, recovered: dict[str, Origin]) -> tuple[str, str, str]:
+    """Commit, date and command: what a file says itself; what it does not say is marked.
+
+    Raises:
+        ValueError: neither the file nor RECOVERED has one of them, or both have.
+    """
+    name = path.relative_to(RESULTS).as_posix()
+    more = recovered.get(name, {})
+    if both := sorted(set(said) & set(more)):
+        raise ValueError(f"{name} says its {both[0]} itself: take it out of {RECOVERED.name}")
+    if missing := [one for one in ("commit", "date", "command") if one not in {**said, **more}]:
+        raise ValueError(f"{name} says no {missing[0]}: see benchmarks/README.md for a log's head")
+    marked = {one: f"{text} {MARK}" for one, text in more.items()}
+    cells = {**said, **marked}
+    command = cells["command"].removesuffix(f" {MARK}").replace("|", "\\|")
+    ticks = "" if "`" in command else "`"  # one that is described in words has its own
+    end = f" {MARK}" if "command" in more else ""
+    return cells["commit"], cells["date"], f"{ticks}{command}{ticks}{end}"
+
+
+def describe(record: Record) -> tuple[str, Origin]:
+    """Machine, and what a record says of its origin, by its kind.
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
     machine = record.get("machine", {})
     kind = str(record.get("format", ""))
-    commit = (machine.get("commit") or UNKNOWN)[:7] if machine.get("commit") else UNKNOWN
+    said: Origin = {}
+    if commit := machine.get("commit") or record.get("commit"):
+        said["commit"] = commit if record.get("commit") else commit[:7]
+    if date := record.get("started") or record.get("date"):
+        said["date"] = date[:10]
     if kind.startswith("vmem-bench-"):
         name = kind.removeprefix("vmem-bench-").partition("/")[0]
-        return machine_of(machine), commit, record["started"][:10], f"`vmem bench {name}`"
+        return machine_of(machine), said | {"command": f"vmem bench {name}"}
     if kind.startswith("vmem-driver-tests"):
         driver = record["sources"]["driver"]
-        return "software GPU", UNKNOWN, UNKNOWN, f"`make test-driver DRIVER={driver}`"
+        return "software GPU", said | {"command": f"make test-driver DRIVER={driver}"}
     if "tool" in record:
-        return machine_of(machine), commit, record["date"][:10], f"`{record['tool']}`"
+        return machine_of(machine), said | {"command": record["tool"]}
     if "setting" in record:
         setting = record["setting"]
         where = f"{setting['device_name']}, driver {setting['driver']}"
-        return where, UNKNOWN, UNKNOWN, "`vmem serve-demo`"
+        return where, said | {"command": "vmem serve-demo"}
     if "patterns" in record:
-        return MACHINES["h100"], UNKNOWN, UNKNOWN, "`benchmarks/stalls/stalls.py`"
-    return UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN
+        return MACHINES["h100"], said | {"command": "benchmarks/stalls/stalls.py"}
+    raise ValueError(f"a record of an unknown kind: {', '.join(list(record)[:5])}")
 
 
 def gaps(record: Record, name: str = "name") -> str:
-    """What of a record was not measured, or failed."""
-    words = [
-        f"`{what}` {part['status']}"
-        for what, part in record.get("parts", {}).items()
-        if part.get("status") in ("partial", "failed")
-    ]
+    """What of a record was not measured and why, or failed."""
+    words = []
+    for what, part in record.get("parts", {}).items():
+        if part.get("status") in ("partial", "failed"):
+            reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
+            why = "; ".join(short(reason) for reason in list(reasons)[:2]).replace("|", "\\|")
+            words.append(f"`{what}` {part['status']}" + (f": {why}" if why else ""))
     tests = [one for one in record.get("tests", []) if one["result"] != "ok"]
     words += [f"`{one[name]}` {one['result']}" for one in tests]
     return ", ".join(words) or "complete"
 
 
-def row(path: Path) -> str:
+def short(text: str, most: int = 90) -> str:
+    """The beginning of a reason, cut at a word."""
+    return text if len(text) <= most else text[:most].rpartition(" ")[0] + " ..."
+
+
+def row(path: Path, recovered: dict[str, Origin]) -> str:
     """A row for one file of results."""
     text = path.read_text(encoding="utf-8")
+    said: Origin
     if path == RUNS:
         runs = [json.loads(line) for line in text.splitlines()]
-        commits = ", ".join(dict.fromkeys(one["commit"] for one in runs))
         days = sorted(one["date"] for one in runs)
-        date = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-        command = "`tests/kernel/suite.py --runs`"
-        cells = ("software GPU", commits, date, command, gaps({"tests": runs}, "entry"))
+        said = {
+            "commit": ", ".join(dict.fromkeys(one["commit"] for one in runs)),
+            "date": days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}",
+            "command": "tests/kernel/suite.py --runs",
+        }
+        machine, state = "software GPU", gaps({"tests": runs}, "entry")
     elif path.suffix == ".jsonl":
         head = json.loads(text.splitlines()[0])
-        where = f"software GPU ({head['architecture']}), driver {head['driver']}"
-        cells = (where, head["commit"], UNKNOWN, f"`{head['command']}`", "complete")
+        machine = f"software GPU ({head['architecture']}), driver {head['driver']}"
+        said = {one: head[one] for one in ("commit", "date", "command") if one in head}
+        state = "complete"
     else:
         record: Record = json.loads(text)
-        cells = (*describe(record), gaps(record))
+        machine, said = describe(record)
+        state = gaps(record)
+    cells = (machine, *origin_of(path, said, recovered), state)
     return f"| [{path.name}]({path.relative_to(ROOT).as_posix()}) | " + " | ".join(cells) + " |"
 
 
-def log_row(path: Path) -> str:
-    """A row for one log: its machine, how it ended, and whether anything in it failed."""
+def log_row(path: Path, recovered: dict[str, Origin]) -> str:
+    """A row for one log: its machine, its origin, and how it ended.
+
+    Raises:
+        ValueError: a log of something that failed: it is run again, or goes.
+    """
     text = path.read_text(encoding="utf-8", errors="replace")
-    machine = MACHINES.get(path.stem.partition("-")[0], UNKNOWN)
+    if path.suffix != ".json" and (failed := FAILED.search(text)):
+        raise ValueError(f"{path.name} is the log of a failure: {failed.group(0)}")
     ends = OUTCOME.findall(text)
     ended = ends[-1].strip(" =").replace("|", "\\|")[:90] if ends else ""
     partial = PARTIAL.findall(text)
-    notes = ["**has failures**"] if FAILED.search(text) and path.suffix != ".json" else []
-    notes += [f"partial: {', '.join(f'`{one}`' for one in partial)}"] if partial else []
+    note = f"partial: {', '.join(f'`{one}`' for one in partial)}" if partial else ""
+    said: Origin = {
+        name: (found.group(1) or found.group(2)).strip()
+        for name, kind in (("commit", COMMIT), ("date", DATE), ("command", COMMAND))
+        if (found := kind.search(text))
+    }
+    machine = MACHINES[path.stem.partition("-")[0]]
+    cells = (machine, *origin_of(path, said, recovered), ended, note)
     name = path.relative_to(ROOT).as_posix()
-    commit, date = (
-        found.group(1) if (found := kind.search(text)) else UNKNOWN for kind in (COMMIT, DATE)
-    )
-    cells = (machine, commit, date, command_of(text), ended, ", ".join(notes))
     return f"| [{path.name}]({name}) | " + " | ".join(cells) + " |"
-
-
-def command_of(text: str) -> str:
-    """What a log says that was run, or the program whose output it is."""
-    if found := COMMAND.search(text):
-        return f"`{(found.group(1) or found.group(2)).strip()}`".replace("|", "\\|")
-    for name, pattern in PROGRAMS.items():
-        if pattern.search(text):
-            return name
-    return UNKNOWN
 
 
 def part() -> list[str]:
     """Both tables.
 
     Raises:
-        ValueError: a file that neither has a place for.
+        ValueError: a file that neither has a place for, that does not say where it comes from, or
+            that is the log of a failure.
     """
     if strange := unlisted():
         raise ValueError(f"{strange[0]}: results are *.json, *.jsonl, raw/*.json and logs/*")
-    files = sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")])
+    recovered: dict[str, Origin] = json.loads(RECOVERED.read_text(encoding="utf-8"))
+    if gone := [name for name in recovered if not (RESULTS / name).is_file()]:
+        raise ValueError(f"{RECOVERED.name} has {gone[0]}, and there is no such file")
+    files = sorted({*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")} - {RECOVERED})
     raw = ", ".join(f"[{p.name}]({p.relative_to(ROOT).as_posix()})" for p in raw_files())
     return [
         "| file | machine | commit | date | command | state |",
         "| --- | --- | --- | --- | --- | --- |",
-        *map(row, files),
+        *(row(path, recovered) for path in files),
         "",
         f"With every sample: {raw}.",
         "",
         "| log | machine | commit | date | command | ended with | notes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *map(log_row, sorted(path for path in LOGS.iterdir() if path.is_file())),
+        *(log_row(path, recovered) for path in sorted(LOGS.iterdir()) if path.is_file()),
     ]
 
 

@@ -367,8 +367,14 @@ class Times:
         new.replace(self._path)
 
 
-def run_stages(names: Sequence[str], session: Session, times: Times) -> int:
-    """Runs them, then prints what became of each; the exit status."""
+def run_stages(
+    names: Sequence[str], session: Session, times: Times, *, chosen: bool = False
+) -> int:
+    """Runs them, then prints what became of each; the exit status.
+
+    Args:
+        chosen: they were named one by one: `make check`, or a person.
+    """
     results: dict[str, str] = {}
     start = time.monotonic()
     try:
@@ -393,7 +399,10 @@ def run_stages(names: Sequence[str], session: Session, times: Times) -> int:
     bad = [name for name in names if not results.get(name, "").startswith("passed")]
     print(f"{len(names) - len(bad)} of {len(names)} stages passed in", end=" ")
     print(minutes(time.monotonic() - start), flush=True)
-    if bad and "gpu" not in names:
+    if bad and chosen:
+        words = ["--long", *bad] if session.long else bad
+        print(f"to run again: build/venv/bin/python scripts/run_tests.py {' '.join(words)}")
+    elif bad and "gpu" not in names:
         target = "test-long" if session.long else "test"
         print(f"to go on: make {target} FROM={bad[0]}")
     return 1 if bad else 0
@@ -423,7 +432,8 @@ def main() -> int:
         names = names[names.index(options.first) :]
     if not options.stages and options.gpu is None:
         session.skip("what needs a GPU (make test-gpu, on a machine with one)")
-    return run_stages(names, session, Times(TIMES, long=options.long))
+    times = Times(TIMES, long=options.long)
+    return run_stages(names, session, times, chosen=bool(options.stages))
 
 
 if __name__ == "__main__":

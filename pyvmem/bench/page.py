@@ -25,15 +25,18 @@ __all__ = ["add_options", "document_of", "page", "picture", "with_options", "wri
 _MOST_BARS = 40  # of one picture; the table has all rows
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _STYLE = """
+:root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
-  color: #222; background: #fff }
+  color: light-dark(#222, #ddd); background: light-dark(#fff, #1b1d22); overflow-wrap: anywhere }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse; font-size: .85rem; display: block; overflow-x: auto }
-th, td { text-align: left; padding: .15rem .7rem .15rem 0; border-bottom: 1px solid #ddd;
-  vertical-align: top }
+th, td { text-align: left; padding: .15rem .7rem .15rem 0; vertical-align: top;
+  border-bottom: 1px solid light-dark(#ddd, #3a3d45); overflow-wrap: normal }
 td.n { text-align: right; font-variant-numeric: tabular-nums }
-.failed { color: #b00020; font-weight: 600 } .passed { color: #1b6e2c }
-figure { margin: 1rem 0 } svg { max-width: 100%; height: auto } code { font-size: .9em }
+.failed, .missed { color: light-dark(#b00020, #ff8a8a); font-weight: 600 }
+.passed, .met { color: light-dark(#1b6e2c, #7fd08f) }
+figure { margin: 1rem 0; background: #fff } svg { max-width: 100%; height: auto }
+code { font-size: .9em }
 """
 
 Document = Mapping[str, Any]
@@ -49,10 +52,16 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
             if isinstance(one, (int, float)) and not isinstance(one, bool):
                 cells.append(f'<td class="n">{number(one)}</td>')
             else:
-                kind = f' class="{one}"' if one in ("passed", "failed") else ""
-                cells.append(f"<td{kind}>{html.escape('' if one is None else str(one))}</td>")
+                kind = f' class="{one}"' if one in ("passed", "failed", "met", "missed") else ""
+                cells.append(f"<td{kind}>{html.escape(_said(one))}</td>")
         lines.append("<tr>" + "".join(cells) + "</tr>")
     return "\n".join([*lines, "</table>"])
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else str(value)
 
 
 def _flat(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
@@ -188,13 +197,32 @@ def _inline(part: Document) -> str:
 # ---- the page ------------------------------------------------------------------------------------
 
 
+def _aim(aim: Document) -> tuple[Any, ...]:
+    """A comparison of rows, and whether it reaches what it was to reach, on machines it is for."""
+    bound = aim.get("aim")
+    wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
+    judged = wanted and aim.get("applies") and aim.get("pass") is not None
+    result = ("met" if aim["pass"] else "missed") if judged else ""
+    return aim["what"], aim["value"], aim["unit"], wanted, result
+
+
+def _where(machine: Document) -> str:
+    """The machine in a line."""
+    gpu = machine.get("gpu")
+    words = [f"{gpu}, driver {machine.get('driver')}" if gpu else "no GPU"]
+    words += [str(machine[key]) for key in ("cpu", "kernel") if machine.get(key)]
+    return "; ".join(words)
+
+
 def _parts(document: Document) -> Iterable[str]:
     """A benchmark's parts, and what was not measured."""
-    if document.get("aims"):
-        yield "<h2>Aims</h2>"
-        aims = [dict(_flat(one)) for one in document["aims"]]
-        heads = list(dict.fromkeys(key for one in aims for key in one))
-        yield _table(heads, ([one.get(key) for key in heads] for one in aims))
+    aims = [one for one in document.get("aims", []) if one.get("value") is not None]
+    if aims:
+        yield "<h2>In short</h2>"
+        yield _table(("what", "value", "unit", "aim", "result"), map(_aim, aims))
+    if others := len(document.get("aims", [])) - len(aims):
+        more = "more " if aims else ""
+        yield f"<p>{others} {more}comparisons need what this run did not measure.</p>"
     for part in document.get("parts", {}).values():
         yield f"<h2>{html.escape(part['name'])}: {html.escape(part['title'])}</h2>"
         why = f": {part['why']}" if part["why"] else ""
@@ -235,7 +263,9 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
     """
     machine = document.get("machine", {})
     kind = str(document.get("tool") or document.get("format", "")).partition("/")[0]
-    when = document.get("started") or document.get("date", "")
+    kind = kind.replace("vmem-bench-", "vmem bench ")
+    when = str(document.get("started") or document.get("date") or "no date")
+    when = f"{when[:10]} {when[11:16]} UTC" if when[10:11] == "T" else when
     commit = str(machine.get("commit") or "unknown") + (
         " with changes" if machine.get("dirty") else ""
     )
@@ -249,6 +279,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{title}</title><style>{_STYLE}</style></head><body>",
             f"<h1>{title}</h1>",
+            f"<p>{html.escape(_where(machine))}</p>",
             f"<p><code>{html.escape(command)}</code>, commit {html.escape(commit)}</p>",
             *_checks(document),
             *_parts(document),

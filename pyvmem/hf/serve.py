@@ -4,7 +4,7 @@
     python -m pyvmem.hf.serve --vmem-max-batch 64 HuggingFaceTB/SmolLM2-135M --port 8000
 
 Options that begin with ``--vmem-`` are of `pyvmem.hf.continuous.install`; everything else goes to
-transformers' own command as it is. Needs what that needs: ``pip install pyvmem[server]``.
+transformers' own command as it is. Needs what that needs: ``pip install '.[server]'`` in a clone.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -144,6 +145,8 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
 
     info = context.info
     on_host = info.backend == "host"
+    if not args.json:
+        print(f"back end {info.backend}{_passed_over(info.why)}; loading the model", flush=True)
     dtype = args.dtype or ("float32" if on_host else "bfloat16")
     loaded = models.load(
         args.model, dtype=dtype, device="cpu" if on_host else f"cuda:{args.device}", notify=_note
@@ -167,9 +170,7 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
         window_tile=256,  # as much as any kernel reads there
     ) as cache:
         if not args.json:
-            passed_over = f" ({info.why})" if info.why else ""
             print(
-                f"back end {info.backend}{passed_over}; "
                 f"pages of {page_name(args.page_size or info.granule)}, "
                 f"{sum(part.layout.num_tensors for part in cache.caches)} tensors; "
                 f"{len(texts)} prompts, {args.max_batch} at a time",
@@ -178,6 +179,12 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
             if why:
                 print(f"layout: {why}", flush=True)
         return _answer(args, context, loaded, cache, texts)
+
+
+def _passed_over(why: str) -> str:
+    """Which back ends were passed over; the reasons themselves are long."""
+    names = re.findall(r"(?:^|; )(uvm|stock|cuda): ", why)
+    return f" ({', '.join(names)} cannot be used here: `vmem probe` says why)" if names else ""
 
 
 def _take_layout(

@@ -85,6 +85,11 @@ def commit_of() -> str:
     return commit + ("+" if changed else "")
 
 
+def today() -> str:
+    """The date, of the same place for all."""
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
 def run_of(
     test: Test, word: str, output: str, seconds: float, processor_seconds: float
 ) -> dict[str, Any]:
@@ -101,7 +106,7 @@ def run_of(
         "seconds": round(seconds),
         "processor_seconds": round(processor_seconds),
         "counts": counts_of(output),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": today(),
         "commit": commit_of(),
         "module_sha256": module_digest() if test.patched else "",
     }
@@ -129,6 +134,7 @@ def sources_of(version: str) -> dict[str, str]:
 def add_to_record(path: Path, version: str, entries: Sequence[dict[str, Any]]) -> None:
     """Writes the entries of a run into a record, each in the place of an older one of its name.
 
+    The record's commit and date are those of its last run.
     Each has a line of its own: a difference between two records shows the tests that differ.
     """
     sources = sources_of(version)
@@ -139,5 +145,6 @@ def add_to_record(path: Path, version: str, entries: Sequence[dict[str, Any]]) -
             kept = {entry["name"]: entry for entry in before["tests"]}
     kept |= {entry["name"]: entry for entry in entries}
     tests = ",\n".join(json.dumps(kept[name]) for name in sorted(kept))
-    head = f'{{"format": {json.dumps(FORMAT)},\n"sources": {json.dumps(sources)},\n'
+    made = {"format": FORMAT, "commit": commit_of(), "date": today()}
+    head = f'{json.dumps(made)[:-1]},\n"sources": {json.dumps(sources)},\n'
     path.write_text(f'{head}"tests": [\n{tests}\n]}}\n', encoding="utf-8")

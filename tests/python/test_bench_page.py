@@ -75,6 +75,24 @@ def test_the_page_has_everything_and_loads_nothing(document: dict[str, Any]) -> 
     assert document["parts"]["calls"]["rows"][0]["samples"] == [[1.0, 2.0, 3.0]]
 
 
+def test_the_page_begins_with_what_a_person_asks(document: dict[str, Any]) -> None:
+    bound = {"unit": "x", "op": "<=", "aim": 0.75, "rows": ["a/b"], "id": "raw_id"}
+    document["aims"] = [
+        {**bound, "what": "reached", "value": 0.5, "pass": True, "applies": True},
+        {**bound, "what": "not reached", "value": 0.9, "pass": False, "applies": True},
+        {**bound, "what": "for another machine", "value": 0.8, "pass": False, "applies": False},
+        {**bound, "what": "not measured", "value": None, "pass": None, "applies": True},
+    ]
+    texts = [text for text in Page(page.page(document, "vmem")).texts if text.strip()]
+    assert "no GPU; a <b>" in texts
+    start = texts.index("In short")
+    cells = " ".join(texts[start:])
+    assert "reached 0.500 x <= 0.750 met not reached 0.900 x <= 0.750 missed" in cells
+    assert "for another machine 0.800 x <= 0.750 1 more comparisons need what" in cells
+    assert "raw_id" not in cells[: cells.index("Machine")]
+    assert any(text.endswith("2026-11-22 10:00 UTC") for text in texts)
+
+
 def test_without_matplotlib_the_page_says_so(
     document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

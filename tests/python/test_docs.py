@@ -128,3 +128,54 @@ def test_errors_that_must_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (package / "bench" / "two.py").write_text("class Three(Exception):\n    pass\n")
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
     assert check_docs.error_classes() == ["Base", "One", "Two"]
+
+
+ERRORS = """# Errors
+
+| C | Python | cause | remedy |
+| --- | --- | --- | --- |
+| `EINVAL` | `InvalidArgument` | a number | the text |
+| `EIO` | `DriverError` | the driver | |
+
+## Of the cache
+
+| Python | cause | remedy |
+| --- | --- | --- |
+| `Lost`, `Gone` | memory | preempt |
+
+## Of the kernel module
+
+| errno | cause | remedy |
+| --- | --- | --- |
+| `E2BIG` | too long | shorter |
+"""
+
+
+def test_the_page_of_errors() -> None:
+    library, kernel, rest = check_docs.errors_page(ERRORS)
+    assert library == {"EINVAL", "EIO"}
+    assert kernel == {"E2BIG"}
+    assert rest == {
+        "python": ["InvalidArgument", "DriverError", "Lost", "Gone"],
+        "incomplete": ["EIO"],
+    }
+
+
+def test_lists_of_errors_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.c").write_text(
+        "int f(void) { return -EINTR; } // -EPERM\n/* -EXDEV */ ret = late ? -EBUSY : g();\n"
+    )
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    found = check_docs.returned("src", r"-(E[A-Z0-9]+)\b")
+    assert found == {"EINTR", "EBUSY"}
+    assert check_docs.compare("page", {"EIO", "EBUSY"}, "code", found) == [
+        "page: no EINTR, which code has",
+        "page: EIO, which code has not",
+    ]
+
+
+def test_every_error_has_a_cause_and_a_remedy() -> None:
+    count, problems = check_docs.check_errors()
+    assert problems == []
+    assert count > 0

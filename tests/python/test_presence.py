@@ -83,10 +83,13 @@ def test_a_limit_is_followed_as_requests_end(context: Context, folder: Path) -> 
         assert reqid is not None
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
         page = cache.layout.page_size
-        before, new = cache.stats().total_pages, 2 * LAYERS
+        new = 2 * LAYERS
         order(folder, context, "mine", new * page)
         assert announced.report()
-        assert cache.stats().total_pages == before  # the request holds more
+        held = cache.stats().active_pages
+        assert cache.stats().total_pages == held > new  # the request holds more, and gets no more
+        assert cache.step(lens(cache, r0=4 * ROWS)) == -1
+        assert cache.step(lens(cache, r0=3 * ROWS)) == 0
         cache.free_reqid(reqid)
         assert announced.report()
         assert cache.stats().total_pages == new
@@ -115,7 +118,8 @@ def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:
                 # A limit is taken when requests have ended; what they left goes then.
                 order(folder, context, "both", 4 * column)
                 assert announced.report()
-                assert budget.total_bytes == total
+                assert budget.total_bytes == 5 * column  # until then none grows
+                assert two.step(lens(two, r0=3 * ROWS)) == -1
                 assert one.snapshot()[0].seq_len == 3 * ROWS
                 one.free_reqid(0)
                 eventually(lambda: announced.report() and budget.total_bytes == 4 * column)

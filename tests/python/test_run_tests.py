@@ -78,6 +78,13 @@ def test_goes_on_from_a_stage(runner, capsys):
     assert runner("--from", "two") == (0, ["two", "three"])
 
 
+def test_stages_that_were_named_are_named_again(runner, capsys):
+    """`make check` has a stage that `make test` has not."""
+    assert runner("two", "one", fails=("one",)) == (1, ["two", "one"])
+    said = capsys.readouterr().out
+    assert said.endswith("to run again: build/venv/bin/python scripts/run_tests.py one\n")
+
+
 def test_an_interrupt_ends_with_the_summary(runner, capsys):
     assert runner("--long", interrupted=("two",)) == (1, ["one", "two"])
     said = capsys.readouterr().out

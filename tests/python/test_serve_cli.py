@@ -54,13 +54,22 @@ def run_json(
     return result
 
 
+def test_back_ends_that_were_passed_over_are_named() -> None:
+    why = "uvm: /dev/nvidia-uvm is missing: no module; stock: no driver; cuda: libcuda.so.1 (a: b)"
+    assert demo._passed_over(why) == (
+        " (uvm, stock, cuda cannot be used here: `vmem probe` says why)"
+    )
+    assert demo._passed_over("") == ""
+
+
 def test_answers_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--max-batch", "3", "--max-new-tokens", "20", "--verify", "--details")
     assert run(folder, *options) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("back end host")
-    assert out[1].startswith("layout: ")
-    assert out[2].startswith("attention by sdpa (fa3: ")
+    assert out[0] == "back end host; loading the model"
+    assert out[1].startswith("pages of ")
+    assert out[2].startswith("layout: ")
+    assert out[3].startswith("attention by sdpa (fa3: ")
     for name in range(6):
         assert sum(line.startswith(f"[{name}] ?") for line in out) == 1
         assert any(line.startswith(f"[{name}]   w") for line in out)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Mappings: alone, as a batch that runs now, and consolidated. */
 #include "api/api.h"
+#include "base/probe.h"
 
 static int run_ops(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
   struct vm_plan p;
@@ -57,6 +58,7 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
     }
     VM_UNDO(vm_deps_put(c, &deps));
   }
+  VM_PROBE3(batch, c, n, err);
   vm_put(c);
   return err;
 }

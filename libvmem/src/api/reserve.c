@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "api/api.h"
+#include "base/probe.h"
 
 static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_opts *o) {
   const uint32_t both = VMEM_RESERVE_VISIBLE | VMEM_RESERVE_PLAIN;
@@ -53,6 +54,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   else
     *addr = s->base;
 out:
+  VM_PROBE4(reserve, c, err ? 0 : s->base, size, err);
   if (err && s) vm_space_destroy(s);
   vm_put(c);
   return err;
@@ -126,6 +128,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   pthread_mutex_unlock(&c->lock);
   if (!err) vm_space_destroy(s);
 out:
+  VM_PROBE3(free, c, addr, err);
   vm_put(c);
   return err;
 }

@@ -2,27 +2,37 @@
 /* The back end's functions, failed on request, counted and timed. */
 #include "backend/driver.h"
 #include "base/clock.h"
+#include "base/probe.h"
 
 static _Thread_local bool is_worker;
 
 void vm_drv_mark_worker(void) { is_worker = true; }
 
-static void account(struct vm_ctx *c, uint64_t *calls, uint64_t start) {
+/* How long the call took. */
+static uint64_t account(struct vm_ctx *c, uint64_t *calls, uint64_t start) {
   uint64_t ns = vm_now_ns() - start;
   if (calls) __atomic_fetch_add(calls, 1, __ATOMIC_RELAXED);
   __atomic_fetch_add(&c->driver->ns, ns, __ATOMIC_RELAXED);
   if (is_worker) __atomic_fetch_add(&c->driver->worker_ns, ns, __ATOMIC_RELAXED);
+  return ns;
 }
 
-#define CALL(kind, calls, expr)                                                                                        \
+/* `ns` is set to how long the call took; it keeps its value where the call was failed on request. */
+#define TIMED_CALL(kind, calls, ns, expr)                                                                              \
   ({                                                                                                                   \
     int ret_ = vm_injected(c, kind);                                                                                   \
     if (!ret_) {                                                                                                       \
       uint64_t start_ = vm_now_ns();                                                                                   \
       ret_ = (expr);                                                                                                   \
-      account(c, calls, start_);                                                                                       \
+      ns = account(c, calls, start_);                                                                                  \
     }                                                                                                                  \
     ret_;                                                                                                              \
+  })
+
+#define CALL(kind, calls, expr)                                                                                        \
+  ({                                                                                                                   \
+    uint64_t ns_ __attribute__((unused));                                                                              \
+    TIMED_CALL(kind, calls, ns_, expr);                                                                                \
   })
 
 int vm_drv_reserve(struct vm_ctx *c, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
@@ -91,23 +101,32 @@ int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t pri
 }
 
 int vm_drv_map(struct vm_ctx *c, const struct vm_bind_op *op) {
-  return CALL(VMEM_INJECT_MAP, &c->driver->map_calls,
-              c->be->map(c->bes, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse));
+  uint64_t ns = 0;
+  int err = TIMED_CALL(VMEM_INJECT_MAP, &c->driver->map_calls, ns,
+                       c->be->map(c->bes, op->addr, op->bytes, op->slab, op->offset, op->flags, op->sparse));
+  VM_PROBE5(map, c, op->addr, op->bytes, ns, err);
+  return err;
 }
 
 int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse) {
-  return CALL(VMEM_INJECT_UNMAP, &c->driver->unmap_calls, c->be->unmap(c->bes, addr, bytes, sparse));
+  uint64_t ns = 0;
+  int err = TIMED_CALL(VMEM_INJECT_UNMAP, &c->driver->unmap_calls, ns, c->be->unmap(c->bes, addr, bytes, sparse));
+  VM_PROBE5(unmap, c, addr, bytes, ns, err);
+  return err;
 }
 
 int vm_drv_remap(struct vm_ctx *c, const struct vm_bind_op *op) {
-  return CALL(VMEM_INJECT_MAP, &c->driver->map_calls,
-              c->be->remap(c->bes, op->addr, op->bytes, op->slab, op->offset, op->flags));
+  uint64_t ns = 0;
+  int err = TIMED_CALL(VMEM_INJECT_MAP, &c->driver->map_calls, ns,
+                       c->be->remap(c->bes, op->addr, op->bytes, op->slab, op->offset, op->flags));
+  VM_PROBE5(map, c, op->addr, op->bytes, ns, err);
+  return err;
 }
 
 /* Each operation counts as a call of its own where failures are asked for, or a test that fails the nth map would reach
  * none but the first; one that is hit fails them all. */
 int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result) {
-  uint64_t start;
+  uint64_t start, ns;
   bool maps = false;
   int err = 0;
   for (size_t i = 0; i < n && !err; i++) {
@@ -117,7 +136,8 @@ int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct
   if (err) return err;
   start = vm_now_ns();
   err = c->be->bind(c->bes, ops, n, result);
-  account(c, maps ? &c->driver->map_calls : &c->driver->unmap_calls, start);
+  ns = account(c, maps ? &c->driver->map_calls : &c->driver->unmap_calls, start);
+  VM_PROBE4(bind, c, n, ns, err);
   return err;
 }
 

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/probe.h"
+
 static _Thread_local struct vmem_error last;
 
 void vm_error_begin(const char *op) {
@@ -26,6 +28,7 @@ static void record(int code, uint64_t addr, uint64_t bytes, uint64_t limit, cons
   last.status = 0;
   last.status_name[0] = 0;
   vsnprintf(last.text, sizeof(last.text), fmt, ap);
+  VM_PROBE3(error, last.op, code, last.text);
 }
 
 int vm_fail(int code, const char *fmt, ...) {

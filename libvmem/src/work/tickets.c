@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "base/probe.h"
 #include "work/work.h"
 
 #define FIRST_SLOTS 64u
@@ -145,6 +146,7 @@ void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result) {
     t->why = NULL;
   }
   c->work->pending--;
+  VM_PROBE3(done, c, t->id, result);
   pthread_cond_broadcast(&c->done_cond);
   put(t);
 }

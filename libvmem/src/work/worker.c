@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/probe.h"
 #include "work/work.h"
 
 /* GPU work is polled: 20 us after something has happened, backing off to 1 ms; and at most a ninth of the time, however
@@ -37,7 +38,7 @@ struct vm_job {
 
 static void fill_ended(struct vm_ctx *c, void *owner, int result) { vm_ticket_done(c, owner, result); }
 
-static int queue_job(struct vm_ctx *c, struct vm_job *job, vmem_ticket *ticket) {
+static int queue_job(struct vm_ctx *c, struct vm_job *job, size_t nops, vmem_ticket *ticket) {
   vmem_ticket id;
   pthread_mutex_lock(&c->lock);
   if (c->closing) {
@@ -45,6 +46,7 @@ static int queue_job(struct vm_ctx *c, struct vm_job *job, vmem_ticket *ticket) 
     return vm_fail(-EBADF, "the context is being closed");
   }
   id = vm_ticket_issue(c, job->ticket);
+  VM_PROBE3(submit, c, job->ticket->id, nops);
   if (ticket) *ticket = id;
   *c->work->queue_tail = job;
   c->work->queue_tail = &job->next;
@@ -122,7 +124,7 @@ int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struc
   if (!(err = vm_worker_start(c)) && !(err = vm_deps_make(c, after, num_after, &job->deps))) {
     err = flags & VMEM_SUBMIT_LATE ? job_plan_later(c, job, ops, n) : job_plan(c, job, ops, n);
     if (!err) {
-      if (!(err = queue_job(c, job, ticket))) return 0;
+      if (!(err = queue_job(c, job, n, ticket))) return 0;
       job_drop_plan(c, job);
     } else {
       free(job->ops);

@@ -20,7 +20,11 @@ __all__ = ["NOT_MEASURED", "add_parser", "page", "run", "stale"]
 
 NOT_MEASURED = "not run"
 _RESULTS, _PAGE, _FOLDER = Path("benchmarks/results"), Path("docs/reproduction.md"), "reproduction"
-_HEAD = """<!-- Made by `vmem bench paper --write` from benchmarks/results. Do not edit. -->
+_HEAD = """---
+hide: [toc]  # the tables are wide
+---
+
+<!-- Made by `vmem bench paper --write` from benchmarks/results. Do not edit. -->
 
 # The papers' evaluation, and ours
 

@@ -61,6 +61,8 @@ def test_a_record_grows_and_begins_anew_with_other_sources(
     def results() -> dict[str, str]:
         read = json.loads(path.read_text(encoding="utf-8"))
         assert read["sources"] == sources
+        assert read["commit"] == record.commit_of()
+        assert read["date"] == record.today()
         return {one["name"]: one["result"] for one in read["tests"]}
 
     add_to_record(path, VERSION, [entry("two", "FAIL")])
