@@ -33,7 +33,14 @@ from pyvmem.kvcache.config import (
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import CommonPages, IdleThread, Manager, Moved, SwappedRequest
+from pyvmem.kvcache.manager import (
+    IDLE_SECONDS,
+    CommonPages,
+    IdleThread,
+    Manager,
+    Moved,
+    SwappedRequest,
+)
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
@@ -233,7 +240,10 @@ class KVCache(MustClose):
             self._lock, self._journal = manager.lock, manager.journal
             self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
             self.config = self.caches[0].config
-            self._idle = IdleThread(manager) if self.config.idle_seconds else None
+            idle = self.config.idle_seconds
+            if idle is None:
+                idle = IDLE_SECONDS if manager.owns_context and not self.lockstep else 0.0
+            self._idle = IdleThread(manager, idle) if idle else None
             if self._idle is not None:
                 self._idle.start()
             self._closed = False
@@ -622,23 +632,29 @@ class KVCache(MustClose):
         with self._lock, self._journal:
             return manager.can_admit(self._open(), seq_lens, matches)
 
-    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
+    def trim(
+        self, prefixes: bool = False, compact: bool | None = None, stream: Any = None
+    ) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
 
-        Waits for the GPU work on freed slots.
+        Waits for the GPU work on freed slots. An idle cache does the same by itself
+        (`KVCacheConfig.idle_seconds`).
 
         Args:
             prefixes: evict the recorded prefixes that no request uses, too.
             compact: also move pages of running requests and recorded prefixes together, so that the
-                memory between them goes back (`Context.compact`). Waits for all work of the device;
-                none may be launched on the cache until this returns.
+                memory between them goes back (`Context.compact`). None: where nobody can be using
+                what moves, which is so in a context of the cache's own while no request is taken,
+                or when the last `step` named none; elsewhere nothing moves. True: in any case; that
+                waits for all work of the device, and none may be launched on the cache until this
+                returns. False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
             Bytes that the context has given back to the device meanwhile.
 
         Raises:
-            NotSupported: `compact` in a context that is not the cache's own.
+            NotSupported: `compact` is True in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
         if stream is not None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pyvmem.reservation import Reservation
 
 __all__ = [
+    "IDLE_SECONDS",
     "CommonPages",
     "IdleThread",
     "Manager",
@@ -346,6 +347,9 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             rows, total, short = _begin(group, seq_lens, stream)
             begun.append((group, rows, total, short))
             lacking = lacking or bool(short)
+        names = any(seq_lens)
+        if names:
+            groups[0].named = True
         if lacking:
             done = len(groups) == 1 and group.pager.extend(background=False)
             if not done and not _grow_for(begun, stream):
@@ -368,6 +372,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         runs = group.pager.runs
         if runs.joins and runs.used > runs.join_at:
             runs.join(stream)
+    if not names and groups[0].named:
+        groups[0].rest(stream)
     for group, rows, total, _ in begun:
         _commit(group, rows, total)
     for group in groups:
@@ -1690,23 +1696,29 @@ def _give_up(begun: Sequence[_Truncation]) -> None:
 # ---- memory given back ---------------------------------------------------------------------------
 
 
+IDLE_SECONDS = 0.5  # `KVCacheConfig.idle_seconds` of None, where the context is the cache's own
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
+_PAUSE_S = 0.001  # between two pieces of it, for whoever waits for the lock
 
 
-def begin_trim(group: Group, prefixes: bool, leased: bool = False) -> bool:
-    """Begins to unmap all pages of no request; True when none is on its way any more."""
+def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = True) -> bool:
+    """Begins to unmap all pages of no request; True when none is on its way any more.
+
+    `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
+    """
     group.pager.poll()
     group.reclaimer.poll()
     group.mover.sweep()
     if prefixes:
         group.prefixes.evict_all(leased)
-    group.reclaimer.release_stale(kept=True)
+    group.reclaimer.release_stale(kept=kept)
     for slot in group.table.victims():
-        group.reclaimer.try_cut(slot, slot.granted)
+        if kept or not slot.kept:
+            group.reclaimer.try_cut(slot, slot.granted)
     return not group.reclaimer.cuts
 
 
-def trim(manager: Manager, prefixes: bool, compact: bool, stream: Any) -> int:
+def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any) -> int:
     """See `KVCache.trim`."""
     groups, context = manager.open(), manager.context
     before = context.stats().slab_bytes
@@ -1714,6 +1726,11 @@ def trim(manager: Manager, prefixes: bool, compact: bool, stream: Any) -> int:
     context.trim(0)
     if compact:
         _compact(manager, stream)
+    elif compact is None and _can_compact(manager):
+        with groups[0].counters.waiting():
+            for event in _last_work(groups):
+                wait_for(event)
+            context.compact()
     for group in groups:
         group.reclaimer.raise_errors()
     back = max(0, before - context.stats().slab_bytes)
@@ -1740,6 +1757,38 @@ def _compact(manager: Manager, stream: Any) -> None:
         manager.context.compact()
 
 
+def _can_compact(manager: Manager) -> bool:
+    """Whether nobody can be using what lives, once the work in `_last_work` is over.
+
+    Pages are replaced under their addresses, so no GPU work may touch them, and what an engine
+    launches, a cache does not see. What it knows is who may be in that work: the requests that the
+    last `step` named, and in a context of others, anybody.
+    """
+    groups = manager.groups
+    if not manager.owns_context:
+        return False
+    if groups[0].named and any(slot.active for slot in groups[0].table):
+        return False
+    return all(
+        any(group.owns(found) for group in groups) for found in manager.context.reservations()
+    )
+
+
+def _last_work(groups: Sequence[Group]) -> list[Any]:
+    """The GPU work that is not known to be over, where the last `step` named nobody."""
+    events: list[Any] = []
+    for group in groups:
+        group.rested = prune(group.rested)
+        events += group.rested
+        for slot in group.table:
+            slot.events = prune(slot.events)
+            events += slot.events
+        for block in group.reclaimer.shared.blocks:
+            block.events = prune(block.events)
+            events += block.events
+    return events
+
+
 def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
     """Unmaps all pages of no request, and waits for that; failures are in `Reclaimer.errors`."""
     for group in groups:
@@ -1751,24 +1800,32 @@ def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
                     break
 
 
+def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
+    """Something else after every call that takes, gives back or steps a request."""
+    return [group.activity() for group in manager.groups]
+
+
 class IdleThread(threading.Thread):
     """Trims a cache once for every time that it is idle for so long; ends with the cache.
 
     An idle engine makes no calls, so its calls cannot notice that it is. A thread looks a few times
     within `idle_seconds` whether a request was taken, given back or stepped, which costs those
-    calls nothing.
+    calls nothing. What lives moves together slab by slab (`Context.compact`), and the lock is free
+    between two: a call that comes in waits for one, half of whose pages at most are copied and
+    mapped again, and ends it.
 
     What is no failure of the cache's own, such as an error of torch for an event, is logged the
     first time; the next look tries again.
 
     Args:
         manager: of the cache that is trimmed.
+        seconds: how long it is idle first.
     """
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Manager, seconds: float) -> None:
         super().__init__(name="pyvmem-idle", daemon=True)
         self._manager = weakref.ref(manager)
-        self._period = manager.groups[0].config.idle_seconds / _LOOKS
+        self._period = seconds / _LOOKS
         self._ended = threading.Event()
         self._seen: list[tuple[int, int, int, int]] = []
         self._quiet = 0  # looks in a row that saw the same
@@ -1795,32 +1852,59 @@ class IdleThread(threading.Thread):
         if manager is None:
             self.end()
             return
-        now = [group.activity() for group in manager.groups]
+        now = _activity(manager)
         if now != self._seen:
             self._seen, self._quiet, self._trimmed = now, 0, False
             return
         self._quiet += 1
         if self._quiet >= _LOOKS and not self._trimmed:
-            self._trimmed = self._trim(manager)
+            pieces = (self._trim, self._compact)
+            self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
-    def _trim(self, manager: Manager) -> bool:
-        """One step of a trim that waits for nothing; True when it is complete."""
-        groups, config = manager.groups, manager.groups[0].config
-        with manager.lock, manager.journal:
-            if self._ended.is_set() or not manager.context.is_open:
-                return True
-            try:
-                done = [begin_trim(group, config.idle_prefixes) for group in groups]
-                if not all(done):
+    def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
+        """Repeats a piece of work, each time with the lock, until it has no more to do.
+
+        Returns:
+            Whether it is complete, or will not be; False: the next look goes on.
+        """
+        more: bool | None = True
+        while more:
+            with manager.lock, manager.journal:
+                if self._ended.is_set() or manager.closed or not manager.context.is_open:
+                    return True
+                if _activity(manager) != self._seen:
                     return False
-                manager.context.trim(0)
-                if config.idle_compact and manager.owns_context:
-                    _compact(manager, None)
-                held = sum(group.reclaimer.held for group in groups)
-                _log.debug("idle: trimmed, %d pages stay", held)
-            except VMemError as error:
-                groups[0].reclaimer.errors.append(error)  # the next step raises it
-            return True
+                try:
+                    more = piece(manager)
+                except VMemError as error:
+                    manager.groups[0].reclaimer.errors.append(error)  # the next step raises it
+                    return True
+            self._ended.wait(_PAUSE_S)
+        return more is not None
+
+    @staticmethod
+    def _trim(manager: Manager) -> bool | None:
+        """Unmaps, and gives empty slabs back. False: done. None: some must wait."""
+        groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
+        if not all([begin_trim(group, prefixes, kept=prefixes) for group in groups]):
+            return None
+        manager.context.trim(0)
+        _log.debug("idle: trimmed, %d pages stay", sum(one.reclaimer.held for one in groups))
+        return False
+
+    @staticmethod
+    def _compact(manager: Manager) -> bool | None:
+        """Empties one slab, where that is safe. True: there may be more. None: work goes on."""
+        wanted = manager.groups[0].config.idle_compact
+        if wanted is False or not manager.owns_context:
+            return False
+        if wanted:
+            wait_for_device(None, manager.groups[0].device)
+        elif not _can_compact(manager):
+            return False
+        elif _last_work(manager.groups):
+            return None
+        return manager.context.compact(1) > 0
 
 
 # ---- pages that every slot has -------------------------------------------------------------------

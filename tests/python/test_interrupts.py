@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conftest import open_context
 from interrupts_helpers import (
     PACKAGE,
     Engine,
@@ -1025,6 +1026,32 @@ def trim(engine: Engine) -> Steps:
         assert cache.stats().cached_pages == 0
 
     return cache.trim, again
+
+
+@scenario
+def trim_moves_pages_together(engine: Engine) -> Steps:
+    """Slabs of which little lives, in a context of the cache's own."""
+    backend = engine.context.info.backend
+    engine.context.close()
+    engine.context = open_context(backend, slab_size=16 * engine.page)
+    cache = engine.cache(max_batch=8)
+    reqids = [engine.start(cache, ROWS) for _ in range(8)]
+    for reqid in reqids[::2]:
+        engine.free(cache, reqid)
+    assert cache.step([0] * cache.config.max_batch) == 0
+
+    def call() -> None:
+        cache._manager.owns_context = True  # for the call: the engine closes it
+        try:
+            cache.trim()
+        finally:
+            cache._manager.owns_context = False
+
+    def again() -> None:
+        call()
+        assert engine.context.stats().slab_bytes == 16 * engine.page
+
+    return call, again
 
 
 @scenario
