@@ -20,7 +20,7 @@ from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.info import Caps, Location
-from pyvmem.kvcache import integrity, manager
+from pyvmem.kvcache import integrity, manager, waits
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import (
     KVCacheConfig,
@@ -337,8 +337,12 @@ class KVCache(MustClose):
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
-        with self._lock, self._journal:
-            return manager.truncate(self._open(), reqid, length, stream)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_truncate(reqid, length, work),
+            lambda groups: manager.truncate(groups, reqid, length, work.stream),
+        )
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -450,10 +454,14 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            groups = self._open()
+        work, number = waits.Work(stream, self._groups[0].device), operator.index(count)
+
+        def call(groups: Sequence[Group]) -> list[int] | None:
             manager.make_free_alike(groups)
-            return manager.fork_all(groups, reqid, operator.index(count), length, stream, into)
+            return manager.fork_all(groups, reqid, number, length, work.stream, into)
+
+        look = waits.before_fork(reqid, number, length, work, into)
+        return waits.when_clear(self._manager, look, call)
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -499,9 +507,14 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            group = self._open()[0]
-            return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_record(reqid, tokens, work, namespace),
+            lambda groups: groups[0].prefixes.record(
+                groups[0].slot(reqid), tokens, work.stream, namespace
+            ),
+        )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
@@ -551,8 +564,11 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            return manager.alloc_prefix(self._open(), tokens, leave, stream, namespace)
+        return waits.when_clear(
+            self._manager,
+            waits.before_prefix(tokens, leave, stream, namespace),
+            lambda groups: manager.alloc_prefix(groups, tokens, leave, stream, namespace),
+        )
 
     def prefix_changes(self) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
@@ -583,8 +599,12 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            return manager.swap_out(self._open(), reqid, stream)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_swap_out(reqid, work),
+            lambda groups: manager.swap_out(groups, reqid, work.stream),
+        )
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -603,10 +623,14 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            groups = self._open()
+        work = waits.Work(stream, self._groups[0].device)
+
+        def call(groups: Sequence[Group]) -> int | None:
             manager.make_free_alike(groups)
             return manager.swap_in(groups, swapped, stream)
+
+        look = waits.before_swap_in(getattr(swapped, "seq_len", 0), work)
+        return waits.when_clear(self._manager, look, call)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -659,8 +683,15 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
+        owner = self._manager
         with self._lock, self._journal:
-            return manager.trim(self._manager, prefixes, compact, stream)
+            self._open()
+            before = self.context.stats().slab_bytes
+        return waits.when_clear(
+            owner,
+            waits.before_trim(owner, prefixes, compact, stream),
+            lambda groups: manager.trim(owner, prefixes, compact, stream, before),
+        )
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -691,8 +722,12 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            return manager.promote(self._open(), reqid, stream, wait=wait)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_move(reqid, work, wait=wait),
+            lambda groups: manager.promote(groups, reqid, work.stream, wait=wait),
+        )
 
     def move(
         self,
@@ -737,10 +772,13 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self._lock, self._journal:
-            groups = self._open()
+        work = waits.Work(stream, self._groups[0].device)
+
+        def call(groups: Sequence[Group]) -> Moved:
             tier = manager.tier_of(groups[0], location, device)
-            return manager.move(groups, reqid, tier, tokens, stream, wait=wait)
+            return manager.move(groups, reqid, tier, tokens, work.stream, wait=wait)
+
+        return waits.when_clear(self._manager, waits.before_move(reqid, work, wait=wait), call)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -804,8 +842,11 @@ class KVCache(MustClose):
         Raises:
             VMemError: a background batch failed (`wait` alone); the cache is consistent.
         """
-        with self._lock, self._journal:
-            manager.reclaim_free(self._open(), keep, wait=wait)
+        waits.when_clear(
+            self._manager,
+            waits.before_reclaim(keep) if wait else lambda groups: [],
+            lambda groups: manager.reclaim_free(groups, keep, wait=wait),
+        )
 
     def capacity(self, reqid: int) -> int:
         """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.

@@ -55,17 +55,22 @@ __all__ = [
     "Manager",
     "Moved",
     "SwappedRequest",
+    "Truncation",
     "alloc",
     "alloc_prefix",
     "begin_trim",
     "bring_back",
     "can_admit",
+    "can_compact",
     "claim",
+    "empty_slots",
     "fork_all",
     "free",
     "free_pages",
     "grow",
     "is_ready",
+    "kept_slots",
+    "last_work",
     "make_free_alike",
     "missing",
     "move",
@@ -453,19 +458,74 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
-    if len(wants) == 1 and not group.table.lockstep:
-        want, reclaimer = wants[0][1], group.reclaimer
-        all_wants = want + _left_to_a_step(group, want)
-        missing = _lacking(group, all_wants) - reclaimer.free
-        if missing > 0:
-            if reclaimer.bring_back(missing, dict(all_wants)):
-                group.left.update((slot, (slot.owner, pages)) for slot, pages in want)
-                return True  # a later call begins the growth, or `step` waits for the pages
-            if len(all_wants) > len(want) and not group.pager.can_have(
-                reclaimer.free + missing, dict(all_wants)
-            ):
-                return False
+    if not group.table.lockstep:
+        if group.reclaimer.share is None:
+            found = _leave_to_a_step(group, wants[0][1])
+        else:
+            found = _leave_all_to_a_step(wants)
+        if found is not None:
+            return found
     return grow(wants, background=True)
+
+
+def _leave_to_a_step(group: Group, want: _Want) -> bool | None:
+    """What `step_async` says where pages must come back first, which it begins; None: none must."""
+    reclaimer = group.reclaimer
+    all_wants = want + _left_to_a_step(group, want)
+    missing = _lacking(group, all_wants) - reclaimer.free
+    if missing <= 0:
+        return None
+    if reclaimer.bring_back(missing, dict(all_wants)):
+        _note_left(group, want)
+        return True
+    if len(all_wants) > len(want) and not group.pager.can_have(
+        reclaimer.free + missing, dict(all_wants)
+    ):
+        return False
+    return None
+
+
+def _leave_all_to_a_step(wants: Sequence[tuple[Group, _Want]]) -> bool | None:
+    """The same of groups that share a budget, as far as they have the pages themselves.
+
+    What other caches of the budget must give back is waited for.
+    """
+    first = wants[0][0].reclaimer
+    assert first.share is not None
+    each = [(group, want + _left_to_a_step(group, want)) for group, want in wants]
+    need = own = 0
+    above: list[int] = []  # pages of each group that must be its own: it is at its ceiling
+    for group, want in each:
+        reclaimer, size = group.reclaimer, group.layout.page_size
+        lacking, idle = _lacking(group, want), reclaimer.idle(dict(want))
+        above.append(max(0, lacking - (reclaimer.limit - reclaimer.held)))
+        if above[-1] > idle:
+            return None
+        need += lacking * size
+        own += idle * size
+    missing = need - first.share.room()
+    if missing <= 0 and not any(above):
+        return None
+    if missing > own:
+        left = any(len(want) > len(new) for (_, want), (_, new) in zip(each, wants, strict=True))
+        return False if left and need > _reach([group for group, _ in wants]) else None
+    for (group, want), least in zip(each, above, strict=True):
+        back = missing - sum(
+            one.reclaimer.returning * one.layout.page_size for one, _ in each if one is not group
+        )
+        pages = max(least, -(-back // group.layout.page_size))
+        if pages > 0:
+            group.reclaimer.begin_cuts(pages, dict(want))
+    if not any(group.reclaimer.cuts for group, _ in each):
+        return None
+    for group, new in wants:
+        _note_left(group, new)
+    return True
+
+
+def _note_left(group: Group, want: _Want) -> None:
+    """A later call begins the growth, or `step` waits for the pages."""
+    group.left.update((slot, (slot.owner, pages)) for slot, pages in want)
 
 
 def _left_to_a_step(group: Group, want: _Want) -> _Want:
@@ -1107,10 +1167,10 @@ def alloc_prefix(
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
-            kept = _kept(groups, spans, match.length)
+            kept = kept_slots(groups, spans, match.length)
             if kept is None:
                 prefixes.require("alloc_prefix")
-            slots = kept or _emptiest(groups)
+            slots = kept or empty_slots(groups)
         if slots is None:
             reqid = alloc(groups, length)
         elif _begin_with(groups, match, spans, slots, stream, goes_on=kept is not None):
@@ -1179,7 +1239,7 @@ def _begin_with(
     return True
 
 
-def _kept(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
+def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
     """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
     stale = groups[0].table.index.stale
     if not stale.entries:
@@ -1203,7 +1263,7 @@ def _kept(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[S
     return best
 
 
-def _emptiest(groups: Sequence[Group]) -> list[Slot] | None:
+def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     """The free slot that is soonest without a page, in every group; None: there is none.
 
     Nor where an earlier owner's GPU work would be waited for. Ranks wait: how far that work is may
@@ -1418,11 +1478,11 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     for group, slot in zip(groups, slots, strict=True):
         page = group.layout.bytes_for(rows) // group.layout.page_size
         group.mover.shorten(slot, page, stream)
-    each = [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
+    each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
         for one in each:
             one.group.pager.release(one.slot)
-        each = [_Truncation.of(one.group, one.slot, rows) for one in each]
+        each = [Truncation.of(one.group, one.slot, rows) for one in each]
         wait_for(record(stream, groups[0].device))
         if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows)):
             return -1
@@ -1431,7 +1491,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     return 0
 
 
-def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
+def _shorten(each: Sequence[Truncation], stream: Any) -> None:
     """Writes the truncation into the books, in every cache, then unmaps what policy does not keep.
 
     `stream`: of the last work on the rows.
@@ -1496,12 +1556,12 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
             slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
         )
     _shorten(
-        [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
+        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
     )
 
 
 @dataclass
-class _Truncation:
+class Truncation:
     """The plan for a slot's pages.
 
         0 ......... length ......... granted ......... mapped
@@ -1537,7 +1597,7 @@ class _Truncation:
     addresses: Reservation | None = None
 
     @classmethod
-    def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
+    def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
         """The slot is the request's, without a move under way past its rows."""
         layout, places = group.layout, slot.places
         first, cut = divmod(layout.bytes_for(rows), layout.page_size)
@@ -1661,7 +1721,7 @@ class _Truncation:
         return tail
 
 
-def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> bool:
+def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool:
     """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
 
     `complete`: does the rest, if an exception from outside comes when a part has gone.
@@ -1670,7 +1730,7 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
         NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
     """
     begun = [one for one in each if one.unmaps]
-    done: list[_Truncation] = []
+    done: list[Truncation] = []
     try:
         if not all(one.copy() for one in begun):
             _give_up(begun)
@@ -1688,7 +1748,7 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
     return True
 
 
-def _give_up(begun: Sequence[_Truncation]) -> None:
+def _give_up(begun: Sequence[Truncation]) -> None:
     for one in begun:
         one.give_up()
 
@@ -1718,17 +1778,18 @@ def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = 
     return not group.reclaimer.cuts
 
 
-def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any) -> int:
-    """See `KVCache.trim`."""
-    groups, context = manager.open(), manager.context
-    before = context.stats().slab_bytes
+def trim(
+    manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int
+) -> int:
+    """See `KVCache.trim`; `before`: what the context had taken from the device."""
+    groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
     if compact:
         _compact(manager, stream)
-    elif compact is None and _can_compact(manager):
+    elif compact is None and can_compact(manager):
         with groups[0].counters.waiting():
-            for event in _last_work(groups):
+            for event in last_work(groups):
                 wait_for(event)
             context.compact()
     for group in groups:
@@ -1757,8 +1818,8 @@ def _compact(manager: Manager, stream: Any) -> None:
         manager.context.compact()
 
 
-def _can_compact(manager: Manager) -> bool:
-    """Whether nobody can be using what lives, once the work in `_last_work` is over.
+def can_compact(manager: Manager) -> bool:
+    """Whether nobody can be using what lives, once the work in `last_work` is over.
 
     Pages are replaced under their addresses, so no GPU work may touch them, and what an engine
     launches, a cache does not see. What it knows is who may be in that work: the requests that the
@@ -1774,7 +1835,7 @@ def _can_compact(manager: Manager) -> bool:
     )
 
 
-def _last_work(groups: Sequence[Group]) -> list[Any]:
+def last_work(groups: Sequence[Group]) -> list[Any]:
     """The GPU work that is not known to be over, where the last `step` named nobody."""
     events: list[Any] = []
     for group in groups:
@@ -1900,9 +1961,9 @@ class IdleThread(threading.Thread):
             return False
         if wanted:
             wait_for_device(None, manager.groups[0].device)
-        elif not _can_compact(manager):
+        elif not can_compact(manager):
             return False
-        elif _last_work(manager.groups):
+        elif last_work(manager.groups):
             return None
         return manager.context.compact(1) > 0
 

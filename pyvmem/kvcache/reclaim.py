@@ -500,7 +500,7 @@ class Reclaimer(Book):
             share.take(lent)
         failed = sum(len(one.errors) for one in reclaimers)
         while (missing := goal - self._room()) > 0:
-            self._begin_cuts(-(-missing // size), keep)
+            self.begin_cuts(-(-missing // size), keep)
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
                 share.begin_cuts(min(missing, lent))
@@ -529,15 +529,21 @@ class Reclaimer(Book):
             pages: physical pages, of a cache without a budget.
             keep: slots that are to have at least so many pages per tensor.
         """
-        if self.share is not None:
+        if pages > self.idle(keep):
             return False
-        recorded = (self.shared.pages - self.shared.used - self.leased()) * self.layout.num_tensors
-        if pages > self.returning + self.spare(keep) * self.layout.num_tensors - recorded:
-            return False
-        self._begin_cuts(pages, keep)
+        self.begin_cuts(pages, keep)
         return self.returning >= pages or bool(self.cuts)
 
-    def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
+    def idle(self, keep: Mapping[Slot, int]) -> int:
+        """Physical pages that come back, or would with a cut: all but recorded prefixes.
+
+        Args:
+            keep: slots that are to have at least so many pages per tensor.
+        """
+        recorded = self.shared.pages - self.shared.used - self.leased()
+        return self.returning + (self.spare(keep) - recorded) * self.layout.num_tensors
+
+    def begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""
         tensors = self.layout.num_tensors
         self.release_stale(now=True)
