@@ -707,7 +707,7 @@ class Pager(Book):
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
                     raise
-                except TooManyMappings:
+                except TooManyMappings as error:
                     if more:
                         return False
                     if self.fewer_mappings(pages, keep, background=background):
@@ -715,6 +715,7 @@ class Pager(Book):
                         continue
                     if self.reclaimer.table.lockstep:
                         raise
+                    self.runs.refused = str(error)
                     return False
                 except OutOfMemory:  # of the device, or of a context shared with others
                     if more:
@@ -939,6 +940,7 @@ class Runs:
     Attributes:
         limit: mappings that the context may have; 0: any number.
         joins: above `join_at` used mappings `join` is to be called; False: never.
+        refused: why the last growth found no mapping; "": nobody has to be told.
     """
 
     def __init__(
@@ -972,6 +974,7 @@ class Runs:
         columns.runs.longest = self._longest if self._fraction else 1
         columns.runs.fraction = self._fraction
         self._stream: Any = None
+        self.refused = ""
 
     @property
     def used(self) -> int:
@@ -1062,6 +1065,13 @@ class Runs:
                 calls = max(0, calls - self._pieces(slot)) if self.joins else 0
             found += calls
         return found * self._layout.num_tensors
+
+    def holders(self) -> tuple[int, int]:
+        """Mappings that pages of requests take, about, and those of pages of no request."""
+        found = [0, 0]
+        for slot in self._table:
+            found[not slot.active] += min(self._calls[slot.index], slot.mapped)
+        return found[0] * self._layout.num_tensors, found[1] * self._layout.num_tensors
 
     @property
     def left(self) -> int:

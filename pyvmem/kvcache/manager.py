@@ -364,10 +364,11 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
                 own = group.reclaimer
                 if own.share is not None or own.limit - own.held < own.watermark * own.limit:
                     group.keep_watermark()
-    except TooManyMappings:
+    except TooManyMappings as error:
         if groups[0].table.lockstep:  # the other ranks do not know
+            error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
-        _note_crowded(groups)
+        _note_crowded(groups, error)
         return -1
     # What calls the context comes before or after the rows of all groups: an interruption after a
     # call in between would leave some groups with the new rows and some with the old.
@@ -558,6 +559,14 @@ def _not_promised(group: Group, want: _Want) -> _Want:
         want = [
             (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
         ]
+    if want and pager.growths and not group.table.lockstep:
+        # More than a growth under way gives: its map call may be slow, so that is for a later call.
+        growing = [one for one in want if isinstance(one[0].job, Growth) and not one[0].job.done()]
+        others = _left_to_a_step(group, growing)
+        if growing and _lacking(group, growing + others) <= group.reclaimer.free:
+            _note_left(group, growing)
+            named = {slot for slot, _ in growing}
+            want = [one for one in want if one[0] not in named]
     return want
 
 
@@ -600,6 +609,8 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 def _note_short(groups: Sequence[Group]) -> None:
     for group in groups:
         group.counters.short += 1
+    if any([group.pager.runs.refused for group in groups]):
+        _warn_crowded(groups)
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
             reclaimer = group.reclaimer
@@ -612,20 +623,54 @@ def _note_short(groups: Sequence[Group]) -> None:
             )
 
 
-def _note_crowded(groups: Sequence[Group]) -> None:
+def _note_crowded(groups: Sequence[Group], error: TooManyMappings) -> None:
     """The driver had no mapping left for what was begun in the background; that was undone."""
+    groups[0].pager.runs.refused = str(error)
     _note_short(groups)
-    runs = groups[0].pager.runs
+    for group in groups:
+        group.pager.runs.relieve()
+
+
+def _warn_crowded(groups: Sequence[Group]) -> None:
+    """Says why a step found no mapping, and who has some."""
+    reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
+    for group in groups:
+        group.pager.runs.refused = ""
     warn(
         _log,
         "mappings",
-        "the driver has no mapping left (%d of the context's %d in use): requests cannot grow "
-        "until some end; larger pages or promote_tokens need fewer",
-        runs.used,
-        runs.limit,
+        "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages or "
+        "promote_tokens need fewer",
+        reasons[0],
+        who_has_mappings(groups),
     )
-    for group in groups:
-        group.pager.runs.relieve()
+
+
+def who_has_mappings(groups: Sequence[Group]) -> str:
+    """Who could give mappings back, in words, as far as the context, the budget and the ledger tell.
+
+    Mappings of a cache are counted by its calls, so that the numbers are a little high.
+    """
+    context, journal = groups[0].context, groups[0].journal
+    total, known, texts = context.stats().mappings, 0, []
+    caches: dict[PrefixCache, list[Group]] = {}  # the groups of a cache have one
+    for book in journal.books:
+        if isinstance(book, Group) and book.context is context:
+            caches.setdefault(book.prefixes, []).append(book)
+    for number, parts in enumerate(caches.values(), 1):
+        taken, idle = map(sum, zip(*[one.pager.runs.holders() for one in parts], strict=True))
+        own = parts[0].prefixes is groups[0].prefixes
+        name = "this cache" if own else f"cache {number} of the budget"
+        texts.append(f"{name} has about {taken} for requests and {idle} for pages of none")
+        known += taken + idle
+    if total > known:
+        texts.append(f"{total - known} are others' in the context, or of recorded prefixes")
+    share = groups[0].reclaimer.share
+    engines = [] if share is None else share.engines()
+    texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]
+    if len(caches) == 1 and not engines:
+        texts.append("nobody else is known who could give way")
+    return f"of {total} in the context, " + ", ".join(texts)
 
 
 def _grow_each(wants: Sequence[tuple[Group, _Want]], background: bool) -> bool:

@@ -89,6 +89,9 @@ class Share(Protocol):
     def ask(self, nbytes: int) -> None:
         """Posts a shortage for other processes, where the budget cannot find so much itself."""
 
+    def engines(self) -> list[tuple[str, int]]:
+        """Other engines of the ledger, in words, and the mappings that each has."""
+
     def check(self) -> list[str]:
         """Contradictions in the budget's records, in words."""
 

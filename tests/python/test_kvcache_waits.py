@@ -240,6 +240,38 @@ def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
         cache.check_integrity()
 
 
+# ---- a driver that stalls ------------------------------------------------------------------------
+
+
+def test_a_slow_call_of_the_driver_reaches_no_step_until_what_is_ahead_is_used_up(
+    context: Context, work: FdEvent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages mapped ahead by `step_async`; then a map call hangs on the worker."""
+    submit = context.submit
+
+    def slow(ops: Any, after: Any = (), *rest: Any, **options: Any) -> Any:
+        return submit(ops, [*after, work], *rest, **options)
+
+    with small_cache(context) as cache:
+        one, other = started(cache, ROWS), started(cache, ROWS)
+
+        def both(rows: int) -> list[int]:
+            return lens(cache, **{f"r{one}": rows, f"r{other}": rows})
+
+        assert cache.step_async(both(3 * ROWS)) == 0
+        eventually(lambda: cache.is_ready(one, 3 * ROWS))
+        monkeypatch.setattr(context, "submit", slow)
+        for rows in range(ROWS + 1, 3 * ROWS + 1):
+            assert promptly(lambda rows=rows: cache.step_async(both(rows + 3 * ROWS)), work) == 0
+            assert promptly(lambda rows=rows: cache.step(both(rows)), work) == 0
+            stamp(cache, one, rows - 1, rows, float(rows))
+        assert not cache.is_ready(one, 4 * ROWS), "the call is not over"
+        with waiting(lambda: cache.step(both(4 * ROWS)), work) as found:
+            pass
+        assert found == [0]
+        assert rows_are(cache, one, 3 * ROWS - 1, 3 * ROWS, 3.0 * ROWS)
+
+
 # ---- several threads -----------------------------------------------------------------------------
 
 
