@@ -656,9 +656,7 @@ class KVCache(MustClose):
         with self._lock, self._journal:
             return manager.can_admit(self._open(), seq_lens, matches)
 
-    def trim(
-        self, prefixes: bool = False, compact: bool | None = None, stream: Any = None
-    ) -> int:
+    def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
 
         Waits for the GPU work on freed slots. An idle cache does the same by itself

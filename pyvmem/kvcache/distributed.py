@@ -711,9 +711,7 @@ class ParallelKVCache(MustClose):
         """See `KVCache.can_admit`; the same on every rank."""
         return self._settled(self._usable().can_admit, seq_lens, matches)
 
-    def trim(
-        self, prefixes: bool = False, compact: bool | None = None, stream: Any = None
-    ) -> int:
+    def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
         """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
 
         The memory stays the cache's, ready in its context: the ranks have agreed on it. So there is

@@ -609,7 +609,7 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 def _note_short(groups: Sequence[Group]) -> None:
     for group in groups:
         group.counters.short += 1
-    if any([group.pager.runs.refused for group in groups]):
+    if any(group.pager.runs.refused for group in groups):
         _warn_crowded(groups)
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
@@ -647,7 +647,7 @@ def _warn_crowded(groups: Sequence[Group]) -> None:
 
 
 def who_has_mappings(groups: Sequence[Group]) -> str:
-    """Who could give mappings back, in words, as far as the context, the budget and the ledger tell.
+    """Who could give mappings back, as far as context, budget and ledger tell.
 
     Mappings of a cache are counted by its calls, so that the numbers are a little high.
     """
@@ -1823,9 +1823,7 @@ def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = 
     return not group.reclaimer.cuts
 
 
-def trim(
-    manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int
-) -> int:
+def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int) -> int:
     """See `KVCache.trim`; `before`: what the context had taken from the device."""
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
@@ -1992,7 +1990,8 @@ class IdleThread(threading.Thread):
     def _trim(manager: Manager) -> bool | None:
         """Unmaps, and gives empty slabs back. False: done. None: some must wait."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
-        if not all([begin_trim(group, prefixes, kept=prefixes) for group in groups]):
+        done = [begin_trim(group, prefixes, kept=prefixes) for group in groups]  # in each
+        if not all(done):
             return None
         manager.context.trim(0)
         _log.debug("idle: trimmed, %d pages stay", sum(one.reclaimer.held for one in groups))

@@ -206,9 +206,7 @@ def before_prefix(tokens: Any, leave: int, stream: Any, namespace: Hashable) -> 
         match, _ = prefixes.wanted(tokens, leave, namespace)
         try:
             spans = [prefixes.span(group.place, match) for group in groups] if match.length else []
-            if not spans or not (
-                kept_slots(groups, spans, match.length) or empty_slots(groups)
-            ):
+            if not spans or not (kept_slots(groups, spans, match.length) or empty_slots(groups)):
                 return []  # the request gets none of it
         finally:
             if match is not tokens:

@@ -894,7 +894,9 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
             try:
                 call()
             except InvalidArgument:
-                assert engine.place.startswith(("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after "))
+                assert engine.place.startswith(
+                    ("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after ")
+                )
                 del engine.held[cache, reqid]
                 return
         del engine.held[cache, reqid]
@@ -926,7 +928,9 @@ def swap_out_with_a_window(engine: Engine) -> Steps:
             try:
                 call()
             except InvalidArgument:
-                assert engine.place.startswith(("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after "))
+                assert engine.place.startswith(
+                    ("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after ")
+                )
                 return
         back = cache.swap_in(engine.swapped[0])
         assert back is not None, "no slot"

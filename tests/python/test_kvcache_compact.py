@@ -190,8 +190,11 @@ def test_the_last_work_is_over_first(backend: str) -> None:
         idle = cache._idle
         assert idle is not None
         looks: list[bool | None] = []
-        compact, idle._compact = idle._compact, lambda one: (  # type: ignore[method-assign]
-            looks.append(compact(one)) or looks[-1]
+        compact, idle._compact = (
+            idle._compact,
+            lambda one: (  # type: ignore[method-assign]
+                looks.append(compact(one)) or looks[-1]
+            ),
         )
         eventually(lambda: len(looks) > 2)
         assert looks[:2] == [None, None]
@@ -241,12 +244,12 @@ def test_a_call_that_comes_in_waits_for_one_piece(
 def test_a_steady_load_is_not_compacted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with fragmented(backend, idle_seconds=0.2, idle_compact=True) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
-        steps, pieces = 0, []
-        monkeypatch.setattr(cache.context, "compact", lambda *args: pieces.append(steps) or 0)
-        looks = threading.Event()
-        for steps in range(100):  # noqa: B007: the lambda reads it
+        pieces: list[int] = []
+        monkeypatch.setattr(cache.context, "compact", lambda *args: pieces.append(1) or 0)
+        pause = threading.Event()
+        for _ in range(100):
             assert cache.step(lens) == 0
-            looks.wait(0.01)
+            pause.wait(0.01)
         assert not pieces
 
 

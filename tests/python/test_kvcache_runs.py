@@ -311,9 +311,15 @@ def test_a_refusal_names_who_could_give_way(
     with Context("host", granule=PAGE, max_mappings=30) as context:
         device = device_of(context.info.device_name, context.info.uuid)
         with (
-            Budget(context, 200 * PAGE, ledger=Ledger(device, folder=tmp_path), name="mine") as budget,
+            Budget(
+                context, 200 * PAGE, ledger=Ledger(device, folder=tmp_path), name="mine"
+            ) as budget,
             Participant(
-                Ledger(device, folder=tmp_path), "other", floor=0, limit=100 * PAGE, least=PAGE,
+                Ledger(device, folder=tmp_path),
+                "other",
+                floor=0,
+                limit=100 * PAGE,
+                least=PAGE,
                 virtual=100 * PAGE,
             ) as other,
             KVCache(config(2, 50, growth_fraction=0.0, join_at=0.0), budget=budget) as big,
@@ -326,7 +332,9 @@ def test_a_refusal_names_who_could_give_way(
                 assert big.step([rows, rows]) == 0
             fill(small, 2)
             small.check_integrity()
-    warned = [one.getMessage() for one in caplog.records if "no mapping is left" in one.getMessage()]
+    warned = [
+        one.getMessage() for one in caplog.records if "no mapping is left" in one.getMessage()
+    ]
     assert len(warned) == 1
     assert "exceed the 30 that this context may have" in warned[0]
     assert "this cache has about" in warned[0]

@@ -227,8 +227,12 @@ def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
         growth_fraction=0.0,
     ) as cache:
         one, other = cache.alloc_reqid(), cache.alloc_reqid()
-        assert cache.step([4 * rows if slot == one else 2 * rows if slot == other else 0
-                           for slot in range(4)]) == 0
+        assert (
+            cache.step(
+                [4 * rows if slot == one else 2 * rows if slot == other else 0 for slot in range(4)]
+            )
+            == 0
+        )
         cache.free_reqid(one, stream=work)
         want = [6 * rows if slot == other else 0 for slot in range(4)]
         for _ in range(2):
@@ -318,9 +322,7 @@ def _truncate_shared(cache: KVCache, reqid: int, work: FdEvent) -> bool:
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_nobody_waits_while_another_thread_does(
-    context: Context, work: FdEvent, name: str
-) -> None:
+def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent, name: str) -> None:
     changes, call = SLOW[name]
     with small_cache(context, max_batch=6, **changes) as cache:
         reqid = started(cache, 2 * ROWS, 2.0)
