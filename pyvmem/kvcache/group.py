@@ -184,7 +184,8 @@ class Group:
             self.promoter = Promoter(self.reclaimer, self.mover, config)
         if config.window:
             release = self.pager.release
-            self.window = Window(self.reclaimer, self.mover, config, prefixes.unit, release)
+            unit = prefixes.unit if prefixes.records else 1
+            self.window = Window(self.reclaimer, self.mover, config, unit, release)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window)
         # Pages per tensor, by slot and owner, that `step_async` left to a later call.

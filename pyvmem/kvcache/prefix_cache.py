@@ -314,6 +314,11 @@ class PrefixCache:
                 group.share(one, pages, unit)
         return self._insert(slot, ids)
 
+    @property
+    def records(self) -> bool:
+        """Whether rows can be recorded at all: no group has a state, or slides by large pages."""
+        return self._restores and not self._refused
+
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """Whether `record` would make pages shared, after the work that writes them."""
         ids, units = self._check(slot, tokens, namespace)

@@ -636,9 +636,15 @@ class Reclaimer(Book):
 
     def release_kept(self, span: Span) -> None:
         """Unmaps the kept slots that have pages of a span, and waits: nobody is to refer to it."""
-        blocks = {part.block for part in span.parts}
+        gone: dict[Any, list[tuple[int, int]]] = {}
+        for block, low, high in span.parts:
+            gone.setdefault(block, []).append((low, high))
         for slot in self.table.index.stale:
-            if slot.kept and any(part.block in blocks for part in slot.span.parts):
+            if slot.kept and any(
+                first < high and low < last
+                for block, first, last in slot.span.parts
+                for low, high in gone.get(block, ())
+            ):
                 with self.counters.waiting():
                     if slot.job is not None:
                         self.finish(slot.job)
