@@ -635,6 +635,7 @@ static void suspended(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(handle_in_pieces), TEST(what_is_busy_stays),
-     TEST(waits_for_work), TEST(large_pages), TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails),
-     TEST(undo_fails), TEST(suspended), TEST(in_one_call), TEST(random_model), TEST(among_threads))
+MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(handle_in_pieces),
+     TEST(what_is_busy_stays), TEST(waits_for_work), TEST(large_pages), TEST(without_new_memory),
+     TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails), TEST(suspended), TEST(in_one_call),
+     TEST(random_model), TEST(among_threads))
