@@ -20,7 +20,6 @@ wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,7 +73,12 @@ def when_clear(manager: Manager, look: Look, call: Callable[[Groups], _T]) -> _T
     while True:
         with manager.lock, manager.journal:
             groups = manager.open()
-            waits = [] if groups[0].table.lockstep else _look(groups, look)
+            waits: Waits = []
+            if not groups[0].table.lockstep:
+                try:
+                    waits = look(groups)
+                except (VMemError, TypeError, IndexError):
+                    waits = []  # the call finds it, too, and raises it
             if not waits:
                 return call(groups)
         for wait in waits:
@@ -86,12 +90,6 @@ def clear(manager: Manager, look: Look) -> None:
     when_clear(manager, look, lambda groups: None)
 
 
-def _look(groups: Groups, look: Look) -> Waits:
-    with suppress(VMemError, TypeError, IndexError):  # the call finds it, too, and raises it
-        return look(groups)
-    return []
-
-
 # ---- what is in flight ---------------------------------------------------------------------------
 
 
@@ -101,12 +99,15 @@ class Work:
     Args:
         stream: as the call got it.
         device: CUDA ordinal of the cache; None on host.
+
+    Attributes:
+        over: there is none: what the CPU did before it calls.
     """
 
     def __init__(self, stream: Any, device: int | None) -> None:
         self._stream, self._device = stream, device
         self._event: Any = None
-        self._known = False
+        self.over = self._known = stream is None and device is None
 
     @property
     def stream(self) -> Any:
@@ -164,19 +165,24 @@ def before_fork(
 
     def look(groups: Groups) -> Waits:
         waits: Waits = []
-        for group, slot in _both(groups, reqid):
-            rows = group.rows[slot.index] if length is None else length
-            waits += _own(group, slot)
-            if group.layout.bytes_for(rows) > slot.shared * group.layout.page_size:
-                waits += work.pending()
-        if into is None:
-            chosen = [slot.index for slot in groups[0].table.emptiest(count)]
-        else:
-            chosen = [group.free_slot(index).index for group in groups[:1] for index in into]
+        for group in groups:
+            slot = group.slot(reqid)
+            if slot.job is not None or group.mover.moves:
+                waits += _own(group, slot)
+            if not work.over:
+                rows = group.rows[slot.index] if length is None else length
+                if group.layout.bytes_for(rows) > slot.shared * group.layout.page_size:
+                    waits += work.pending()
+        table = groups[0].table
+        if into is None and table.empty >= count:
+            return waits
+        chosen = table.emptiest(count) if into is None else [table[index] for index in into]
         if len(chosen) == count:
-            waits += [
-                wait for group in groups for i in chosen for wait in _emptied(group, group.table[i])
-            ]
+            for group in groups:
+                for one in chosen:
+                    slot = group.table.slots[one.index]
+                    if slot.job is not None or slot.mapped:
+                        waits += _emptied(group, slot)
         return waits
 
     return look
@@ -200,7 +206,8 @@ def before_prefix(tokens: Any, leave: int, stream: Any, namespace: Hashable) -> 
     def look(groups: Groups) -> Waits:
         if groups[0].device is not None and work_of(stream).is_stream:
             return []
-        if not any(block.events for group in groups for block in group.reclaimer.shared.blocks):
+        blocks = [block for group in groups for block in group.reclaimer.shared.blocks]
+        if not any([block.events for block in blocks]):  # noqa: C419: no call for each of them
             return []
         prefixes = groups[0].prefixes
         match, _ = prefixes.wanted(tokens, leave, namespace)
