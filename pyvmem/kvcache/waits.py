@@ -206,8 +206,8 @@ def before_prefix(tokens: Any, leave: int, stream: Any, namespace: Hashable) -> 
     def look(groups: Groups) -> Waits:
         if groups[0].device is not None and work_of(stream).is_stream:
             return []
-        blocks = [block for group in groups for block in group.reclaimer.shared.blocks]
-        if not any([block.events for block in blocks]):  # noqa: C419: no call for each of them
+        written = [group.reclaimer.shared.blocks for group in groups]
+        if not [block for blocks in written for block in blocks if block.events]:
             return []
         prefixes = groups[0].prefixes
         match, _ = prefixes.wanted(tokens, leave, namespace)
