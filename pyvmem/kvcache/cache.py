@@ -380,8 +380,9 @@ class KVCache(MustClose):
         call in between may take, such as a `fork`, and the `step` then says -1. That is so of pages
         of no owner, which are unmapped in the background after the GPU work on them, for a later
         call to begin the growth with; of a slot that GPU work of an earlier owner holds up, which
-        is left to the `step`; and of a context shared with others. Waits only for what others of a
-        budget or recorded prefixes must give.
+        is left to the `step`; of more than an earlier call is still mapping for the request, which
+        is left to a later call; and of a context shared with others. Waits only for what others of
+        a budget or recorded prefixes must give.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
