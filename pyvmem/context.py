@@ -315,6 +315,11 @@ class Context(AddressSpace, Closable):
         want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else nbytes
         return _native.compact(self.handle, want, items)
 
+    def reservations(self) -> list[Reservation]:
+        """The open reservations of the context."""
+        with self._lock:
+            return [one for one in self._reservations if one.is_open]
+
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from pyvmem.engine.prefix import Namespace, Prefix, key_of
 from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
-from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds
+from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds, waits
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import record
 from pyvmem.streams import check
@@ -198,6 +198,7 @@ class RequestCache(Closable):
                 limit=self.max_seq_len,
             )
         want = min(length + room, self.max_seq_len)
+        self.cache.wait_before(waits.before_prefix(prefix.match, 0, stream, None))
         with self._turns, self._journal:
             key_of(prefix.namespace)  # it is open
             try:
@@ -250,6 +251,7 @@ class RequestCache(Closable):
         check(stream)
         if isinstance(prompt, Prefix):
             namespace = prompt.namespace
+            self.cache.wait_before(waits.before_prefix(prompt.match, 0, stream, None))
             with self._turns, self._journal:
                 key_of(namespace)  # it is open
                 begun = self._place(prompt, stream)
@@ -334,11 +336,12 @@ class RequestCache(Closable):
         copied.
         """
         self._refuse_busy(request)
-        rows = operator.index(length)
+        rows, work = operator.index(length), self._work(stream)
+        self._clear(request, lambda slot: waits.before_truncate(slot, rows, work))
         with self._turns, self._journal:
             slot = self._slot(request)
             self._journal.on_abort(partial(self._settle, request))
-            if self.cache.truncate(slot, rows, stream) != 0:
+            if self.cache.truncate(slot, rows, work.stream) != 0:
                 return self._shortage({slot: request.length})
             self._journal.keep(request, "length")
             request.length = rows
@@ -361,8 +364,10 @@ class RequestCache(Closable):
             stream: of the request's last work.
         """
         self._refuse_busy(request)
+        work = self._work(stream)
+        self._clear(request, lambda slot: waits.before_fork(slot, count, length, work, None))
         with self._turns, self._journal:
-            return self._fork(request, self._slot(request), count, length, stream)
+            return self._fork(request, self._slot(request), count, length, work.stream)
 
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
@@ -371,11 +376,15 @@ class RequestCache(Closable):
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         event = record(stream, self._device)
+        work = self._work(event)
 
         def call(slot: int) -> list[Request] | Shortage:
             return self._fork(request, slot, count, length, event)
 
-        return self._begin("fork_async", request, call)
+        def look(slot: int) -> waits.Look:
+            return waits.before_fork(slot, count, length, work, None)
+
+        return self._begin("fork_async", request, call, look)
 
     def _fork(
         self, request: Request, slot: int, count: int, length: int | None, stream: Any
@@ -393,9 +402,14 @@ class RequestCache(Closable):
         BadHandle where the namespace is closed.
         """
         self._refuse_busy(request)
+        work = self._work(stream)
+        space = request.namespace
+        if space is None or space.is_open:
+            key = key_of(space)
+            self._clear(request, lambda slot: waits.before_record(slot, tokens, work, key))
         with self._turns, self._journal:
             slot, key = self._slot(request), key_of(request.namespace)
-            return self.cache.record(slot, tokens, stream, key)
+            return self.cache.record(slot, tokens, work.stream, key)
 
     # ---- the end of a request, and preemption ----------------------------------------------------
 
@@ -436,19 +450,25 @@ class RequestCache(Closable):
                 changed then.
         """
         self._refuse_busy(request)
+        work = self._work(stream)
+        self._clear(request, lambda slot: waits.before_swap_out(slot, work))
         with self._turns, self._journal:
-            self._swap_out(request, self._slot(request), stream)
+            self._swap_out(request, self._slot(request), work.stream)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
         """`swap_out` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
         event = record(stream, self._device)
+        work = self._work(event)
 
         def call(slot: int) -> None:
             self._swap_out(request, slot, event)
 
-        return self._begin("swap_out_async", request, call)
+        def look(slot: int) -> waits.Look:
+            return waits.before_swap_out(slot, work)
+
+        return self._begin("swap_out_async", request, call, look)
 
     def _swap_out(self, request: Request, slot: int, stream: Any) -> None:
         self._journal.on_abort(partial(self._settle, request))
@@ -471,6 +491,7 @@ class RequestCache(Closable):
                 stays swapped out.
         """
         self._refuse_busy(request)
+        self.cache.wait_before(waits.before_swap_in(request.length, self._work(stream)))
         with self._turns, self._journal:
             self._require(request, State.SWAPPED)
             return self._swap_in(request, stream)
@@ -484,7 +505,10 @@ class RequestCache(Closable):
         def call(_: int) -> Shortage | None:
             return self._swap_in(request, stream)
 
-        return self._begin("swap_in_async", request, call)
+        def look(_: int) -> waits.Look:
+            return waits.before_swap_in(request.length, self._work(stream))
+
+        return self._begin("swap_in_async", request, call, look)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
         assert request.rows is not None
@@ -658,15 +682,35 @@ class RequestCache(Closable):
                 op="RequestCache",
             )
 
-    def _begin(self, what: str, request: Request, call: Callable[[int], _T]) -> Future[_T]:
+    def _work(self, stream: Any) -> waits.Work:
+        """The work on a stream so far."""
+        return waits.Work(stream, self._device)
+
+    def _clear(self, request: Request, look: Callable[[int], waits.Look]) -> None:
+        """Waits, without the lock, for what a call on a request's slot would wait for."""
+        if request.place is not None:
+            self.cache.wait_before(look(request.place))
+
+    def _begin(
+        self,
+        what: str,
+        request: Request,
+        call: Callable[[int], _T],
+        look: Callable[[int], waits.Look],
+    ) -> Future[_T]:
         """Queues a call that works on a request, which is busy until the call is over.
 
-        `call` gets the slot; -1: it is swapped out.
+        `call` gets the slot, as does `look`, which says what it waits for; -1: it is swapped out.
         """
         self._alone(what)
         before = request.state
 
         def finish() -> _T:
+            try:
+                self.cache.wait_before(look(-1 if request.place is None else request.place))
+            except BaseException:
+                request.state = before
+                raise
             with self._turns, self._journal:
                 # Both say what it is when the call is broken off, which is not busy.
                 self._journal.on_abort(partial(self._settle, request))

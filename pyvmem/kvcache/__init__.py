@@ -18,10 +18,12 @@ The modules, each of which imports only from those before it:
     integrity               statistics and the check of the books
     manager                 a cache's groups, and what is done in all of them or in none: steps,
                             admission, forks, prefixes, tiers, swapping, truncation, trimming
+    waits                   what a call waits for before it takes the lock
     cache                   KVCache and LayeredCache: the lock and the documentation
     distributed             several ranks that agree
 """
 
+from pyvmem.kvcache import waits
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
 from pyvmem.kvcache.config import KVCacheConfig, LayerShape, StateShape, layer_shapes
@@ -53,4 +55,5 @@ __all__ = [
     "SwappedRequest",
     "TokenIds",
     "layer_shapes",
+    "waits",
 ]

@@ -454,6 +454,10 @@ class Share:
         if self.budget._ledger is not None:
             self.budget._ledger.ask(nbytes - self._inside())
 
+    def engines(self) -> list[tuple[str, int]]:
+        """See the protocol in reclaim.py."""
+        return [] if self.budget._ledger is None else self.budget._ledger.others()
+
     def within_reach(self) -> int:
         """`room`, once the others have given back what belongs to no request, and the ledger."""
         ledger = self.budget._ledger
@@ -610,6 +614,16 @@ class OnLedger(Participant):
         if nbytes > 0 or self._asked:
             account.want(max(0, nbytes))
             self._asked = nbytes > 0
+
+    def others(self) -> list[tuple[str, int]]:
+        """Other engines that have mappings of the driver, in words, and how many."""
+        account = self.account
+        mine = account.ledger.word(account.slot, "identity")
+        return [
+            (f"engine {one.name!r} (pid {one.pid})", one.handles)
+            for one in account.ledger.engines()
+            if one.handles and one.identity != mine
+        ]
 
     def settle(self, used: int) -> int:
         """Reports what is mapped; returns what must be given back."""

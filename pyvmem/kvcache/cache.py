@@ -21,7 +21,7 @@ from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.info import Caps, Location
-from pyvmem.kvcache import integrity, manager
+from pyvmem.kvcache import integrity, manager, waits
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import (
     KVCacheConfig,
@@ -35,7 +35,14 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import CommonPages, IdleThread, Manager, Moved, SwappedRequest
+from pyvmem.kvcache.manager import (
+    IDLE_SECONDS,
+    CommonPages,
+    IdleThread,
+    Manager,
+    Moved,
+    SwappedRequest,
+)
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
@@ -244,7 +251,10 @@ class KVCache(MustClose):
             self.lock, self.journal = manager.lock, manager.journal
             self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
             self.config = self.caches[0].config
-            self._idle = IdleThread(manager) if self.config.idle_seconds else None
+            idle = self.config.idle_seconds
+            if idle is None:
+                idle = IDLE_SECONDS if manager.owns_context and not self.lockstep else 0.0
+            self._idle = IdleThread(manager, idle) if idle else None
             if self._idle is not None:
                 self._idle.start()
             self._closed = False
@@ -338,8 +348,12 @@ class KVCache(MustClose):
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
-        with self.lock, self.journal:
-            return manager.truncate(self._open(), reqid, length, stream)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_truncate(reqid, length, work),
+            lambda groups: manager.truncate(groups, reqid, length, work.stream),
+        )
 
     # ---- steps ---------------------------------------------------------------------------------
 
@@ -377,8 +391,9 @@ class KVCache(MustClose):
         call in between may take, such as a `fork`, and the `step` then says -1. That is so of pages
         of no owner, which are unmapped in the background after the GPU work on them, for a later
         call to begin the growth with; of a slot that GPU work of an earlier owner holds up, which
-        is left to the `step`; and of a context shared with others. Waits only for what others of a
-        budget or recorded prefixes must give.
+        is left to the `step`; of more than an earlier call is still mapping for the request, which
+        is left to a later call; and of a context shared with others. Waits only for what others of
+        a budget or recorded prefixes must give.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
@@ -451,10 +466,14 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            groups = self._open()
+        work, number = waits.Work(stream, self._groups[0].device), operator.index(count)
+
+        def call(groups: Sequence[Group]) -> list[int] | None:
             manager.make_free_alike(groups)
-            return manager.fork_all(groups, reqid, operator.index(count), length, stream, into)
+            return manager.fork_all(groups, reqid, number, length, work.stream, into)
+
+        look = waits.before_fork(reqid, number, length, work, into)
+        return waits.when_clear(self._manager, look, call)
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -500,9 +519,14 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            group = self._open()[0]
-            return group.prefixes.record(group.slot(reqid), tokens, stream, namespace)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_record(reqid, tokens, work, namespace),
+            lambda groups: groups[0].prefixes.record(
+                groups[0].slot(reqid), tokens, work.stream, namespace
+            ),
+        )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
@@ -552,8 +576,11 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            return manager.alloc_prefix(self._open(), tokens, leave, stream, namespace)
+        return waits.when_clear(
+            self._manager,
+            waits.before_prefix(tokens, leave, stream, namespace),
+            lambda groups: manager.alloc_prefix(groups, tokens, leave, stream, namespace),
+        )
 
     def prefix_changes(self) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
@@ -584,8 +611,12 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            return manager.swap_out(self._open(), reqid, stream)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_swap_out(reqid, work),
+            lambda groups: manager.swap_out(groups, reqid, work.stream),
+        )
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -604,10 +635,14 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            groups = self._open()
+        work = waits.Work(stream, self._groups[0].device)
+
+        def call(groups: Sequence[Group]) -> int | None:
             manager.make_free_alike(groups)
             return manager.swap_in(groups, swapped, stream)
+
+        look = waits.before_swap_in(getattr(swapped, "seq_len", 0), work)
+        return waits.when_clear(self._manager, look, call)
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -633,29 +668,40 @@ class KVCache(MustClose):
         with self.lock, self.journal:
             return manager.can_admit(self._open(), seq_lens, matches)
 
-    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
+    def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
         """Unmaps all pages of no request and gives the pool's free memory back to the device.
 
-        Waits for the GPU work on freed slots.
+        Waits for the GPU work on freed slots. An idle cache does the same by itself
+        (`KVCacheConfig.idle_seconds`).
 
         Args:
             prefixes: evict the recorded prefixes that no request uses, too.
             compact: also move pages of running requests and recorded prefixes together, so that the
-                memory between them goes back (`Context.compact`). Waits for all work of the device;
-                none may be launched on the cache until this returns.
+                memory between them goes back (`Context.compact`). None: where nobody can be using
+                what moves, which is so in a context of the cache's own while no request is taken,
+                or when the last `step` named none; elsewhere nothing moves. True: in any case; that
+                waits for all work of the device, and none may be launched on the cache until this
+                returns. False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
             Bytes that the context has given back to the device meanwhile.
 
         Raises:
-            NotSupported: `compact` in a context that is not the cache's own.
+            NotSupported: `compact` is True in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
         if stream is not None:
             check(stream)
+        owner = self._manager
         with self.lock, self.journal:
-            return manager.trim(self._manager, prefixes, compact, stream)
+            self._open()
+            before = self.context.stats().slab_bytes
+        return waits.when_clear(
+            owner,
+            waits.before_trim(owner, prefixes, compact, stream),
+            lambda groups: manager.trim(owner, prefixes, compact, stream, before),
+        )
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -686,8 +732,12 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            return manager.promote(self._open(), reqid, stream, wait=wait)
+        work = waits.Work(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            waits.before_move(reqid, work, wait=wait),
+            lambda groups: manager.promote(groups, reqid, work.stream, wait=wait),
+        )
 
     def move(
         self,
@@ -732,10 +782,13 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
-            groups = self._open()
+        work = waits.Work(stream, self._groups[0].device)
+
+        def call(groups: Sequence[Group]) -> Moved:
             tier = manager.tier_of(groups[0], location, device)
-            return manager.move(groups, reqid, tier, tokens, stream, wait=wait)
+            return manager.move(groups, reqid, tier, tokens, work.stream, wait=wait)
+
+        return waits.when_clear(self._manager, waits.before_move(reqid, work, wait=wait), call)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -799,8 +852,11 @@ class KVCache(MustClose):
         Raises:
             VMemError: a background batch failed (`wait` alone); the cache is consistent.
         """
-        with self.lock, self.journal:
-            manager.reclaim_free(self._open(), keep, wait=wait)
+        waits.when_clear(
+            self._manager,
+            waits.before_reclaim(keep) if wait else lambda groups: [],
+            lambda groups: manager.reclaim_free(groups, keep, wait=wait),
+        )
 
     def capacity(self, reqid: int) -> int:
         """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
@@ -875,6 +931,14 @@ class KVCache(MustClose):
     def lockstep(self) -> bool:
         """Whether answers must be the same on several ranks (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
+
+    def wait_before(self, look: waits.Look) -> None:
+        """Waits, without the lock, for what a call would wait for; `look`: of which call.
+
+        A call waits so by itself. Within `lock` it would wait with it: who makes several calls one
+        asks first, as ``cache.wait_before(waits.before_fork(...))`` (`pyvmem.kvcache.waits`).
+        """
+        waits.clear(self._manager, look)
 
     def owner(self, reqid: int) -> int | None:
         """Which of its owners a slot has, a number that it never had before; None: it is free.

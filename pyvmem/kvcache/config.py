@@ -166,16 +166,24 @@ class KVCacheConfig:
             meanwhile. 1: only a `step` that would otherwise say -1; 0: never.
         max_mappings: of the context that the cache opens (`Context`); 0: its default. For several
             caches on one machine, whose defaults may add up to more than the driver has.
-        idle_seconds: after so long without a call that takes, gives or steps a request, unmap
-            all pages of no request and give the pool's memory back to the device; 0: never.
+        idle_seconds: after so long without a call that takes, gives or steps a request, unmap the
+            pages of no request and give the pool's memory back to the device; 0: never. None: 0.5
+            where the context is the cache's own. A context shared with others, whose free memory
+            they may be about to use, is left alone then, and so are several ranks, which have no
+            clock in common.
         idle_prefixes: recorded prefixes go then too.
         state: the layers keep no row for a token, but one for a request, which it has as a whole
             from its first token on and which every token writes: linear attention's, a state
             space's, a convolution's. What requests hold is counted in tokens as elsewhere. Forks
             copy it; it cannot go back, and no recorded prefix has it (`KVCache.match`).
-        idle_compact: pages of running requests move together then, as in ``trim(compact=True)``:
-            the engine promises to launch no work on the cache between `idle_seconds` after its last
-            call and its next `step`. Only in a context of the cache's own.
+        idle_compact: what lives moves together then, so that the memory between goes back, slab by
+            slab: a call that comes in waits for one at most. None: while no request is taken, or
+            when the last `step` named none (zeros alone): so nobody can be reading what moves. A
+            request that was named may have work in the GPU's queue, or about to be launched, for
+            as long as its prefill takes. True: whatever the last `step` named: the engine promises
+            to launch no work on the cache between `idle_seconds` after its last call and its next
+            `step`. False: never. Only in a context of the cache's own, where nobody else has
+            reservations.
     """
 
     num_layers: int
@@ -198,9 +206,9 @@ class KVCacheConfig:
     overread_decode: bool = False
     sparse: bool = False
     packed_slots: bool = False
-    idle_seconds: float = 0.0
+    idle_seconds: float | None = None
     idle_prefixes: bool = False
-    idle_compact: bool = False
+    idle_compact: bool | None = None
     tensors_per_layer: int = 2
     window: int = 0
     window_tile: int = 192
@@ -245,7 +253,8 @@ class KVCacheConfig:
         self._check_real("low_watermark", 1)
         self._check_real("growth_fraction", 1)
         self._check_real("join_at", 1)
-        self._check_real("idle_seconds", 10**9)
+        if self.idle_seconds is not None:
+            self._check_real("idle_seconds", 10**9)
 
     def _check_real(self, name: str, high: int) -> None:
         value = getattr(self, name)

@@ -420,7 +420,7 @@ class ParallelKVCache(MustClose):
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
         self.layer_views = cache.layer_views
-        self.owner, self.seq_len = cache.owner, cache.seq_len
+        self.owner, self.seq_len, self.wait_before = cache.owner, cache.seq_len, cache.wait_before
         self._closed = False
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
@@ -712,7 +712,7 @@ class ParallelKVCache(MustClose):
         """See `KVCache.can_admit`; the same on every rank."""
         return self._settled(self._usable().can_admit, seq_lens, matches)
 
-    def trim(self, prefixes: bool = False, compact: bool = False, stream: Any = None) -> int:
+    def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
         """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
 
         The memory stays the cache's, ready in its context: the ranks have agreed on it. So there is

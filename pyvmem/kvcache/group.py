@@ -141,6 +141,8 @@ class Group:
         window: what slides; None: every row is kept.
         moves_on: one of these has something to do after a step.
         untidy: `tidy` is to be called by the next step.
+        named: the last step named a request, which GPU work may be using; of the first group.
+        rested: where not, the work before that step, as far as it is not known to be over.
     """
 
     def __init__(
@@ -180,11 +182,14 @@ class Group:
             self.promoter = Promoter(self.reclaimer, self.mover, config)
         if config.window:
             release = self.pager.release
-            self.window = Window(self.reclaimer, self.mover, config, prefixes.unit, release)
+            unit = prefixes.unit if prefixes.records else 1
+            self.window = Window(self.reclaimer, self.mover, config, unit, release)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window)
         # Pages per tensor, by slot and owner, that `step_async` left to a later call.
         self.left: dict[Slot, tuple[int, int]] = {}
+        self.named = False
+        self.rested: list[Any] = []
         self.used_tokens = 0
         self.clock = 0
         self.untidy = config.reclaim_steps > 0
@@ -291,6 +296,12 @@ class Group:
         """Something else after every call that takes, gives back or steps a request."""
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
+
+    def rest(self, stream: Any) -> None:
+        """No request is named by the last step; `stream`: of the work so far."""
+        event = record(stream, self.device) if any(slot.active for slot in self.table) else None
+        self.rested = [] if event is None else [event]
+        self.named = False
 
     def release(self, slot: Slot, event: Any) -> None:
         """Ends an ownership; `event`: the GPU work that may still touch the slot.

@@ -701,7 +701,7 @@ class Pager(Book):
                 except NotRecoverable:
                     self.reclaimer.condemn(job.pieces)
                     raise
-                except TooManyMappings:
+                except TooManyMappings as error:
                     if more:
                         return False
                     if self.fewer_mappings(pages, keep, background=background):
@@ -709,6 +709,7 @@ class Pager(Book):
                         continue
                     if self.reclaimer.table.lockstep:
                         raise
+                    self.runs.refused = str(error)
                     return False
                 except OutOfMemory:  # of the device, or of a context shared with others
                     if more:
@@ -933,6 +934,7 @@ class Runs:
     Attributes:
         limit: mappings that the context may have; 0: any number.
         joins: above `join_at` used mappings `join` is to be called; False: never.
+        refused: why the last growth found no mapping; "": nobody has to be told.
     """
 
     def __init__(
@@ -966,6 +968,7 @@ class Runs:
         columns.runs.longest = self._longest if self._fraction else 1
         columns.runs.fraction = self._fraction
         self._stream: Any = None
+        self.refused = ""
 
     @property
     def used(self) -> int:
@@ -1056,6 +1059,13 @@ class Runs:
                 calls = max(0, calls - self._pieces(slot)) if self.joins else 0
             found += calls
         return found * self._layout.num_tensors
+
+    def holders(self) -> tuple[int, int]:
+        """Mappings that pages of requests take, about, and those of pages of no request."""
+        found = [0, 0]
+        for slot in self._table:
+            found[not slot.active] += min(self._calls[slot.index], slot.mapped)
+        return found[0] * self._layout.num_tensors, found[1] * self._layout.num_tensors
 
     @property
     def left(self) -> int:

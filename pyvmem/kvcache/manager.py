@@ -49,22 +49,28 @@ if TYPE_CHECKING:
     from pyvmem.reservation import Reservation
 
 __all__ = [
+    "IDLE_SECONDS",
     "CommonPages",
     "IdleThread",
     "Manager",
     "Moved",
     "SwappedRequest",
+    "Truncation",
     "alloc",
     "alloc_prefix",
     "begin_trim",
     "bring_back",
     "can_admit",
+    "can_compact",
     "claim",
+    "empty_slots",
     "fork_all",
     "free",
     "free_pages",
     "grow",
     "is_ready",
+    "kept_slots",
+    "last_work",
     "make_free_alike",
     "missing",
     "move",
@@ -346,6 +352,9 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             rows, total, short = _begin(group, seq_lens, stream)
             begun.append((group, rows, total, short))
             lacking = lacking or bool(short)
+        names = any(seq_lens)
+        if names:
+            groups[0].named = True
         if lacking:
             done = len(groups) == 1 and group.pager.extend(background=False)
             if not done and not _grow_for(begun, stream):
@@ -355,10 +364,11 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
                 own = group.reclaimer
                 if own.share is not None or own.limit - own.held < own.watermark * own.limit:
                     group.keep_watermark()
-    except TooManyMappings:
+    except TooManyMappings as error:
         if groups[0].table.lockstep:  # the other ranks do not know
+            error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
-        _note_crowded(groups)
+        _note_crowded(groups, error)
         return -1
     # What calls the context comes before or after the rows of all groups: an interruption after a
     # call in between would leave some groups with the new rows and some with the old.
@@ -368,6 +378,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         runs = group.pager.runs
         if runs.joins and runs.used > runs.join_at:
             runs.join(stream)
+    if not names and groups[0].named:
+        groups[0].rest(stream)
     for group, rows, total, _ in begun:
         _commit(group, rows, total)
     for group in groups:
@@ -447,19 +459,74 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
-    if len(wants) == 1 and not group.table.lockstep:
-        want, reclaimer = wants[0][1], group.reclaimer
-        all_wants = want + _left_to_a_step(group, want)
-        missing = _lacking(group, all_wants) - reclaimer.free
-        if missing > 0:
-            if reclaimer.bring_back(missing, dict(all_wants)):
-                group.left.update((slot, (slot.owner, pages)) for slot, pages in want)
-                return True  # a later call begins the growth, or `step` waits for the pages
-            if len(all_wants) > len(want) and not group.pager.can_have(
-                reclaimer.free + missing, dict(all_wants)
-            ):
-                return False
+    if not group.table.lockstep:
+        if group.reclaimer.share is None:
+            found = _leave_to_a_step(group, wants[0][1])
+        else:
+            found = _leave_all_to_a_step(wants)
+        if found is not None:
+            return found
     return grow(wants, background=True)
+
+
+def _leave_to_a_step(group: Group, want: _Want) -> bool | None:
+    """What `step_async` says where pages must come back first, which it begins; None: none must."""
+    reclaimer = group.reclaimer
+    all_wants = want + _left_to_a_step(group, want)
+    missing = _lacking(group, all_wants) - reclaimer.free
+    if missing <= 0:
+        return None
+    if reclaimer.bring_back(missing, dict(all_wants)):
+        _note_left(group, want)
+        return True
+    if len(all_wants) > len(want) and not group.pager.can_have(
+        reclaimer.free + missing, dict(all_wants)
+    ):
+        return False
+    return None
+
+
+def _leave_all_to_a_step(wants: Sequence[tuple[Group, _Want]]) -> bool | None:
+    """The same of groups that share a budget, as far as they have the pages themselves.
+
+    What other caches of the budget must give back is waited for.
+    """
+    first = wants[0][0].reclaimer
+    assert first.share is not None
+    each = [(group, want + _left_to_a_step(group, want)) for group, want in wants]
+    need = own = 0
+    above: list[int] = []  # pages of each group that must be its own: it is at its ceiling
+    for group, want in each:
+        reclaimer, size = group.reclaimer, group.layout.page_size
+        lacking, idle = _lacking(group, want), reclaimer.idle(dict(want))
+        above.append(max(0, lacking - (reclaimer.limit - reclaimer.held)))
+        if above[-1] > idle:
+            return None
+        need += lacking * size
+        own += idle * size
+    missing = need - first.share.room()
+    if missing <= 0 and not any(above):
+        return None
+    if missing > own:
+        left = any(len(want) > len(new) for (_, want), (_, new) in zip(each, wants, strict=True))
+        return False if left and need > _reach([group for group, _ in wants]) else None
+    for (group, want), least in zip(each, above, strict=True):
+        back = missing - sum(
+            one.reclaimer.returning * one.layout.page_size for one, _ in each if one is not group
+        )
+        pages = max(least, -(-back // group.layout.page_size))
+        if pages > 0:
+            group.reclaimer.begin_cuts(pages, dict(want))
+    if not any(group.reclaimer.cuts for group, _ in each):
+        return None
+    for group, new in wants:
+        _note_left(group, new)
+    return True
+
+
+def _note_left(group: Group, want: _Want) -> None:
+    """A later call begins the growth, or `step` waits for the pages."""
+    group.left.update((slot, (slot.owner, pages)) for slot, pages in want)
 
 
 def _left_to_a_step(group: Group, want: _Want) -> _Want:
@@ -492,6 +559,14 @@ def _not_promised(group: Group, want: _Want) -> _Want:
         want = [
             (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
         ]
+    if want and pager.growths and not group.table.lockstep:
+        # More than a growth under way gives: its map call may be slow, so that is for a later call.
+        growing = [one for one in want if isinstance(one[0].job, Growth) and not one[0].job.done()]
+        others = _left_to_a_step(group, growing)
+        if growing and _lacking(group, growing + others) <= group.reclaimer.free:
+            _note_left(group, growing)
+            named = {slot for slot, _ in growing}
+            want = [one for one in want if one[0] not in named]
     return want
 
 
@@ -534,6 +609,8 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 def _note_short(groups: Sequence[Group]) -> None:
     for group in groups:
         group.counters.short += 1
+    if any(group.pager.runs.refused for group in groups):
+        _warn_crowded(groups)
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
             reclaimer = group.reclaimer
@@ -546,20 +623,54 @@ def _note_short(groups: Sequence[Group]) -> None:
             )
 
 
-def _note_crowded(groups: Sequence[Group]) -> None:
+def _note_crowded(groups: Sequence[Group], error: TooManyMappings) -> None:
     """The driver had no mapping left for what was begun in the background; that was undone."""
+    groups[0].pager.runs.refused = str(error)
     _note_short(groups)
-    runs = groups[0].pager.runs
+    for group in groups:
+        group.pager.runs.relieve()
+
+
+def _warn_crowded(groups: Sequence[Group]) -> None:
+    """Says why a step found no mapping, and who has some."""
+    reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
+    for group in groups:
+        group.pager.runs.refused = ""
     warn(
         _log,
         "mappings",
-        "the driver has no mapping left (%d of the context's %d in use): requests cannot grow "
-        "until some end; larger pages or promote_tokens need fewer",
-        runs.used,
-        runs.limit,
+        "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages or "
+        "promote_tokens need fewer",
+        reasons[0],
+        who_has_mappings(groups),
     )
-    for group in groups:
-        group.pager.runs.relieve()
+
+
+def who_has_mappings(groups: Sequence[Group]) -> str:
+    """Who could give mappings back, as far as context, budget and ledger tell.
+
+    Mappings of a cache are counted by its calls, so that the numbers are a little high.
+    """
+    context, journal = groups[0].context, groups[0].journal
+    total, known, texts = context.stats().mappings, 0, []
+    caches: dict[PrefixCache, list[Group]] = {}  # the groups of a cache have one
+    for book in journal.books:
+        if isinstance(book, Group) and book.context is context:
+            caches.setdefault(book.prefixes, []).append(book)
+    for number, parts in enumerate(caches.values(), 1):
+        taken, idle = map(sum, zip(*[one.pager.runs.holders() for one in parts], strict=True))
+        own = parts[0].prefixes is groups[0].prefixes
+        name = "this cache" if own else f"cache {number} of the budget"
+        texts.append(f"{name} has about {taken} for requests and {idle} for pages of none")
+        known += taken + idle
+    if total > known:
+        texts.append(f"{total - known} are others' in the context, or of recorded prefixes")
+    share = groups[0].reclaimer.share
+    engines = [] if share is None else share.engines()
+    texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]
+    if len(caches) == 1 and not engines:
+        texts.append("nobody else is known who could give way")
+    return f"of {total} in the context, " + ", ".join(texts)
 
 
 def _grow_each(wants: Sequence[tuple[Group, _Want]], background: bool) -> bool:
@@ -1101,10 +1212,10 @@ def alloc_prefix(
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
-            kept = _kept(groups, spans, match.length)
+            kept = kept_slots(groups, spans, match.length)
             if kept is None:
                 prefixes.require("alloc_prefix")
-            slots = kept or _emptiest(groups)
+            slots = kept or empty_slots(groups)
         if slots is None:
             reqid = alloc(groups, length)
         elif _begin_with(groups, match, spans, slots, stream, goes_on=kept is not None):
@@ -1173,7 +1284,7 @@ def _begin_with(
     return True
 
 
-def _kept(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
+def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
     """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
     stale = groups[0].table.index.stale
     if not stale.entries:
@@ -1197,7 +1308,7 @@ def _kept(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[S
     return best
 
 
-def _emptiest(groups: Sequence[Group]) -> list[Slot] | None:
+def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     """The free slot that is soonest without a page, in every group; None: there is none.
 
     Nor where an earlier owner's GPU work would be waited for. Ranks wait: how far that work is may
@@ -1416,11 +1527,11 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     for group, slot in zip(groups, slots, strict=True):
         page = group.layout.bytes_for(rows) // group.layout.page_size
         group.mover.shorten(slot, page, stream)
-    each = [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
+    each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
         for one in each:
             one.group.pager.release(one.slot)
-        each = [_Truncation.of(one.group, one.slot, rows) for one in each]
+        each = [Truncation.of(one.group, one.slot, rows) for one in each]
         wait_for(record(stream, groups[0].device))
         if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows)):
             return -1
@@ -1429,7 +1540,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     return 0
 
 
-def _shorten(each: Sequence[_Truncation], stream: Any) -> None:
+def _shorten(each: Sequence[Truncation], stream: Any) -> None:
     """Writes the truncation into the books, in every cache, then unmaps what policy does not keep.
 
     `stream`: of the last work on the rows.
@@ -1494,12 +1605,12 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
             slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
         )
     _shorten(
-        [_Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
+        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
     )
 
 
 @dataclass
-class _Truncation:
+class Truncation:
     """The plan for a slot's pages.
 
         0 ......... length ......... granted ......... mapped
@@ -1535,7 +1646,7 @@ class _Truncation:
     addresses: Reservation | None = None
 
     @classmethod
-    def of(cls, group: Group, slot: Slot, rows: int) -> _Truncation:
+    def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
         """The slot is the request's, without a move under way past its rows."""
         layout, places = group.layout, slot.places
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
@@ -1659,7 +1770,7 @@ class _Truncation:
         return tail
 
 
-def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> bool:
+def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool:
     """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
 
     `complete`: does the rest, if an exception from outside comes when a part has gone.
@@ -1668,7 +1779,7 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
         NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
     """
     begun = [one for one in each if one.unmaps]
-    done: list[_Truncation] = []
+    done: list[Truncation] = []
     try:
         if not all(one.copy() for one in begun):
             _give_up(begun)
@@ -1686,7 +1797,7 @@ def _unmap_all(each: Sequence[_Truncation], complete: Callable[[], None]) -> boo
     return True
 
 
-def _give_up(begun: Sequence[_Truncation]) -> None:
+def _give_up(begun: Sequence[Truncation]) -> None:
     for one in begun:
         one.give_up()
 
@@ -1694,30 +1805,40 @@ def _give_up(begun: Sequence[_Truncation]) -> None:
 # ---- memory given back ---------------------------------------------------------------------------
 
 
+IDLE_SECONDS = 0.5  # `KVCacheConfig.idle_seconds` of None, where the context is the cache's own
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
+_PAUSE_S = 0.001  # between two pieces of it, for whoever waits for the lock
 
 
-def begin_trim(group: Group, prefixes: bool, leased: bool = False) -> bool:
-    """Begins to unmap all pages of no request; True when none is on its way any more."""
+def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = True) -> bool:
+    """Begins to unmap all pages of no request; True when none is on its way any more.
+
+    `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
+    """
     group.pager.poll()
     group.reclaimer.poll()
     group.mover.sweep()
     if prefixes:
         group.prefixes.evict_all(leased)
-    group.reclaimer.release_stale(kept=True)
+    group.reclaimer.release_stale(kept=kept)
     for slot in group.table.victims():
-        group.reclaimer.try_cut(slot, slot.granted)
+        if kept or not slot.kept:
+            group.reclaimer.try_cut(slot, slot.granted)
     return not group.reclaimer.cuts
 
 
-def trim(manager: Manager, prefixes: bool, compact: bool, stream: Any) -> int:
-    """See `KVCache.trim`."""
-    groups, context = manager.open(), manager.context
-    before = context.stats().slab_bytes
+def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int) -> int:
+    """See `KVCache.trim`; `before`: what the context had taken from the device."""
+    groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
     context.trim(0)
     if compact:
         _compact(manager, stream)
+    elif compact is None and can_compact(manager):
+        with groups[0].counters.waiting():
+            for event in last_work(groups):
+                wait_for(event)
+            context.compact()
     for group in groups:
         group.reclaimer.raise_errors()
     back = max(0, before - context.stats().slab_bytes)
@@ -1744,6 +1865,38 @@ def _compact(manager: Manager, stream: Any) -> None:
         manager.context.compact()
 
 
+def can_compact(manager: Manager) -> bool:
+    """Whether nobody can be using what lives, once the work in `last_work` is over.
+
+    Pages are replaced under their addresses, so no GPU work may touch them, and what an engine
+    launches, a cache does not see. What it knows is who may be in that work: the requests that the
+    last `step` named, and in a context of others, anybody.
+    """
+    groups = manager.groups
+    if not manager.owns_context:
+        return False
+    if groups[0].named and any(slot.active for slot in groups[0].table):
+        return False
+    return all(
+        any(group.owns(found) for group in groups) for found in manager.context.reservations()
+    )
+
+
+def last_work(groups: Sequence[Group]) -> list[Any]:
+    """The GPU work that is not known to be over, where the last `step` named nobody."""
+    events: list[Any] = []
+    for group in groups:
+        group.rested = prune(group.rested)
+        events += group.rested
+        for slot in group.table:
+            slot.events = prune(slot.events)
+            events += slot.events
+        for block in group.reclaimer.shared.blocks:
+            block.events = prune(block.events)
+            events += block.events
+    return events
+
+
 def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
     """Unmaps all pages of no request, and waits for that; failures are in `Reclaimer.errors`."""
     for group in groups:
@@ -1755,24 +1908,32 @@ def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
                     break
 
 
+def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
+    """Something else after every call that takes, gives back or steps a request."""
+    return [group.activity() for group in manager.groups]
+
+
 class IdleThread(threading.Thread):
     """Trims a cache once for every time that it is idle for so long; ends with the cache.
 
     An idle engine makes no calls, so its calls cannot notice that it is. A thread looks a few times
     within `idle_seconds` whether a request was taken, given back or stepped, which costs those
-    calls nothing.
+    calls nothing. What lives moves together slab by slab (`Context.compact`), and the lock is free
+    between two: a call that comes in waits for one, half of whose pages at most are copied and
+    mapped again, and ends it.
 
     What is no failure of the cache's own, such as an error of torch for an event, is logged the
     first time; the next look tries again.
 
     Args:
         manager: of the cache that is trimmed.
+        seconds: how long it is idle first.
     """
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Manager, seconds: float) -> None:
         super().__init__(name="pyvmem-idle", daemon=True)
         self._manager = weakref.ref(manager)
-        self._period = manager.groups[0].config.idle_seconds / _LOOKS
+        self._period = seconds / _LOOKS
         self._ended = threading.Event()
         self._seen: list[tuple[int, int, int, int]] = []
         self._quiet = 0  # looks in a row that saw the same
@@ -1799,32 +1960,60 @@ class IdleThread(threading.Thread):
         if manager is None:
             self.end()
             return
-        now = [group.activity() for group in manager.groups]
+        now = _activity(manager)
         if now != self._seen:
             self._seen, self._quiet, self._trimmed = now, 0, False
             return
         self._quiet += 1
         if self._quiet >= _LOOKS and not self._trimmed:
-            self._trimmed = self._trim(manager)
+            pieces = (self._trim, self._compact)
+            self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
-    def _trim(self, manager: Manager) -> bool:
-        """One step of a trim that waits for nothing; True when it is complete."""
-        groups, config = manager.groups, manager.groups[0].config
-        with manager.lock, manager.journal:
-            if self._ended.is_set() or not manager.context.is_open:
-                return True
-            try:
-                done = [begin_trim(group, config.idle_prefixes) for group in groups]
-                if not all(done):
+    def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
+        """Repeats a piece of work, each time with the lock, until it has no more to do.
+
+        Returns:
+            Whether it is complete, or will not be; False: the next look goes on.
+        """
+        more: bool | None = True
+        while more:
+            with manager.lock, manager.journal:
+                if self._ended.is_set() or manager.closed or not manager.context.is_open:
+                    return True
+                if _activity(manager) != self._seen:
                     return False
-                manager.context.trim(0)
-                if config.idle_compact and manager.owns_context:
-                    _compact(manager, None)
-                held = sum(group.reclaimer.held for group in groups)
-                _log.debug("idle: trimmed, %d pages stay", held)
-            except VMemError as error:
-                groups[0].reclaimer.errors.append(error)  # the next step raises it
-            return True
+                try:
+                    more = piece(manager)
+                except VMemError as error:
+                    manager.groups[0].reclaimer.errors.append(error)  # the next step raises it
+                    return True
+            self._ended.wait(_PAUSE_S)
+        return more is not None
+
+    @staticmethod
+    def _trim(manager: Manager) -> bool | None:
+        """Unmaps, and gives empty slabs back. False: done. None: some must wait."""
+        groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
+        done = [begin_trim(group, prefixes, kept=prefixes) for group in groups]  # in each
+        if not all(done):
+            return None
+        manager.context.trim(0)
+        _log.debug("idle: trimmed, %d pages stay", sum(one.reclaimer.held for one in groups))
+        return False
+
+    @staticmethod
+    def _compact(manager: Manager) -> bool | None:
+        """Empties one slab, where that is safe. True: there may be more. None: work goes on."""
+        wanted = manager.groups[0].config.idle_compact
+        if wanted is False or not manager.owns_context:
+            return False
+        if wanted:
+            wait_for_device(None, manager.groups[0].device)
+        elif not can_compact(manager):
+            return False
+        elif last_work(manager.groups):
+            return None
+        return manager.context.compact(1) > 0
 
 
 # ---- pages that every slot has -------------------------------------------------------------------

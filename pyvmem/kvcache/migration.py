@@ -576,7 +576,7 @@ class Window:
         reclaimer: unmaps them.
         mover: has the moves that are under way.
         config: the window.
-        unit: tokens of a sharing unit.
+        unit: tokens of a sharing unit; 1 where nothing can be recorded.
         release: returns when no batch is in flight over a slot's addresses.
     """
 

@@ -314,6 +314,21 @@ class PrefixCache:
                 group.share(one, pages, unit)
         return self._insert(slot, ids)
 
+    @property
+    def records(self) -> bool:
+        """Whether rows can be recorded at all: no group has a state, or slides by large pages."""
+        return self._restores and not self._refused
+
+    def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
+        """Whether `record` would make pages shared, after the work that writes them."""
+        ids, units = self._check(slot, tokens, namespace)
+        if not self._restores or not self._lacks(slot, ids, units):
+            return False
+        return any(
+            one.places.floor(units * unit) > one.shared
+            for (_, one), unit in zip(self._each(slot), self.unit_pages, strict=True)
+        )
+
     def _lacks(self, slot: Slot, ids: TokenIds, units: int) -> bool:
         """Whether less than these units is recorded, and the slot has what is missing."""
         known = self._ends(self.tree.match(ids))

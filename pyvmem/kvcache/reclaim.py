@@ -89,6 +89,9 @@ class Share(Protocol):
     def ask(self, nbytes: int) -> None:
         """Posts a shortage for other processes, where the budget cannot find so much itself."""
 
+    def engines(self) -> list[tuple[str, int]]:
+        """Other engines of the ledger, in words, and the mappings that each has."""
+
     def check(self) -> list[str]:
         """Contradictions in the budget's records, in words."""
 
@@ -490,7 +493,7 @@ class Reclaimer(Book):
             share.take(lent)
         failed = sum(len(one.errors) for one in reclaimers)
         while (missing := goal - self._room()) > 0:
-            self._begin_cuts(-(-missing // size), keep)
+            self.begin_cuts(-(-missing // size), keep)
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
                 share.begin_cuts(min(missing, lent))
@@ -519,15 +522,21 @@ class Reclaimer(Book):
             pages: physical pages, of a cache without a budget.
             keep: slots that are to have at least so many pages per tensor.
         """
-        if self.share is not None:
+        if pages > self.idle(keep):
             return False
-        recorded = (self.shared.pages - self.shared.used - self.leased()) * self.layout.num_tensors
-        if pages > self.returning + self.spare(keep) * self.layout.num_tensors - recorded:
-            return False
-        self._begin_cuts(pages, keep)
+        self.begin_cuts(pages, keep)
         return self.returning >= pages or bool(self.cuts)
 
-    def _begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
+    def idle(self, keep: Mapping[Slot, int]) -> int:
+        """Physical pages that come back, or would with a cut: all but recorded prefixes.
+
+        Args:
+            keep: slots that are to have at least so many pages per tensor.
+        """
+        recorded = self.shared.pages - self.shared.used - self.leased()
+        return self.returning + (self.spare(keep) - recorded) * self.layout.num_tensors
+
+    def begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""
         tensors = self.layout.num_tensors
         self.release_stale(now=True)
@@ -617,9 +626,15 @@ class Reclaimer(Book):
 
     def release_kept(self, span: Span) -> None:
         """Unmaps the kept slots that have pages of a span, and waits: nobody is to refer to it."""
-        blocks = {part.block for part in span.parts}
+        gone: dict[Any, list[tuple[int, int]]] = {}
+        for block, low, high in span.parts:
+            gone.setdefault(block, []).append((low, high))
         for slot in self.table.index.stale:
-            if slot.kept and any(part.block in blocks for part in slot.span.parts):
+            if slot.kept and any(
+                first < high and low < last
+                for block, first, last in slot.span.parts
+                for low, high in gone.get(block, ())
+            ):
                 with self.counters.waiting():
                     if slot.job is not None:
                         self.finish(slot.job)

@@ -225,7 +225,8 @@ def cost(
     grows = [layout for layout in layouts if not layout.state]
     units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in grows]
     unit = lcm(*units)
-    each = [held_by(layout, choice.page_size, unit, requests) for layout in layouts]
+    kept = unit if grows == layouts else 1  # beside a state nothing is recorded
+    each = [held_by(layout, choice.page_size, kept, requests) for layout in layouts]
     held = Held(sum(one.mapped for one in each), sum(one.used for one in each))
     pages = held.mapped / choice.page_size
     tensors = sum(layout.num_tensors for layout in layouts)
@@ -234,7 +235,7 @@ def cost(
         choice=choice,
         tensors=tensors,
         held=held,
-        waste_bound=sum(_most_waste(layout, choice, unit) for layout in layouts),
+        waste_bound=sum(_most_waste(layout, choice, kept) for layout in layouts),
         tokens_per_growth=sum(layout.num_tensors for layout in grows) / calls,
         calls_per_token=calls,
         sharing_unit=unit if grows == layouts else 0,

@@ -95,6 +95,34 @@ static void as_much_as_wanted(void) {
   OK(vmem_close(vm));
 }
 
+/* A handle may have pages of a slab in several runs, with those of other slabs between. */
+static void handle_in_pieces(void) {
+  static const unsigned places[] = {0, 32, 2, 48, 34, 4, 50, 36};
+  enum { N = sizeof(places) / sizeof(places[0]) };
+  uint64_t other, freed;
+  vmem_handle all;
+  CHECK(open_slabs(MIB(1), 0, MIB(64)));
+  OK(vMemReserve(vm, MIB(64), NULL, &other));
+  CHECK(scatter(160, 2));
+  for (unsigned i = 0; i < N; i++) {
+    vmem_handle one;
+    OK(vmem_retain(vm, va + places[i] * PAGE, PAGE, &one));
+    OK(vMemMap(vm, other + i * PAGE, PAGE, one, 0, 0));
+    OK(vmem_drop(vm, one));
+  }
+  OK(vmem_gather(vm, other, N * PAGE, 1, 0, &all));
+  OK(vMemUnmap(vm, other, N * PAGE));
+  OK(change(VMEM_OP_UNMAP, va, 160 * PAGE, VMEM_OP_HOLES));
+  OK(compact(&freed));
+  EQ(stats_of(vm).slab_bytes, MIB(1));
+  OK(vmem_check(vm));
+  OK(vMemMap(vm, va, N * PAGE, all, 0, 0));
+  for (unsigned i = 0; i < N; i++) CHECK(signed_with(va + i * PAGE, places[i]));
+  OK(vmem_drop(vm, all));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* Every address, read-only ones too, and every handle shows the pages in their new place. */
 static void aliases_and_handles(void) {
   struct vmem_handle_info info = {.size = sizeof(info)};
@@ -607,6 +635,7 @@ static void suspended(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(what_is_busy_stays),
-     TEST(waits_for_work), TEST(large_pages), TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails),
-     TEST(undo_fails), TEST(suspended), TEST(in_one_call), TEST(random_model), TEST(among_threads))
+MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(handle_in_pieces),
+     TEST(what_is_busy_stays), TEST(waits_for_work), TEST(large_pages), TEST(without_new_memory),
+     TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails), TEST(suspended), TEST(in_one_call),
+     TEST(random_model), TEST(among_threads))

@@ -3,6 +3,7 @@
 """Random engines over one context, for a long time, against models that know every row.
 
     python tests/python/soak.py --seconds 600 --backend stock --seed 7
+    python tests/python/soak.py --steps 1000000 --log soak.log      # goes on where it was ended
 
 A run is a number of rounds. Each has a context and one to three caches: alone, of a budget, or one
 of layers that differ, some with a window; a model (share_helpers.py, test_kvcache_mixed_model.py)
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import sys
 import threading
 import time
@@ -519,19 +521,49 @@ def main() -> int:
     parser.add_argument("--backend", default="host")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--interrupts", action="store_true")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="a line for every part that is done; with the same file a run goes on after these",
+    )
+    parser.add_argument("--part", type=int, default=20_000, help="steps of a part, with --log")
     options = parser.parse_args()
+    if options.log is not None:
+        return _in_parts(options)
     if not options.steps and not options.seconds:
         options.seconds = 60.0
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
+    _run(options, seed, options.steps, options.seconds)
+    return 0
+
+
+def _run(options: argparse.Namespace, seed: int, steps: int, seconds: float = 0.0) -> Soak:
+    """One run, which its seed repeats; prints how it ended."""
     print(f"soak: {options.backend}, seed {seed}", flush=True)
     soak = Soak(options.backend, seed, interrupts=options.interrupts)
     begun = time.monotonic()
     try:
-        soak.run(options.steps, options.seconds)
+        soak.run(steps, seconds)
     except BaseException:
         print(f"soak: FAILED, seed {seed}, step {soak.done}", flush=True)
         raise
     print(f"{soak.told()}; {time.monotonic() - begun:.1f} s", flush=True)
+    return soak
+
+
+def _in_parts(options: argparse.Namespace) -> int:
+    """Runs of `part` steps, each with a seed of its own, until the log has `steps` of them."""
+    lines = options.log.read_text().splitlines() if options.log.exists() else []
+    found = [one for line in lines if (one := re.search(r"seed (\d+): (\d+) steps", line))]
+    done = sum(int(one[2]) for one in found)
+    first = random.randrange(1 << 30) if options.seed is None else options.seed
+    seed = int(found[-1][1]) + 1 if found else first
+    while done < options.steps:
+        soak = _run(options, seed, min(options.part, options.steps - done))
+        with options.log.open("a") as log:
+            print(soak.told(), file=log)
+        done, seed = done + soak.done, seed + 1
+    print(f"soak: {done} steps are done: {options.log}", flush=True)
     return 0
 
 

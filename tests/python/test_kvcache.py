@@ -427,6 +427,8 @@ def test_step_async_twice_and_more_than_promised(context: Context) -> None:
         assert cache.snapshot()[0].mapped_pages == 1
         assert cache.stats().waits == 0, "what is promised is not waited for"
         assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0
+        eventually(lambda: cache.is_ready(0, ROWS))
+        assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0, "more than is under way comes later"
         assert cache.snapshot()[0].mapped_pages == 2
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
         assert cache.snapshot()[0].granted_pages == 4

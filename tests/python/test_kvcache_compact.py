@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from kvcache_helpers import eventually, has_tensors
 
-from pyvmem import Context, NotSupported
+from pyvmem import Context, FdEvent, NotSupported
 from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape
 
 SLAB = 64 << 20
@@ -83,27 +87,174 @@ def is_compact(cache: KVCache) -> bool:
     return stats.slab_bytes <= stats.used_bytes * 1.1 + SLAB
 
 
+def rest(cache: KVCache, stream: Any = None) -> None:
+    assert cache.step([0] * REQUESTS, stream) == 0
+
+
+def device_bytes(backend: str) -> int | None:
+    """What the system, not the library, says is taken; None: it says nothing on this back end."""
+    if backend != "host":
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+    with open(f"/proc/{os.getpid()}/status") as status:  # the host back end's are shared files
+        found = re.search(r"RssShmem:\s+(\d+) kB", status.read())
+    assert found is not None
+    return int(found[1]) << 10
+
+
 def test_trim_moves_pages_together(backend: str) -> None:
-    with fragmented(backend) as (cache, _):
+    with fragmented(backend, idle_seconds=0) as (cache, _):
         cache.trim()
-        assert not is_compact(cache), "there is nothing to be shown"
+        assert not is_compact(cache), "requests that the last step named may have work"
+        cache.trim(compact=False)
+        rest(cache)
+        cache.trim(compact=False)
+        assert not is_compact(cache)
         before = cache.context.stats().slab_bytes
-        given = cache.trim(compact=True)
+        given = cache.trim()
         assert is_compact(cache)
         assert given == before - cache.context.stats().slab_bytes
 
 
-def test_an_idle_cache_is_compacted_where_its_engine_says_so(backend: str) -> None:
-    with fragmented(backend, idle_seconds=0.2, idle_compact=True) as (cache, _):
+def test_trim_moves_what_runs_where_its_caller_says_so(backend: str) -> None:
+    with fragmented(backend, idle_seconds=0) as (cache, _):
+        cache.trim(compact=True)
+        assert is_compact(cache)
+
+
+def test_an_idle_cache_is_compacted(backend: str) -> None:
+    """With nothing configured; what is missing to others is what the system says."""
+    before = device_bytes(backend)
+    with fragmented(backend) as (cache, marks):
+        rest(cache)
+        live = len(marks) * 2 * LAYERS * 8 * PAGE
+        eventually(lambda: cache.context.stats().used_bytes == live and is_compact(cache))
+        after = device_bytes(backend)
+        if before is not None and after is not None:
+            assert after - before <= live * 1.1 + SLAB
+
+
+def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
+    """No request is left, whatever the last step named; a next turn finds its rows."""
+    with fragmented(backend) as (cache, marks):
+        tokens = {reqid: range(1000 * reqid, 1000 * reqid + 8 * ROWS) for reqid in marks}
+        for reqid in marks:
+            cache.free_reqid(reqid, tokens=tokens[reqid])
+        assert cache.step([0] * REQUESTS) == 0
         eventually(lambda: is_compact(cache))
-    with fragmented(backend, idle_seconds=0.2) as (cache, marks):
+        found = {}
+        for reqid, mark in marks.items():
+            taken = cache.alloc_prefix(tokens[reqid], 0)
+            assert taken is not None
+            assert taken[1] == 8 * ROWS
+            found[taken[0]] = mark
+        marks.clear()
+        marks.update(found)
+
+
+def test_what_runs_stays_where_it_is(backend: str) -> None:
+    """The last step named the living requests: their work may be in the GPU's queue."""
+    with fragmented(backend, idle_seconds=0.1) as (cache, marks):
+        lens = [slot.seq_len for slot in cache.snapshot()]
+        assert cache.step(lens) == 0
         live = len(marks) * 2 * LAYERS * 8 * PAGE
         eventually(lambda: cache.context.stats().used_bytes == live)
+        idle = cache._idle
+        assert idle is not None
+        eventually(lambda: idle._trimmed)
         assert not is_compact(cache)
 
 
+def test_an_engine_may_promise_that_nothing_runs(backend: str) -> None:
+    with fragmented(backend, idle_seconds=0.1, idle_compact=True) as (cache, _):
+        eventually(lambda: is_compact(cache))
+
+
+def test_never_where_that_is_configured(backend: str) -> None:
+    with fragmented(backend, idle_seconds=0.1, idle_compact=False) as (cache, _):
+        rest(cache)
+        idle = cache._idle
+        assert idle is not None
+        eventually(lambda: idle._trimmed)
+        assert not is_compact(cache)
+
+
+def test_the_last_work_is_over_first(backend: str) -> None:
+    with FdEvent.create() as work, fragmented(backend, idle_seconds=0.1) as (cache, _):
+        before = cache.context.stats().slab_bytes
+        rest(cache, work)
+        idle = cache._idle
+        assert idle is not None
+        looks: list[bool | None] = []
+        compact, idle._compact = (
+            idle._compact,
+            lambda one: (  # type: ignore[method-assign]
+                looks.append(compact(one)) or looks[-1]
+            ),
+        )
+        eventually(lambda: len(looks) > 2)
+        assert looks[:2] == [None, None]
+        assert cache.context.stats().slab_bytes > before / 2
+        work.set()
+        eventually(lambda: is_compact(cache))
+
+
+def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
+    with fragmented(backend, idle_seconds=0.1) as (cache, _):
+        rest(cache)
+        with cache.context.reserve(PAGE):
+            cache.trim()
+            assert not is_compact(cache)
+        cache.trim()
+        assert is_compact(cache)
+
+
+def test_a_call_that_comes_in_waits_for_one_piece(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is compacted slab by slab; a step between two of them ends it."""
+    with fragmented(backend, idle_seconds=0.1, idle_compact=True) as (cache, _):
+        began, pieces = threading.Event(), []
+        compact = cache.context.compact
+
+        def slow(nbytes: int | None = None, after: Any = ()) -> int:
+            freed = compact(nbytes)
+            pieces.append(freed)
+            began.set()
+            stepping.wait(60)
+            return freed
+
+        stepping = threading.Event()
+        monkeypatch.setattr(cache.context, "compact", slow)
+        lens = [slot.seq_len for slot in cache.snapshot()]
+        assert began.wait(60)
+        started = len(pieces)
+        threading.Timer(0.05, stepping.set).start()
+        assert cache.step(lens) == 0
+        assert started == len(pieces) == 1
+        assert pieces[0] <= SLAB
+        monkeypatch.setattr(cache.context, "compact", compact)
+        eventually(lambda: is_compact(cache))
+
+
+def test_a_steady_load_is_not_compacted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fragmented(backend, idle_seconds=0.2, idle_compact=True) as (cache, _):
+        lens = [slot.seq_len for slot in cache.snapshot()]
+        pieces: list[int] = []
+        monkeypatch.setattr(cache.context, "compact", lambda *args: pieces.append(1) or 0)
+        pause = threading.Event()
+        for _ in range(100):
+            assert cache.step(lens) == 0
+            pause.wait(0.01)
+        assert not pieces
+
+
 def test_requests_go_on_after_it(backend: str) -> None:
-    with fragmented(backend) as (cache, marks):
+    with fragmented(backend, idle_seconds=0) as (cache, marks):
         cache.trim(compact=True)
         lens = [slot.seq_len for slot in cache.snapshot()]
         reqid = cache.alloc_reqid()
@@ -121,6 +272,8 @@ def test_not_in_a_context_of_others(context: Context) -> None:
     with KVCache(config(page_size=page, max_batch=2), context) as cache:
         with pytest.raises(NotSupported, match="not the cache's own"):
             cache.trim(compact=True)
+        assert cache._idle is None, "nor does it give back memory that others are about to use"
+        assert cache.trim() >= 0
         cache.check_integrity()
 
 

@@ -197,15 +197,16 @@ def test_trim_takes_it(host: Context) -> None:
 
 
 def test_a_turn_that_comes_before_its_work_is_over(host: Context) -> None:
-    """The slot is not ready: the prefix is mapped in another one, as without it."""
+    """The CPU waits for those who wrote the rows; they may be mapped in any slot by then."""
     with pending() as event, small_cache(host) as cache:
         slot = started(cache, TURN)
         cache.free_reqid(slot, event, tokens=PROMPT[:TURN])
-        with firing_later(event):
+        with firing_later(event) as fired:
             begun = cache.alloc_prefix(PROMPT)
+            assert fired
         assert begun is not None
-        assert begun[0] != slot
         assert begun[1] == 3 * ROWS
+        assert rows_are(cache, begun[0], 0, 3 * ROWS, 1.0)
         settled(cache)
 
 
@@ -283,3 +284,21 @@ def test_layers_that_differ_go_on_together(host: Context) -> None:
         assert cache.k(0)[slot, 5, 0, 0].item() == 3.0
         assert cache.k(1)[slot, len(tokens) - 1, 0, 0].item() == 4.0
         cache.check_integrity()
+
+
+def test_only_what_has_an_evicted_page_is_unmapped(host: Context) -> None:
+    """Two requests were recorded from one block's first and last pages; the last ones go."""
+    with small_cache(host, max_batch=8) as cache:
+        tokens = list(range(4 * ROWS))
+        parent = started(cache, 4 * ROWS)
+        cache.record(parent, tokens)
+        short = cache.alloc_prefix(tokens[: 2 * ROWS], 0)
+        assert short is not None
+        cache.free_reqid(short[0], tokens=tokens[: 2 * ROWS])
+        group = cache._groups[0]
+        whole = group.table[parent].span
+        assert group.table[short[0]].kept
+        group.reclaimer.release_kept(whole.cut(2, 4))
+        assert group.table[short[0]].kept, "it has none of these pages"
+        group.reclaimer.release_kept(whole.cut(1, 3))
+        assert not group.table[short[0]].kept

@@ -8,18 +8,21 @@ proportions of a card of 80 or 141 GB: a tensor pair stands for 32.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import pyvmem
-from pyvmem import Context, KVCache, KVCacheConfig
-from pyvmem.kvcache import growth
+from pyvmem import Context, KVCache, KVCacheConfig, logs
+from pyvmem.kvcache import Budget, growth
 from pyvmem.kvcache.cache import LayeredCache
 from pyvmem.kvcache.config import LayerShape
+from pyvmem.ledger import Ledger, Participant, device_of
 
 PAGE = 64 << 10
 ROWS = 8  # of a page
@@ -298,3 +301,52 @@ def test_layered_cache_fills_too() -> None:
 def test_bad_fractions_are_refused(name: str, value: object) -> None:
     with pytest.raises(pyvmem.InvalidArgument, match=name):
         config(1, 64, **{name: value})
+
+
+def test_a_refusal_names_who_could_give_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log says what a -1 for want of mappings hangs on: other caches, and other engines."""
+    monkeypatch.setattr(logs, "_last", {})
+    with Context("host", granule=PAGE, max_mappings=30) as context:
+        device = device_of(context.info.device_name, context.info.uuid)
+        with (
+            Budget(
+                context, 200 * PAGE, ledger=Ledger(device, folder=tmp_path), name="mine"
+            ) as budget,
+            Participant(
+                Ledger(device, folder=tmp_path),
+                "other",
+                floor=0,
+                limit=100 * PAGE,
+                least=PAGE,
+                virtual=100 * PAGE,
+            ) as other,
+            KVCache(config(2, 50, growth_fraction=0.0, join_at=0.0), budget=budget) as big,
+            KVCache(config(2, 50, growth_fraction=0.0, join_at=0.0), budget=budget) as small,
+        ):
+            other.account.take(PAGE, 17)
+            for cache in (big, small):
+                assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+            for rows in range(ROWS, 6 * ROWS, ROWS):
+                assert big.step([rows, rows]) == 0
+            fill(small, 2)
+            small.check_integrity()
+    warned = [
+        one.getMessage() for one in caplog.records if "no mapping is left" in one.getMessage()
+    ]
+    assert len(warned) == 1
+    assert "exceed the 30 that this context may have" in warned[0]
+    assert "this cache has about" in warned[0]
+    assert re.search(r"cache 1 of the budget has about [1-9]\d* for requests", warned[0])
+    assert "engine 'other'" in warned[0]
+    assert "has 17" in warned[0]
+
+
+def test_a_refusal_says_where_nobody_is_known(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_last", {})
+    with cache_of(2, 60, 40, growth_fraction=0.0, join_at=0.0) as (cache, _):
+        fill(cache, 2)
+    assert "nobody else is known who could give way" in caplog.text

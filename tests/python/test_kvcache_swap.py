@@ -275,11 +275,11 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
     calls: list[int] = []
     real = manager.begin_trim
 
-    def failing(*args: Any) -> bool:
+    def failing(*args: Any, **options: Any) -> bool:
         calls.append(1)
         if len(calls) < 3:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(manager, "begin_trim", failing)
     with small_cache(host, idle_seconds=0.02) as cache:

@@ -13,10 +13,21 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, eventually, lens, rows_are, small_cache, stamp, started
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    lens,
+    rows_are,
+    small_cache,
+    small_config,
+    stamp,
+    started,
+)
 
-from pyvmem import Context, FdEvent
-from pyvmem.kvcache import KVCache
+from pyvmem import Context, FdEvent, InvalidArgument
+from pyvmem.engine import Request, RequestCache
+from pyvmem.kvcache import Budget, KVCache, LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(1, 3 * ROWS))
@@ -180,3 +191,208 @@ def test_admission_and_freeing_wait_for_nothing(context: Context, work: FdEvent)
         assert promptly(lambda: cache.alloc_reqid(ROWS), work) is not None
         cache.check_integrity()
         work.set()  # before the cache is closed, which waits for it
+
+
+def test_a_step_ahead_of_a_budgets_cache_waits_for_none_of_its_own(
+    context: Context, work: FdEvent
+) -> None:
+    limit = 5 * TENSORS * context.info.granule
+    budget = Budget(context, limit)
+    with KVCache(small_config(context.info.granule, memory_limit=0), budget=budget) as cache:
+        one, other = started(cache, 3 * ROWS), started(cache, ROWS)
+        cache.free_reqid(one, stream=work)
+        want = lens(cache, **{f"r{other}": 4 * ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        work.set()
+        assert cache.step(want) == 0
+        assert rows_are(cache, other, 0, ROWS, 1.0)
+        assert cache.step_async(lens(cache, **{f"r{other}": 6 * ROWS})) == -1
+
+
+def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
+    context: Context, work: FdEvent
+) -> None:
+    page = context.info.granule
+    rows = page // (2 * 64 * 4)  # of a page of the first class
+    shapes = [LayerShape(num_kv_heads=2, head_dim=64), LayerShape(num_kv_heads=1, head_dim=64)]
+    with LayeredCache(
+        shapes,
+        context,
+        dtype="float32",
+        max_batch=4,
+        max_seq_len=8 * rows,
+        page_size=page,
+        memory_limit=2 * 9 * page,
+        low_watermark=0.0,
+        growth_fraction=0.0,
+    ) as cache:
+        one, other = cache.alloc_reqid(), cache.alloc_reqid()
+        assert (
+            cache.step(
+                [4 * rows if slot == one else 2 * rows if slot == other else 0 for slot in range(4)]
+            )
+            == 0
+        )
+        cache.free_reqid(one, stream=work)
+        want = [6 * rows if slot == other else 0 for slot in range(4)]
+        for _ in range(2):
+            assert promptly(lambda: cache.step_async(want), work) == 0
+        assert not cache.is_ready(other, 6 * rows)
+        work.set()
+        assert cache.step(want) == 0
+        assert cache.step_async([8 * rows if slot == other else 0 for slot in range(4)]) == -1
+        cache.check_integrity()
+
+
+# ---- a driver that stalls ------------------------------------------------------------------------
+
+
+def test_a_slow_call_of_the_driver_reaches_no_step_until_what_is_ahead_is_used_up(
+    context: Context, work: FdEvent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages mapped ahead by `step_async`; then a map call hangs on the worker."""
+    submit = context.submit
+
+    def slow(ops: Any, after: Any = (), *rest: Any, **options: Any) -> Any:
+        return submit(ops, [*after, work], *rest, **options)
+
+    with small_cache(context) as cache:
+        one, other = started(cache, ROWS), started(cache, ROWS)
+
+        def both(rows: int) -> list[int]:
+            return lens(cache, **{f"r{one}": rows, f"r{other}": rows})
+
+        assert cache.step_async(both(3 * ROWS)) == 0
+        eventually(lambda: cache.is_ready(one, 3 * ROWS))
+        monkeypatch.setattr(context, "submit", slow)
+        for rows in range(ROWS + 1, 3 * ROWS + 1):
+            assert promptly(lambda rows=rows: cache.step_async(both(rows + 3 * ROWS)), work) == 0
+            assert promptly(lambda rows=rows: cache.step(both(rows)), work) == 0
+            stamp(cache, one, rows - 1, rows, float(rows))
+        assert not cache.is_ready(one, 4 * ROWS), "the call is not over"
+        with waiting(lambda: cache.step(both(4 * ROWS)), work) as found:
+            pass
+        assert found == [0]
+        assert rows_are(cache, one, 3 * ROWS - 1, 3 * ROWS, 3.0 * ROWS)
+
+
+# ---- several threads -----------------------------------------------------------------------------
+
+
+@contextmanager
+def waiting(call: Callable[[], Any], work: FdEvent) -> Iterator[list[Any]]:
+    """Another thread makes a call that waits for the work; gets what it returned, when it is over.
+
+    The work ends with the block, after which the call is over.
+    """
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    try:
+        thread.join(0.05)
+        assert thread.is_alive(), "it does not wait, so there is nothing to be shown"
+        yield found
+        assert not found
+    finally:
+        work.set()
+        thread.join(30)
+    assert found, "it raised"
+
+
+Call = Callable[[KVCache, int, FdEvent], Any]
+
+SLOW: dict[str, tuple[dict[str, Any], Call]] = {
+    "fork": ({}, lambda cache, reqid, work: cache.fork(reqid, stream=work)),
+    "record": ({}, lambda cache, reqid, work: cache.record(reqid, PROMPT, work)),
+    "swap_out": ({}, lambda cache, reqid, work: cache.swap_out(reqid, work)),
+    "truncate": ({}, lambda cache, reqid, work: _truncate_shared(cache, reqid, work)),
+    "move": (
+        {"host_limit": 1 << 30},
+        lambda cache, reqid, work: cache.move(reqid, "host", stream=work),
+    ),
+    "trim": ({}, lambda cache, reqid, work: cache.trim() or True),
+    "reclaim_free": ({}, lambda cache, reqid, work: cache.reclaim_free(wait=True) or True),
+    "fork_into_a_busy_slot": ({}, lambda cache, reqid, work: cache.fork(reqid, into=3)),
+    "alloc_prefix": ({}, lambda cache, reqid, work: cache.alloc_prefix(PROMPT)),
+}
+
+
+def _truncate_shared(cache: KVCache, reqid: int, work: FdEvent) -> bool:
+    return cache.truncate(reqid, ROWS // 2, work) == 0
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent, name: str) -> None:
+    changes, call = SLOW[name]
+    with small_cache(context, max_batch=6, **changes) as cache:
+        reqid = started(cache, 2 * ROWS, 2.0)
+        other = started(cache, ROWS, 3.0)
+        if name == "truncate":
+            assert cache.fork(reqid) is not None
+        if name in ("trim", "reclaim_free", "fork_into_a_busy_slot"):
+            cache.claim(3)
+            assert cache.step(lens(cache, r3=ROWS)) == 0
+            cache.free_reqid(3, stream=work)
+        if name == "alloc_prefix":
+            third = started(cache, 3 * ROWS, 4.0)
+            cache.free_reqid(third, stream=work, tokens=[*PROMPT, 7])
+        rows = cache.snapshot()[reqid].seq_len
+        with waiting(lambda: call(cache, reqid, work), work):
+            want = lens(cache, **{f"r{other}": 2 * ROWS})
+            assert promptly(lambda: cache.step_async(want), work) == 0
+            assert promptly(lambda: cache.step(want), work) == 0
+            new = promptly(lambda: cache.alloc_reqid(ROWS), work)
+            assert new is not None
+            assert promptly(lambda: cache.can_admit([ROWS]), work)
+            assert promptly(lambda: cache.free_reqid(new) is None, work)
+        assert rows_are(cache, other, 0, ROWS, 3.0)
+        if cache.is_taken(reqid) and cache.snapshot()[reqid].seq_len == rows:
+            assert rows_are(cache, reqid, 0, rows, 2.0)
+        cache.check_integrity()
+
+
+def test_what_changes_while_a_call_waits_is_what_the_call_finds(
+    context: Context, work: FdEvent
+) -> None:
+    """The request that is to be swapped out is freed meanwhile."""
+    with small_cache(context) as cache:
+        reqid = started(cache, 2 * ROWS)
+
+        def swap() -> str:
+            try:
+                cache.swap_out(reqid, work)
+            except InvalidArgument as error:
+                return str(error)
+            return ""
+
+        with waiting(swap, work) as found:
+            promptly(lambda: cache.free_reqid(reqid) is None, work)
+        assert found == [f"reqid {reqid} is not taken"]
+        cache.check_integrity()
+
+
+REQUESTS: dict[str, Callable[[RequestCache, Request, FdEvent], Any]] = {
+    "fork": lambda cache, request, work: cache.fork(request, stream=work),
+    "fork_async": lambda cache, request, work: cache.fork_async(request, stream=work).result(30),
+    "swap_out": lambda cache, request, work: cache.swap_out(request, work) or True,
+    "swap_out_async": lambda cache, request, work: (
+        cache.swap_out_async(request, stream=work).result(30) or True
+    ),
+    "record": lambda cache, request, work: cache.record(request, PROMPT[: 2 * ROWS], work),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_other_requests_go_on(context: Context, work: FdEvent, name: str) -> None:
+    with small_cache(context) as memory, RequestCache(memory) as cache:
+        request, other = cache.begin(2 * ROWS), cache.begin(ROWS)
+        assert isinstance(request, Request)
+        assert isinstance(other, Request)
+        assert cache.extend({request: 2 * ROWS, other: ROWS}) is None
+        with waiting(lambda: REQUESTS[name](cache, request, work), work):
+            assert promptly(lambda: cache.extend({other: 3 * ROWS}) is None, work)
+            new = promptly(lambda: cache.begin(ROWS), work)
+            assert isinstance(new, Request)
+            assert promptly(lambda: cache.release(new) is None, work)
+        for one in list(cache.requests):
+            cache.release(one)

@@ -30,7 +30,7 @@ from pyvmem import (
     NotMapped,
     OutOfMemory,
 )
-from pyvmem.kvcache import LayeredCache, LayerShape, layer_shapes
+from pyvmem.kvcache import LayeredCache, LayerShape, StateShape, layer_shapes
 
 TENSORS = 2 * LAYERS
 WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
@@ -496,3 +496,25 @@ def test_layers_of_real_configurations() -> None:
     assert windows == [64] * 5 + [0]
     deepseek = transformers.DeepseekV3Config(num_hidden_layers=2)
     assert layer_shapes(deepseek) == [LayerShape(1, 576, 0)] * 2
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_no_row_is_kept_for_a_prefix_where_none_can_be_recorded(
+    host: Context, stateful: bool
+) -> None:
+    """16 rows of 768 bytes fill whole pages: a window that can be recorded goes on by these."""
+    shapes: list[LayerShape | StateShape] = [
+        LayerShape(num_kv_heads=3, head_dim=64, window=8),
+        StateShape(conv=(40, 4), recurrent=(4, 20, 20))
+        if stateful
+        else LayerShape(num_kv_heads=3, head_dim=64),
+    ]
+    with LayeredCache(
+        shapes, host, dtype="float32", max_batch=1, max_seq_len=64, page_size=4096, window_tile=0
+    ) as cache:
+        assert cache.alloc_reqid() == 0
+        for rows in range(1, 17):
+            assert cache.step([rows]) == 0
+        first = cache.caches[0].first_rows([0])[0]
+        assert first == (6 if stateful else 0), "15 rows less a window of 8 begin on page 1"
+        cache.check_integrity()

@@ -70,7 +70,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
     order = (
         *("config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
         *("reclaim", "migration", "growth", "sharing", "prefix_tree", "prefix_cache", "budget"),
-        *("group", "integrity", "manager", "cache", "distributed"),
+        *("group", "integrity", "manager", "waits", "cache", "distributed"),
     )
     modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}
     assert set(order) == modules

@@ -36,6 +36,7 @@ struct vm_be_info {
   const char *how;                /* with what a page is mapped: " through UVM"; NULL = "" */
   char patched[40];               /* "patched driver, ABI 1: ", else "" */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
+  uint64_t open_ns, prove_ns;     /* how long opening and proving took: vm_backend_open */
 };
 
 struct vm_be_range {

@@ -10,6 +10,7 @@
 #include <stdio.h>
 
 #include "backend/backend.h"
+#include "base/clock.h"
 #include "base/error.h"
 
 #define LEAST_ALIGN (2ull << 20)
@@ -100,10 +101,14 @@ static int name_failure(const struct vm_backend *t) {
 }
 
 int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be) {
+  uint64_t begun = vm_now_ns(), opened;
   int err = t->open(opts, info, be);
   if (err) return err;
+  opened = vm_now_ns();
   if (!info->table) info->table = t;
   err = prove(info->table, *be, info);
+  info->open_ns = opened - begun;
+  info->prove_ns = vm_now_ns() - opened;
   if (!err) return 0;
   err = name_failure(t);
   VM_UNDO(info->table->close(*be));
@@ -129,7 +134,9 @@ int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags,
     return found->error;
   }
   info.table->close(be);
-  snprintf(found->reason, sizeof(found->reason), "%sa page of %llu bytes was mapped%s, written, read and unmapped",
-           info.patched, (unsigned long long)info.pub.granule, info.how ? info.how : "");
+  snprintf(found->reason, sizeof(found->reason),
+           "%sa page of %llu bytes was mapped%s, written, read and unmapped: opened in %.1f ms, proved in %.1f ms",
+           info.patched, (unsigned long long)info.pub.granule, info.how ? info.how : "", (double)info.open_ns / 1e6,
+           (double)info.prove_ns / 1e6);
   return 0;
 }

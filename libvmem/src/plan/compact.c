@@ -60,10 +60,19 @@ static void sort(struct vm_list *l, size_t item, int (*order)(const void *, cons
   if (l->n) qsort(l->v, l->n, item, order);
 }
 
+/* In order, each once: a handle has as many runs in a slab as its pages lie there in pieces. */
+static void sort_references(struct vm_list *l) {
+  struct reference *e = l->v;
+  size_t n = 0;
+  sort(l, sizeof(*e), by_slab);
+  for (size_t i = 0; i < l->n; i++)
+    if (!n || by_slab(&e[n - 1], &e[i])) e[n++] = e[i];
+  l->n = n;
+}
+
 static int add(struct vm_ctx *c, struct vm_list *l, uint32_t slab, uint64_t from) {
-  struct reference *e = l->n ? VM_AT(*l, struct reference, l->n - 1) : NULL;
-  if (e && e->slab == slab && e->from == from) return 0;
-  if (!(e = VM_PUSH(c, l, struct reference))) return -ENOMEM;
+  struct reference *e = VM_PUSH(c, l, struct reference);
+  if (!e) return -ENOMEM;
   *e = (struct reference){slab, from};
   return 0;
 }
@@ -102,8 +111,8 @@ static int look(struct vm_ctx *c, struct survey *v) {
       if (r->slab && worth_it(r->slab)) err = add(c, &v->held, r->slab->index, i);
     }
   sort(&v->victims, sizeof(struct victim), by_use);
-  sort(&v->shown, sizeof(struct reference), by_slab);
-  sort(&v->held, sizeof(struct reference), by_slab);
+  sort_references(&v->shown);
+  sort_references(&v->held);
   return err;
 }
 
