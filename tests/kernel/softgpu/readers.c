@@ -369,10 +369,33 @@ void sg_readers_counters(struct softgpu_counters *out)
 
 /* ---- the driver's tracepoints -------------------------------------------------------------------------- */
 
+/*
+ * A tracepoint runs as the process whose allocations a test lets fail one by one (fail-nth). Ours are spared: a BIND that
+ * is not noted looks like a gap.
+ */
+static unsigned int spare(void)
+{
+	unsigned int nth = 0;
+
+#ifdef CONFIG_FAULT_INJECTION
+	nth = current->fail_nth;
+	current->fail_nth = 0;
+#endif
+	return nth;
+}
+
+static void spare_end(unsigned int nth)
+{
+#ifdef CONFIG_FAULT_INJECTION
+	current->fail_nth = nth;
+#endif
+}
+
 static void probe_op(void *data, u64 start, u64 length, u64 addr, u64 bytes, u32 op, u32 flags)
 {
 	const void *descriptor = sg_descriptor_of_caller();
 	u64 first = addr, last = addr + bytes - 1;
+	unsigned int nth = spare();
 	struct bind *bind;
 
 	/* what a cut changes is a slot */
@@ -388,6 +411,7 @@ static void probe_op(void *data, u64 start, u64 length, u64 addr, u64 bytes, u32
 	else
 		pr_err("softgpu: error: no memory for a BIND\n");
 	spin_unlock(&lock);
+	spare_end(nth);
 }
 
 static void probe_sent(void *data, u64 start, int result)
