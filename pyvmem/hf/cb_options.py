@@ -42,7 +42,8 @@ class Options:
         kernel: of attention.
         backend: None: "host" for a model on the CPU, else "auto".
         context: shared; None: one is opened and owned.
-        keep_windows: rows that left a sliding window stay, so that prefixes and forks are shared.
+        keep_windows: rows that left a sliding window stay, so that prefixes are found wherever
+            prompts part, not only where a window was recorded.
         kvcache: other fields of `KVCacheConfig`.
     """
 
@@ -175,12 +176,6 @@ def make_requests(
     windows = [shape.window for shape in shapes]
     if options.keep_windows:
         shapes = [dataclasses.replace(shape, window=0) for shape in shapes]
-    elif any(windows) and cb_config.allow_block_sharing:
-        _warn_once(
-            "ContinuousBatchingConfig.allow_block_sharing=True is switched off over virtual "
-            "memory: a sliding window drops the rows that another request would begin with; "
-            "keep_windows=True keeps them"
-        )
     policy = {"dtype": dtype, "max_batch": slots, "max_seq_len": longest, **options.kvcache}
     checked = KVCacheConfig(1, 1, 1, **{**policy, "group_size": 1})
     token_bytes = checked.itemsize * sum(map(_elements, shapes))

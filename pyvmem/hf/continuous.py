@@ -84,8 +84,9 @@ def install(
         kernel: see `pyvmem.attention.Attention`.
         backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the managers.
-        keep_windows: of layers with a sliding window, keep all rows, so that prefixes are shared
-            and answers forked; they take as much memory as full attention then.
+        keep_windows: of layers with a sliding window, keep all rows: a recorded prompt is then
+            found by every prompt that begins alike, where otherwise the window at that place must
+            have been recorded. They take as much memory as full attention.
         **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` is, where it is
             not given, ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else what
             ``max_memory_percent`` leaves.

@@ -22,7 +22,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import pyvmem
 from pyvmem import NotSupported
-from pyvmem.hf import cb_options, latent
+from pyvmem.hf import latent
 from pyvmem.hf.continuous import vmem_continuous_batching
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, LayeredCache
@@ -102,32 +102,95 @@ def test_the_tokens_are_transformers_own(
     assert alone(model, inputs[:1], 5) == [want[0][:5]], "the model is as it was"
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_prefixes_and_forks_of_a_model_with_windows(
-    host: pyvmem.Context, keep: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """With all rows kept they are shared; without, every request computes its own, as is said."""
-    cb_options._warn_once.cache_clear()
-    model, common = model_of("gemma3"), prompts(1, 200)[0] * 4
-    inputs = [common[:150] + one for one in prompts(3, 9)]
-    want = alone(model, inputs, 20)
-    shared: list[int] = []
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that every request began with, as it found them."""
+    found: list[int] = []
     match = NamedRequests.match
 
     def watch(self: NamedRequests, *args: Any) -> int:
-        shared.append(match(self, *args))
-        return shared[-1]
+        found.append(match(self, *args))
+        return found[-1]
 
     monkeypatch.setattr(NamedRequests, "match", watch)
+    return found
+
+
+def gone(requests: NamedRequests, name: str) -> int:
+    """Rows of a request that left the window and were given back."""
+    sliding = next(part for part in requests.parts if part.config.window)
+    return sliding.first_rows([requests._requests[name].request.slot])[0]
+
+
+def stems(tails: list[list[int]]) -> list[list[int]]:
+    """Prompts that begin alike, as with one system prompt: longer than chunk and window."""
+    common = prompts(1, 200)[0] * 4
+    return [common[:150] + one for one in tails]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_requests_begin_with_what_a_window_still_holds(
+    host: pyvmem.Context, kind: str, keep: bool, shared: list[int]
+) -> None:
+    """A prompt in chunks is recorded at the ends of these: there another one may part from it."""
+    model, inputs = model_of(kind), stems(prompts(4, 60))
+    want = alone(model, inputs, 20)
     with vmem_continuous_batching(model, **options(host, max_batch=1, keep_windows=keep)):
         assert answers(model, inputs, max_new_tokens=20) == want
-    assert bool(sum(shared)) == keep
-    said = [one.message for one in caplog.records if "keep_windows" in one.message]
-    assert len(said) == (0 if keep else 1)
+    assert shared == [0, 128, 128, 128]  # the last whole page of the 150
+    assert host.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+@pytest.mark.parametrize("tile", [0, 16])
+def test_answers_are_forked_behind_a_window(host: pyvmem.Context, kind: str, tile: int) -> None:
+    model, inputs = model_of(kind), stems(prompts(1, 9))
+    want = alone(model, inputs, 40)
     sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}  # the likeliest token
-    with vmem_continuous_batching(model, **options(host, max_batch=9, keep_windows=keep)):
-        found = answers(model, inputs[:1], max_new_tokens=20, **sampling)
-    assert found == [want[0]] * 3
+    forked: list[int] = []
+    fork = NamedRequests.fork
+
+    def watch(self: NamedRequests, parent: str, child: str, tokens: int) -> bool:
+        forked.append(gone(self, parent))
+        return fork(self, parent, child, tokens)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        vmem_continuous_batching(model, **options(host, max_batch=9, window_tile=tile)),
+    ):
+        patch.setattr(NamedRequests, "fork", watch)
+        assert answers(model, inputs, max_new_tokens=40, **sampling) == [want[0]] * 3
+    assert len(forked) == 2
+    assert all(forked), "rows had left the parent's window"
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_pages_behind_a_window_go_back_in_continuous_batching(
+    host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that holds two requests' windows and not their rows, with chunks, joins and turns."""
+    model, tails = model_of(kind), prompts(4, 40)
+    first = stems(tails)
+    want = alone(model, first, 30)
+    second = [one + answer + tail for one, answer, tail in zip(first, want, tails, strict=True)]
+    rows: list[tuple[int, int]] = []
+    step = NamedRequests.computed
+
+    def watch(self: NamedRequests, name: str, *args: Any) -> None:
+        step(self, name, *args)
+        rows.append((self._requests[name].valid, gone(self, name)))
+
+    monkeypatch.setattr(NamedRequests, "computed", watch)
+    with vmem_continuous_batching(model, **options(host, memory_limit=1 << 20)):
+        assert answers(model, first, max_new_tokens=30) == want
+        assert answers(model, second, max_new_tokens=30) == alone(model, second, 30)
+    longest, before = max(rows)
+    page = 4096 // 128
+    unit_end = (longest - 1) // page * page  # where it can be recorded, its window stays
+    assert longest > 220
+    assert before == (unit_end - WINDOW - 16) // page * page > 0
+    assert host.stats().used_bytes == 0
 
 
 def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Context) -> None:
