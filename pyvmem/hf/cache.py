@@ -22,8 +22,9 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
+from pyvmem.hf.shapes import ATTENTION
 from pyvmem.hf.state import VMemState
-from pyvmem.kvcache import KVCache, StateShape, layer_shapes
+from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import invalid
 
@@ -31,8 +32,8 @@ __all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATE = {"linear_attention", "mamba", "conv"}
+_Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; 5.23
+_OTHERS = ("chunked_attention", "linear_attention", "mamba", "conv")
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
@@ -89,15 +90,21 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
         rows = Rows(settings)
         shapes = layer_shapes(text)
-        if all(isinstance(shape, StateShape) for shape in shapes):
+        if not any(isinstance(shape, LayerShape) for shape in shapes):
             raise NotSupported("VMemCache: no layer has keys and values", op="VMemCache")
-        layers: list[Any] = [
-            VMemState(rows, index)
-            if isinstance(shape, StateShape)
-            else VMemLayer(rows, index, shape.window)
-            for index, shape in enumerate(shapes)
+        layers: list[Any] = []
+        for index, shape in enumerate(shapes):
+            if isinstance(shape, EmptyShape):
+                layers.append(_Dummy())
+            elif isinstance(shape, StateShape):
+                layers.append(VMemState(rows, index))
+            else:
+                layers.append(VMemLayer(rows, index, shape.window))
+        rows.layers = [
+            one
+            for one, shape in zip(layers, shapes, strict=True)
+            if not isinstance(shape, EmptyShape)
         ]
-        rows.layers = layers
         super().__init__(layers=layers)
         self._config = config
         self._rows = rows
@@ -167,14 +174,12 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 def _check_layers(config: Any, text: Any) -> None:
     """Refuses models that need other caches beside keys and values of every layer."""
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION - _STATE
-    shared = getattr(text, "num_kv_shared_layers", None) or "reuse" in (
-        getattr(text, "kv_sharing_modes", None) or ()
-    )
+    empty = () if _Dummy is None else ("moe", "mlp")
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION - {*_OTHERS, *empty}
     what = ""
     if kinds:
         what = f"layers of kind {', '.join(sorted(kinds))}"
-    elif shared:
+    elif getattr(text, "num_kv_shared_layers", None) and _Dummy is None:
         what = "layers that use other layers' keys"
     elif getattr(config, "is_encoder_decoder", False):
         what = "an encoder and cross-attention"

@@ -17,7 +17,7 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
-from pyvmem.hf.shapes import row_shapes
+from pyvmem.hf.shapes import plain_rows, row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
@@ -67,29 +67,21 @@ class Options:
             raise invalid(f"{unknown[0]!r} is none of the options {', '.join(sorted(_POLICY))}")
 
 
-_ATTENTION = {"full_attention", "sliding_attention"}
-
-
 def check_model(config: Any, tensor_parallel: int = 1) -> None:
     """Refuses models that need more than keys and values, or a latent, of every layer.
+
+    transformers' own continuous batching has full and sliding attention, too, and no other kind
+    (``ATTN_TYPE_TO_ALLOCATOR`` of its ``cache.py``): its batches are one row of all requests'
+    tokens, which a layer with a state would run together.
 
     Raises:
         NotSupported: states, chunks, layers that share keys, capped scores, or several devices.
     """
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
-    shared = getattr(config, "num_kv_shared_layers", None)
-    what = ""
-    if kinds:
-        what = f"the model has layers of kind {', '.join(sorted(kinds))}"
-    elif shared:
-        what = f"{shared} of its layers use other layers' keys"
-    elif getattr(config, "attn_logit_softcapping", None):
-        what = "its attention scores are capped"
-    elif tensor_parallel > 1:
-        what = f"it is split over {tensor_parallel} devices"
-    if what:
+    plain_rows(config, "continuous batching over virtual memory")
+    if tensor_parallel > 1:
         raise NotSupported(
-            f"continuous batching over virtual memory: {what}", op="continuous batching"
+            f"continuous batching over virtual memory: it is split over {tensor_parallel} devices",
+            op="continuous batching",
         )
 
 

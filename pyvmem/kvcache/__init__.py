@@ -24,7 +24,13 @@ The modules, each of which imports only from those before it:
 
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
-from pyvmem.kvcache.config import KVCacheConfig, LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache.config import (
+    EmptyShape,
+    KVCacheConfig,
+    LayerShape,
+    StateShape,
+    layer_shapes,
+)
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.manager import Moved, SwappedRequest
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
@@ -35,6 +41,7 @@ __all__ = [
     "Budget",
     "BudgetStats",
     "CacheStats",
+    "EmptyShape",
     "GroupView",
     "IntegrityError",
     "KVCache",
