@@ -22,7 +22,7 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
-from pyvmem.hf.shapes import ATTENTION
+from pyvmem.hf.shapes import ATTENTION, NO_ATTENTION
 from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
@@ -32,8 +32,8 @@ __all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
+_EMPTY = {"moe", "mlp"}
 _Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; 5.23
-_OTHERS = ("chunked_attention", "linear_attention", "mamba", "conv")
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
@@ -174,8 +174,8 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 def _check_layers(config: Any, text: Any) -> None:
     """Refuses models that need other caches beside keys and values of every layer."""
-    empty = () if _Dummy is None else ("moe", "mlp")
-    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION - {*_OTHERS, *empty}
+    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION - {"chunked_attention"}
+    kinds -= {*NO_ATTENTION} - (set() if _Dummy else _EMPTY)
     what = ""
     if kinds:
         what = f"layers of kind {', '.join(sorted(kinds))}"

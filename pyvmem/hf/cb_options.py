@@ -23,7 +23,15 @@ from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import invalid
 
-__all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
+__all__ = [
+    "MAX_SLOTS",
+    "Options",
+    "adjust",
+    "check_attention",
+    "check_model",
+    "make_requests",
+    "request_limits",
+]
 
 _log = logging.getLogger("pyvmem.hf")
 
@@ -81,6 +89,21 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
     if tensor_parallel > 1:
         raise NotSupported(
             f"continuous batching over virtual memory: it is split over {tensor_parallel} devices",
+            op="continuous batching",
+        )
+
+
+def check_attention(model: Any) -> None:
+    """Refuses models that attend by themselves: they would run a batch's requests together.
+
+    Raises:
+        NotSupported: the class does not say that it takes its attention from transformers' registry
+            (``_supports_attention_backend``).
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        raise NotSupported(
+            f"continuous batching over virtual memory: {type(model).__name__} attends by itself, "
+            "and not by transformers' AttentionInterface",
             op="continuous batching",
         )
 

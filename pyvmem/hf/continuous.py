@@ -26,7 +26,7 @@ from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
-from pyvmem.hf.cb_options import Options, check_model
+from pyvmem.hf.cb_options import Options, check_attention, check_model
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
@@ -95,7 +95,8 @@ def install(
         InvalidArgument: an unknown option or value; a model with a manager that was kept
             (``destroy_cached_continuous_batching_manager`` ends it).
         NotSupported: a version of transformers that was not checked, or a model whose attention is
-            more than causal with windows: capped scores, shared layers, states.
+            more than causal with windows: capped scores, chunks, shared layers, states; or is not
+            transformers' to choose.
     """
     global _default
     options = Options(
@@ -104,6 +105,7 @@ def install(
     slot_cache = _adapter()
     if model is not None:
         check_model(model.config.get_text_config())
+        check_attention(model)
         if getattr(model, "_cached_continuous_batching_manager", None) is not None:
             raise invalid(
                 "the model has a manager of continuous batching that was kept; call "

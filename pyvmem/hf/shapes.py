@@ -9,7 +9,7 @@ values of the rotary part) or the keys and values made of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,17 @@ from pyvmem.errors import NotSupported
 from pyvmem.kvcache import EmptyShape, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.config import Shape, invalid
 
-__all__ = ["ATTENTION", "Handed", "handed_over", "plain_rows", "row_shapes", "stored_shapes"]
+__all__ = [
+    "ATTENTION",
+    "NO_ATTENTION",
+    "Handed",
+    "handed_over",
+    "plain_rows",
+    "plain_scores",
+    "row_shapes",
+    "stored_shapes",
+    "twice",
+]
 
 Handed = tuple[int, int, int]
 """KV heads, elements of a key's head, elements of a value's head."""
@@ -35,6 +45,8 @@ def handed_over(key: Any, value: Any) -> Handed:
 
 
 ATTENTION = {"full_attention", "sliding_attention", "attention"}
+NO_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp")
+"""Kinds of layers without attention: those with a state, and those that keep nothing."""
 
 
 def plain_rows(config: Any, what: str, *others: str) -> None:
@@ -60,6 +72,24 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
         said = "its attention scores are capped"
     if said:
         raise NotSupported(f"{what}: {said}", op=what)
+
+
+def plain_scores(what: str, given: Mapping[str, Any]) -> None:
+    """Refuses what a model hands to its attention function beside queries, keys and values.
+
+    Raises:
+        NotSupported: capped scores, sinks or biases of positions, which no kernel over slots has.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if given.get(name) is not None:
+            raise NotSupported(f"attention {what!r} has no {name}", op=what)
+
+
+def twice(layer: int) -> NotSupported:
+    """Of a layer that attends again in one pass, over other values (DiffLlama's)."""
+    return NotSupported(
+        f"layer {layer} attends twice in a pass: a layer has one row for a token", op="attention"
+    )
 
 
 def row_shapes(config: Any, what: str) -> list[LayerShape]:

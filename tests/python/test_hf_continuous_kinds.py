@@ -19,6 +19,7 @@ import transformers
 from kinds_helpers import KINDS, WINDOW, model_of
 from serve_helpers import VOCABULARY, one_thread
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
 import pyvmem
 from pyvmem import NotSupported
@@ -222,6 +223,53 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused(
     (bad,) = found.values()
     text = f"layer 1 asks for a window of {WINDOW + 1}, its configuration for {WINDOW}"
     assert text in bad.error
+    assert not bad.generated_tokens
+
+
+REFUSED = {
+    "gemma2": "its attention scores are capped",
+    "gemma4": "2 of its layers use other layers' keys",
+    "llama4": "the model has layers of kind chunked_attention",
+    "qwen3next": "the model has layers of kind linear_attention",
+    "jamba": "the model has layers of kind linear_attention",
+    "lfm2": "the model has layers of kind conv",
+    "nemotron": "the model has layers of kind linear_attention, mlp, moe",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_transformers_scheduler_has_no_cache_for_is_refused(kind: str) -> None:
+    """States, and layers that keep nothing, transformers' own continuous batching refuses, too."""
+    model = model_of(kind)
+    with (
+        pytest.raises(NotSupported, match=f"over virtual memory: {REFUSED[kind]}"),
+        vmem_continuous_batching(model),
+    ):
+        pass
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        with pytest.raises(ValueError, match="Invalid layer type"):
+            group_layers_by_attn_type(model.config)
+
+
+def test_a_model_that_attends_by_itself_is_refused() -> None:
+    config = transformers.CodeGenConfig(n_embd=48, n_layer=1, n_head=4, rotary_dim=8, vocab_size=9)
+    model = transformers.CodeGenForCausalLM(config)
+    with (
+        pytest.raises(NotSupported, match="CodeGenForCausalLM attends by itself"),
+        vmem_continuous_batching(model),
+    ):
+        pass
+
+
+def test_sinks_are_refused_by_name(host: pyvmem.Context) -> None:
+    model = model_of("gptoss")
+    with vmem_continuous_batching(model, **options(host)):
+        found = model.generate_batch(
+            [[5] * 9], generation_config=generation(), continuous_batching_config=config()
+        )
+    (bad,) = found.values()
+    assert "attention 'vmem' has no s_aux" in bad.error
     assert not bad.generated_tokens
 
 
