@@ -105,9 +105,11 @@ def test_layers_with_a_state_and_those_that_keep_nothing_are_left_out(host: pyvm
     nothing = "needs at least one layer that keeps something"
     with pytest.raises(InvalidArgument, match=nothing):
         LayeredCache([EmptyShape()], host, **policy)
-    with LayeredCache([layers[0]], host, **policy) as cache:
-        with pytest.raises(InvalidArgument, match="no layer of the cache has keys and values"):
-            Attention(cache)
+    with (
+        LayeredCache([layers[0]], host, **policy) as cache,
+        pytest.raises(InvalidArgument, match="no layer of the cache has keys and values"),
+    ):
+        Attention(cache)
 
 
 def test_the_block_mask_of_a_window_has_the_blocks_that_are_seen(host: pyvmem.Context) -> None:
