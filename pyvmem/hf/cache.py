@@ -32,7 +32,6 @@ __all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
-_EMPTY = {"moe", "mlp"}
 _Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; 5.23
 
 
@@ -67,8 +66,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     Raises:
         InvalidArgument: a size out of range, or a layer whose state the configuration does not
-            tell. NotSupported: a model with layers that have no keys and values of their own
-            (shared, encoder-decoder), that have a state beside them, or all of which have a state.
+            tell. NotSupported: a model with an encoder, with layers that have a state beside keys
+            and values, or without a layer that has these.
     """
 
     def __init__(
@@ -95,6 +94,11 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         layers: list[Any] = []
         for index, shape in enumerate(shapes):
             if isinstance(shape, EmptyShape):
+                if _Dummy is None:
+                    raise NotSupported(
+                        f"VMemCache: layer {index} keeps nothing, which needs transformers 5.23",
+                        op="VMemCache",
+                    )
                 layers.append(_Dummy())
             elif isinstance(shape, StateShape):
                 layers.append(VMemState(rows, index))
@@ -174,13 +178,11 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 def _check_layers(config: Any, text: Any) -> None:
     """Refuses models that need other caches beside keys and values of every layer."""
-    kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION - {"chunked_attention"}
-    kinds -= {*NO_ATTENTION} - (set() if _Dummy else _EMPTY)
+    served = ATTENTION | {"chunked_attention", *NO_ATTENTION}
+    kinds = set(getattr(text, "layer_types", None) or ()) - served
     what = ""
     if kinds:
         what = f"layers of kind {', '.join(sorted(kinds))}"
-    elif getattr(text, "num_kv_shared_layers", None) and _Dummy is None:
-        what = "layers that use other layers' keys"
     elif getattr(config, "is_encoder_decoder", False):
         what = "an encoder and cross-attention"
     if what:
