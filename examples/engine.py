@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from pyvmem import KVCache
 from pyvmem.attention import Attention, Batch
 from pyvmem.engine import Model, Policy, Request, RequestCache, Shortage
+from pyvmem.hf.shapes import plain_rows, plain_scores
 from pyvmem.serve.model import encode, load
 
 
@@ -43,9 +44,10 @@ def attend(
     *,
     kernel: Attention,
     batch: Batch,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer; heads and tokens are ``[1, heads, tokens, dim]``."""
+    plain_scores("engine", others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     kernel.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
     return kernel(query[0].transpose(0, 1), layer, batch, scale=scaling).unsqueeze(0), None
@@ -55,7 +57,8 @@ class Engine:
     """Greedy decoding of many prompts at once. A context manager; the caller closes the cache."""
 
     def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
-        assert isinstance(cache.cache, KVCache), "all layers alike"
+        assert isinstance(cache.cache, KVCache), "ranks take their steps together"
+        plain_rows(model.config.get_text_config(), "this engine")
         AttentionInterface.register("engine", attend)
         model.set_attn_implementation("engine")
         self.model, self.eos = model, eos

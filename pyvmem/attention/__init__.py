@@ -66,7 +66,8 @@ class Attention:
     """Kernels, and the tensors of a cache that they work on.
 
     Args:
-        cache: must outlive this object, which must be closed first.
+        cache: must outlive this object, which must be closed first. Its layers with a state, and
+            those that keep nothing, are left to the model.
         kernel: "auto", or one of `KERNELS` for all layers.
         windows: for each layer, tokens that a token sees, where that is fewer than the cache keeps;
             None: what it keeps.
@@ -94,17 +95,20 @@ class Attention:
     ) -> None:
         check_name(kernel)
         forms = forms_of(cache, windows, v_head_dim)
-        self._device = cache.k(0).device
-        self._forms = list(dict.fromkeys(forms))
+        self._device = cache.caches[0].k(0).device
+        self._forms = [form for form in dict.fromkeys(forms) if form is not None]
+        if not self._forms:
+            raise invalid("no layer of the cache has keys and values")
         self.choices = [choose(form, self._device, kernel) for form in self._forms]
         self.choice = self.choices[0]
-        self._dtype = forms[0].dtype
-        heads = [cache.k(layer).shape[2] for layer in range(len(forms))]
+        self._dtype = self._forms[0].dtype
+        heads = [1 if one is None else one.keys.config.num_kv_heads for one in forms]
         self._scales = scales_of(scales, heads, self._device) if self._dtype == FP8 else None
         if scales is not None and self._scales is None:
             raise invalid(f"scales are for keys and values of {FP8}, not {self._dtype}")
         self._layers = [
-            _layer(cache, number, form, self._forms) for number, form in enumerate(forms)
+            None if form is None else _layer(cache, number, form, self._forms)
+            for number, form in enumerate(forms)
         ]
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
@@ -154,7 +158,7 @@ class Attention:
         Raises:
             InvalidArgument: another shape, type or device.
         """
-        one = self._layers[layer]
+        one = self._layer(layer)
         latent = self._forms[one.form].latent
         if latent != (value is None):
             raise invalid(f"layer {layer} has {'one tensor' if latent else 'values, too'}")
@@ -189,7 +193,7 @@ class Attention:
         Raises:
             InvalidArgument: another shape, type or device.
         """
-        one = self._layers[layer]
+        one = self._layer(layer)
         k, v = one.k, one.v
         heads = q.shape[1] if q.ndim == 3 else 1
         self._check("q", q, (batch.tokens, heads, k.shape[3]))
@@ -206,11 +210,17 @@ class Attention:
 
     def is_latent(self, layer: int) -> bool:
         """Whether a layer has one tensor, so that `write` takes no values for it."""
-        return self._forms[self._layers[layer].form].latent
+        return self._forms[self._layer(layer).form].latent
 
     def window(self, layer: int) -> int:
         """Tokens that a token of a layer sees, itself included; 0: all before it."""
-        return self._forms[self._layers[layer].form].window
+        return self._forms[self._layer(layer).form].window
+
+    def _layer(self, layer: int) -> _Layer:
+        one = self._layers[layer]
+        if one is None:
+            raise invalid(f"layer {layer} has no keys and values, so no attention")
+        return one
 
     def close(self) -> None:
         """Lets go of the cache's tensors, so that the cache can be closed."""

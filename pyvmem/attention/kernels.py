@@ -123,7 +123,7 @@ class Choice:
 
 def probe(cache: KVCache | Form, device: torch.device) -> dict[str, str]:
     """For every kernel, why it cannot be used on this cache or form; "" where it can."""
-    form = cache if isinstance(cache, Form) else forms_of(cache)[0]
+    form = _form_of(cache)
     return {name: _why_not(name, form, device) for name in KERNELS}
 
 
@@ -144,7 +144,7 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
         InvalidArgument: no such kernel, or it cannot be used; the text says why.
     """
     check_name(kernel)
-    form = cache if isinstance(cache, Form) else forms_of(cache)[0]
+    form = _form_of(cache)
     found = probe(form, device)
     if kernel == "auto":
         prefill = [name for name in _PREFILL[device.type] if not found[name]]
@@ -165,6 +165,13 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
         _said.add(str(choice))
         _log.info("%s", choice)
     return choice
+
+
+def _form_of(cache: KVCache | Form) -> Form:
+    """The form of a cache's first layer with keys and values."""
+    if isinstance(cache, Form):
+        return cache
+    return next(form for form in forms_of(cache) if form is not None)
 
 
 def check_name(kernel: str) -> None:

@@ -49,13 +49,13 @@ class Form:
 
 def forms_of(
     cache: KVCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
-) -> list[Form]:
-    """The form of every layer.
+) -> list[Form | None]:
+    """The form of every layer; None: it has no keys and values.
 
     Args:
         cache: its layers, in order.
         windows: tokens that the layers' tokens see, where that is fewer than the cache keeps; None:
-            what it keeps.
+            what it keeps. Of a layer without keys the number is not looked at.
         v_head_dim: of the values in a latent.
 
     Raises:
@@ -65,8 +65,12 @@ def forms_of(
     pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):
         raise invalid(f"windows for {len(windows)} layers, the cache has {len(pairs)}")
-    forms = []
-    for layer, (keys, values) in enumerate(pairs):
+    forms: list[Form | None] = []
+    for layer, pair in enumerate(pairs):
+        if pair is None:
+            forms.append(None)
+            continue
+        keys, values = pair
         kept = keys.config.window
         window = kept if windows is None else bounded("a window", windows[layer], 0, 1 << 30)
         if kept and not 0 < window <= kept:

@@ -242,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
         part = record.part(name, f"{len(requests):,} requests")
         part.started, began = now(), time.monotonic()
         for model, ranks in args.models:
-            shape = shape_of(model).on_ranks(ranks).stored_as(args.kv_dtype)
+            shape = shape_of(model, args.kv_dtype).on_ranks(ranks).stored_as(args.kv_dtype)
             compared = list(systems(shape, args.pages, args.groups, args.blocks, args.overread))
             print(f"{name}: {shape.name}, {len(compared)} layouts", file=sys.stderr, flush=True)
             measure(part, shape, model, requests, budget(shape, args.memory), compared)

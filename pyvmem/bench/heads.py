@@ -125,6 +125,7 @@ def _measure(
     from pyvmem.errors import VMemError
 
     form = forms_of(cache, None, case.v_head_dim)[0]
+    assert form is not None
     whys = probe(form, device)
     time = timer(device)
     dtype: Any = torch.bfloat16 if case.dtype == FP8 else getattr(torch, case.dtype)

@@ -18,14 +18,21 @@ from pyvmem.context import Context
 from pyvmem.info import ContextInfo
 from pyvmem.kvcache import (
     KVCache,
-    KVCacheConfig,
     LayerShape,
     StateShape,
     layer_shapes,
 )
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import DTYPE_BYTES, bounded, classes_of, invalid
+from pyvmem.kvcache.config import (
+    DTYPE_BYTES,
+    Shape,
+    bounded,
+    classes_of,
+    dtype_of,
+    invalid,
+    longest_of,
+)
 from pyvmem.layouts import (
     CALL_US,
     Advice,
@@ -54,7 +61,7 @@ class Model:
         max_seq_len: the longest sequence that it was made for.
     """
 
-    layers: tuple[LayerShape | StateShape, ...]
+    layers: tuple[Shape, ...]
     dtype: str
     max_seq_len: int
 
@@ -72,21 +79,23 @@ class Model:
         """The shape of a transformers model.
 
         Args:
-            config: a ``PreTrainedConfig``, as `KVCacheConfig.from_hf` takes it.
+            config: a ``PreTrainedConfig``, as `layer_shapes` takes it.
             dtype: of keys and values, which 8-bit ones are alone; None: the configuration's.
 
         Raises:
             InvalidArgument: an attribute is missing, or a layer keeps what is not known here.
         """
-        given = {} if dtype is None else {"dtype": dtype}
-        same = KVCacheConfig.from_hf(config, **given)
         layers = layer_shapes(config)
-        if same.itemsize == 1 and any(isinstance(one, StateShape) for one in layers):
-            own = str(KVCacheConfig.from_hf(config).dtype)  # 8 bits are for keys and values
-            layers = [
+        found = cls(tuple(layers), dtype_of(config) if dtype is None else dtype, longest_of(config))
+        if DTYPE_BYTES[found.dtype] > 1 or not any(isinstance(one, StateShape) for one in layers):
+            return found
+        own = str(dtype_of(config)).removeprefix("torch.")  # 8 bits are for keys and values
+        return replace(
+            found,
+            layers=tuple(
                 replace(one, dtype=own) if isinstance(one, StateShape) else one for one in layers
-            ]
-        return cls(tuple(layers), str(same.dtype), same.max_seq_len)
+            ),
+        )
 
     @property
     def first(self) -> LayerShape:

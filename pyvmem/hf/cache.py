@@ -22,8 +22,9 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
+from pyvmem.hf.shapes import ATTENTION, NO_ATTENTION
 from pyvmem.hf.state import VMemState
-from pyvmem.kvcache import KVCache, StateShape, layer_shapes
+from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import invalid
 
@@ -31,8 +32,7 @@ __all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATE = {"linear_attention", "mamba", "conv"}
+_Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; 5.23
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
@@ -66,8 +66,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     Raises:
         InvalidArgument: a size out of range, or a layer whose state the configuration does not
-            tell. NotSupported: a model with layers that have no keys and values of their own
-            (shared, encoder-decoder), that have a state beside them, or all of which have a state.
+            tell. NotSupported: a model with an encoder, with layers that have a state beside keys
+            and values, or without a layer that has these.
     """
 
     def __init__(
@@ -89,15 +89,26 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
         rows = Rows(settings)
         shapes = layer_shapes(text)
-        if all(isinstance(shape, StateShape) for shape in shapes):
+        if not any(isinstance(shape, LayerShape) for shape in shapes):
             raise NotSupported("VMemCache: no layer has keys and values", op="VMemCache")
-        layers: list[Any] = [
-            VMemState(rows, index)
-            if isinstance(shape, StateShape)
-            else VMemLayer(rows, index, shape.window)
-            for index, shape in enumerate(shapes)
+        layers: list[Any] = []
+        for index, shape in enumerate(shapes):
+            if isinstance(shape, EmptyShape):
+                if _Dummy is None:
+                    raise NotSupported(
+                        f"VMemCache: layer {index} keeps nothing, which needs transformers 5.23",
+                        op="VMemCache",
+                    )
+                layers.append(_Dummy())
+            elif isinstance(shape, StateShape):
+                layers.append(VMemState(rows, index))
+            else:
+                layers.append(VMemLayer(rows, index, shape.window))
+        rows.layers = [
+            one
+            for one, shape in zip(layers, shapes, strict=True)
+            if not isinstance(shape, EmptyShape)
         ]
-        rows.layers = layers
         super().__init__(layers=layers)
         self._config = config
         self._rows = rows
@@ -167,15 +178,11 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 def _check_layers(config: Any, text: Any) -> None:
     """Refuses models that need other caches beside keys and values of every layer."""
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENTION - _STATE
-    shared = getattr(text, "num_kv_shared_layers", None) or "reuse" in (
-        getattr(text, "kv_sharing_modes", None) or ()
-    )
+    served = ATTENTION | {"chunked_attention", *NO_ATTENTION}
+    kinds = set(getattr(text, "layer_types", None) or ()) - served
     what = ""
     if kinds:
         what = f"layers of kind {', '.join(sorted(kinds))}"
-    elif shared:
-        what = "layers that use other layers' keys"
     elif getattr(config, "is_encoder_decoder", False):
         what = "an encoder and cross-attention"
     if what:

@@ -20,9 +20,16 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching import continuous_api
 
 from pyvmem.errors import NotSupported
-from pyvmem.hf.cb_options import Options, adjust, check_model, request_limits
+from pyvmem.hf.cb_options import (
+    Options,
+    adjust,
+    check_attention,
+    check_model,
+    request_limits,
+)
 from pyvmem.hf.latent import absorbed
 from pyvmem.hf.named import NamedRequests
+from pyvmem.hf.shapes import plain_scores
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["ATTENTION", "patch", "unpatch"]
@@ -65,9 +72,7 @@ def _attention(
             "its own when the manager stops",
             op=ATTENTION,
         )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise NotSupported(f"attention {ATTENTION!r} has no {name}", op=ATTENTION)
+    plain_scores(ATTENTION, kwargs)
     layer: Any = module.layer_idx
     asked, window = kwargs.get("sliding_window"), cache.requests.window(layer)
     if asked is not None and asked != window:
@@ -123,6 +128,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         self._vmem = None if _options_for is None else _options_for(model)
         if self._vmem is not None:
             check_model(model.config.get_text_config())
+            check_attention(model)
             continuous_batching_config = copy.deepcopy(continuous_batching_config)
             adjust(continuous_batching_config)
         self._absorbed = ExitStack()  # ends with our attention

@@ -17,13 +17,21 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
-from pyvmem.hf.shapes import row_shapes
+from pyvmem.hf.shapes import plain_rows, row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import invalid
 
-__all__ = ["MAX_SLOTS", "Options", "adjust", "check_model", "make_requests", "request_limits"]
+__all__ = [
+    "MAX_SLOTS",
+    "Options",
+    "adjust",
+    "check_attention",
+    "check_model",
+    "make_requests",
+    "request_limits",
+]
 
 _log = logging.getLogger("pyvmem.hf")
 
@@ -42,7 +50,8 @@ class Options:
         kernel: of attention.
         backend: None: "host" for a model on the CPU, else "auto".
         context: shared; None: one is opened and owned.
-        keep_windows: rows that left a sliding window stay, so that prefixes and forks are shared.
+        keep_windows: rows that left a sliding window stay, so that prefixes are found wherever
+            prompts part, not only where a window was recorded.
         kvcache: other fields of `KVCacheConfig`.
     """
 
@@ -66,29 +75,36 @@ class Options:
             raise invalid(f"{unknown[0]!r} is none of the options {', '.join(sorted(_POLICY))}")
 
 
-_ATTENTION = {"full_attention", "sliding_attention"}
-
-
 def check_model(config: Any, tensor_parallel: int = 1) -> None:
     """Refuses models that need more than keys and values, or a latent, of every layer.
+
+    transformers' own continuous batching has full and sliding attention, too, and no other kind
+    (``ATTN_TYPE_TO_ALLOCATOR`` of its ``cache.py``): its batches are one row of all requests'
+    tokens, which a layer with a state would run together.
 
     Raises:
         NotSupported: states, chunks, layers that share keys, capped scores, or several devices.
     """
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
-    shared = getattr(config, "num_kv_shared_layers", None)
-    what = ""
-    if kinds:
-        what = f"the model has layers of kind {', '.join(sorted(kinds))}"
-    elif shared:
-        what = f"{shared} of its layers use other layers' keys"
-    elif getattr(config, "attn_logit_softcapping", None):
-        what = "its attention scores are capped"
-    elif tensor_parallel > 1:
-        what = f"it is split over {tensor_parallel} devices"
-    if what:
+    plain_rows(config, "continuous batching over virtual memory")
+    if tensor_parallel > 1:
         raise NotSupported(
-            f"continuous batching over virtual memory: {what}", op="continuous batching"
+            f"continuous batching over virtual memory: it is split over {tensor_parallel} devices",
+            op="continuous batching",
+        )
+
+
+def check_attention(model: Any) -> None:
+    """Refuses models that attend by themselves: they would run a batch's requests together.
+
+    Raises:
+        NotSupported: the class does not say that it takes its attention from transformers' registry
+            (``_supports_attention_backend``).
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        raise NotSupported(
+            f"continuous batching over virtual memory: {type(model).__name__} attends by itself, "
+            "and not by transformers' AttentionInterface",
+            op="continuous batching",
         )
 
 
@@ -175,12 +191,6 @@ def make_requests(
     windows = [shape.window for shape in shapes]
     if options.keep_windows:
         shapes = [dataclasses.replace(shape, window=0) for shape in shapes]
-    elif any(windows) and cb_config.allow_block_sharing:
-        _warn_once(
-            "ContinuousBatchingConfig.allow_block_sharing=True is switched off over virtual "
-            "memory: a sliding window drops the rows that another request would begin with; "
-            "keep_windows=True keeps them"
-        )
     policy = {"dtype": dtype, "max_batch": slots, "max_seq_len": longest, **options.kvcache}
     checked = KVCacheConfig(1, 1, 1, **{**policy, "group_size": 1})
     token_bytes = checked.itemsize * sum(map(_elements, shapes))

@@ -26,7 +26,7 @@ from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
-from pyvmem.hf.cb_options import Options, check_model
+from pyvmem.hf.cb_options import Options, check_attention, check_model
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
@@ -84,8 +84,9 @@ def install(
         kernel: see `pyvmem.attention.Attention`.
         backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the managers.
-        keep_windows: of layers with a sliding window, keep all rows, so that prefixes are shared
-            and answers forked; they take as much memory as full attention then.
+        keep_windows: of layers with a sliding window, keep all rows: a recorded prompt is then
+            found by every prompt that begins alike, where otherwise the window at that place must
+            have been recorded. They take as much memory as full attention.
         **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` is, where it is
             not given, ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else what
             ``max_memory_percent`` leaves.
@@ -94,7 +95,8 @@ def install(
         InvalidArgument: an unknown option or value; a model with a manager that was kept
             (``destroy_cached_continuous_batching_manager`` ends it).
         NotSupported: a version of transformers that was not checked, or a model whose attention is
-            more than causal with windows: capped scores, shared layers, states.
+            more than causal with windows: capped scores, chunks, shared layers, states; or is not
+            transformers' to choose.
     """
     global _default
     options = Options(
@@ -103,6 +105,7 @@ def install(
     slot_cache = _adapter()
     if model is not None:
         check_model(model.config.get_text_config())
+        check_attention(model)
         if getattr(model, "_cached_continuous_batching_manager", None) is not None:
             raise invalid(
                 "the model has a manager of continuous batching that was kept; call "

@@ -56,14 +56,14 @@ class _Request:
         tokens: that pages are there for.
         valid: rows whose keys and values are computed.
         ids: the tokens of these rows, and perhaps more; called when something is recorded.
-        recorded: its prompt was offered to others.
+        recorded: tokens of its prompt that were offered to others; all: it is done.
     """
 
     request: Request
     tokens: int
     valid: int = 0
     ids: Callable[[], list[int]] = _no_tokens
-    recorded: bool = False
+    recorded: int = 0
 
 
 class NamedRequests:
@@ -82,7 +82,8 @@ class NamedRequests:
         kvcache: for its reports.
         parts: its groups of equal layers.
         choice: attention's kernel, and why not another; of the first layer.
-        sharing: asked for, the back end can map a page twice, and no window drops rows.
+        sharing: asked for, and the back end can map a page twice. Where layers have a window, a
+            prefix is found where its rows of the window were recorded.
         stream: CUDA stream of the model's work; None: torch's current one.
         namespace: called when a request gets its slot: what its keys and values depend on beside
             its tokens, such as the model's adapters. Prefixes are shared within one alone.
@@ -108,8 +109,8 @@ class NamedRequests:
         self._next = NextBatch(self._cache, attention)
         self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
         self._finalizer.atexit = False
-        slides = any(part.config.window for part in self.parts)
-        self.can_fork = not slides and not FORK.lacks(cache.context.info)
+        self._slides = any(part.config.window for part in self.parts)
+        self.can_fork = not FORK.lacks(cache.context.info)
         self.sharing = sharing and self.can_fork
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
@@ -242,7 +243,7 @@ class NamedRequests:
         if request is None or isinstance(request, Shortage):
             return 0
         tokens = request.length
-        self._requests[name] = _Request(request, tokens, tokens, lambda: prompt)
+        self._requests[name] = _Request(request, tokens, tokens, lambda: prompt, tokens)
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
@@ -254,11 +255,14 @@ class NamedRequests:
         if isinstance(forked, Shortage):
             return False
         valid = min(tokens, parent.valid)
-        self._requests[child] = _Request(forked[0], tokens, valid, parent.ids, True)
+        self._requests[child] = _Request(forked[0], tokens, valid, parent.ids, tokens)
         return True
 
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
         """Tells that a request's next rows are computed; records a prompt when it is complete.
+
+        Where layers have a window, after each part of it: of a long prompt, the rows at a place
+        where another one parts are there only then.
 
         Args:
             name: the request; one without a slot is ignored.
@@ -271,11 +275,13 @@ class NamedRequests:
             return
         one.valid += new
         one.ids = ids
-        if not self.sharing or one.recorded or one.valid < prompt:
+        end = min(one.valid, prompt)
+        if not self.sharing or end == one.recorded or (end < prompt and not self._slides):
             return
-        one.recorded = True
-        if prompt >= self.kvcache.sharing_unit:
-            self._cache.record(one.request, ids()[:prompt], self.stream)
+        unit = self.kvcache.sharing_unit
+        if end // unit > one.recorded // unit:
+            self._cache.record(one.request, ids()[:end], self.stream)
+        one.recorded = end
 
     # ---- the batch -------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 from pyvmem.attention import Attention, Batch
 from pyvmem.engine import Request, RequestCache
 from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
+from pyvmem.hf.shapes import twice
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
@@ -34,6 +35,7 @@ class NextBatch:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
+        self._seen: set[int] = set()  # layers that attended
         self.queued: list[tuple[str, int, int]] = []
 
     def queue(self, name: str, past: int, new: int) -> None:
@@ -68,6 +70,7 @@ class NextBatch:
         batch = [requests[name] for name, _, _ in queued]
         new = [count for _, _, count in queued]
         kv_lens = [past + count for _, past, count in queued]
+        self._seen = set()
         self._batch = self._attention.batch([one.slot for one in batch], new, kv_lens)
         ahead = {one: min(one.length + 1, cache.max_seq_len) for one in batch}
         with suppress(TooManyBatches):  # the next `hold` maps it
@@ -83,6 +86,9 @@ class NextBatch:
         count = batch.tokens
         if q.shape[0] < count:
             raise invalid(f"{q.shape[0]} tokens; the batch has {count}")
+        if layer in self._seen:
+            raise twice(layer)
+        self._seen.add(layer)
         latent = self._attention.is_latent(layer)
         self._attention.write(layer, k[:count], None if latent else v[:count], batch)
         out = self._attention(q[:count], layer, batch, scale=scale)

@@ -16,11 +16,11 @@ import torch
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
-from pyvmem.hf.shapes import Handed, Shape, handed_over, stored_shapes
+from pyvmem.hf.shapes import Handed, handed_over, stored_shapes
 from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateShape
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import classes_of, invalid
+from pyvmem.kvcache.config import Shape, classes_of, invalid
 
 __all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
 
@@ -224,7 +224,9 @@ class Rows:
         window = shape.window if isinstance(shape, LayerShape) else 0
         if not window or not self.count:
             return
-        part = self.parts[classes_of(self.shapes)[1][layer][0].part]
+        places = classes_of(self.shapes)[1][layer]
+        assert places is not None
+        part = self.parts[places[0].part]
         there = max(part.first_rows(range(self.count)))
         if max(0, length - window + 1) < there:
             raise invalid(

@@ -9,15 +9,25 @@ values of the rotary part) or the keys and values made of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pyvmem.errors import NotSupported
-from pyvmem.kvcache import LayerShape, StateShape, layer_shapes
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache import EmptyShape, LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache.config import Shape, invalid
 
-__all__ = ["Handed", "Shape", "handed_over", "row_shapes", "stored_shapes"]
-
-Shape = LayerShape | StateShape
+__all__ = [
+    "ATTENTION",
+    "NO_ATTENTION",
+    "Handed",
+    "handed_over",
+    "plain_rows",
+    "plain_scores",
+    "row_shapes",
+    "stored_shapes",
+    "twice",
+]
 
 Handed = tuple[int, int, int]
 """KV heads, elements of a key's head, elements of a value's head."""
@@ -34,21 +44,69 @@ def handed_over(key: Any, value: Any) -> Handed:
     return key.shape[1], key.shape[3], value.shape[3]
 
 
+ATTENTION = {"full_attention", "sliding_attention", "attention"}
+NO_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp")
+"""Kinds of layers without attention: those with a state, and those that keep nothing."""
+
+
+def plain_rows(config: Any, what: str, *others: str) -> None:
+    """Refuses models whose attention is more than causal, with windows, over rows of its own layer.
+
+    Args:
+        config: of the text model.
+        what: cannot run others.
+        *others: kinds of layers that it can run, too.
+
+    Raises:
+        NotSupported: layers that attend in chunks, that have a state or keep something else, that
+            use other layers' keys, or capped scores; the text names `what`.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - set(others)
+    shared = getattr(config, "num_kv_shared_layers", None)
+    said = ""
+    if kinds:
+        said = f"the model has layers of kind {', '.join(sorted(kinds))}"
+    elif shared:
+        said = f"{shared} of its layers use other layers' keys"
+    elif getattr(config, "attn_logit_softcapping", None):
+        said = "its attention scores are capped"
+    if said:
+        raise NotSupported(f"{what}: {said}", op=what)
+
+
+def plain_scores(what: str, given: Mapping[str, Any]) -> None:
+    """Refuses what a model hands to its attention function beside queries, keys and values.
+
+    Raises:
+        NotSupported: capped scores, sinks or biases of positions, which no kernel over slots has.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if given.get(name) is not None:
+            raise NotSupported(f"attention {what!r} has no {name}", op=what)
+
+
+def twice(layer: int) -> NotSupported:
+    """Of a layer that attends again in one pass, over other values (DiffLlama's)."""
+    return NotSupported(
+        f"layer {layer} attends twice in a pass: a layer has one row for a token", op="attention"
+    )
+
+
 def row_shapes(config: Any, what: str) -> list[LayerShape]:
     """`layer_shapes` of a model that keeps keys and values in every layer.
 
     Raises:
-        NotSupported: one has a state; the text names `what` cannot run it.
+        NotSupported: one has a state, or keeps nothing; the text names `what` cannot run it.
     """
-    shapes = layer_shapes(config)
-    found = [one for one in shapes if isinstance(one, LayerShape)]
-    if len(found) < len(shapes):
-        layer = next(n for n, one in enumerate(shapes) if isinstance(one, StateShape))
-        raise NotSupported(
-            f"{what}: layer {layer} of {type(config).__name__} has a state of its own, and no keys "
-            "and values",
-            op=what,
-        )
+    found: list[LayerShape] = []
+    for layer, shape in enumerate(layer_shapes(config)):
+        if not isinstance(shape, LayerShape):
+            has = "has a state of its own" if isinstance(shape, StateShape) else "keeps nothing"
+            raise NotSupported(
+                f"{what}: layer {layer} of {type(config).__name__} {has}, and no keys and values",
+                op=what,
+            )
+        found.append(shape)
     return found
 
 
@@ -69,7 +127,7 @@ def stored_shapes(
     """
     told = layer_shapes(text)
     rows = [one for one in told if isinstance(one, LayerShape)]
-    if len(rows) < len(told):
+    if any(isinstance(one, StateShape) for one in told):
         if any(not one.v_head_dim for one in rows):
             raise NotSupported("VMemCache: the model has a latent beside states", op="VMemCache")
         each = [
@@ -79,31 +137,44 @@ def stored_shapes(
             for one in told
         ]
         return told, each
+    mine = told[layer]
     assert given is not None
-    shapes, handed = _stored_rows(rows, layer, given)
-    return list(shapes), list(handed)
+    assert isinstance(mine, LayerShape)
+    store = _stored_rows(rows, layer, mine, given)
+    shapes: list[Shape] = []
+    handed: list[Handed | None] = []
+    for one in told:
+        stored = store(one) if isinstance(one, LayerShape) else None
+        shapes.append(EmptyShape() if stored is None else stored[0])
+        handed.append(None if stored is None else stored[1])
+    return shapes, handed
 
 
 def _stored_rows(
-    told: list[LayerShape], layer: int, given: Handed
-) -> tuple[list[LayerShape], list[Handed]]:
-    """`stored_shapes` where every layer has keys and values."""
+    rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
+) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
+    """What a layer keeps and is handed over, by what the configuration says of it.
+
+    Args:
+        rows: of all layers with keys and values.
+        layer, mine, given: one, what the configuration says of it, and what it is handed over.
+    """
     heads, wide, values = given
-    mine = told[layer]
     latent = mine.v_head_dim == 0
-    alike = len({(one.num_kv_heads, one.head_dim, one.v_head_dim) for one in told}) == 1
+    alike = len({(one.num_kv_heads, one.head_dim, one.v_head_dim) for one in rows}) == 1
     if latent and heads == 1 and wide + values == mine.head_dim:
-        return [LayerShape(1, wide + values, 0, one.window) for one in told], [given] * len(told)
-    if latent or alike:
-        return [LayerShape(*given, one.window) for one in told], [given] * len(told)
-    if mine.head_dim != wide or values != wide or mine.num_kv_heads % heads:
+        return lambda one: (one, (1, one.head_dim - values, values))  # the rotary part is last
+    if alike:
+        return lambda one: (LayerShape(*given, one.window), given)
+    if (mine.head_dim, mine.v_head_dim) != (wide, values) or mine.num_kv_heads % heads:
         raise invalid(
-            f"keys of {heads} heads of {wide}; the configuration says {mine.num_kv_heads} of "
-            f"{mine.head_dim} for layer {layer}"
+            f"layer {layer}: keys of {heads} heads of {wide} and values of {values}; the "
+            f"configuration says {mine.num_kv_heads} of {mine.head_dim} and {mine.v_head_dim}"
         )
     ranks = mine.num_kv_heads // heads
-    shapes = [
-        LayerShape(max(1, one.num_kv_heads // ranks), one.head_dim, None, one.window)
-        for one in told
-    ]
-    return shapes, [(one.num_kv_heads, one.head_dim, one.head_dim) for one in shapes]
+
+    def part(one: LayerShape) -> tuple[LayerShape, Handed]:
+        count = max(1, one.num_kv_heads // ranks)
+        return replace(one, num_kv_heads=count), (count, one.head_dim, one.v_head_dim or 0)
+
+    return part

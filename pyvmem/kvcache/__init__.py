@@ -26,7 +26,13 @@ The modules, each of which imports only from those before it:
 from pyvmem.kvcache import waits
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
-from pyvmem.kvcache.config import KVCacheConfig, LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache.config import (
+    EmptyShape,
+    KVCacheConfig,
+    LayerShape,
+    StateShape,
+    layer_shapes,
+)
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.manager import CommonPages, Moved, SwappedRequest
@@ -39,6 +45,7 @@ __all__ = [
     "BudgetStats",
     "CacheStats",
     "CommonPages",
+    "EmptyShape",
     "GroupView",
     "IntegrityError",
     "Journal",

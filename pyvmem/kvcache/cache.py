@@ -27,6 +27,7 @@ from pyvmem.kvcache.config import (
     KVCacheConfig,
     LayerShape,
     Place,
+    Shape,
     StateShape,
     classes_of,
     invalid,
@@ -986,8 +987,11 @@ class KVCache(MustClose):
         """Values of a layer; see `k`. InvalidArgument where `tensors_per_layer` is 1."""
         return self.caches[0].v(layer)
 
-    def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
-        """For each layer the groups whose tensors hold its keys and values; None: it has none."""
+    def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
+        """For each layer the groups whose tensors hold its keys and values.
+
+        None: it has none; in the place of values: it has a latent.
+        """
         view = self.caches[0]
         values = view if view.config.tensors_per_layer == 2 else None
         return [(view, values)] * view.config.num_layers
@@ -1147,7 +1151,8 @@ class LayeredCache(KVCache):
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
-        layers: what every layer keeps, in the model's order; a `StateShape` for those with a state.
+        layers: what every layer keeps, in the model's order; a `StateShape` for those with a state,
+            an `EmptyShape` for those that keep nothing.
         context: as for `KVCache`.
         backend: as for `KVCache`.
         device: as for `KVCache`.
@@ -1168,7 +1173,7 @@ class LayeredCache(KVCache):
 
     def __init__(
         self,
-        layers: Sequence[LayerShape | StateShape],
+        layers: Sequence[Shape],
         context: Context | None = None,
         backend: str = "auto",
         device: Any = 0,
@@ -1177,9 +1182,9 @@ class LayeredCache(KVCache):
     ) -> None:
         self._closed = True  # until the groups are made
         self.layers = tuple(layers)
-        if not self.layers:
-            raise invalid("a LayeredCache needs at least one layer")
         counts, self._places = classes_of(self.layers)
+        if not counts:
+            raise invalid("a LayeredCache needs at least one layer that keeps something")
         whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         small = {**policy, "large_page_size": 0, "promote_tokens": 0}
@@ -1195,29 +1200,30 @@ class LayeredCache(KVCache):
     def k(self, layer: int) -> torch.Tensor:
         """Keys of a layer, or MLA's latent: ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.
 
-        Raises InvalidArgument for a layer that does not exist, or has a state.
+        Raises InvalidArgument for a layer that does not exist, has a state or keeps nothing.
         """
-        self._has_rows(layer)
-        place = self._place(layer)[0]
+        place = self._rows_of(layer)[0]
         return self.caches[place.part].k(place.member)
 
     def v(self, layer: int) -> torch.Tensor:
         """Values of a layer, with `v_head_dim` elements; InvalidArgument where it has none."""
-        self._has_rows(layer)
-        place = self._place(layer)[1]
+        place = self._rows_of(layer)[1]
         if place is None:
             raise invalid(f"layer {layer} has no values")
         view = self.caches[place.part]
         return view.v(place.member) if place.which else view.k(place.member)
 
-    def layer_views(self) -> list[tuple[GroupView, GroupView | None]]:
-        """See `KVCache.layer_views`; InvalidArgument where a layer has a state."""
-        for layer in range(len(self.layers)):
-            self._has_rows(layer)
-        return [
-            (self.caches[keys.part], None if values is None else self.caches[values.part])
-            for keys, values in self._places
-        ]
+    def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
+        """See `KVCache.layer_views`."""
+        found: list[tuple[GroupView, GroupView | None] | None] = []
+        for shape, places in zip(self.layers, self._places, strict=True):
+            if places is None or not isinstance(shape, LayerShape):
+                found.append(None)
+                continue
+            keys, values = places
+            other = None if values is None else self.caches[values.part]
+            found.append((self.caches[keys.part], other))
+        return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
         """What a layer keeps for each request: "conv" and "recurrent", as in its `StateShape`.
@@ -1239,20 +1245,24 @@ class LayeredCache(KVCache):
             found[name] = rows.view(*rows.shape[:2], *sizes[1:])
         return found
 
-    def _has_rows(self, layer: int) -> None:
-        self._place(layer)
+    def _rows_of(self, layer: int) -> tuple[Place, Place | None]:
+        places = self._place(layer)
         if isinstance(self.layers[operator.index(layer)], StateShape):
             raise invalid(f"layer {layer} has a state; see states")
+        return places
 
     def _place(self, layer: int) -> tuple[Place, Place | None]:
         index, last = operator.index(layer), len(self._places) - 1
         if not 0 <= index <= last:
             raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
-        return self._places[index]
+        places = self._places[index]
+        if places is None:
+            raise invalid(f"layer {index} keeps nothing")
+        return places
 
 
 def cache_of(
-    layers: Sequence[LayerShape | StateShape],
+    layers: Sequence[Shape],
     context: Context | None = None,
     backend: str = "auto",
     device: Any = 0,
@@ -1261,8 +1271,8 @@ def cache_of(
 ) -> KVCache:
     """A `KVCache` where all layers are equal, else a `LayeredCache`; its arguments."""
     counts = classes_of(layers)[0]
-    kind, count = next(iter(counts.items()))
-    if len(counts) == 1 and count == len(layers):
+    kind, count = next(iter(counts.items()), (None, 0))
+    if kind is not None and len(counts) == 1 and count == len(layers):
         config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
     return LayeredCache(layers, context, backend, device, budget, **policy)

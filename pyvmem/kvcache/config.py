@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPE_BYTES",
     "PREFILL_TOKENS",
+    "EmptyShape",
     "KVCacheConfig",
     "LayerClass",
     "LayerShape",
     "Place",
+    "Shape",
     "StateShape",
     "bounded",
     "classes_of",
+    "dtype_of",
     "invalid",
     "layer_shapes",
+    "longest_of",
     "text_config",
 ]
 
@@ -292,60 +296,127 @@ class KVCacheConfig:
             InvalidArgument: an attribute is missing and was not overridden, or a value is refused.
         """
         text = text_config(config)
-
-        def first(field: str, *names: str) -> Any:
-            for name in names:
-                value = getattr(text, name, None)
-                if value is not None:
-                    return value
-            kind = type(config).__name__
-            raise invalid(f"{kind} has no {' or '.join(names)}; give {field} yourself")
-
         values = dict(overrides)
-        rank = getattr(text, "kv_lora_rank", None)
-        if rank and not {"num_kv_heads", "head_dim", "tensors_per_layer"} & set(values):
-            rotary = first("head_dim", "qk_rope_head_dim")
-            values.update(num_kv_heads=1, head_dim=rank + rotary, tensors_per_layer=1)
-        if "window" not in values:
-            values["window"] = _window(text)
-        if "num_layers" not in values:
-            values["num_layers"] = first("num_layers", "num_hidden_layers", "n_layer")
-        if "num_kv_heads" not in values:
-            values["num_kv_heads"] = first(
-                "num_kv_heads", "num_key_value_heads", "num_attention_heads", "n_head"
+
+        def default(field: str, value: Callable[[], Any]) -> None:
+            if field not in values:
+                values[field] = value()
+
+        kinds = set(_attribute(text, "layer_types") or ()) - {*_FULL, _CHUNKED, _SLIDING}
+        if kinds and "num_layers" not in values:
+            raise invalid(
+                f"{type(config).__name__} has layers of kind {', '.join(sorted(kinds))}, which "
+                "keep something else; layer_shapes tells its layers apart, for LayeredCache"
             )
-        if "head_dim" not in values:
-            head_dim = getattr(text, "head_dim", None)
-            if head_dim is None:
-                hidden = first("head_dim", "hidden_size", "n_embd")
-                heads = first("head_dim", "num_attention_heads", "n_head")
-                if heads < 1 or hidden % heads:
-                    raise invalid(
-                        f"hidden size {hidden} is not a multiple of {heads} heads; give head_dim"
-                    )
-                head_dim = hidden // heads
-            values["head_dim"] = head_dim
-        if "dtype" not in values:
-            values["dtype"] = first("dtype", "dtype", "torch_dtype")
-        if "max_seq_len" not in values:
-            values["max_seq_len"] = first("max_seq_len", "max_position_embeddings", "n_positions")
+        rank = _attribute(text, "kv_lora_rank")
+        if rank and not {"num_kv_heads", "head_dim", "tensors_per_layer"} & set(values):
+            values.update(num_kv_heads=1, head_dim=_latent(text), tensors_per_layer=1)
+        default("window", lambda: _window(text))
+        default("num_layers", lambda: _num_layers(text))
+        default("num_kv_heads", lambda: _num_kv_heads(text))
+        default("head_dim", lambda: _head_dim(text))
+        default("dtype", lambda: dtype_of(config))
+        default("max_seq_len", lambda: longest_of(text))
         return cls(**values)
 
 
 def text_config(config: Any) -> Any:
-    """The language model's part of a transformers configuration."""
+    """The language model's part of a transformers configuration.
+
+    Raises InvalidArgument where there are several.
+    """
     get_text_config = getattr(config, "get_text_config", None)
-    return get_text_config() if callable(get_text_config) else config
+    try:
+        return get_text_config() if callable(get_text_config) else config
+    except ValueError as error:
+        raise invalid(f"{type(config).__name__}: {error}") from None
+
+
+def _attribute(text: Any, name: str) -> Any:
+    """None where a configuration has it not.
+
+    Raises InvalidArgument where its layers differ in it, which transformers tells by an error.
+    """
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:
+        raise invalid(
+            f"{type(text).__name__}: its layers differ in {name}; layer_shapes tells them apart"
+        ) from None
+    except ValueError as error:
+        raise invalid(f"{type(text).__name__}: {error}") from None
+
+
+def _first(text: Any, field: str, *names: str) -> Any:
+    """The first of these attributes that is there."""
+    for name in names:
+        value = _attribute(text, name)
+        if value is not None:
+            return value
+    raise invalid(f"{type(text).__name__} has no {' or '.join(names)}; give {field} yourself")
+
+
+def _num_layers(text: Any) -> Any:
+    return _first(text, "num_layers", "num_hidden_layers", "n_layer")
+
+
+def _num_kv_heads(text: Any) -> Any:
+    """Of all ranks. Falcon tells by a flag that there is one."""
+    own = _attribute(text, "num_key_value_heads")
+    if own is None and _attribute(text, "multi_query"):
+        return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
+    return _first(text, "num_kv_heads", "num_key_value_heads", "num_attention_heads", "n_head")
+
+
+def _head_dim(text: Any) -> Any:
+    own = _attribute(text, "head_dim")
+    if own is not None:
+        return own
+    hidden = _first(text, "head_dim", "hidden_size", "n_embd")
+    heads = _first(text, "head_dim", "num_attention_heads", "n_head")
+    if heads < 1 or hidden % heads:
+        raise invalid(f"hidden size {hidden} is not a multiple of {heads} heads; give head_dim")
+    return hidden // heads
+
+
+def _latent(text: Any) -> Any:
+    """Elements of MLA's latent with its rotary part."""
+    return text.kv_lora_rank + _first(text, "head_dim", "qk_rope_head_dim")
+
+
+def dtype_of(config: Any) -> Any:
+    """The type that a model's weights, and so its keys and values, have.
+
+    Raises InvalidArgument where neither the text's part nor the whole tells it.
+    """
+    text = text_config(config)
+    for one in (text, config):
+        for name in ("dtype", "torch_dtype"):
+            value = _attribute(one, name)
+            if value is not None:
+                return value
+    raise invalid(f"{type(text).__name__} has no dtype or torch_dtype; give dtype yourself")
+
+
+def longest_of(config: Any) -> Any:
+    """Tokens of the longest sequence that a model was made for."""
+    return _first(
+        text_config(config),
+        "max_seq_len",
+        "max_position_embeddings",
+        "n_positions",
+        "model_max_length",
+    )
 
 
 def _window(text: Any) -> int:
     """The window that every layer has; 0 where one attends to everything."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None and set(kinds) != {"sliding_attention"}:
+    kinds = _attribute(text, "layer_types")
+    if kinds is not None and set(kinds) != {_SLIDING}:
         return 0
     if getattr(text, "use_sliding_window", True) is False:
         return 0
-    return getattr(text, "sliding_window", None) or 0
+    return _attribute(text, "sliding_window") or 0
 
 
 @dataclass(frozen=True)
@@ -415,6 +486,19 @@ class StateShape:
         return tuple(one for one in (self.conv, self.recurrent) if one)
 
 
+@dataclass(frozen=True)
+class EmptyShape:
+    """A layer that keeps nothing.
+
+    One without attention (Nemotron-H's), or one that attends over another layer's keys and values
+    (Gemma 3n's last ones).
+    """
+
+
+Shape = LayerShape | StateShape | EmptyShape
+"""What one layer keeps."""
+
+
 class LayerClass(NamedTuple):
     """Tensors with rows of one size and one window: what one `KVCache` is made for."""
 
@@ -443,8 +527,8 @@ class Place(NamedTuple):
 
 
 def classes_of(
-    layers: Sequence[LayerShape | StateShape],
-) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None]]]:
+    layers: Sequence[Shape],
+) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None] | None]]:
     """Sorts layers into classes.
 
     Keys and values of one size belong together; of two sizes, they are classes of their own.
@@ -452,7 +536,7 @@ def classes_of(
 
     Returns:
         Every class with the number of its layers, and for every layer where its keys and its values
-        lie (None: it has none), or its first and its second state.
+        lie (None: it has none), or its first and its second state; None: it keeps nothing.
     """
     counts: dict[LayerClass, int] = {}
     order: dict[LayerClass, int] = {}
@@ -463,9 +547,12 @@ def classes_of(
         counts[key] = member + 1
         return order.setdefault(key, len(order)), member
 
-    places: dict[int, tuple[Place, Place | None]] = {}
+    places: dict[int, tuple[Place, Place | None] | None] = {}
     # Rows first: a cache's first group speaks for it.
     for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
+        if isinstance(shape, EmptyShape):
+            places[layer] = None
+            continue
         if isinstance(shape, StateShape):
             found = [
                 Place(*put(sizes[0], math.prod(sizes[1:]), 1, 0, True, dtype), 0)
@@ -489,19 +576,23 @@ def classes_of(
     return counts, [places[layer] for layer in range(len(layers))]
 
 
-_FULL = ("full_attention", "attention", "chunked_attention")  # chunks are kept whole
+_FULL = ("full_attention", "attention")
 _SLIDING = "sliding_attention"
+_CHUNKED = "chunked_attention"
 _STATE = ("linear_attention", "mamba", "conv")
+_EMPTY = ("moe", "mlp")
 
 
-def layer_shapes(config: Any) -> list[LayerShape | StateShape]:
+def layer_shapes(config: Any) -> list[Shape]:
     """What `LayeredCache` takes, for every layer of a transformers model.
 
-    Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window.
-    MLA (``kv_lora_rank``) has one latent tensor, as an engine that absorbs the up-projections
-    stores it; transformers itself stores keys and values. Linear attention, state spaces and short
-    convolutions have a `StateShape`, for models with the fields of Qwen3-Next's, Jamba's, Bamba's
-    or LFM2's.
+    Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window,
+    and so have those that attend in chunks, of a chunk's tokens: no token sees more. MLA
+    (``kv_lora_rank``) has one latent tensor, as an engine that absorbs the up-projections stores
+    it; transformers itself stores keys and values. Linear attention, state spaces and short
+    convolutions have a `StateShape`, for models with the fields of Qwen3-Next's, Kimi Linear's,
+    Jamba's, Bamba's, Nemotron-H's or LFM2's. Layers without attention, and those that read another
+    layer's keys, are an `EmptyShape`.
 
     Args:
         config: a ``PreTrainedConfig``, or anything with its attributes; of a multi-modal model the
@@ -511,29 +602,66 @@ def layer_shapes(config: Any) -> list[LayerShape | StateShape]:
         InvalidArgument: an attribute is missing, or a layer keeps something else.
     """
     text = text_config(config)
-    same = KVCacheConfig.from_hf(config, dtype="uint8", max_seq_len=1)
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        return [_shape(text, same, layer, same.window) for layer in range(same.num_layers)]
-    if len(kinds) != same.num_layers:
-        raise invalid(f"layer_types names {len(kinds)} layers, the model has {same.num_layers}")
-    shapes: list[LayerShape | StateShape] = []
-    for layer, kind in enumerate(kinds):
-        if kind == _SLIDING:
-            window = getattr(text, "sliding_window", None)
-            if not window:
-                raise invalid(f"layer {layer} is {kind}, but sliding_window is {window}")
-            shapes.append(_shape(text, same, layer, window))
-        elif kind in _FULL:
-            shapes.append(_shape(text, same, layer, 0))
-        elif kind in _STATE and (state := _state(text, kind)):
-            shapes.append(state)
+    count = bounded("num_layers", _num_layers(text), 1, 1 << 14)
+    _refuse_cross_attention(config, text)
+    kinds = _attribute(text, "layer_types")
+    if kinds is not None and len(kinds) != count:
+        raise invalid(f"layer_types names {len(kinds)} layers, the model has {count}")
+    modes = _attribute(text, "kv_sharing_modes") or _shared_last(text, count)
+    shapes: list[Shape] = []
+    for layer in range(count):
+        own = _layer_config(text, layer)
+        if modes[layer] == "reuse":
+            shapes.append(EmptyShape())
+        elif kinds is None:
+            shapes.append(_rows(own, _window(own)))
         else:
-            raise invalid(
-                f"layer {layer} is {kind}: it keeps neither keys and values for each token nor a "
-                "state that is known here"
-            )
+            shapes.append(_shape(own, layer, kinds[layer]))
     return shapes
+
+
+def _refuse_cross_attention(config: Any, text: Any) -> None:
+    """Raises InvalidArgument for models that attend to something besides their own tokens."""
+    name = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        raise invalid(f"{name}: a decoder that attends to an encoder keeps the encoder's rows, too")
+    crossed = _attribute(text, "cross_attention_layers")
+    if crossed:
+        raise invalid(
+            f"{name}: layer {crossed[0]} attends to an image alone; its rows do not grow with the "
+            "tokens, which is not known here"
+        )
+
+
+def _shared_last(text: Any, count: int) -> list[str]:
+    """Transformers' ``kv_sharing_modes``, where a configuration only counts the layers."""
+    shared = _attribute(text, "num_kv_shared_layers") or 0
+    return [""] * (count - shared) + ["reuse"] * shared
+
+
+def _shape(own: Any, layer: int, kind: str) -> Shape:
+    """What a layer of a kind keeps."""
+    if kind in _FULL:
+        return _rows(own, 0)
+    if kind == _SLIDING:
+        window = _attribute(own, "sliding_window")
+        if not window:
+            raise invalid(f"layer {layer} is {kind}, but sliding_window is {window}")
+        return _rows(own, window)
+    if kind == _CHUNKED:
+        return _rows(own, _attribute(own, "attention_chunk_size") or 0)
+    if kind in _EMPTY:
+        return EmptyShape()
+    if kind in _STATE:
+        state = _state(own, kind)
+        if state is not None:
+            return state
+        why = "its configuration does not tell the state in a way that is known here"
+    elif kind.startswith("hybrid"):
+        why = "it keeps keys and values and a state beside them, which is not known here"
+    else:
+        why = "what it keeps is not known here"
+    raise invalid(f"layer {layer} is {kind}: {why}")
 
 
 def _state(text: Any, kind: str) -> StateShape | None:
@@ -554,6 +682,15 @@ def _state(text: Any, kind: str) -> StateShape | None:
         return StateShape(
             (channels, text.linear_conv_kernel_dim), (text.linear_num_value_heads, keys, values)
         )
+    if heads := get("linear_num_heads"):
+        wide = text.linear_head_dim
+        return StateShape((3 * heads * wide, text.linear_conv_kernel_dim), (heads, wide, wide))
+    if heads := get("mamba_num_heads"):
+        if not get("ssm_state_size"):
+            return None
+        wide, size = heads * text.mamba_head_dim, text.ssm_state_size
+        channels = wide + 2 * text.n_groups * size
+        return StateShape((channels, text.conv_kernel), (heads, text.mamba_head_dim, size))
     if not get("mamba_d_state"):
         return None
     size, tokens = text.mamba_d_state, text.mamba_d_conv
@@ -565,15 +702,35 @@ def _state(text: Any, kind: str) -> StateShape | None:
     return StateShape((wide, tokens), (wide, size))
 
 
-def _shape(text: Any, same: KVCacheConfig, layer: int, window: int) -> LayerShape:
-    """A layer's shape, with what ``per_layer_config`` has instead (Gemma 4)."""
-    own = getattr(text, "per_layer_config", None) or {}
-    one = own.get(layer, own.get(str(layer), {})) if isinstance(own, Mapping) else own[layer]
+class _Own:
+    """A configuration with what one layer has instead."""
 
-    def get(name: str) -> Any:
-        return one.get(name) if isinstance(one, Mapping) else getattr(one, name, None)
+    def __init__(self, text: Any, own: Mapping[str, Any]) -> None:
+        self._text = text
+        self._own = own
 
-    if same.tensors_per_layer == 1:
-        return LayerShape(same.num_kv_heads, same.head_dim, 0, window)
-    heads = get("num_key_value_heads") or same.num_kv_heads
-    return LayerShape(heads, get("head_dim") or same.head_dim, None, window)
+    def __getattr__(self, name: str) -> Any:
+        own: Mapping[str, Any] = self.__dict__["_own"]
+        return own[name] if name in own else getattr(self.__dict__["_text"], name)
+
+
+def _layer_config(text: Any, layer: int) -> Any:
+    """The configuration of one layer: ``per_layer_config`` has what it has instead (Gemma 4)."""
+    every = getattr(text, "per_layer_config", None)
+    if not every:
+        return text
+    if not isinstance(every, Mapping):
+        return every[layer]  # transformers' own: whole configurations
+    # A file's keys are text, with zeros before the number.
+    own: Any = next((one for key, one in every.items() if int(key) == layer), {})
+    return _Own(text, own if isinstance(own, Mapping) else vars(own))
+
+
+def _rows(own: Any, window: int) -> LayerShape:
+    """A layer with keys and values, or a latent."""
+    if _attribute(own, "kv_lora_rank"):
+        return LayerShape(1, _latent(own), 0, window)
+    heads = _num_kv_heads(own)
+    if window and _attribute(own, "model_type") == "mimo_v2_flash":
+        heads *= 2  # which its code says, and not its configuration
+    return LayerShape(heads, _head_dim(own), _attribute(own, "v_head_dim"), window)

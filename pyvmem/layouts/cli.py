@@ -69,7 +69,7 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; InvalidArgument is for the caller to print."""
-    shape = shape_of(args.model).on_ranks(args.ranks).stored_as(args.kv_dtype)
+    shape = shape_of(args.model, args.kv_dtype).on_ranks(args.ranks).stored_as(args.kv_dtype)
     requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
     memory = args.kv_memory or budget(shape, args.memory)
     limits = Limits(CALL_US[args.backend], args.iteration_ms, args.max_group)

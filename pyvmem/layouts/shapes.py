@@ -10,11 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import (
+    DTYPE_BYTES,
     KVCacheConfig,
     LayerShape,
+    Shape,
     StateShape,
     classes_of,
+    dtype_of,
     invalid,
     layer_shapes,
 )
@@ -43,7 +47,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     weight_bytes: int = 0
     ranks: int = 1
-    layers: tuple[LayerShape | StateShape, ...] = ()
+    layers: tuple[Shape, ...] = ()
 
     def configs(self, **overrides: Any) -> list[KVCacheConfig]:
         """The cache's configuration for each of its groups of equal layers.
@@ -105,10 +109,10 @@ class ModelShape:
         """
         layers = self.layers or (LayerShape(self.num_kv_heads, self.head_dim),)
         for layer in layers:
-            if isinstance(layer, StateShape):
-                if ranks == 1:
-                    continue
+            if isinstance(layer, StateShape) and ranks > 1:
                 raise invalid(f"{self.name}: how ranks share a state is not computed here")
+            if not isinstance(layer, LayerShape):
+                continue
             if ranks < 1 or (layer.v_head_dim and layer.num_kv_heads % ranks):
                 raise invalid(
                     f"{layer.num_kv_heads} KV heads cannot be shared evenly by {ranks} ranks",
@@ -117,14 +121,15 @@ class ModelShape:
         if ranks == 1:
             return self
         parts = tuple(
-            replace(one, num_kv_heads=one.num_kv_heads // ranks) if one.v_head_dim else one
+            replace(one, num_kv_heads=one.num_kv_heads // ranks)
+            if isinstance(one, LayerShape) and one.v_head_dim
+            else one
             for one in layers
-            if isinstance(one, LayerShape)
         )
         return replace(
             self,
             name=f"{self.name}, 1 of {ranks} ranks",
-            num_kv_heads=parts[0].num_kv_heads,
+            num_kv_heads=next(one.num_kv_heads for one in parts if isinstance(one, LayerShape)),
             weight_bytes=self.weight_bytes // ranks,
             ranks=self.ranks * ranks,
             layers=parts if self.layers else (),
@@ -165,12 +170,13 @@ SHAPES = {
 }
 
 
-def shape_of(model: str) -> ModelShape:
+def shape_of(model: str, dtype: str = "") -> ModelShape:
     """The shape of a model.
 
     Args:
         model: one of `SHAPES` (case does not matter), or the path of a transformers
             ``config.json`` or its folder; the weights of such a model are not known.
+        dtype: of its keys and values, where such a file has none.
 
     Raises:
         InvalidArgument: neither, or a configuration without what is needed.
@@ -187,47 +193,95 @@ def shape_of(model: str) -> ModelShape:
         raise invalid(
             f"{model!r} is none of {known}, nor a readable config.json: {error}"
         ) from None
-    text = SimpleNamespace(**_text(values))
-    config = KVCacheConfig.from_hf(text, max_seq_len=1)  # which we do not use
-    layers = tuple(layer_shapes(text))
-    first = next((one for one in layers if isinstance(one, LayerShape)), None)
-    if first is None:
-        raise invalid(f"{model!r}: no layer has keys and values")
+    if not isinstance(values, dict):
+        raise invalid(f"{path}: {type(values).__name__}, where a configuration is an object")
+    try:
+        config = _config(values)
+        layers = tuple(layer_shapes(config))
+        first = next((one for one in layers if isinstance(one, LayerShape)), None)
+        if first is None:
+            raise invalid("no layer has keys and values")
+        own = _dtype(config, dtype)
+    except InvalidArgument as error:
+        raise invalid(f"{path}: {error.args[0]}") from None
     plain = LayerShape(first.num_kv_heads, first.head_dim)
     return ModelShape(
         path.resolve().parent.name,
         len(layers),
         first.num_kv_heads,
         first.head_dim,
-        str(config.dtype),
+        own,
         layers=() if set(layers) == {plain} else layers,
     )
 
 
-def _text(values: Any) -> dict[str, Any]:
-    """The language model's part of a ``config.json``, with the kind of every layer that differs.
+def _dtype(config: Any, given: str) -> str:
+    """The configuration's type, else the given one; InvalidArgument where neither is there."""
+    try:
+        found = str(dtype_of(config)).removeprefix("torch.")
+    except InvalidArgument:
+        if not given:
+            raise invalid("it names no dtype; give the one of keys and values") from None
+        return given
+    if found not in DTYPE_BYTES:
+        raise invalid(f"dtype {found!r} is not one of {', '.join(DTYPE_BYTES)}")
+    return found
 
-    Files of before transformers 4.56 name a window and leave it to the model's class which layers
-    have it; those of Jamba and Bamba name the layers with attention, each in its own way.
+
+_TELLING = (
+    "cross_attention_layers",
+    "hybrid_override_pattern",
+    "is_encoder_decoder",
+    "kv_sharing_modes",
+    "layers_block_type",
+    "linear_num_value_heads",
+    "mamba_d_state",
+    "multi_query",
+    "num_kv_shared_layers",
+)
+"""What a file says of layers that are not all alike, in words of its model's own."""
+
+
+def _config(values: dict[str, Any]) -> Any:
+    """The configuration of a ``config.json``.
+
+    transformers' own where it knows the model: a file leaves out what is its class's default, and
+    says in the model's own words which layers slide, have a state or share keys. Else the file's
+    values, where all layers are alike or the file has the kind of each.
     """
-    if not isinstance(values, dict):
-        return {}
+    known, why = _transformers(values)
+    if known is not None:
+        return known
     text: dict[str, Any] = values.get("text_config", values)
     slides = text.get("sliding_window") and text.get("use_sliding_window", True)
-    mixed = any(text.get(name) for name in ("linear_num_value_heads", "mamba_d_state"))
-    if not (slides or mixed) or text.get("layer_types"):
-        return text
-    try:
-        from transformers import AutoConfig
+    if not text.get("layer_types"):
+        if slides:
+            raise invalid(
+                f"a sliding_window of {text['sliding_window']} without layer_types; which layers "
+                f"have it, transformers does not tell: {why}"
+            )
+        for name in _TELLING:
+            if text.get(name) or values.get(name):
+                raise invalid(f"{name}: which layers that is, transformers does not tell: {why}")
+    given = values.get("dtype") or values.get("torch_dtype")
+    return SimpleNamespace(**{"dtype": text.get("torch_dtype") or given, **text})
 
-        whole: Any = AutoConfig
-        config = whole.for_model(**values).get_text_config()
-        told: dict[str, Any] = config.to_dict()
-        if kinds := getattr(config, "layer_types", None):  # a property of some classes
-            told["layer_types"] = kinds
-    except (ImportError, ValueError, TypeError) as error:
-        what = f"a sliding_window of {text['sliding_window']}" if slides else "a state"
-        raise invalid(
-            f"{what} without layer_types; which layers have it, transformers does not tell: {error}"
-        ) from None
-    return told
+
+def _transformers(values: dict[str, Any]) -> tuple[Any, str]:
+    """transformers' configuration of a file's values, or why there is none.
+
+    Raises InvalidArgument where transformers knows the model and refuses the values.
+    """
+    kind = values.get("model_type")
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig
+    except ImportError as error:
+        return None, str(error)
+    mapping: Any = CONFIG_MAPPING
+    if kind not in mapping:
+        return None, f"it knows no model_type {kind!r}"
+    whole: Any = AutoConfig
+    try:
+        return whole.for_model(**values), ""
+    except Exception as error:  # each class checks in its own way
+        raise invalid(f"transformers refuses it: {error}") from None

@@ -9,12 +9,13 @@ of `pyvmem.attention`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pyvmem.attention import Attention, Batch
+from pyvmem.hf.shapes import plain_scores, twice
 
 __all__ = ["NAME", "AttentionStep", "attention_forward", "register"]
 
@@ -23,10 +24,15 @@ NAME = "vmem"
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What the attention function needs to know of a step; the same for all layers."""
+    """What the attention function needs to know of a step; the same for all layers.
+
+    Attributes:
+        seen: the layers that called it.
+    """
 
     attention: Attention
     batch: Batch
+    seen: set[int] = field(default_factory=set)
 
 
 def attention_forward(
@@ -39,20 +45,23 @@ def attention_forward(
     scaling: float | None = None,
     *,
     vmem_step: AttentionStep | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Writes the step's keys and values into the cache and attends.
 
     Args:
-        query: ``[1, num_heads, T, head_dim]``, the requests' tokens one after the other.
-        key, value: ``[1, num_kv_heads, T, head_dim]``.
+        query: ``[rows, num_heads, T, head_dim]``, the requests' tokens one after the other in one
+            row, or a row each.
+        key, value: ``[rows, num_kv_heads, T, head_dim]``.
         attention_mask: must be None; what a token sees follows from its request and position.
 
     Returns:
-        ``[1, T, num_heads, head_dim]``, and None for the weights that are never made.
+        ``[rows, T, num_heads, head_dim]``, and None for the weights that are never made.
 
     Raises:
         ValueError: called without a step, or with a mask or dropout.
+        NotSupported: scores that are more than products (capped, with sinks), or a layer that
+            attends twice.
     """
     if vmem_step is None:
         raise ValueError(
@@ -60,12 +69,20 @@ def attention_forward(
         )
     if attention_mask is not None or dropout:
         raise ValueError('attention "vmem" takes neither a mask nor dropout')
+    plain_scores(NAME, others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]  # an int that nn.Module's __getattr__ hides
     attend, batch = vmem_step.attention, vmem_step.batch
-    rows = None if attend.is_latent(layer) else value[0].transpose(0, 1)
-    attend.write(layer, key[0].transpose(0, 1), rows, batch)
-    output = attend(query[0].transpose(0, 1), layer, batch, scale=scaling)
-    return output.unsqueeze(0), None
+    if layer in vmem_step.seen:
+        raise twice(layer)
+    vmem_step.seen.add(layer)
+    attend.write(layer, _flat(key), None if attend.is_latent(layer) else _flat(value), batch)
+    output = attend(_flat(query), layer, batch, scale=scaling)
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
+
+
+def _flat(rows: torch.Tensor) -> torch.Tensor:
+    """``[rows, heads, T, dim]`` as ``[tokens, heads, dim]``."""
+    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def register() -> None:

@@ -20,7 +20,8 @@ from pyvmem.layouts.options import size
 if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.info import ContextInfo
-    from pyvmem.kvcache import KVCache, LayerShape
+    from pyvmem.kvcache import KVCache
+    from pyvmem.kvcache.config import Shape
     from pyvmem.serve.engine import TokenEvent
     from pyvmem.serve.job import Completion, Job
     from pyvmem.serve.model import LoadedModel
@@ -137,9 +138,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
-    from pyvmem.hf.shapes import row_shapes
+    from pyvmem.hf.shapes import NO_ATTENTION, plain_rows
     from pyvmem.kvcache.cache import cache_of
-    from pyvmem.kvcache.config import classes_of
+    from pyvmem.kvcache.config import classes_of, layer_shapes
     from pyvmem.serve import model as models
     from pyvmem.serve.report import page_name
 
@@ -152,7 +153,8 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
         args.model, dtype=dtype, device="cpu" if on_host else f"cuda:{args.device}", notify=_note
     )
     text = loaded.model.config.get_text_config()
-    shapes = row_shapes(text, "serve-demo")
+    plain_rows(text, "serve-demo", *NO_ATTENTION)
+    shapes = layer_shapes(text)
     why = _take_layout(args, info, loaded, shapes, texts, dtype)
     longest = args.max_seq_len or text.max_position_embeddings
     group = args.group_size or math.gcd(*classes_of(shapes)[0].values())
@@ -191,11 +193,12 @@ def _take_layout(
     args: argparse.Namespace,
     info: ContextInfo,
     loaded: LoadedModel,
-    shapes: list[LayerShape],
+    shapes: list[Shape],
     texts: list[str],
     dtype: str,
 ) -> str:
     """Sets the layout that is advised for these prompts, where none was given; says why."""
+    from pyvmem.kvcache import LayerShape
     from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Limits, advise, choices
     from pyvmem.layouts.shapes import ModelShape
     from pyvmem.layouts.workload import Request as Work
@@ -204,7 +207,7 @@ def _take_layout(
     if args.page_size or args.group_size is not None:
         args.group_size = 1 if args.group_size is None else args.group_size
         return ""
-    first = shapes[0]
+    first = next(one for one in shapes if isinstance(one, LayerShape))
     shape = ModelShape(
         loaded.name,
         len(shapes),
@@ -217,7 +220,7 @@ def _take_layout(
     work = [Work(length, args.max_new_tokens) for length in lengths]
     # Of a demonstration's batch; what else is free would only ask for larger pages.
     longest = max(one.longest for one in work)
-    memory = args.memory_limit or args.max_batch * longest * shape.token_bytes
+    memory = args.memory_limit or args.max_batch * (longest * shape.token_bytes + shape.state_bytes)
     sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]
     limits = Limits(call_us=CALL_US.get(info.backend, 0.0))
     considered = choices(shape, sizes or (info.granule,), max_group=limits.max_group)

@@ -19,15 +19,17 @@ import torch
 from pyvmem.attention import Attention
 from pyvmem.closing import Closable
 from pyvmem.engine import RequestCache
+from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import absorbed, latent_rank
-from pyvmem.hf.shapes import row_shapes
-from pyvmem.kvcache import LayeredCache
+from pyvmem.hf.shapes import NO_ATTENTION, plain_rows
+from pyvmem.kvcache import LayeredCache, LayerShape, StateShape, layer_shapes
 from pyvmem.serve import attention
 from pyvmem.serve.job import Completion, FinishReason, Job, Sequence
 from pyvmem.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
+    from pyvmem.kvcache.config import Shape
 
 __all__ = ["Engine", "EngineStats", "StepRecord", "TokenEvent"]
 
@@ -96,10 +98,13 @@ class Engine(Closable):
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
             attention implementation is "vmem" until `close`, then what it was.
-        cache: the KV cache, of as many layers; it keeps all rows, or what the model's windows see.
-            Of a model with MLA it keeps the latent, and the up-projections are absorbed until
-            `close`. The engine uses all of its slots; the caller closes it after the engine.
-        prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt.
+        cache: the KV cache, of as many layers; it keeps all rows, or what the model's windows see,
+            and the states of layers that have one: their requests of one new token run together, a
+            row of the batch each, and every longer one alone. Of a model with MLA it keeps the
+            latent, and the up-projections are absorbed until `close`. The engine uses all of its
+            slots; the caller closes it after the engine.
+        prefill_chunk: most prompt tokens of a request in one step; 0: the whole prompt, as it must
+            be where layers have a state.
         background: map the next step's pages while the present one is computed.
         observer: called with every `StepRecord`.
         kernel: of the attention, as `pyvmem.attention.Attention` takes it.
@@ -108,8 +113,9 @@ class Engine(Closable):
         attention: its `choice` names the kernel.
 
     Raises:
-        ValueError: the model's layers or heads are not the cache's. NotSupported: a layer has a
-            state, or MLA in another form than DeepSeek-V3's.
+        ValueError: the model's layers or heads are not the cache's. NotSupported: attention that is
+            more than causal with windows (`pyvmem.hf.shapes.plain_rows`), MLA in another form than
+            DeepSeek-V3's, or beside states.
     """
 
     def __init__(
@@ -125,16 +131,27 @@ class Engine(Closable):
         if prefill_chunk < 0:
             raise ValueError(f"prefill_chunk is {prefill_chunk}; it must not be negative")
         text = model.config.get_text_config()
-        shapes = row_shapes(text, "the engine")
-        count = len(cache.layers) if isinstance(cache, LayeredCache) else cache.config.num_layers
-        if len(shapes) != count:
-            raise ValueError(f"the model has {len(shapes)} layers, the cache {count}")
+        plain_rows(text, "the engine", *NO_ATTENTION)
+        shapes = layer_shapes(text)
+        self._states = _states_of(cache, shapes)
+        if self._states is not None and latent_rank(text):
+            raise NotSupported("the engine: the model has a latent beside states", op="Engine")
+        if self._states is not None and prefill_chunk:
+            raise NotSupported(
+                f"the engine: prefill_chunk is {prefill_chunk}, and the model has layers with a "
+                "state; of these, some of transformers' own (Jamba's, Bamba's) begin anew with "
+                "every call of more than one token, so prompts are computed whole",
+                op="Engine",
+            )
+        self._attending = {
+            layer for layer, shape in enumerate(shapes) if isinstance(shape, LayerShape)
+        }
         self._undo = ExitStack()
         with ExitStack() as undo:
             self.attention = Attention(
                 cache,
                 kernel,
-                windows=[shape.window for shape in shapes],
+                windows=[getattr(shape, "window", 0) for shape in shapes],
                 v_head_dim=latent_rank(text),
             )
             undo.callback(self.attention.close)
@@ -245,22 +262,80 @@ class Engine(Closable):
     @torch.inference_mode()
     def _forward(self, batch: list[Sequence]) -> list[int]:
         """Runs the model on the batch's new tokens; the likeliest next token of each request."""
+        if self._states is not None:
+            return self._forward_rows(self._states, batch)
         tokens: list[int] = []
         ends: list[int] = []
         for sequence in batch:
             tokens += sequence.tokens[sequence.cached : sequence.needed]
             ends.append(len(tokens) - 1)
-        step = self.attention.batch(
-            self._slots(batch),
-            [sequence.needed - sequence.cached for sequence in batch],
-            [sequence.needed for sequence in batch],
-        )
+        step = self._attention_step(batch)
         output = self._model(
             input_ids=torch.tensor([tokens], device=self._device),
-            position_ids=step.positions.unsqueeze(0),
+            position_ids=step.batch.positions.unsqueeze(0),
             use_cache=False,
             logits_to_keep=torch.tensor(ends, device=self._device),
-            vmem_step=attention.AttentionStep(self.attention, step),
+            vmem_step=step,
         )
+        self._all_attended(step)
         choices: list[int] = output.logits[0].float().argmax(dim=-1).tolist()
         return choices
+
+    def _forward_rows(self, cache: LayeredCache, batch: list[Sequence]) -> list[int]:
+        """The same for a model whose layers have states: these tell requests apart by rows."""
+        from pyvmem.serve.states import StepPast
+
+        alone = [[one] for one in batch if not one.cached or one.needed - one.cached > 1]
+        decoding = [one for one in batch if one.cached and one.needed - one.cached == 1]
+        chosen: dict[Sequence, int] = {}
+        for group in ([decoding] if decoding else []) + alone:
+            step = self._attention_step(group)
+            past = StepPast(cache, self._slots(group), [one.cached for one in group])
+            tokens = [one.tokens[one.cached : one.needed] for one in group]
+            output = self._model(
+                input_ids=torch.tensor(tokens, device=self._device),
+                position_ids=step.batch.positions.view(len(group), -1),
+                past_key_values=past,
+                use_cache=True,
+                logits_to_keep=1,
+                vmem_step=step,
+            )
+            self._all_attended(step)
+            past.save()
+            found = output.logits[:, -1].float().argmax(dim=-1).tolist()
+            chosen.update(zip(group, found, strict=True))
+        return [chosen[one] for one in batch]
+
+    def _attention_step(self, batch: list[Sequence]) -> attention.AttentionStep:
+        new = [one.needed - one.cached for one in batch]
+        lengths = [one.needed for one in batch]
+        step = self.attention.batch(self._slots(batch), new, lengths)
+        return attention.AttentionStep(self.attention, step)
+
+    def _all_attended(self, step: attention.AttentionStep) -> None:
+        """Raises NotSupported for a model that does not ask transformers' registry for attention.
+
+        It would have run all requests together, and kept nothing.
+        """
+        missing = self._attending - step.seen
+        if missing:
+            raise NotSupported(
+                f"the engine: layer {min(missing)} of {type(self._model).__name__} attends by "
+                "itself, and not by transformers' AttentionInterface",
+                op="Engine",
+            )
+
+
+def _states_of(cache: KVCache, shapes: list[Shape]) -> LayeredCache | None:
+    """The cache, where layers have states; ValueError where it keeps something else."""
+    held: list[type] = [LayerShape] * cache.config.num_layers
+    if isinstance(cache, LayeredCache):
+        held = [type(shape) for shape in cache.layers]
+    if len(shapes) != len(held):
+        raise ValueError(f"the model has {len(shapes)} layers, the cache {len(held)}")
+    for layer, (shape, kind) in enumerate(zip(shapes, held, strict=True)):
+        if type(shape) is not kind:
+            raise ValueError(
+                f"layer {layer} keeps a {type(shape).__name__}, the cache has a {kind.__name__}"
+            )
+    return cache if isinstance(cache, LayeredCache) and StateShape in held else None

@@ -65,21 +65,27 @@ class Replay:
         self.name = name
         self.page_size = page_size
         self._layouts = [Layout(config, page_size or _BIG_PAGE) for config in configs]
-        self._token_bytes = sum(one.row_bytes * one.num_tensors for one in self._layouts)
         self._peak = (0, 0)  # mapped and used
 
     def bytes_for(self, tokens: int) -> int:
         """Physical bytes behind a request of so many tokens."""
         layouts = self._layouts
         if not self.page_size:
-            return layouts[0].max_rows * self._token_bytes
+            return self._used(layouts[0].config.max_seq_len)
         return sum(one.pages_for(tokens) * one.page_size * one.num_tensors for one in layouts)
 
     def add(self, lengths: list[int]) -> None:
         """Takes a step into account."""
         mapped = sum(map(self.bytes_for, lengths))
         # Of steps that map the same, the fullest: no layout looks emptier than it got.
-        self._peak = max(self._peak, (mapped, sum(lengths) * self._token_bytes))
+        self._peak = max(self._peak, (mapped, sum(map(self._used, lengths))))
+
+    def _used(self, tokens: int) -> int:
+        """Bytes of the rows of so many tokens; a state is one row whatever their number."""
+        return sum(
+            (min(tokens, 1) if one.state else tokens) * one.row_bytes * one.num_tensors
+            for one in self._layouts
+        )
 
     def footprint(self) -> Footprint:
         """The layout's peak so far."""

@@ -12,7 +12,7 @@ import torch
 
 import pyvmem
 from pyvmem import KVCache, KVCacheConfig
-from pyvmem.kvcache import LayeredCache
+from pyvmem.kvcache import LayeredCache, LayerShape
 
 LAYERS = 2
 
@@ -112,6 +112,8 @@ def fill(cache: LayeredCache, case: Case, poison: bool = True) -> None:
         lens[reqid] = length
     assert cache.step(lens) == 0
     for layer, shape in enumerate(cache.layers):
+        if not isinstance(shape, LayerShape):
+            continue
         for tensor in (cache.k(layer), *([cache.v(layer)] if shape.v_head_dim else [])):
             for reqid, new, length in zip(case.reqids, case.q_lens, case.kv_lens, strict=True):
                 first = max(0, length - new - shape.window + 1) if shape.window else 0

@@ -37,19 +37,20 @@ def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
 
     class TorchEvent:
         def __init__(self, handle: int) -> None:
-            self.cuda_event = handle
+            self.cuda_event, self.over = handle, False
 
         def wait(self, stream: Any) -> None:
             assert isinstance(stream, TorchStream)
             gpu.log.append((stream.cuda_stream, "waits for", self.cuda_event))
 
         def synchronize(self) -> None:
+            self.over = True
             gpu.modes.append(gpu.mode)
             gpu.log.append(("cpu", "waits for", self.cuda_event))
 
         def query(self) -> bool:
             gpu.modes.append(gpu.mode)
-            return gpu.over
+            return gpu.over or self.over
 
     class TorchStream:
         def __init__(self, handle: int) -> None:
@@ -63,16 +64,17 @@ def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
 
     class Event:
         def __init__(self, handle: int) -> None:
-            self.handle = handle
+            self.handle, self.over = handle, False
 
         def sync(self) -> None:
+            self.over = True
             gpu.modes.append(gpu.mode)
             gpu.log.append(("cpu", "waits for", self.handle))
 
         @property
         def is_done(self) -> bool:
             gpu.modes.append(gpu.mode)
-            return gpu.over
+            return gpu.over or self.over
 
     class Stream:
         def __init__(self, handle: int) -> None:

@@ -125,8 +125,103 @@ def _lfm2() -> Any:
     return transformers.Lfm2ForCausalLM(config)
 
 
+def _gemma4() -> Any:
+    """Its full layer has larger heads; its last two use the keys of others."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        **_SMALL,
+        num_hidden_layers=5,
+        layer_types=[*kinds, "sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+    )
+    return transformers.Gemma4ForCausalLM(config)
+
+
+def _llama4() -> Any:
+    config = transformers.Llama4TextConfig(
+        **_SMALL,
+        num_hidden_layers=4,
+        attention_chunk_size=WINDOW,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+def _gptoss() -> Any:
+    """Its scores have a sink, and every other layer slides."""
+    config = transformers.GptOssConfig(
+        **{**_SMALL, "attn_implementation": "eager"},
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    return transformers.GptOssForCausalLM(config)
+
+
+def _gemma2() -> Any:
+    """Its scores are capped, and every other layer slides."""
+    config = transformers.Gemma2Config(
+        **{**_SMALL, "attn_implementation": "eager"},
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def _mimo() -> Any:
+    """Values have smaller heads than keys; sliding layers have twice the heads, and sinks."""
+    config = transformers.MiMoV2FlashConfig(
+        **{**_SMALL, "attn_implementation": "eager"},
+        num_hidden_layers=3,
+        v_head_dim=12,
+        sliding_window=WINDOW,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    return transformers.MiMoV2FlashForCausalLM(config)
+
+
+def _nemotron() -> Any:
+    """A state, experts without attention, attention, a plain layer, a state."""
+    kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
+    config = transformers.NemotronHConfig(
+        **_SMALL,
+        layers_block_type=kinds,
+        mamba_num_heads=4,
+        mamba_head_dim=24,
+        n_groups=1,
+        ssm_state_size=8,
+        conv_kernel=4,
+        chunk_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    )
+    return transformers.NemotronHForCausalLM(config)
+
+
 STATES = {"qwen3next": _qwen3next, "jamba": _jamba, "bamba": _bamba, "lfm2": _lfm2}
 """Kinds with layers that keep a state for each request."""
+
+PARTIAL = {
+    "gemma2": _gemma2,
+    "gemma4": _gemma4,
+    "gptoss": _gptoss,
+    "llama4": _llama4,
+    "mimo": _mimo,
+    "nemotron": _nemotron,
+}
+"""Kinds that `VMemCache` serves, and attention over slots does not."""
 
 KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _deepseek}
 
@@ -135,4 +230,4 @@ KINDS = {"gemma3": _gemma3, "mistral": _mistral, "qwen3": _qwen3, "deepseek": _d
 def model_of(kind: str) -> Any:
     """A model of the kind, in evaluation; the same object every time."""
     torch.manual_seed(7)
-    return {**KINDS, **STATES}[kind]().eval()
+    return {**KINDS, **STATES, **PARTIAL}[kind]().eval()

@@ -22,7 +22,7 @@ from pyvmem.attention.kernels import KERNELS
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.reads import EXACT, Reads
 from pyvmem.attention.scales import FP8, quantised, scales_of
-from pyvmem.kvcache import LayeredCache, LayerShape
+from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape
 
 pytestmark = [
     pytest.mark.needs_tensors,
@@ -76,6 +76,40 @@ def test_every_kind_of_layer(cache: LayeredCache, kernel: str, case: Case) -> No
         torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     del k, v
     attend.close()
+
+
+def test_layers_with_a_state_and_those_that_keep_nothing_are_left_out(host: pyvmem.Context) -> None:
+    layers = (StateShape((8, 4), (2, 4, 4)), LAYERS[0], EmptyShape(), LAYERS[1], StateShape((8, 4)))
+    policy = {"dtype": "float32", "max_batch": 6, "max_seq_len": 512}
+    with LayeredCache(layers, host, **policy) as cache:
+        case = CASES[0]
+        fill(cache, case)
+        for windows in (None, [0, 0, 0, WINDOW, 0]):
+            attend = Attention(cache, windows=windows)
+            batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+            for layer, shape in ((1, LAYERS[0]), (3, LAYERS[1])):
+                q = torch.randn(batch.tokens, 2 * shape.num_kv_heads, shape.head_dim)
+                want = wanted(q, cache.k(layer), cache.v(layer), case, shape.window)
+                out = attend(q, layer, batch)
+                torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+            row = torch.zeros(batch.tokens, 2, 32)
+            for layer in (0, 2, 4):
+                with pytest.raises(InvalidArgument, match=f"layer {layer} has no keys and values"):
+                    attend.write(layer, row, row, batch)
+                with pytest.raises(InvalidArgument, match=f"layer {layer} has no keys and values"):
+                    attend(row, layer, batch)
+            attend.close()
+        for call in (cache.k, cache.v, cache.states):
+            with pytest.raises(InvalidArgument, match="layer 2 keeps nothing"):
+                call(2)
+    nothing = "needs at least one layer that keeps something"
+    with pytest.raises(InvalidArgument, match=nothing):
+        LayeredCache([EmptyShape()], host, **policy)
+    with (
+        LayeredCache([layers[0]], host, **policy) as cache,
+        pytest.raises(InvalidArgument, match="no layer of the cache has keys and values"),
+    ):
+        Attention(cache)
 
 
 def test_the_block_mask_of_a_window_has_the_blocks_that_are_seen(host: pyvmem.Context) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from serve_helpers import expected, make_requests, one_thread, tiny_model  # noqa: E402
 
+import pyvmem  # noqa: E402
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
 from pyvmem.engine import Model, Policy, RequestCache  # noqa: E402
 from pyvmem.serve import Job, prompts  # noqa: E402
@@ -153,3 +154,20 @@ def test_the_example_imports_public_names_alone() -> None:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pyvmem"):
             module = importlib.import_module(node.module)
             assert {one.name for one in node.names} <= set(module.__all__), node.module
+
+
+def test_models_that_it_would_run_wrongly_are_refused() -> None:
+    """A flat batch runs the requests of layers with a state together; kernels have no sinks."""
+    from kinds_helpers import model_of
+
+    for kind, text in (("jamba", "layers of kind linear_attention"), ("gptoss", "has no s_aux")):
+        model = model_of(kind)
+        before = model.config._attn_implementation
+        policy = Policy(max_batch=1, max_seq_len=64, memory=16 << 20)
+        with (
+            RequestCache.open(Model.of(model.config, "float32"), policy, "host") as requests,
+            pytest.raises(pyvmem.NotSupported, match=text),
+            EXAMPLE["Engine"](model, requests) as engine,
+        ):
+            answers(engine, make_requests(1))
+        model.set_attn_implementation(before)

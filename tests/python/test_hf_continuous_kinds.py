@@ -19,10 +19,11 @@ import transformers
 from kinds_helpers import KINDS, WINDOW, model_of
 from serve_helpers import VOCABULARY, one_thread
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
 import pyvmem
 from pyvmem import NotSupported
-from pyvmem.hf import cb_options, latent
+from pyvmem.hf import latent
 from pyvmem.hf.continuous import vmem_continuous_batching
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import KVCache, LayeredCache
@@ -102,32 +103,95 @@ def test_the_tokens_are_transformers_own(
     assert alone(model, inputs[:1], 5) == [want[0][:5]], "the model is as it was"
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_prefixes_and_forks_of_a_model_with_windows(
-    host: pyvmem.Context, keep: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """With all rows kept they are shared; without, every request computes its own, as is said."""
-    cb_options._warn_once.cache_clear()
-    model, common = model_of("gemma3"), prompts(1, 200)[0] * 4
-    inputs = [common[:150] + one for one in prompts(3, 9)]
-    want = alone(model, inputs, 20)
-    shared: list[int] = []
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that every request began with, as it found them."""
+    found: list[int] = []
     match = NamedRequests.match
 
     def watch(self: NamedRequests, *args: Any) -> int:
-        shared.append(match(self, *args))
-        return shared[-1]
+        found.append(match(self, *args))
+        return found[-1]
 
     monkeypatch.setattr(NamedRequests, "match", watch)
+    return found
+
+
+def gone(requests: NamedRequests, name: str) -> int:
+    """Rows of a request that left the window and were given back."""
+    sliding = next(part for part in requests.parts if part.config.window)
+    return sliding.first_rows([requests._requests[name].request.slot])[0]
+
+
+def stems(tails: list[list[int]]) -> list[list[int]]:
+    """Prompts that begin alike, as with one system prompt: longer than chunk and window."""
+    common = prompts(1, 200)[0] * 4
+    return [common[:150] + one for one in tails]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep"), [("gemma3", False), ("gemma3", True), ("mistral", False)]
+)
+def test_requests_begin_with_what_a_window_still_holds(
+    host: pyvmem.Context, kind: str, keep: bool, shared: list[int]
+) -> None:
+    """A prompt in chunks is recorded at the ends of these: there another one may part from it."""
+    model, inputs = model_of(kind), stems(prompts(4, 60))
+    want = alone(model, inputs, 20)
     with vmem_continuous_batching(model, **options(host, max_batch=1, keep_windows=keep)):
         assert answers(model, inputs, max_new_tokens=20) == want
-    assert bool(sum(shared)) == keep
-    said = [one.message for one in caplog.records if "keep_windows" in one.message]
-    assert len(said) == (0 if keep else 1)
+    assert shared == [0, 128, 128, 128]  # the last whole page of the 150
+    assert host.stats().used_bytes == 0
+
+
+@pytest.mark.parametrize(("kind", "tile"), [("gemma3", 0), ("mistral", 16)])
+def test_answers_are_forked_behind_a_window(host: pyvmem.Context, kind: str, tile: int) -> None:
+    model, inputs = model_of(kind), stems(prompts(1, 9))
+    want = alone(model, inputs, 40)
     sampling = {"do_sample": True, "top_k": 1, "num_return_sequences": 3}  # the likeliest token
-    with vmem_continuous_batching(model, **options(host, max_batch=9, keep_windows=keep)):
-        found = answers(model, inputs[:1], max_new_tokens=20, **sampling)
-    assert found == [want[0]] * 3
+    forked: list[int] = []
+    fork = NamedRequests.fork
+
+    def watch(self: NamedRequests, parent: str, child: str, tokens: int) -> bool:
+        forked.append(gone(self, parent))
+        return fork(self, parent, child, tokens)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        vmem_continuous_batching(model, **options(host, max_batch=9, window_tile=tile)),
+    ):
+        patch.setattr(NamedRequests, "fork", watch)
+        assert answers(model, inputs, max_new_tokens=40, **sampling) == [want[0]] * 3
+    assert len(forked) == 2
+    assert all(forked), "rows had left the parent's window"
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_pages_behind_a_window_go_back_in_continuous_batching(
+    host: pyvmem.Context, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that holds two requests' windows and not their rows, with chunks, joins and turns."""
+    model, tails = model_of(kind), prompts(3, 60)
+    first = stems(tails)
+    want = alone(model, first, 16)
+    second = [one + answer + tail for one, answer, tail in zip(first, want, tails, strict=True)]
+    rows: list[tuple[int, int]] = []
+    step = NamedRequests.computed
+
+    def watch(self: NamedRequests, name: str, *args: Any) -> None:
+        step(self, name, *args)
+        rows.append((self._requests[name].valid, gone(self, name)))
+
+    monkeypatch.setattr(NamedRequests, "computed", watch)
+    with vmem_continuous_batching(model, **options(host, memory_limit=1 << 20)):
+        assert answers(model, first, max_new_tokens=16) == want
+        assert answers(model, second, max_new_tokens=16) == alone(model, second, 16)
+    longest, before = max(rows)
+    page = 4096 // 128
+    unit_end = (longest - 1) // page * page  # where it can be recorded, its window stays
+    assert longest > 220
+    assert before == (unit_end - WINDOW - 16) // page * page > 0
+    assert host.stats().used_bytes == 0
 
 
 def test_a_request_must_fit_with_the_rows_that_its_window_drops(host: pyvmem.Context) -> None:
@@ -159,6 +223,53 @@ def test_a_window_that_the_configuration_does_not_tell_is_refused(
     (bad,) = found.values()
     text = f"layer 1 asks for a window of {WINDOW + 1}, its configuration for {WINDOW}"
     assert text in bad.error
+    assert not bad.generated_tokens
+
+
+REFUSED = {
+    "gemma2": "its attention scores are capped",
+    "gemma4": "2 of its layers use other layers' keys",
+    "llama4": "the model has layers of kind chunked_attention",
+    "qwen3next": "the model has layers of kind linear_attention",
+    "jamba": "the model has layers of kind linear_attention",
+    "lfm2": "the model has layers of kind conv",
+    "nemotron": "the model has layers of kind linear_attention, mlp, moe",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_transformers_scheduler_has_no_cache_for_is_refused(kind: str) -> None:
+    """States, and layers that keep nothing, transformers' own continuous batching refuses, too."""
+    model = model_of(kind)
+    with (
+        pytest.raises(NotSupported, match=f"over virtual memory: {REFUSED[kind]}"),
+        vmem_continuous_batching(model),
+    ):
+        pass
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        with pytest.raises(ValueError, match="Invalid layer type"):
+            group_layers_by_attn_type(model.config)
+
+
+def test_a_model_that_attends_by_itself_is_refused() -> None:
+    config = transformers.CodeGenConfig(n_embd=48, n_layer=1, n_head=4, rotary_dim=8, vocab_size=9)
+    model = transformers.CodeGenForCausalLM(config)
+    with (
+        pytest.raises(NotSupported, match="CodeGenForCausalLM attends by itself"),
+        vmem_continuous_batching(model),
+    ):
+        pass
+
+
+def test_sinks_are_refused_by_name(host: pyvmem.Context) -> None:
+    model = model_of("gptoss")
+    with vmem_continuous_batching(model, **options(host)):
+        found = model.generate_batch(
+            [[5] * 9], generation_config=generation(), continuous_batching_config=config()
+        )
+    (bad,) = found.values()
+    assert "attention 'vmem' has no s_aux" in bad.error
     assert not bad.generated_tokens
 
 

@@ -12,14 +12,16 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
 import torch
-from kinds_helpers import KINDS, WINDOW, model_of
+import transformers
+from kinds_helpers import KINDS, PARTIAL, WINDOW, model_of
 from serve_helpers import VOCABULARY, one_thread
 from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer
 
 import pyvmem
 from pyvmem import InvalidArgument
 from pyvmem.hf import VMemCache, drafting
-from pyvmem.kvcache import Budget, KVCache
+from pyvmem.kvcache import Budget, EmptyShape, KVCache
 
 __all__ = ["one_thread"]
 pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
@@ -58,6 +60,30 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
             cache.kvcache.check_integrity()
         assert torch.equal(*answers), way
     assert host.stats().used_bytes == 0
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="5.23's layers")
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_layers_that_share_slide_and_keep_nothing(host: pyvmem.Context, kind: str) -> None:
+    """Also capped scores, sinks and chunks, which transformers' own attention makes of the rows."""
+    model, inputs = model_of(kind), prompts(2, 31)
+    run = {**inputs, "do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+    with (
+        torch.no_grad(),
+        VMemCache(model.config, 2, 128, context=host, window_tile=TILE) as cache,
+    ):
+        past = DynamicCache(config=model.config)
+        want, got = (model.generate(**run, past_key_values=one) for one in (past, cache))
+        assert torch.equal(got, want)
+        assert cache.kvcache is not None
+        held = [shape for shape in cache.kvcache.layers if not isinstance(shape, EmptyShape)]
+        assert len(held) == sum(not isinstance(one, DummyLayer) for one in past.layers)
+        with copy.deepcopy(cache) as other:
+            new = got[:, -1:]
+            answers = [model(new, past_key_values=one).logits for one in (cache, other)]
+            assert torch.equal(*answers)
+            del answers
+        cache.kvcache.check_integrity()
 
 
 WINDOWED = {"gemma3": [True, False], "mistral": [True]}  # the groups, as the layers name them

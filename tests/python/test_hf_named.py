@@ -37,15 +37,18 @@ def rows_of(tokens: list[int], layer: int, value: bool) -> Any:
     return torch.sin(at[:, None] * turn[None, :] * 0.37).view(-1, HEADS, DIM)
 
 
-def dense(q: Any, k: Any, v: Any) -> Any:
+def dense(q: Any, k: Any, v: Any, window: int = 0) -> Any:
     """Causal attention of the last rows; all ``[tokens, heads, head_dim]``."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * DIM**-0.5
-    mask = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
+    past = k.shape[0] - q.shape[0]
+    mask = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(past)
+    if window:
+        mask = mask.triu(past - window + 1)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def make(context: pyvmem.Context, pages: int = 0, **more: Any) -> NamedRequests:
+def make(context: pyvmem.Context, pages: int = 0, window: int = 0, **more: Any) -> NamedRequests:
     page = context.info.granule
     shape = KVCacheConfig(
         num_layers=LAYERS,
@@ -55,6 +58,8 @@ def make(context: pyvmem.Context, pages: int = 0, **more: Any) -> NamedRequests:
         max_batch=SLOTS,
         max_seq_len=max(LONGEST, 3 * page // 512),
         memory_limit=pages * 2 * LAYERS * page,
+        window=window,
+        window_tile=4,
     )
     return NamedRequests(KVCache(shape, context), **more)
 
@@ -74,6 +79,7 @@ def compute(
 ) -> None:
     """One pass over requests (name, tokens, of which so many are there); checks the answers."""
     device = requests.kvcache.k(0).device
+    window = requests.kvcache.config.window
     new = [tokens[past:] for _, tokens, past in batch]
     for name, tokens, past in batch:
         requests.queue(name, past, len(tokens) - past)
@@ -89,18 +95,21 @@ def compute(
         start = 0
         for (_, tokens, _), fresh in zip(batch, new, strict=True):
             end = start + len(fresh)
-            want = dense(q[start:end], rows_of(tokens, layer, False), rows_of(tokens, layer, True))
+            k, v = (rows_of(tokens, layer, value) for value in (False, True))
+            want = dense(q[start:end], k, v, window)
             torch.testing.assert_close(got[start:end], want, rtol=1e-4, atol=1e-4)
             start = end
     for name, tokens, past in batch:
         requests.computed(name, len(tokens) - past, lambda tokens=tokens: tokens, len(tokens))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_calls_against_a_plain_model(context: pyvmem.Context, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "window"), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 6), (6, 6)])
+def test_random_calls_against_a_plain_model(
+    context: pyvmem.Context, seed: int, window: int
+) -> None:
     dice = random.Random(seed)
     torch.manual_seed(seed)
-    requests = make(context, pages=4)
+    requests = make(context, 4, window)
     unit = context.info.granule // 512
     bases = [[dice.randrange(50) for _ in range(2 * unit + 5)] for _ in range(2)]
     living: dict[str, list[int]] = {}

@@ -30,7 +30,7 @@ from pyvmem import (
     NotMapped,
     OutOfMemory,
 )
-from pyvmem.kvcache import LayeredCache, LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape, layer_shapes
 
 TENSORS = 2 * LAYERS
 WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
@@ -462,9 +462,16 @@ def test_layers_of_a_transformers_model() -> None:
     assert layer_shapes(model(sliding_window=128, use_sliding_window=False)) == [whole] * 4
     mixed = model(sliding_window=128, layer_types=[sliding, full, sliding, "chunked_attention"])
     assert layer_shapes(mixed) == [every, whole, every, whole]
+    mixed.attention_chunk_size = 64  # no token sees more
+    assert layer_shapes(mixed) == [every, whole, every, LayerShape(2, 32, window=64)]
     assert KVCacheConfig.from_hf(mixed).window == 0
     mixed.per_layer_config = {1: {"head_dim": 64, "num_key_value_heads": 1}}
     assert layer_shapes(mixed)[1] == LayerShape(1, 64)
+    mixed.per_layer_config = {"01": {"head_dim": 64, "num_key_value_heads": 1}}  # as in a file
+    assert layer_shapes(mixed)[1] == LayerShape(1, 64)
+    shared = model(num_kv_shared_layers=1)
+    assert layer_shapes(shared) == [whole] * 3 + [EmptyShape()]
+    assert layer_shapes(model(v_head_dim=16))[0] == LayerShape(2, 32, 16)
     latent = model(kv_lora_rank=512, qk_rope_head_dim=64)
     assert layer_shapes(latent) == [LayerShape(1, 576, 0)] * 4
     config = KVCacheConfig.from_hf(latent)
@@ -477,7 +484,7 @@ def test_layers_that_are_refused() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
         (
             {"layer_types": ["linear_attention"] * 4},
-            "layer 0 is linear_attention: it keeps neither",
+            "layer 0 is linear_attention: its configuration does not tell the state",
         ),
         (
             {"layer_types": ["full_attention", *["sliding_attention"] * 3]},

@@ -423,3 +423,7 @@ def test_rank_config() -> None:
     assert rank_config(model, 2, num_kv_heads=2).num_kv_heads == 1
     with pytest.raises(pyvmem.InvalidArgument, match="8 KV heads"):
         rank_config(model, 3)
+    kinds = ["linear_attention", "full_attention"]
+    hybrid = SimpleNamespace(**{**vars(model), "layer_types": kinds, "num_hidden_layers": 2})
+    with pytest.raises(pyvmem.InvalidArgument, match="linear_attention, which keep some"):
+        rank_config(hybrid, 2)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
-from kinds_helpers import KINDS, WINDOW, model_of
+import transformers
+from kinds_helpers import KINDS, STATES, WINDOW, model_of
 from serve_helpers import expected, make_requests, one_thread
 
 import pyvmem
 from pyvmem import NotSupported
 from pyvmem.hf.shapes import row_shapes
+from pyvmem.kvcache import KVCache, layer_shapes
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.serve import Engine
 from pyvmem.serve.model import LoadedModel
@@ -28,32 +31,40 @@ __all__ = ["one_thread"]
 pytestmark = [pytest.mark.needs_tensors, pytest.mark.filterwarnings("default")]
 
 
+MEMORY = {"qwen3next": 27, "jamba": 26, "bamba": 20, "lfm2": 14, "nemotron": 20}
+"""Pages that requests must share, where that is fewer than others need."""
+
+
 def loaded_of(kind: str) -> LoadedModel:
     return LoadedModel(model_of(kind), None, Path("random"), kind, frozenset())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize(
+    ("kind", "chunk"),
+    [*product([*KINDS, *STATES, "nemotron"], [0]), ("gemma3", 16), ("deepseek", 16)],
+)
 def test_answers_are_those_of_generate(host: pyvmem.Context, kind: str, chunk: int) -> None:
     """Requests longer than the window join and leave, and some lose their memory meanwhile."""
     loaded = loaded_of(kind)
     requests = make_requests(6, longest=90, new_tokens=(5, 30))
     wanted = expected(loaded, requests)
-    shapes = row_shapes(loaded.model.config, "a test")
+    shapes = layer_shapes(loaded.model.config)
     policy = {"dtype": "float32", "max_batch": 4, "max_seq_len": 256, "window_tile": 16}
-    with cache_of(shapes, host, "host", 0, **policy, memory_limit=40 * 4096) as cache:
+    memory = MEMORY.get(kind, 40) * 4096
+    with cache_of(shapes, host, "host", 0, **policy, memory_limit=memory) as cache:
         recorder = Recorder(cache, 4096)
         with Engine(loaded.model, cache, prefill_chunk=chunk, observer=recorder) as engine:
             done = [one.completion for one in engine.run(requests) if one.completion is not None]
             assert engine.stats.peak_running > 1
+            assert engine.stats.preemptions or kind in KINDS, engine.stats
         verdict = compare(loaded, cache, done, wanted)
         cache.check_integrity()
-        assert cache.stats().mapped_bytes <= 40 * 4096
+        assert cache.stats().mapped_bytes <= memory
     assert verdict.passed, verdict
     assert verdict.identical >= 5
-    assert recorder.own.footprint().num_tensors == sum(
-        part.layout.num_tensors for part in cache.caches
-    )
+    footprint = recorder.own.footprint()
+    assert footprint.num_tensors == sum(part.layout.num_tensors for part in cache.caches)
+    assert 0 < footprint.used_bytes <= footprint.mapped_bytes
     assert loaded.model.config._attn_implementation == "sdpa"
     assert all("forward" not in vars(one) for one in loaded.model.modules())
 
@@ -71,21 +82,91 @@ def test_a_window_is_seen_over_a_cache_that_keeps_all_rows(host: pyvmem.Context)
         assert compare(loaded, cache, done, expected(loaded, requests)).identical == 2
 
 
-def test_layers_with_a_state_are_refused(host: pyvmem.Context) -> None:
-    model = model_of("jamba")
+def small_cache(host: pyvmem.Context, shapes: Any) -> KVCache:
+    policy = {"dtype": "float32", "max_batch": 1, "max_seq_len": 64}
+    return cache_of(shapes, host, "host", 0, **policy)
+
+
+REFUSED = {
+    "gemma2": "the engine: its attention scores are capped",
+    "gemma4": "the engine: 2 of its layers use other layers' keys",
+    "llama4": "the engine: the model has layers of kind chunked_attention",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_attention_that_is_more_is_refused(host: pyvmem.Context, kind: str) -> None:
+    model = model_of(kind)
+    before = model.config._attn_implementation
     with (
-        cache_of(
-            row_shapes(model_of("qwen3").config, "a test"),
-            host,
-            "host",
-            0,
-            dtype="float32",
-            max_batch=1,
-            max_seq_len=64,
-        ) as cache,
-        pytest.raises(NotSupported, match="the engine: layer 0 of JambaConfig has a state"),
+        small_cache(host, layer_shapes(model.config)) as cache,
+        pytest.raises(NotSupported, match=REFUSED[kind]),
     ):
         Engine(model, cache)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("kind", ["gptoss", "mimo"])
+def test_sinks_are_refused_before_a_token_is_chosen(host: pyvmem.Context, kind: str) -> None:
+    model = model_of(kind)
+    before = model.config._attn_implementation
+    with small_cache(host, layer_shapes(model.config)) as cache:
+        with (
+            Engine(model, cache) as engine,
+            pytest.raises(NotSupported, match="attention 'vmem' has no s_aux"),
+        ):
+            list(engine.run(make_requests(1)))
+        assert model.config._attn_implementation == before
+
+
+def test_states_and_rows_are_not_mistaken_for_each_other(host: pyvmem.Context) -> None:
+    jamba, qwen = model_of("jamba"), model_of("qwen3")
+    rows = row_shapes(qwen.config, "a test")
+    with (
+        small_cache(host, rows * 2) as cache,
+        pytest.raises(ValueError, match="layer 0 keeps a StateShape, the cache has a LayerShape"),
+    ):
+        Engine(jamba, cache)
+    with (
+        small_cache(host, layer_shapes(jamba.config)) as cache,
+        pytest.raises(ValueError, match="the model has 2 layers, the cache 4"),
+    ):
+        Engine(qwen, cache)
+    with (
+        small_cache(host, layer_shapes(jamba.config)) as cache,
+        pytest.raises(NotSupported, match="prefill_chunk is 16, and the model has layers with a"),
+    ):
+        Engine(jamba, cache, prefill_chunk=16)
+
+
+def _codegen() -> Any:
+    sizes = {"n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+    config = transformers.CodeGenConfig(vocab_size=199, **sizes)
+    return transformers.CodeGenForCausalLM(config)
+
+
+def _diffllama() -> Any:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, **heads}
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(vocab_size=199, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (_codegen, "layer 0 of CodeGenForCausalLM attends by itself"),
+        (_diffllama, "layer 0 attends twice in a pass"),
+    ],
+)
+def test_attention_that_is_not_ours_to_make_is_refused(
+    host: pyvmem.Context, make: Any, text: str
+) -> None:
+    """It would run all requests of a step together, or keep the last values alone."""
+    model = make()
+    with small_cache(host, row_shapes(model.config, "a test")) as cache:
+        with Engine(model, cache) as engine, pytest.raises(NotSupported, match=text):
+            list(engine.run(make_requests(1)))
+        assert cache.stats().active_pages == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: MIT
+"""What a model with layers that have a state is given for its past, for one call of the engine.
+
+Such a layer runs over a row of a batch as over one request. So the engine calls the model for
+requests of one new token together, a row each, and for every longer one alone; this object hands
+each row the state of its slot, and puts back what the model made of it. Attention reads slots as
+ever: to its layers this object hands on what is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from pyvmem.errors import NotSupported
+from pyvmem.kvcache import EmptyShape, LayeredCache, StateShape
+
+__all__ = ["StepPast"]
+
+# Any: the same to a type checker with and without transformers.
+_Cache: Any = cache_utils.Cache
+_Layer: Any = cache_utils.CacheLayerMixin
+_State: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+_Empty: Any = getattr(cache_utils, "DummyLayer", None)
+
+
+class _New(_Layer):  # type: ignore[misc]  # a base that is Any
+    """An attention layer's: hands on the new tokens' keys and values."""
+
+    is_sliding = False
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What it is given."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest request before this call."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of a mask that nobody makes."""
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """None is set."""
+        return -1
+
+
+class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
+    """The states of some slots as transformers' own layers, copied in and, by `save`, out.
+
+    Args:
+        cache: whose slots.
+        slots: of the rows of the batch, in order.
+        lengths: tokens that each has computed; 0: its states are new. All are 0, or none.
+
+    Raises:
+        NotSupported: a version of transformers whose layers cannot go on from a state with more
+            than one token.
+    """
+
+    def __init__(self, cache: LayeredCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        if _Empty is None:
+            raise NotSupported("layers with a state need transformers 5.23", op="serve")
+        self._slots = torch.tensor(slots, device=cache.caches[0].k(0).device)
+        self._places: list[tuple[Any, dict[str, torch.Tensor]]] = []
+        layers: list[Any] = []
+        for number, shape in enumerate(cache.layers):
+            if isinstance(shape, EmptyShape):
+                layers.append(_Empty())
+            elif isinstance(shape, StateShape):
+                layer, rows = _State(), cache.states(number)
+                if any(lengths):
+                    self._load(layer, rows)
+                self._places.append((layer, rows))
+                layers.append(layer)
+            else:
+                layers.append(_New(max(lengths)))
+        super().__init__(layers=layers)
+
+    def _load(self, layer: Any, rows: dict[str, torch.Tensor]) -> None:
+        """Gives a layer the states ``[slots, ...]`` of this object's slots."""
+        for name, held in rows.items():
+            layer.lazy_initialization(**{f"{name}_states": held[self._slots]})
+            getattr(layer, f"{name}_states")[0].copy_(held[self._slots])
+        layer.has_previous_state[0] = True
+
+    def save(self) -> None:
+        """Puts the states that the model made into the slots."""
+        for layer, rows in self._places:
+            for name, held in rows.items():
+                held[self._slots] = getattr(layer, f"{name}_states")[0]
+        self._places = []

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: MIT
+"""Description: what the layers of every language model of the installed transformers keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from pyvmem import InvalidArgument, VMemError
+from pyvmem.engine import Model
+from pyvmem.kvcache import EmptyShape, LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.layouts import Request, advise, shape_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # transformers' own
+    pytest.mark.skipif(
+        not transformers.__version__.startswith("5.23."), reason=transformers.__version__
+    ),
+]
+
+CONFIGS: Any = transformers.CONFIG_MAPPING
+LANGUAGE = sorted(
+    {
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+)
+NOT_MADE = {"gemma4_assistant"}
+"""Whose own defaults transformers refuses."""
+
+REFUSED = {
+    "bart": "a decoder that attends to an encoder keeps the encoder's rows",
+    "deepseek_v32": "layer 0 is indexed_attention: what it keeps is not known here",
+    "falcon_h1": "layer 0 is hybrid: it keeps keys and values and a state beside them",
+    "mamba": "layer 0 is linear_attention: its configuration does not tell the state",
+    "minimax": "layer 1 is linear_attention: its configuration does not tell the state",
+    "mllama": "layer 3 attends to an image alone",
+    "musicgen": "Multiple valid text configs",
+    "recurrent_gemma": "layer 0 is linear_attention: its configuration does not tell the state",
+    "zamba2": "layer 6 is hybrid: it keeps keys and values and a state beside them",
+}
+# fmt: off
+ANSWERED = [
+    "afmoe", "bailing_hybrid", "cohere2", "deepseek_v2", "deepseek_v3", "falcon", "gemma2",
+    "gemma3", "gemma3_text", "gemma3n", "gemma4", "glm", "glm4", "gpt_oss", "jamba",
+    "kimi_linear", "lfm2", "llama", "llama4", "minimax_m2", "mistral", "mistral3", "mixtral",
+    "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "phi", "phi3", "phi4_multimodal",
+    "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_vl", "smollm3",
+    "starcoder2",
+]
+# fmt: on
+
+
+def written(config: Any, folder: Path) -> str:
+    """The path of a ``config.json`` as a model's publisher saves it: without its defaults."""
+    values = {**config.to_diff_dict(), "torch_dtype": "bfloat16"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+    return str(folder)
+
+
+def test_every_model_is_answered_or_refused_by_name(tmp_path: Path) -> None:
+    """From the configuration, and for those that are named below from a file; no other error."""
+    answers: dict[str, str] = {}
+    requests = [Request(60, 4)]
+    for name in [one for one in LANGUAGE if one not in NOT_MADE]:
+        config = CONFIGS[name]()
+        try:
+            layers = layer_shapes(config)
+        except VMemError as error:
+            answers[name] = str(error)
+            if name in REFUSED:
+                with pytest.raises(InvalidArgument):
+                    shape_of(written(config, tmp_path / name))
+            continue
+        answers[name] = ""
+        if name not in ANSWERED:
+            continue
+        shape = shape_of(written(config, tmp_path / name))
+        plain = LayerShape(shape.num_kv_heads, shape.head_dim)
+        assert (shape.layers or (plain,) * shape.num_layers) == tuple(layers), name
+        assert advise(shape, requests, 64 << 30).best.batch > 0
+    assert {name: answers[name] for name in ANSWERED} == dict.fromkeys(ANSWERED, "")
+    for name, text in REFUSED.items():
+        assert text in answers[name], name
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"num_hidden_layers": 6},
+    "cohere2": {"num_hidden_layers": 4},
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "falcon": {"num_hidden_layers": 2},
+    "falcon, 40B": {
+        "num_hidden_layers": 2,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 8,
+        "num_attention_heads": 128,
+        "hidden_size": 8192,
+    },
+    "gemma3n_text": {},
+    "gemma4_text": {"num_hidden_layers": 6},
+    "gpt_oss": {"num_hidden_layers": 2},
+    "kimi_linear": {"num_hidden_layers": 5},
+    "llama4_text": {"num_hidden_layers": 4},
+    "mimo_v2_flash": {"num_hidden_layers": 3},
+    "mistral": {"num_hidden_layers": 2},
+    "nemotron_h": {},
+    "olmo_hybrid": {"num_hidden_layers": 4},
+    "phi3": {"num_hidden_layers": 2, "sliding_window": 2047},
+    "qwen3_next": {"num_hidden_layers": 4},
+}
+
+
+def kept(config: Any) -> list[Any]:
+    """What transformers' own cache holds after a pass that computes shapes alone."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # some experts take no other
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        past = transformers.DynamicCache(config=config)
+        with torch.no_grad():
+            model(torch.zeros(1, 5, dtype=torch.long, device="meta"), past_key_values=past)
+    finally:
+        torch.set_default_dtype(before)
+    found: list[Any] = []
+    for layer in past.layers:
+        if getattr(layer, "conv_states", None):
+            states = (layer.conv_states[0], layer.recurrent_states[0])
+            found.append(StateShape(*(tuple(one.shape[1:]) for one in states)))
+        elif layer.keys is None:
+            found.append(EmptyShape())
+        else:
+            _, heads, _, wide = layer.keys.shape
+            window = getattr(layer, "sliding_window", 0)
+            found.append(LayerShape(heads, wide, layer.values.shape[3], window))
+    return found
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_answer_is_what_the_model_keeps(name: str) -> None:
+    config = CONFIGS[name.split(",")[0]](**SMALL[name])
+    told: list[Any] = layer_shapes(config)
+    rank = getattr(config, "kv_lora_rank", None)
+    if rank:  # transformers calls the latent a key and its rotary part a value
+        told = [
+            LayerShape(1, rank, one.head_dim - rank) if isinstance(one, LayerShape) else one
+            for one in told
+        ]
+    if name == "falcon, 40B":  # transformers writes every KV head once for each of its queries
+        assert {one.num_kv_heads for one in told} == {8}
+        told = [LayerShape(config.num_attention_heads, one.head_dim) for one in told]
+    assert told == kept(config)
+
+
+def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> None:
+    """As in Gemma 3's file: what it says of the text is a part, and the type is outside."""
+    text = {"num_hidden_layers": 6, "model_type": "gemma3_text", "sliding_window": 64}
+    values = {"model_type": "gemma3", "text_config": text, "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shape = shape_of(str(tmp_path))
+    assert shape.dtype == "float16"
+    assert [getattr(one, "window", None) for one in shape.layers] == [64] * 5 + [0]
+    del values["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InvalidArgument, match="it names no dtype; give the one of keys and values"):
+        shape_of(str(tmp_path))
+    assert shape_of(str(tmp_path), "float8_e4m3fn").dtype == "float8_e4m3fn"
+    values["text_config"] = {**text, "num_hidden_layers": "six"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InvalidArgument, match="transformers refuses it: "):
+        shape_of(str(tmp_path))
+
+
+def test_models_of_unlike_layers_are_no_plain_cache() -> None:
+    jamba, gemma = CONFIGS["jamba"](dtype="bfloat16"), CONFIGS["gemma4_text"](dtype="bfloat16")
+    with pytest.raises(InvalidArgument, match="has layers of kind linear_attention, which"):
+        KVCacheConfig.from_hf(jamba)
+    with pytest.raises(InvalidArgument, match="its layers differ in head_dim; layer_shapes tells"):
+        KVCacheConfig.from_hf(gemma)
+    found = Model.of(gemma)
+    assert {(one.head_dim, one.window) for one in found.layers} == {(256, 512), (512, 0)}
