@@ -1,0 +1,85 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# Run by scripts/check_deb.py in a virtual machine whose disk is the system that check_deb.sh ran in: installs
+# the packages, loads what DKMS has built of them on a software GPU, uses and purges it. /debs/given has the
+# driver (nvidia.ko, and UVM as NVIDIA published it), and pyvmem with the tests' way to look at the GPU's memory.
+set -eu
+kernel=$(uname -r)
+# shellcheck source=packaging/check_lib.sh
+. /check_lib.sh
+
+# Whether the loaded nvidia-uvm is the patched one.
+patched() {
+	ls /sys/module/nvidia_uvm/parameters/ | grep -q '^uvm_vmem_'
+}
+
+# What udev and nvidia-modprobe do on a user's machine.
+nodes() {
+	major=$(awk '$2 == "nvidia-uvm" { print $1; exit }' /proc/devices)
+	control=$(awk '$2 ~ /^nvidia(-frontend)?$/ { print $1; exit }' /proc/devices)
+	rm -f /dev/nvidia*
+	mknod -m 666 /dev/nvidia-uvm c "$major" 0
+	mknod -m 666 /dev/nvidia-uvm-tools c "$major" 1
+	mknod -m 666 /dev/nvidia0 c "$control" 0
+	mknod -m 666 /dev/nvidiactl c "$control" 255
+}
+
+echo "a machine with Debian's driver, stock"
+modules=/lib/modules/$kernel/updates/dkms
+mkdir -p "$modules"
+cp /debs/given/nvidia.ko "$modules/nvidia-current-open.ko"
+cp /debs/given/nvidia-uvm.ko "$modules/nvidia-current-open-uvm.ko"
+cat >/etc/modprobe.d/nvidia.conf <<'RULES'
+install nvidia modprobe -i nvidia-current-open $CMDLINE_OPTS
+install nvidia-uvm modprobe nvidia ; modprobe -i nvidia-current-open-uvm $CMDLINE_OPTS
+remove nvidia modprobe -r -i nvidia-uvm nvidia
+options nvidia-current-open arch=hopper
+options nvidia-current-open-uvm uvm_leak_checker=1
+RULES
+# depmod wants to know which modules are a part of the kernel.
+for name in modules.order modules.builtin modules.builtin.modinfo; do
+	[ -e "/lib/modules/$kernel/$name" ] || : >"/lib/modules/$kernel/$name"
+done
+depmod -a "$kernel"
+files >/tmp/before
+modprobe nvidia-uvm
+nodes
+if patched; then exit 1; fi
+rmmod nvidia_uvm
+
+echo "installed: DKMS builds the module for the kernel that runs"
+begun=$(date +%s)
+install /debs/libvmem0_*.deb /debs/libvmem-dev_*.deb /debs/vmem-dkms_*.deb
+dkms status
+dkms status | grep -q "nvidia-uvm-vmem/.*, $kernel, .*: installed"
+echo "in $(($(date +%s) - begun)) s; of the compilations:"
+ccache --print-stats | grep -E '^(direct_cache_hit|preprocessed_cache_hit|cache_miss|called_for_link|autoconf_test)\b' || true
+
+echo "loaded by modprobe"
+modprobe nvidia-uvm
+patched
+test "$(cat /sys/module/nvidia_uvm/parameters/uvm_leak_checker)" = 1
+nodes
+
+echo "used: an example with the package's library, and the self test"
+# shellcheck disable=SC2046 # words
+gcc -Wall -Werror -o /tmp/example /usr/share/doc/libvmem-dev/examples/growing_cache.c /debs/given/*.o \
+	$(pkg-config --cflags vmem) -l:libvmem.a -pthread -ldl
+/tmp/example uvm
+PYTHONPATH=/debs/given/python python3 -B -m pyvmem selftest --samples 0
+
+echo "purged while it is loaded: what comes next is the stock module"
+purge vmem-dkms
+patched
+rmmod nvidia_uvm
+modprobe nvidia-uvm
+nodes
+if patched; then exit 1; fi
+modprobe -r -i nvidia-current-open-uvm
+modprobe -r -i nvidia-current-open
+if grep nvidia /proc/modules /proc/devices; then exit 1; fi
+rm -f /dev/nvidia*
+if find /lib/modules /usr/src /var/lib/dkms -name 'nvidia-uvm*' | grep .; then exit 1; fi
+purge libvmem0 libvmem-dev
+nothing_left "$kernel"
+echo "passed"
