@@ -10,7 +10,7 @@ kernel=$(uname -r)
 
 # Whether the loaded nvidia-uvm is the patched one.
 patched() {
-	ls /sys/module/nvidia_uvm/parameters/ | grep -q '^uvm_vmem_'
+	find /sys/module/nvidia_uvm/parameters/ -name 'uvm_vmem_*' | grep -q .
 }
 
 # What udev and nvidia-modprobe do on a user's machine.

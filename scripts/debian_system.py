@@ -62,7 +62,7 @@ class DebianSystem:
     image: Path | None = None
 
     def command(self, mode: str) -> list[str]:
-        """The call of mmdebstrap. The archive is checked by the key that this machine has for it."""
+        """The call of mmdebstrap; it checks the archive by the key that this machine has."""
         source = archive_source()
         signed = f"[signed-by={source.signed_by}] " if source.signed_by.startswith("/") else ""
         kind = "ext2" if self.image else "null"
