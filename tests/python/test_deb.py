@@ -10,6 +10,7 @@ from pathlib import Path
 
 import check_deb
 import deb
+import dist
 import pytest
 import run_tests
 from kernel_headers import KernelHeaders
@@ -82,3 +83,14 @@ def test_the_guest_sees_the_packages_over_the_systems_disk() -> None:
     image, kernel = command[command.index("--image") + 1], command[command.index("--kernel") + 1]
     assert (image, Path(kernel).name) == ("/tmp/disk.ext2", "vmlinuz-6.1.0-1-cloud-amd64")
     assert command[-4:] == ["--file=/tmp/debs:/debs", "--", "sh", "/check_guest.sh"]
+
+
+def test_the_tree_has_one_time_and_the_usual_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deb, "maintainer", lambda: "A Person <person@example.org>")
+    with dist.elsewhere(), dist.usual_umask():
+        tree = deb.prepare(tmp_path, 86400)
+    assert {path.stat().st_mtime for path in tree.rglob("*")} == {86400}
+    modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in tree.rglob("*")}
+    assert modes == {(True, 0o755), (False, 0o755), (False, 0o644)}
