@@ -3,9 +3,6 @@
 # What the checks of the Debian packages share; read by check_deb.sh and check_guest.sh. The packages are
 # in /debs.
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C
-# In the virtual machine the compiler is emulated: what it compiled before, in the system that the machine's
-# disk was made of, is taken from there.
-export CCACHE_DIR=/var/cache/ccache PATH="/usr/lib/ccache:$PATH"
 
 # All files of the system but those that any package's installation writes.
 files() {
