@@ -25,6 +25,9 @@ nodes() {
 	mknod -m 666 /dev/nvidiactl c "$control" 255
 }
 
+# The guest has no udev.
+[ -e /dev/fd ] || ln -s /proc/self/fd /dev/fd
+
 echo "a machine with Debian's driver, stock"
 modules=/lib/modules/$kernel/updates/dkms
 mkdir -p "$modules"
@@ -69,11 +72,26 @@ patched
 test "$(cat /sys/module/nvidia_uvm/parameters/uvm_leak_checker)" = 1
 nodes
 
-echo "used: an example with the package's library, and the self test"
+echo "used: a program with the package's library, and the self test"
+cat >/tmp/program.c <<'PROGRAM'
+#include <stdio.h>
+#include <vmem.h>
+
+int main(void) {
+  struct vmem_open_opts opts = {.size = sizeof(opts), .backend = "uvm"};
+  struct vmem_stats stats = {.size = sizeof(stats)};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = 1 << 20, .count = 1};
+  vmem_t vm;
+  int bad = vmem_open(&opts, &vm) || vMemReserve(vm, 1 << 30, NULL, &op.addr) || vmem_batch(vm, &op, 1, NULL, 0, 0) ||
+            vmem_get_stats(vm, &stats) || stats.mapped_bytes != 1 << 20 || vMemFree(vm, op.addr, VMEM_FREE_UNMAP) ||
+            vmem_close(vm);
+  printf("%llu bytes were mapped %s\n", (unsigned long long)stats.mapped_bytes, bad ? vmem_last_error() : "");
+  return bad;
+}
+PROGRAM
 # shellcheck disable=SC2046 # words
-gcc -Wall -Werror -o /tmp/example /usr/share/doc/libvmem-dev/examples/growing_cache.c /debs/given/*.o \
-	$(pkg-config --cflags vmem) -l:libvmem.a -pthread -ldl
-/tmp/example uvm
+gcc -Wall -Werror -o /tmp/program /tmp/program.c $(pkg-config --cflags --libs vmem)
+/tmp/program
 PYTHONPATH=/debs/given/python python3 -B -m pyvmem selftest --samples 0
 
 echo "purged while it is loaded: what comes next is the stock module"

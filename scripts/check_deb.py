@@ -74,7 +74,7 @@ def give_driver(tree: Path, given: Path) -> None:
 
 
 def give_tests(given: Path) -> None:
-    """Puts pyvmem and what lets libvmem look at the software GPU's memory into a folder."""
+    """Puts pyvmem, with the tests' way to look at the software GPU's memory, into a folder."""
     run(sys.executable, KERNEL_TESTS / "lib" / "build.py")
     with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
@@ -85,11 +85,6 @@ def give_tests(given: Path) -> None:
     options += [f"--python-version={SUITE_PYTHON}", "--target", str(given / "python")]
     wanted = [f"{name}=={pins[name]}" for name in ("cffi", "tqdm")]
     run(PYTHON, "-m", "pip", "install", *options, *wanted)
-    folders = ("libvmem/include", "libvmem/src", "kernel_module", "tests/kernel/softgpu")
-    sources = [KERNEL_TESTS / "lib" / "contents_softgpu.c"]
-    sources.append(KERNEL_TESTS / "softgpu" / "softgpu_user.c")
-    flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", *(f"-I{ROOT / one}" for one in folders)]
-    run("gcc", *flags, "-c", *sources, cwd=given)
 
 
 def guest_command(image: Path, debs: Path, headers: KernelHeaders) -> list[str]:
