@@ -101,8 +101,8 @@ rmmod nvidia_uvm
 modprobe nvidia-uvm
 nodes
 if patched; then exit 1; fi
-modprobe -r -i nvidia-current-open-uvm
-modprobe -r -i nvidia-current-open
+rmmod nvidia_uvm
+rmmod nvidia
 if grep nvidia /proc/modules /proc/devices; then exit 1; fi
 rm -f /dev/nvidia*
 if find /lib/modules /usr/src /var/lib/dkms -name 'nvidia-uvm*' | grep .; then exit 1; fi
