@@ -3,7 +3,8 @@
 
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
-The model is that of `make run`, from the extra ``serve``; --model takes a folder or a GGUF file.
+The model is that of `make run`, from the extra ``serve``; --model takes a folder or a GGUF file,
+such as the folder below build/cache/models that `make run` has converted it into.
 """
 
 from __future__ import annotations

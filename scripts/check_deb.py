@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Checks the Debian packages: lintian, and a new Debian system that installs, uses and purges them.
 
-mmdebstrap makes that system in a temporary folder, from the archive that this machine uses. The
-driver's source comes from Debian's contrib there; the nvidia.ko that the module has to fit is the
-one that the driver's tests build. Exit status 77: this machine cannot make a Debian system.
+The driver's source comes from Debian's contrib there; the nvidia.ko that the module has to fit is
+the one that the driver's tests build. Then the same system is the disk of a virtual machine with a
+software GPU, where the module that DKMS has built in it is loaded, used and purged. Exit status 77:
+this machine cannot make a Debian system.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-from apt_area import archive_source
-from deb import PACKAGES, install_tools, make_deb
-from dist import DistError, run
+from deb import PACKAGES, install_tools, make_twice
+from debian_system import CANNOT, DebianSystem, copy_in, in_system, system_mode
+from dist import PYTHON, DistError, copy_tracked, run
 from driver_debian import PACKAGE
-from kernel_common import KernelBuildError
-from kernel_headers import default_headers
+from environment import read_pins
+from kernel_common import KERNEL_BUILD, KernelBuildError
+from kernel_headers import KernelHeaders, default_headers
+from kernel_setup import IMAGE
 from kernel_tree import Tree, build_tree
 from module_source import DEFAULT_VERSION
 from vmem_header import ROOT
 
-__all__ = ["lint", "root_command"]
+__all__ = ["GUEST_SECONDS", "deb_system", "guest_command", "lint"]
 
-TOOLS = {"/usr/bin/lintian": "lintian", "/usr/bin/mmdebstrap": "mmdebstrap"}
 SUITE = "bookworm"  # the one that has the driver DEFAULT_VERSION
-SKIP = 77
-CHECK = ROOT / "packaging" / "check_deb.sh"
+SUITE_PYTHON = "3.11"
+PACKAGING = ROOT / "packaging"
+KERNEL_TESTS = ROOT / "tests" / "kernel"
+# What vmem-dkms depends on, too, so that what is left of a purge is its own.
+INCLUDE = ("dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3", "xz-utils")
+# Of the emulated machine, on processors that do other things too.
+GUEST_SECONDS = 1800
 
 
 def lint(changes: Path) -> None:
@@ -47,57 +54,84 @@ def lint(changes: Path) -> None:
         raise DistError(f"lintian {changes.name}\n{done.stdout}{done.stderr}")
 
 
-def root_command(debs: Path, kernel: str, mode: str) -> list[str]:
-    """The command that makes the system, runs the check in it, and leaves nothing."""
-    source = archive_source()
-    signed = f"[signed-by={source.signed_by}] " if source.signed_by.startswith("/") else ""
-    line = f"deb {signed}{source.uri} {SUITE} main contrib"
-    # What vmem-dkms depends on, too, so that what is left of a purge is its own.
-    include = ["dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3"]
-    include += ["xz-utils", f"linux-headers-{kernel}", PACKAGE]
-    return [
-        *("mmdebstrap", f"--mode={mode}", "--variant=minbase", "--format=null", "--quiet"),
-        f"--include={','.join(include)}",
-        f'--customize-hook=copy-in "{debs}" "{CHECK}" /',
-        f'--customize-hook=chroot "$1" sh /{CHECK.name} {kernel} </dev/null',
-        *(SUITE, "/dev/null", line),
-    ]
+def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
+    """The system that tries the packages of a folder, for a release of the kernel."""
+    scripts = [PACKAGING / name for name in ("check_lib.sh", "check_deb.sh", "check_guest.sh")]
+    return DebianSystem(
+        suite=SUITE,
+        components=("main", "contrib"),
+        include=(*INCLUDE, f"linux-headers-{kernel}", PACKAGE),
+        hooks=(copy_in(debs, *scripts), in_system(f"sh /check_deb.sh {kernel}")),
+        image=image,
+    )
 
 
-def may_unshare() -> bool:
-    """Whether an ordinary user can be root of a name space of their own here."""
-    done = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False)
-    return done.returncode == 0
+def give_driver(tree: Path, given: Path) -> None:
+    """Puts the driver of a tree into a folder, stock."""
+    given.mkdir()
+    for name in ("nvidia.ko", "nvidia-uvm.ko"):
+        shutil.copyfile(tree / name, given / name)
 
 
-def check(folder: Path) -> int:
+def give_tests(given: Path) -> None:
+    """Puts pyvmem, with the tests' way to look at the software GPU's memory, into a folder."""
+    run(sys.executable, KERNEL_TESTS / "lib" / "build.py")
+    with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
+        copy_tracked(Path(name))
+        shutil.copytree(Path(name) / "pyvmem", given / "python" / "pyvmem")
+    shutil.copy(KERNEL_BUILD / "lib" / "_vmem.abi3.so", given / "python" / "pyvmem")
+    pins = read_pins("build")
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
+    options += [f"--python-version={SUITE_PYTHON}", "--target", str(given / "python")]
+    wanted = [f"{name}=={pins[name]}" for name in ("cffi", "tqdm")]
+    run(PYTHON, "-m", "pip", "install", *options, *wanted)
+
+
+def guest_command(image: Path, debs: Path, headers: KernelHeaders) -> list[str]:
+    """The call of the guest's runner: the disk, and over it the packages and what is given."""
+    kernel = IMAGE / "boot" / f"vmlinuz-{headers.release}"
+    words = [str(PYTHON), str(KERNEL_TESTS / "run.py"), "--name", "deb", "--image", str(image)]
+    words += ["--kernel", str(kernel), "--memory", "4096", "--timeout", str(GUEST_SECONDS)]
+    return [*words, f"--file={debs}:/debs", "--", "sh", "/check_guest.sh"]
+
+
+def check(folder: Path, *, guest: bool) -> int:
     """Builds, lints, installs; the exit status."""
-    debs = folder / "debs"
-    made = make_deb(debs)
+    debs, image = folder / "debs", folder / "image" / "disk.ext2"
+    made = make_twice(debs)
+    print("built twice: the same packages", flush=True)
     (changes,) = [path for path in made if path.suffix == ".changes"]
     lint(changes)
     print(f"lintian has nothing to say about {', '.join(PACKAGES)}", flush=True)
     headers = default_headers()
-    tree = build_tree(Tree(version=DEFAULT_VERSION, headers=headers))
-    shutil.copyfile(tree / "nvidia.ko", debs / "nvidia.ko")
-    root = run("id", "-u").strip() == "0"
-    if not root and not may_unshare():
+    tree = build_tree(Tree(version=DEFAULT_VERSION, headers=headers, patched=False))
+    give_driver(tree, debs / "given")
+    mode = system_mode()
+    if mode is None:
         print("neither root nor a user name space: no Debian system can be made", flush=True)
-        return SKIP
-    command = root_command(debs, headers.release, "root" if root else "unshare")
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-    if status:
-        raise DistError(f"exit status {status}: {' '.join(command[:3])} ...")
+        return CANNOT
+    image.parent.mkdir()
+    print("in a new Debian system:", flush=True)
+    deb_system(debs, headers.release, image if guest else None).make(mode)
+    if guest:
+        give_tests(debs / "given")
+        print("in a virtual machine:", flush=True)
+        command = guest_command(image, debs, headers)
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+        if status:
+            raise DistError(f"exit status {status}: {' '.join(command[:4])} ...")
     return 0
 
 
 def main() -> int:
     """Reads the command line."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--no-guest", action="store_true", help="without the virtual machine")
+    options = parser.parse_args()
     try:
-        install_tools(TOOLS)
+        install_tools({"/usr/bin/lintian": "lintian"})
         with tempfile.TemporaryDirectory(prefix="vmem-deb-check-") as name:
-            return check(Path(name))
+            return check(Path(name), guest=not options.no_guest)
     except (DistError, KernelBuildError) as error:
         print(f"check_deb: {error}", file=sys.stderr)
         return 1

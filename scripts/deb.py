@@ -20,11 +20,11 @@ import tempfile
 from email.utils import formatdate
 from pathlib import Path
 
-from dist import DistError, copy_tracked, epoch, run
+from dist import DistError, copy_tracked, elsewhere, epoch, must_be_same, run, usual_umask
 from environment import install_debian_packages
 from vmem_header import ROOT, version
 
-__all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "prepare"]
+__all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "make_twice", "prepare"]
 
 FILES = ROOT / "packaging" / "debian"
 PACKAGES = ("libvmem0", "libvmem-dev", "vmem-dkms")
@@ -93,6 +93,9 @@ def prepare(folder: Path, when: int) -> Path:
     control = tree / "debian" / "control"
     control.write_text(control.read_text("utf-8").replace("@MAINTAINER@", who), encoding="utf-8")
     (tree / "debian" / "changelog").write_text(changelog(upstream, who, when), encoding="utf-8")
+    # The tools take the time of a file that is older than the changelog's entry as it is.
+    for path in tree.rglob("*"):
+        os.utime(path, (when, when))
     return tree
 
 
@@ -104,7 +107,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
     """
     install_tools(TOOLS)
     when = epoch()
-    with tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
+    with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
         folder = Path(name)
         tree = prepare(folder, when)
         jobs = len(os.sched_getaffinity(0))
@@ -120,6 +123,22 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         return [Path(shutil.copy(path, out)) for path in made]
+
+
+def make_twice(out: Path) -> list[Path]:
+    """Builds everything, and again in another time zone and umask without the library's tests.
+
+    Raises:
+        DistError: a package, or the source, is not the same.
+    """
+    made = make_deb(out)
+    with elsewhere(), tempfile.TemporaryDirectory(prefix="vmem-again-") as name:
+        again = make_deb(Path(name) / "deb", check=False)
+        # The others describe the build itself.
+        kept = (".deb", ".dsc", ".xz")
+        pairs = [[one for one in files if one.suffix in kept] for files in (made, again)]
+        must_be_same(*pairs)
+    return made
 
 
 def main() -> int:

@@ -4,13 +4,15 @@
 
 The wheel is built from the sdist, so that the sdist is known to be complete. The same commit gives
 the same bytes wherever it is built: times are the commit's (or SOURCE_DATE_EPOCH), owners are root,
-and the extension is compiled with the folder's name taken out. `--check` builds a second time in
-another folder and compares. The wheel's platform is the oldest that auditwheel finds it to fit.
+permissions are no matter of the umask, and the extension is compiled with the folder's name taken
+out. `--check` builds a second time, in another folder, time zone and umask, and compares. The
+wheel's platform is the oldest that auditwheel finds it to fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import hashlib
 import io
@@ -24,7 +26,7 @@ import tarfile
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,37 @@ def epoch() -> int:
     """The time of everything: SOURCE_DATE_EPOCH, else that of the last commit."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given or run("git", "log", "-1", "--format=%ct"))
+
+
+@contextlib.contextmanager
+def usual_umask() -> Iterator[None]:
+    """Lets files be made with the usual permissions, whatever the caller's umask is."""
+    before = os.umask(0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Another time zone and umask, for what must not depend on them."""
+    umask, zone = os.umask(0o077), os.environ.get("TZ")
+    os.environ["TZ"] = "Pacific/Chatham"
+    try:
+        yield
+    finally:
+        os.umask(umask)
+        os.environ.pop("TZ")
+        if zone is not None:
+            os.environ["TZ"] = zone
+
+
+def must_be_same(made: Sequence[Path], again: Sequence[Path]) -> None:
+    """Raises DistError unless two builds have made the same files."""
+    for first, second in zip(made, again, strict=True):
+        if (first.name, digest(first)) != (second.name, digest(second)):
+            raise DistError(f"{first.name} is not the same when built again")
 
 
 def copy_tracked(folder: Path) -> None:
@@ -218,10 +251,10 @@ def digest(path: Path) -> str:
 
 def build(folder: Path, when: int) -> list[Path]:
     """Everything, in an empty folder."""
-    with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
+    with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
         sdist = make_sdist(Path(name), folder, when)
-    wheel = make_wheel(sdist, folder, when)
+        wheel = make_wheel(sdist, folder, when)
     check_wheel(wheel)
     bom = folder / f"{wheel.name.split('-cp')[0]}.cdx.json"
     bom.write_text(json.dumps(sbom([sdist, wheel], when), indent=2) + "\n", encoding="utf-8")
@@ -242,10 +275,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="vmem-made-") as name:
             made = build(Path(name), when)
             if options.check:
-                with tempfile.TemporaryDirectory(prefix="vmem-made-again-") as other:
-                    for first, second in zip(made, build(Path(other), when), strict=True):
-                        if (first.name, digest(first)) != (second.name, digest(second)):
-                            raise DistError(f"{first.name} is not the same when built again")
+                with elsewhere(), tempfile.TemporaryDirectory(prefix="vmem-again-") as other:
+                    must_be_same(made, build(Path(other), when))
             shutil.rmtree(options.out, ignore_errors=True)
             options.out.mkdir(parents=True)
             for path in made:

@@ -144,7 +144,7 @@ def lint(session: Session) -> None:
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
     scripts += [ROOT / "kernel_module" / "dkms" / name for name in ("load-uvm", "vmem-dkms")]
-    scripts += [ROOT / "packaging" / "check_deb.sh"]
+    scripts += sorted(ROOT.glob("packaging/check_*.sh"))
     scripts += sorted(ROOT.glob("packaging/debian/vmem-dkms.p*"))
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "ruff", "check", *LINTED],
@@ -300,14 +300,25 @@ def wheel(session: Session) -> None:
             print(f"Python {version}: {said}", end="", flush=True)
 
 
-def deb(session: Session) -> None:
-    """The Debian packages: lintian, then installed, used and purged in a new Debian system."""
-    command = [str(PYTHON), str(ROOT / "scripts" / "check_deb.py")]
+def in_new_systems(session: Session, script: str, what: str) -> None:
+    """Runs a check that makes Debian systems of its own, which not every machine can."""
+    command = [str(PYTHON), str(ROOT / "scripts" / script)]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status == CANNOT:
-        session.skip("the Debian packages in a new system: it cannot be made here (see above)")
+        session.skip(f"{what} in a new Debian system: it cannot be made here (see above)")
     elif status:
-        raise Failed(f"exit status {status}: scripts/check_deb.py")
+        raise Failed(f"exit status {status}: scripts/{script}")
+
+
+def wheel_debian(session: Session) -> None:
+    """The wheel in new Debian 12 and 13 systems, without a compiler and without CUDA."""
+    in_new_systems(session, "check_wheel_debian.py", "the wheel")
+
+
+def deb(session: Session) -> None:
+    """The Debian packages: lintian; installed, used and purged in a new system and a guest."""
+    call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
+    in_new_systems(session, "check_deb.py", "the Debian packages")
 
 
 STAGES: dict[str, Callable[[Session], None]] = {
@@ -325,12 +336,13 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "kernel": kernel,
     "kernel-checks": kernel_checks,
     "wheel": wheel,
+    "wheel-debian": wheel_debian,
     "deb": deb,
     "python-fast": python_fast,
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
-LONG = ("deb",)  # run where they are named and by --long
+LONG = ("wheel-debian", "deb")  # run where they are named and by --long
 
 
 def minutes(seconds: float) -> str:

@@ -5,20 +5,40 @@
 With the argument ``newest`` also build/vllm-newest, on top of both: the newest version that is
 known. Environments of their own, because vLLM asks for versions of its own; what they share with
 build/venv (torch alone is most of 1 GB) they take from there. Packages are installed without their
-dependencies: requirements/vllm.txt names what is imported, a third of what vLLM asks for.
+dependencies: requirements/vllm.txt names what is imported, a third of what vLLM asks for. Libraries
+of the system that vLLM's extension is linked with come from Debian's packages, if they are missing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+from environment import install_debian_packages
+
+__all__ = ["make", "missing_libraries"]
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 BASE = BUILD / "venv"
 SKIP = 77
+# What vLLM's own extension is linked with beside libc, and Debian's package of it. Without it vLLM
+# warns, goes on, and fails much later for an operation that it does not have.
+LIBRARIES = {"libnuma.so.1": "libnuma1"}
+
+
+def missing_libraries() -> list[str]:
+    """The Debian packages of the libraries that cannot be loaded here."""
+    missing = []
+    for library, package in LIBRARIES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            missing.append(package)
+    return missing
 
 
 def packages(environment: Path) -> Path:
@@ -63,6 +83,12 @@ def make(name: str, *below: Path) -> int:
 
 def main() -> int:
     """Makes one environment or both."""
+    if packages := missing_libraries():
+        try:
+            install_debian_packages(packages)
+        except SystemExit as error:
+            print(error, flush=True)
+            return SKIP
     status = make("vllm", BASE)
     if status == 0 and sys.argv[1:] == ["newest"]:
         status = make("vllm-newest", BUILD / "vllm", BASE)

@@ -45,7 +45,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--module-args", default="", metavar="ARGS", help="parameters of nvidia.ko")
     add("--uvm-args", default="", metavar="ARGS", help="parameters of nvidia-uvm.ko")
     add("--kernel", type=Path, metavar="VMLINUZ", help="default: of the release of the tree")
-    add("--image", choices=("python",), help="run the command where Python and the project are")
+    add(
+        "--image",
+        metavar="python|FILE",
+        help="run the command on a disk: `python` has Python and the project; a file is one",
+    )
     add("--memory", type=int, metavar="MB", help="of the guest (default 1536, with an image 3072)")
     add("--smp", type=int, default=2, metavar="N", help="its processors (default 2)")
     add("--append", default="", metavar="ARGS", help="more for the kernel's command line")
@@ -92,11 +96,16 @@ def describe(options: argparse.Namespace) -> Machine:
         allowed=options.allow,
     )
     if options.image:
-        machine.image = python_image(BUILD / "cache")
         machine.kernel_modules = own_modules(kernel, IMAGE_MODULES, BUILD / "cache")
+    if options.image == "python":
+        machine.image = python_image(BUILD / "cache")
         machine.prepare = lambda root: layer(root, "/layer")
         machine.folder = str(ROOT)
         machine.environment = [*IMAGE_ENVIRONMENT, *options.env]
+    elif options.image:
+        machine.image = Path(options.image)
+        if not machine.image.is_file():
+            raise GuestError(f"--image {options.image}: neither `python` nor a file")
     return machine
 
 

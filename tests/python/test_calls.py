@@ -199,7 +199,8 @@ def test_what_shares_pages_after_gpu_work(
             )
             event = gpu.event_of(number)
             forked = calls_of(lambda: cache.fork(first, stream=stream))
-            assert gpu.log == [("cpu", "waits for", event)], "for the rows that it copies"
+            assert set(gpu.log) == {("cpu", "waits for", event)}, "for the rows that it copies"
+            del gpu.log[:]
             lens[first] = 20 * ROWS
             assert cache.step(lens) == 0
             cache.free_reqid(first, stream, tokens=tokens)
@@ -208,9 +209,11 @@ def test_what_shares_pages_after_gpu_work(
             assert resumed.result == (first, 20 * ROWS)
             begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
             assert begun.result[1] == 20 * ROWS
-            assert gpu.log[1:] == [(number, "waits for", event)] * 2
-            for calls in (forked, resumed, begun):
-                assert calls.count <= 100, calls
+            assert gpu.log == [(number, "waits for", event)] * 2
+            # It looks what is in its way, waits for it without the lock, and looks again.
+            assert forked.count <= 135, forked
+            for calls in (resumed, begun):
+                assert calls.count <= 112, calls
             gpu.over = True
             cache.check_integrity()
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import check_deb
 import deb
+import dist
 import pytest
 import run_tests
+from kernel_headers import KernelHeaders
 from vmem_header import ROOT, functions, version
 
 
@@ -70,14 +72,25 @@ def test_the_upstream_archive_is_the_same_twice(tmp_path: Path) -> None:
         assert {one.mtime for one in archive} == {86400}
 
 
-def test_the_new_system_is_checked_by_its_archives_key() -> None:
-    command = check_deb.root_command(Path("/debs"), "6.1.0-1-amd64", "unshare")
-    assert any("linux-headers-6.1.0-1-amd64" in word for word in command)
-    assert command[-1].endswith(" bookworm main contrib")
-    assert "--mode=unshare" in command
-    assert not any("unauthenticated" in word.lower() for word in command)
-
-
 def test_the_packages_are_a_stage_of_the_long_run_alone() -> None:
     assert "deb" in run_tests.STAGES
     assert "deb" in run_tests.LONG
+
+
+def test_the_guest_sees_the_packages_over_the_systems_disk() -> None:
+    headers = KernelHeaders(Path("/build"), Path("/source"), "6.1.0-1-cloud-amd64")
+    command = check_deb.guest_command(Path("/tmp/disk.ext2"), Path("/tmp/debs"), headers)
+    image, kernel = command[command.index("--image") + 1], command[command.index("--kernel") + 1]
+    assert (image, Path(kernel).name) == ("/tmp/disk.ext2", "vmlinuz-6.1.0-1-cloud-amd64")
+    assert command[-4:] == ["--file=/tmp/debs:/debs", "--", "sh", "/check_guest.sh"]
+
+
+def test_the_tree_has_one_time_and_the_usual_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deb, "maintainer", lambda: "A Person <person@example.org>")
+    with dist.elsewhere(), dist.usual_umask():
+        tree = deb.prepare(tmp_path, 86400)
+    assert {path.stat().st_mtime for path in tree.rglob("*")} == {86400}
+    modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in tree.rglob("*")}
+    assert modes == {(True, 0o755), (False, 0o755), (False, 0o644)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import tarfile
 import zipfile
 from collections.abc import Sequence
@@ -102,3 +103,29 @@ def test_an_sdist_has_one_order_time_and_owner(
         ("a", 5, 0, "root"),
         ("b", 5, 0, "root"),
     ]
+
+
+def test_neither_zone_nor_umask_stays_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    before = os.umask(0o027)
+    try:
+        with dist.elsewhere():
+            assert os.environ["TZ"] != "UTC"
+            with dist.usual_umask():
+                assert os.umask(0o022) == 0o022
+            assert os.umask(0o077) == 0o077
+        assert os.environ["TZ"] == "UTC"
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+
+
+def test_another_build_must_be_the_same(tmp_path: Path) -> None:
+    made = [tmp_path / "a", tmp_path / "again" / "a"]
+    made[1].parent.mkdir()
+    for path in made:
+        path.write_bytes(b"the same")
+    dist.must_be_same(made[:1], made[1:])
+    made[1].write_bytes(b"another")
+    with pytest.raises(dist.DistError, match="a is not the same"):
+        dist.must_be_same(made[:1], made[1:])

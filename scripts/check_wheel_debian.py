@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Checks the wheel in new Debian systems that have neither a compiler nor CUDA.
+
+One wheel for all of them, installed by pip into an environment of the system's own Python. The
+requirements are fetched here, for that Python. Exit status 77: no such system can be made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from debian_system import CANNOT, DebianSystem, copy_in, in_system, system_mode
+from dist import PYTHON, DistError, build, epoch, run
+from vmem_header import ROOT
+
+__all__ = ["PYTHONS", "wheel_system"]
+
+# Each release's Python.
+PYTHONS = {"bookworm": "3.11", "trixie": "3.13"}
+CHECKS = (ROOT / "packaging" / "check_wheel.sh", ROOT / "scripts" / "check_wheel.py")
+
+
+def fetch(wheel: Path, python: str, folder: Path) -> None:
+    """Puts the wheel and all that it requires on a Python into a folder, as wheels."""
+    platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
+    options += [f"--python-version={python}", *platforms, f"--platform={wheel.stem.split('-')[-1]}"]
+    run(PYTHON, "-m", "pip", "download", *options, "--dest", folder, wheel)
+
+
+def wheel_system(suite: str, wheels: Path) -> DebianSystem:
+    """The system of a release in which the wheels of a folder are tried."""
+    return DebianSystem(
+        suite=suite,
+        include=("python3", "python3-venv"),
+        hooks=(
+            copy_in(wheels, *CHECKS),
+            in_system(f"sh /{CHECKS[0].name} {PYTHONS[suite]}"),
+        ),
+    )
+
+
+def check(folder: Path) -> int:
+    """Makes the wheel and tries it in each system; the exit status."""
+    mode = system_mode()
+    if mode is None:
+        print("neither root nor a user name space: no Debian system can be made", flush=True)
+        return CANNOT
+    (folder / "dist").mkdir()
+    (wheel,) = [path for path in build(folder / "dist", epoch()) if path.suffix == ".whl"]
+    for suite, python in PYTHONS.items():
+        wheels = folder / suite / "wheels"
+        fetch(wheel, python, wheels)
+        print(f"Debian {suite}, {wheel.name}", flush=True)
+        wheel_system(suite, wheels).make(mode)
+    return 0
+
+
+def main() -> int:
+    """Reads the command line."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix="vmem-wheel-check-") as name:
+            return check(Path(name))
+    except DistError as error:
+        print(f"check_wheel_debian: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
