@@ -695,9 +695,7 @@ def test_an_arm_that_computes_something_else_is_not_measured(
     assert "azure/makespan/paged16" not in found
 
 
-def result(
-    path: Path, arms: dict[str, list[float]], waited: float = 1.0, **changed: Any
-) -> Path:
+def result(path: Path, arms: dict[str, list[float]], waited: float = 1.0, **changed: Any) -> Path:
     """A run with the tokens a second of each arm's rounds; those below 0: its time ran out.
 
     For `waited` seconds of each round requests waited for memory, while 3 were in a step.
