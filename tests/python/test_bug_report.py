@@ -20,7 +20,8 @@ def test_every_back_end_and_version_is_in_it(capsys: pytest.CaptureFixture[str])
     assert said.endswith("```\n")
     for one in probe():
         assert f"\n{one.backend}: " in said
-        assert bug_report.scrub(one.reason) in said
+        what = one.reason.partition(": opened in ")[0]  # the times differ from probe to probe
+        assert bug_report.scrub(what) in said
     for word in (_native.version(), platform.release(), platform.python_version()):
         assert word in said
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from conftest import open_context
-from gpu_helpers import CURRENT, TORCH, gpu
+from gpu_stand_ins import CURRENT, TORCH, gpu
 
 import pyvmem
 from pyvmem import Caps, Context, KVCache, streams
@@ -168,7 +168,7 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
     short = shared(context, 4, 1)
     assert shared(context, 200, 1) == short
     assert shared(context, 4, 16) == short, "for any number of tensors"
-    assert max(short.values()) <= 112, short
+    assert max(short.values()) <= (112 if context.cuda_device is None else 120), short
 
 
 @pytest.mark.parametrize("name", ["none", "torch"])

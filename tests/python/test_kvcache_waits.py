@@ -324,6 +324,8 @@ def _truncate_shared(cache: KVCache, reqid: int, work: FdEvent) -> bool:
 @pytest.mark.parametrize("name", SLOW)
 def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent, name: str) -> None:
     changes, call = SLOW[name]
+    if name == "alloc_prefix" and context.cuda_device is not None:
+        pytest.skip("a GPU's stream is put behind the GPU's events, and nobody waits")
     with small_cache(context, max_batch=6, **changes) as cache:
         reqid = started(cache, 2 * ROWS, 2.0)
         other = started(cache, ROWS, 3.0)

@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 import pytest
-from gpu_helpers import CORE, CURRENT, DEFAULT, LEGACY, OTHER, TORCH, Gpu, gpu
+from gpu_stand_ins import CORE, CURRENT, DEFAULT, LEGACY, OTHER, TORCH, Gpu, gpu
 from kvcache_helpers import ROWS, lens, small_cache, state
 
 import pyvmem
