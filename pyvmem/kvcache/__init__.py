@@ -6,7 +6,7 @@ The modules, each of which imports only from those before it:
     config, layout          the model's shape and the policy; where everything lies
     events                  the caller's GPU work
     journal, mapper         the undo log; every call of the context for pages, a transaction
-    pages, slots, metrics   the books: kinds and references of pages, slots and batches, counts
+    pages, slots, metrics   the records: kinds and references of pages, slots and batches, counts
     reclaim                 pages taken back: victims, unmapping in the background
     migration               pages replaced under their addresses; promotion, sliding windows
     growth                  pages given to requests
@@ -15,7 +15,7 @@ The modules, each of which imports only from those before it:
     prefix_cache            recorded prefixes and the leases on them
     budget                  memory that several caches share, of one process or of several
     group                   one group of equal layers, of all the above
-    integrity               statistics and the check of the books
+    integrity               statistics and the check of the records
     manager                 a cache's groups, and what is done in all of them or in none: steps,
                             admission, forks, prefixes, tiers, swapping, truncation, trimming
     waits                   what a call waits for before it takes the lock

@@ -42,7 +42,7 @@ from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.reclaim import wait_for_cuts
+from pyvmem.kvcache.reclaim import wait_for_unmaps
 from pyvmem.ledger import Participant, device_of, weakly
 
 if TYPE_CHECKING:
@@ -333,9 +333,9 @@ class Budget(Closable):
             if floor > share.room():
                 share.finish_idle()
             if share.room() < floor <= share.within_reach():
-                share.begin_cuts(floor - share.room())
+                share.begin_unmaps(floor - share.room())
                 share.evict(floor - share.room() - share.returning())
-                wait_for_cuts(share.others(), lambda: share.room() >= floor)
+                wait_for_unmaps(share.others(), lambda: share.room() >= floor)
             if share.room() < floor:
                 raise OutOfMemory(
                     f"memory_floor {floor}: requests of the other caches leave "
@@ -386,7 +386,7 @@ class Budget(Closable):
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
             everyone = Share(self, self._shares[0].pager, 0)  # to whom all the others are others
-            everyone.begin_cuts(nbytes)
+            everyone.begin_unmaps(nbytes)
             if (missing := nbytes - everyone.returning()) > 0:
                 everyone.evict(missing)
 
@@ -491,7 +491,7 @@ class Share:
             min(one.pager.unsettled * one.layout.page_size, one._excess()) for one in self._rest()
         )
 
-    def begin_cuts(self, nbytes: int) -> None:
+    def begin_unmaps(self, nbytes: int) -> None:
         """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
         for one in self._by_excess():
             reclaimer, column = one.reclaimer, one._column
@@ -501,7 +501,7 @@ class Share:
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
                 if not slot.spare:  # a large page that its owner has a part of
                     continue
-                if columns <= 0 or not reclaimer.try_cut(slot, slot.mapped - columns, now=True):
+                if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=True):
                     break
 
     def evict(self, nbytes: int) -> None:

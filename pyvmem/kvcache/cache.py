@@ -1084,7 +1084,7 @@ class KVCache(MustClose):
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
     def check_integrity(self) -> None:
-        """Compares the cache's books with each other and, page by page, with the context's.
+        """Compares the cache's records with each other and, page by page, with the context's.
 
         Cost: one query per run of pages. What a batch in flight is changing is left out; with none
         in flight, the context's own check runs too.

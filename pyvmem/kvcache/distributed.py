@@ -814,7 +814,7 @@ class ParallelKVCache(MustClose):
             group.reclaimer.limit = -least[0]
             for slot, usable in zip(group.table, least[1:], strict=True):
                 if not usable:
-                    group.table.condemn(slot)
+                    group.table.mark_broken(slot)
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""

@@ -140,7 +140,7 @@ class Group:
         promoter: None: there are no large pages, or the rows are written again all the time.
         window: what slides; None: every row is kept.
         moves_on: one of these has something to do after a step.
-        untidy: `tidy` is to be called by the next step.
+        reclaim_due: `reclaim_idle` is to be called by the next step.
         named: the last step named a request, which GPU work may be using; of the first group.
         rested: where not, the work before that step, as far as it is not known to be over.
     """
@@ -192,46 +192,47 @@ class Group:
         self.rested: list[Any] = []
         self.used_tokens = 0
         self.clock = 0
-        self.untidy = config.reclaim_steps > 0
+        self.reclaim_due = config.reclaim_steps > 0
         self.token_bytes = layout.row_bytes * layout.num_tensors
         self.page_bytes = layout.page_size * layout.num_tensors
         self.moves_on = self.window is not None or self.promoter is not None
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.keep_list(journal.books)
-        journal.books.append(self)
+        journal.keep_list(journal.recoverables)
+        journal.recoverables.append(self)
 
     # ---- after an exception from outside ---------------------------------------------------------
 
     def rebuild(self) -> None:
-        """See `Books.rebuild`."""
+        """See `Recoverable.rebuild`."""
         self.table.rebuild()
         if not self.place:
             self.prefixes.rebuild()
         reclaimer = self.reclaimer
         reclaimer.shared.rebuild(
-            [one.span for one in (*self.table, *reclaimer.cuts)] + self.prefixes.spans(self.place),
+            [one.span for one in (*self.table, *reclaimer.unmaps)]
+            + self.prefixes.spans(self.place),
             [slot.span for slot in self.table if slot.active and not slot.stale],
         )
         self.pager.rebuild()
         reclaimer.rebuild(*self.mover.pages())
         self.used_tokens = sum(self.rows)
-        self.untidy = True
+        self.reclaim_due = True
 
     def undone(self) -> None:
-        """See `Books.undone`."""
+        """See `Recoverable.undone`."""
         self.table.rebuild()
 
     def owns(self, held: object) -> bool:
-        """See `Books.owns`."""
+        """See `Recoverable.owns`."""
         for block in self.reclaimer.shared.blocks:
             if held is block.handle:
                 return True
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:
-        """See `Books.failed`."""
+        """See `Recoverable.failed`."""
         self.reclaimer.errors.append(error)
 
     # ---- numbers from outside --------------------------------------------------------------------
@@ -306,7 +307,7 @@ class Group:
     def release(self, slot: Slot, event: Any) -> None:
         """Ends an ownership; `event`: the GPU work that may still touch the slot.
 
-        Nothing is unmapped: `tidy` does that.
+        Nothing is unmapped: `reclaim_idle` does that.
         """
         self.mover.abandon(slot)
         if self.promoter is not None:
@@ -322,7 +323,7 @@ class Group:
         self.reclaimer.own_away = None
         self.enter(slot, 0)
         if slot.stale and not slot.lost:
-            self.untidy = True
+            self.reclaim_due = True
 
     def enter(self, slot: Slot, length: int) -> None:
         """Notes that a slot holds so many rows, whatever `step` said."""
@@ -360,7 +361,7 @@ class Group:
     @property
     def has_batches(self) -> bool:
         """Whether a batch over the group's addresses is not noted as finished."""
-        return bool(self.pager.growths or self.reclaimer.cuts or self.mover.moves)
+        return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.readable_rows`."""
@@ -382,7 +383,7 @@ class Group:
                 raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
         return [self.table[reqid] for reqid in reqids]
 
-    # ---- sums of the books -----------------------------------------------------------------------
+    # ---- sums of the records ---------------------------------------------------------------------
 
     @property
     def active_pages(self) -> int:
@@ -461,7 +462,7 @@ class Group:
                 if span.pages:
                     change.run(ops)
         except NotRecoverable:
-            self.reclaimer.condemn([(slot, head, end) for slot in slots])
+            self.reclaimer.mark_broken([(slot, head, end) for slot in slots])
             raise
 
     def fork(
@@ -483,7 +484,7 @@ class Group:
         Args:
             parent: a request without a batch in flight over its slot.
             slots: free and without a page.
-            full: the parent's pages up to here are shared from now on; no large page is cut.
+            full: the parent's pages up to here are shared from now on; no large page is split.
             pages: where those that each slot gets end.
             nbytes: of the rows, per tensor, that each slot begins with.
             ahead: more pages than these rows need are mapped where requests grow by runs.
@@ -509,7 +510,7 @@ class Group:
                     sharing.adopt(parent, own, [], self.prefixes.unit_pages[self.place])
                 span = parent.span if own or full == low else parent.shared_part(head, full)
                 for slot, goal in zip(slots, goals, strict=True):
-                    pager.lend(slot, span, pages, goal, head)
+                    pager.assign(slot, span, pages, goal, head)
                     if many:
                         sharing.map_pieces(ops, slot, whole)
                     else:
@@ -523,7 +524,7 @@ class Group:
                         change.run(ops)
         except NotRecoverable as error:
             pieces = [(slot, head, goal) for slot, goal in zip(slots, goals, strict=True)]
-            reclaimer.condemn([*pieces, (parent, low, full)])
+            reclaimer.mark_broken([*pieces, (parent, low, full)])
             if parent.broken:
                 raise self.table.lose(parent, error) from error
             raise
@@ -555,7 +556,7 @@ class Group:
         What the span has of that page is copied into pages of the slot's own.
 
         Args:
-            slot: empty, from `Sharing.vacate`.
+            slot: empty, from `Sharing.make_empty`.
             span: the pages; they begin a slot, or what is there with a window.
             rows: tokens that they hold.
 
@@ -567,7 +568,7 @@ class Group:
             self.attach([slot], span, layout.window_page(rows))
             return True
         whole = span.floor(span.pages)
-        self.attach([slot], span if whole == span.pages else span.cut(0, whole))
+        self.attach([slot], span if whole == span.pages else span.slice(0, whole))
         if whole == span.pages:
             return True
         last = span.parts[-1]
@@ -650,7 +651,7 @@ class Group:
         if have == span.pages:
             self._lend(slot, span, head)
             return
-        more = span.cut(have, span.pages)
+        more = span.slice(have, span.pages)
         ops = self.sharing.batch(len(more.parts))
         self.sharing.map_span(ops, slot, more, head + have)
         try:
@@ -658,13 +659,13 @@ class Group:
                 self._lend(slot, span, head)
                 change.run(ops)
         except NotRecoverable:
-            self.reclaimer.condemn([(slot, head + have, end)])
+            self.reclaimer.mark_broken([(slot, head + have, end)])
             raise
 
     def _lend(self, slot: Slot, span: Span, head: int) -> None:
         """Gives a free slot to a request that begins with a span, which is at page `head`."""
         end = head + span.pages
-        self.pager.lend(slot, span, end, end, head)
+        self.pager.assign(slot, span, end, end, head)
         if self.window is not None:
             self.window.begin(slot, head)
 
@@ -676,9 +677,9 @@ class Group:
         if reclaimer.outlook < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
-    def tidy(self) -> None:
+    def reclaim_idle(self) -> None:
         """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
-        if self.reclaimer.cuts:
+        if self.reclaimer.unmaps:
             self.reclaimer.poll()
         config = self.config
         stale = not self.reclaimer.release_stale()
@@ -687,15 +688,15 @@ class Group:
             complete = self.reclaimer.release_before(
                 self.clock - age, self._prepared, self._eager_pages
             )
-            self.untidy = bool(age) or not complete or stale
+            self.reclaim_due = bool(age) or not complete or stale
         else:
-            self.untidy = stale
-        self.untidy |= not self.reclaimer.spare_slots(self._newcomers)
+            self.reclaim_due = stale
+        self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
         self.keep_watermark()
 
     def prepare(self) -> None:
         """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped."""
-        self.untidy |= not self.reclaimer.spare_slots(self._newcomers)
+        self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
         pages = self._eager_pages
         if not pages:
             return
@@ -724,9 +725,9 @@ class Group:
         for slot in self.table:
             if slot.lost:
                 continue
-            if slot.mapped and not self.reclaimer.try_cut(slot, 0):
+            if slot.mapped and not self.reclaimer.try_unmap(slot, 0):
                 self.reclaimer.finish_all()
-                self.reclaimer.try_cut(slot, 0)
+                self.reclaimer.try_unmap(slot, 0)
         self.reclaimer.finish_all()
         self.reclaimer.shared.close()
         self.scratch.close()
@@ -735,5 +736,5 @@ class Group:
         except NotRecoverable:
             # Quarantined pages keep their addresses; both go when the context is closed.
             reservation.leave()
-        if self in self.journal.books:
-            self.journal.books.remove(self)
+        if self in self.journal.recoverables:
+            self.journal.recoverables.remove(self)

@@ -54,12 +54,12 @@ from pyvmem.kvcache.events import (
     wait_for,
     wait_for_device,
 )
-from pyvmem.kvcache.journal import Book, drain, put, put_all
+from pyvmem.kvcache.journal import Journaled, drain, put, put_all
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Cut, Growth, Piece, Slot
+from pyvmem.kvcache.slots import Growth, Piece, Slot, Unmap
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 
@@ -221,7 +221,7 @@ class Planner:
         return ops
 
 
-class Pager(Book):
+class Pager(Journaled):
     """Grows slots, in the calling thread or in the background, and knows what requests own.
 
     Attributes:
@@ -319,7 +319,7 @@ class Pager(Book):
 
         In the background it is begun, else it is done when this returns. This is what most steps
         come to, so it is not put together from the transactions of mapper.py: planned in C, written
-        into the books, and run in C, which says in one go that it happened.
+        into the records, and run in C, which says in one go that it happened.
 
         Returns:
             False where there is more to it, or something is short: see `grow`. Nothing changed.
@@ -363,7 +363,7 @@ class Pager(Book):
         except VMemError as error:
             self.journal.rollback(mark)
             if isinstance(error, NotRecoverable):
-                reclaimer.condemn(list(zip(slots, grown.mapped, grown.goals, strict=True)))
+                reclaimer.mark_broken(list(zip(slots, grown.mapped, grown.goals, strict=True)))
             elif isinstance(error, (OutOfMemory, TooManyMappings)):
                 return False
             raise
@@ -486,7 +486,7 @@ class Pager(Book):
 
         Args:
             ops: the batch.
-            job: gets the pieces; the books get them here.
+            job: gets the pieces; the records get them here.
             first: the first page.
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
@@ -505,7 +505,7 @@ class Pager(Book):
         self.reclaimer.held += job.new_pages
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
-        """Writes a growth into the books; `granted`: as one that is complete."""
+        """Writes a growth into the records; `granted`: as one that is complete."""
         journal = self.journal
         if job.pieces:
             slots, _, mapped = zip(*job.pieces, strict=True)
@@ -571,7 +571,7 @@ class Pager(Book):
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
         """
-        if isinstance(slot.job, Cut):
+        if isinstance(slot.job, Unmap):
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
         elif slot.job is not None:
@@ -581,21 +581,21 @@ class Pager(Book):
             if (error := self._failure(error)) is not None:
                 raise error
         if slot.stale:
-            self.reclaimer.cut(slot, 0, now=True)
+            self.reclaimer.unmap(slot, 0, now=True)
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
             if slot.stale:
                 self.reclaimer.raise_errors()
 
     def is_held_up(self, slot: Slot) -> bool:
-        """Whether `release` would wait; where that is for a slot that is stale, its cut is begun.
+        """Whether `release` would wait; where a stale slot is why, its unmapping is begun.
 
         What it would wait for may be an earlier owner's GPU work.
         """
         job = slot.job
         if job is None:
             if slot.mapped > slot.granted and slot.stale:
-                self.reclaimer.try_cut(slot, 0)
+                self.reclaimer.try_unmap(slot, 0)
                 return True
             return False
         if not job.done():
@@ -678,7 +678,7 @@ class Pager(Book):
         more: bool,
         wait_to_grant: bool,
     ) -> bool:
-        """Runs or submits the mapping batch, with the growth in the books; False: no memory.
+        """Runs or submits the mapping batch, with the growth in the records; False: no memory.
 
         `more`: it maps more than is wanted, for which nothing is taken back.
         `wait_to_grant`: `settle` grants the pages.
@@ -699,7 +699,7 @@ class Pager(Book):
                                 change.run(mapping)
                     return True
                 except NotRecoverable:
-                    self.reclaimer.condemn(job.pieces)
+                    self.reclaimer.mark_broken(job.pieces)
                     raise
                 except TooManyMappings as error:
                     if more:
@@ -742,7 +742,7 @@ class Pager(Book):
             self._finish(job.slots)
 
     def _finish(self, slots: Sequence[Slot]) -> None:
-        """Waits for the cuts of slots that lost pages beyond those they are to have."""
+        """Waits for the unmapping of slots that lost pages beyond those they are to have."""
         for slot in slots:
             if slot.job is not None:
                 self.reclaimer.finish(slot.job)
@@ -849,7 +849,7 @@ class Pager(Book):
         slot.span, slot.mapped, slot.granted = span, mapped, granted
         self._set_capacity(slot, granted)
 
-    def lend(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
+    def assign(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
         """Gives a free slot to a request, with shared pages and, after them, some of its own.
 
         The shared ones get references of the slot and of the request.
@@ -863,7 +863,7 @@ class Pager(Book):
         """
         reclaimer, have = self.reclaimer, slot.span.pages
         if 0 < have < span.pages:
-            reclaimer.shared.hold(span.cut(have, span.pages))
+            reclaimer.shared.hold(span.slice(have, span.pages))
         reclaimer.shared.use(span, hold=not have)
         reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0, head=head)
         if head:
@@ -898,7 +898,7 @@ class Pager(Book):
         self.journal.put_all(job.slots, "job", [None] * len(job.slots))
 
     def _undo(self, job: Growth, error: VMemError) -> None:
-        """Takes a failed growth back into the books; libvmem has undone the mapping."""
+        """Takes a failed growth back into the records; libvmem has undone the mapping."""
         if job.filling is not None:
             _failed(job.filling)  # waited for alone: it touches pages that were there before
         if job.mapping is not None and _failed(job.mapping):
@@ -906,7 +906,7 @@ class Pager(Book):
                 slot.mapped = low
                 slot.places.forget(low, high)
             if isinstance(error, NotRecoverable):
-                self.reclaimer.condemn(job.pieces)
+                self.reclaimer.mark_broken(job.pieces)
             self.reclaimer.held -= job.new_pages
             self.counters.grown -= job.new_pages
         self._retire(job)
@@ -1107,7 +1107,7 @@ class Runs:
                     continue
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
-                        self._table.condemn(slot)
+                        self._table.mark_broken(slot)
                         slot.lost = True
                     self._reclaimer.errors.append(error)
                     break

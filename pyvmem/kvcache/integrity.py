@@ -12,7 +12,7 @@ from pyvmem.info import Location, RangeFlags
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import PLAIN, Tier
-from pyvmem.kvcache.slots import Cut, Growth, Slot
+from pyvmem.kvcache.slots import Growth, Slot, Unmap
 
 __all__ = [
     "IntegrityError",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class IntegrityError(VMemError):
-    """The cache's books contradict each other or the context: an error of this package.
+    """The cache's records contradict each other or the context: an error of this package.
 
     Attributes:
         found: every contradiction, in words.
@@ -146,7 +146,7 @@ def _away(group: Group, location: Location) -> int:
 
 
 def check(group: Group) -> list[str]:
-    """Every contradiction found; empty when the books agree with themselves and with libvmem."""
+    """Every contradiction found; empty when the records agree with themselves and with libvmem."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
     held = returning = granted = slid = 0
@@ -155,7 +155,7 @@ def check(group: Group) -> list[str]:
         held += slot.mapped - slot.shared
         held -= sum(slot.places.away(slot.shared, slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
-        if isinstance(slot.job, Cut):
+        if isinstance(slot.job, Unmap):
             returning += slot.job.pages
         granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
@@ -180,13 +180,13 @@ def check(group: Group) -> list[str]:
             found.append(f"{name}: free, but holds {group.rows[slot.index]} tokens")
         if (slot in table.free) == (slot.active or slot.broken):
             found.append(f"{name}: in the wrong list")
-        if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.cuts):
+        if slot.job is not None and slot.job not in (*pager.growths, *reclaimer.unmaps):
             found.append(f"{name}: its batch is in no list")
         if not slot.broken:
             found.extend(_check_pages(group, slot))
             found.extend(check_places(group, slot))
     shared = reclaimer.shared
-    holders = [*table, *reclaimer.cuts]
+    holders = [*table, *reclaimer.unmaps]
     found.extend(
         shared.check(
             [one.span for one in holders] + group.prefixes.spans(group.place),
@@ -243,9 +243,9 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     size = layout.page_size
     sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
     gone, job = slot.head, slot.job
-    if isinstance(job, Cut) and job.slides:
+    if isinstance(job, Unmap) and job.slides:
         gone = job.low
-    elif isinstance(job, Cut):
+    elif isinstance(job, Unmap):
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
@@ -328,8 +328,8 @@ def check_away(group: Group) -> list[str]:
     counted: Counter[Tier] = Counter()
     for slot in group.table:
         counted.update(slot.places.away(slot.shared, slot.mapped))
-    for cut in group.reclaimer.cuts:
-        counted.update(cut.away)
+    for unmap in group.reclaimer.unmaps:
+        counted.update(unmap.away)
     counted.update(group.reclaimer.shared.away())
     counted.update(group.mover.pages()[1])
     found = []

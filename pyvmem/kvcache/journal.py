@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""An undo log of a cache's books, so that an exception at any point leaves them true.
+"""An undo log of a cache's records, so that an exception at any point leaves them true.
 
 An exception may come from outside between any two of Python's instructions: Ctrl-C, another
-signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its books
+signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its records
 and in the context. So while a call runs, the journal holds, oldest first:
 
-    undo    how to take one change of the books back; harmless when done twice
-    act     a call of the context, with its outcome; the books before it say what is true when it
+    undo    how to take one change of the records back; harmless when done twice
+    act     a call of the context, with its outcome; the records before it say what is true when it
             happens: *intent first*, then the act
     abort   what takes back a part of the call that is complete by itself, such as a slot taken
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Book", "Books", "Journal", "Watched", "drain", "put", "put_all"]
+__all__ = ["Journaled", "Recoverable", "Journal", "Watched", "drain", "put", "put_all"]
 
 put: Final = object.__setattr__
 """Sets an attribute past a journal."""
@@ -45,8 +45,8 @@ drain: Final = deque[Any](maxlen=0).extend
 """Runs an iterator to its end."""
 
 
-class Book:
-    """An object whose attributes belong to the books: what they were is journaled.
+class Journaled:
+    """An object whose attributes belong to the records: what they were is journaled.
 
     A subclass makes itself by `_with`, in `__new__`.
     """
@@ -83,8 +83,8 @@ class Book:
             put(self, name, value)
 
 
-class Watched(Book):
-    """A `Book` that is in a set from when an attribute changes on: for an index to be kept right.
+class Watched(Journaled):
+    """A `Journaled` that puts itself into a set when it changes: for an index to be kept right.
 
     What an undo changes is not noted.
     """
@@ -108,8 +108,8 @@ class Made(Protocol):
         """Gives it back, if it was made and not given back before."""
 
 
-class Books(Protocol):
-    """What recovers with a journal: the books of one cache."""
+class Recoverable(Protocol):
+    """What recovers with a journal: the records of one cache."""
 
     def rebuild(self) -> None:
         """Counts and indexes again what the slots, nodes and batches say by themselves."""
@@ -118,7 +118,7 @@ class Books(Protocol):
         """Notes that slots were undone, so that no index of them is to be trusted."""
 
     def owns(self, held: Made) -> bool:
-        """Whether the books name what a call has made."""
+        """Whether the records name what a call has made."""
 
     def failed(self, error: VMemError) -> None:
         """Notes a failure that the next `step` raises."""
@@ -138,16 +138,16 @@ class Journal:
     """The undo log of all caches behind one lock, whose holder alone may touch it.
 
     A context manager around a call of a cache. A `VMemError` that leaves the call has been dealt
-    with where it arose; after anything else the books are recovered.
+    with where it arose; after anything else the records are recovered.
 
     Attributes:
-        entries: see the module; `Book` appends to it.
-        books: what recovers, one for each cache.
+        entries: see the module; `Journaled` appends to it.
+        recoverables: what recovers, one for each cache.
     """
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
-        self.books: list[Books] = []
+        self.recoverables: list[Recoverable] = []
         self._held: list[Made] = []  # made by the call, and perhaps without an owner
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # of the call under way, or not settled yet
@@ -159,11 +159,11 @@ class Journal:
         self.entries.append((function, *args))
 
     def keep(self, owner: Any, *names: str) -> None:
-        """Notes attributes of an object that is no `Book`, before they are changed."""
+        """Notes attributes of an object that is no `Journaled`, before they are changed."""
         for name in names:
             self.entries.append((put, owner, name, getattr(owner, name)))
 
-    def put_all(self, owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
+    def put_all(self, owners: Sequence[Journaled], name: str, values: Sequence[Any]) -> None:
         """Sets one attribute of several objects of a kind, as assigning to each of them would."""
         if owners and isinstance(owners[0], Watched):
             owners[0]._changed.update(owners)
@@ -198,12 +198,12 @@ class Journal:
         self.entries.append(_Abort(run, final=False))
 
     def must(self, run: Callable[[], None]) -> None:
-        """Notes what follows from the books by now, and runs it; it must be safe to run again."""
+        """Notes what follows from the records by now, and runs it; it must be safe to run again."""
         self.entries.append(_Abort(run, final=True))
         run()
 
     def hold(self, made: Made) -> None:
-        """Notes a handle or reservation about to be made; unless the books name it when the call
+        """Notes a handle or reservation about to be made; unless the records name it when the call
         ends, it is given back."""
         self._held.append(made)
 
@@ -214,8 +214,8 @@ class Journal:
     def rollback(self, mark: int) -> None:
         """Takes back what was written since; no act since then may have happened."""
         self._undo(lambda entries: len(entries) > mark)
-        for books in self.books:
-            books.undone()
+        for owner in self.recoverables:
+            owner.undone()
 
     # ---- around a call ---------------------------------------------------------------------------
 
@@ -247,8 +247,8 @@ class Journal:
         """Settles what an exception interrupted, by what the context has done."""
         self._undo(lambda entries: bool(entries) and not _stays(entries[-1]))
         entries = self.entries
-        for books in self.books:
-            books.rebuild()
+        for owner in self.recoverables:
+            owner.rebuild()
         if entries:
             self._pending = [
                 *self._pending,
@@ -259,8 +259,8 @@ class Journal:
             try:
                 self._pending[-1]()
             except VMemError as error:
-                for books in self.books[:1]:
-                    books.failed(error)
+                for owner in self.recoverables[:1]:
+                    owner.failed(error)
             entries.clear()
             self._pending.pop()
         self._give_back()
@@ -276,11 +276,11 @@ class Journal:
             entries.pop()
 
     def _give_back(self) -> None:
-        """Drops what the call made and the books do not name."""
+        """Drops what the call made and the records do not name."""
         while self._held:
             made = self._held[-1]
-            for books in self.books:
-                if books.owns(made):
+            for owner in self.recoverables:
+                if owner.owns(made):
                     break
             else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
@@ -288,7 +288,7 @@ class Journal:
             self._held.pop()
 
 
-def put_all(owners: Sequence[Book], name: str, values: Sequence[Any]) -> None:
+def put_all(owners: Sequence[Journaled], name: str, values: Sequence[Any]) -> None:
     """Sets an attribute of each object past its journal."""
     drain(map(put, owners, repeat(name), values))
 

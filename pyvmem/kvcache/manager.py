@@ -267,7 +267,7 @@ def _check_memory(
 def make_free_alike(groups: Sequence[Group]) -> None:
     """Notes what is free by now; a slot that is broken in one group is used in none."""
     for group in groups:
-        if group.reclaimer.cuts:
+        if group.reclaimer.unmaps:
             group.reclaimer.poll()
         if group.pager.growths:
             group.pager.poll()
@@ -275,7 +275,7 @@ def make_free_alike(groups: Sequence[Group]) -> None:
         broken = {slot.index for group in groups for slot in group.table if slot.broken}
         for group in groups:
             for index in broken:
-                group.table.condemn(group.table[index])
+                group.table.mark_broken(group.table[index])
 
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
@@ -319,7 +319,7 @@ def free(
             group.keep(slot, pages)
     for group in groups:
         group.prepare()
-        group.tidy()
+        group.reclaim_idle()
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
@@ -332,7 +332,7 @@ def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) 
             if wait:
                 group.pager.release(slot)
             if slot.mapped and slot.job is None:
-                group.reclaimer.try_cut(slot, 0, now=wait)
+                group.reclaimer.try_unmap(slot, 0, now=wait)
     if wait:
         for group in groups:
             group.reclaimer.finish_all()
@@ -385,8 +385,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     for group in groups:
         if group.table.lockstep:
             group.prefixes.leases.end_all()  # a collector must not decide when they end
-        if group.untidy:
-            group.tidy()
+        if group.reclaim_due:
+            group.reclaim_idle()
     return 0
 
 
@@ -396,7 +396,7 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
     lacking = False
     for group in groups:
         _, _, short = group.pager.scan(seq_lens)
-        if group.reclaimer.cuts:
+        if group.reclaimer.unmaps:
             group.reclaimer.poll()
         begun.append((group, short))
         lacking = lacking or bool(short)
@@ -430,7 +430,7 @@ def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[in
             rows, total, short = pager.scan(seq_lens)
     if group.mover.moves or group.mover.given_up:
         group.mover.step(stream)
-    if reclaimer.cuts:
+    if reclaimer.unmaps:
         reclaimer.poll()
     if reclaimer.errors:
         reclaimer.raise_errors()
@@ -455,7 +455,7 @@ def _settle(group: Group, stream: Any) -> None:
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     """Begins to give slots that are short their pages, in all groups or in none."""
     group = begun[0][0]
-    busy = group.pager.growths or group.reclaimer.cuts or group.left
+    busy = group.pager.growths or group.reclaimer.unmaps or group.left
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
@@ -516,8 +516,8 @@ def _leave_all_to_a_step(wants: Sequence[tuple[Group, _Want]]) -> bool | None:
         )
         pages = max(least, -(-back // group.layout.page_size))
         if pages > 0:
-            group.reclaimer.begin_cuts(pages, dict(want))
-    if not any(group.reclaimer.cuts for group, _ in each):
+            group.reclaimer.begin_unmaps(pages, dict(want))
+    if not any(group.reclaimer.unmaps for group, _ in each):
         return None
     for group, new in wants:
         _note_left(group, new)
@@ -552,7 +552,7 @@ def _not_promised(group: Group, want: _Want) -> _Want:
     if want and not group.table.lockstep:
         # What an earlier owner's GPU work holds up is left to `step`, which must wait for it.
         want = [(slot, pages) for slot, pages in want if not _is_left(group, slot)]
-    if want and (pager.growths or group.reclaimer.cuts):
+    if want and (pager.growths or group.reclaimer.unmaps):
         promised = {
             (slot, owner): pages for job in pager.growths for slot, owner, pages in job.grants
         }
@@ -602,7 +602,7 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
     if _grow_each(wants, background):
         return True
     # What a growing slot has beyond its request, another group cannot take meanwhile.
-    found = [_cut_surplus(group, want) for group, want in wants]
+    found = [_unmap_surplus(group, want) for group, want in wants]
     return any(found) and _grow_each(wants, background)
 
 
@@ -654,9 +654,9 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     context, journal = groups[0].context, groups[0].journal
     total, known, texts = context.stats().mappings, 0, []
     caches: dict[PrefixCache, list[Group]] = {}  # the groups of a cache have one
-    for book in journal.books:
-        if isinstance(book, Group) and book.context is context:
-            caches.setdefault(book.prefixes, []).append(book)
+    for one in journal.recoverables:
+        if isinstance(one, Group) and one.context is context:
+            caches.setdefault(one.prefixes, []).append(one)
     for number, parts in enumerate(caches.values(), 1):
         taken, idle = map(sum, zip(*[one.pager.runs.holders() for one in parts], strict=True))
         own = parts[0].prefixes is groups[0].prefixes
@@ -694,14 +694,14 @@ def _grow_each(wants: Sequence[tuple[Group, _Want]], background: bool) -> bool:
     return True
 
 
-def _cut_surplus(group: Group, want: _Want) -> bool:
+def _unmap_surplus(group: Group, want: _Want) -> bool:
     """Begins to unmap what slots have beyond what they are to have; whether there was something."""
     found = False
     for slot, pages in want:
         group.pager.release(slot)
         keep = max(pages, slot.granted)
         if slot.mapped > keep:
-            found |= group.reclaimer.try_cut(slot, keep)
+            found |= group.reclaimer.try_unmap(slot, keep)
     return found
 
 
@@ -779,7 +779,7 @@ def fork(
     pages = layout.pages_for(rows)
     new_pages = (pages - full) * count * layout.num_tensors
     try:
-        slots = sharing.vacate(count, chosen)
+        slots = sharing.make_empty(count, chosen)
     except VMemError as error:
         if sharing.is_shortage(error):
             return None
@@ -1145,7 +1145,7 @@ def _begin_move(
 def _pages_of(
     group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
 ) -> tuple[int, int]:
-    """The pages that hold rows of these tokens alone, none of them cut."""
+    """The pages that hold rows of these tokens alone, none of them split."""
     layout, held = group.layout, group.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
@@ -1264,7 +1264,7 @@ def _begin_with(
                 resumed &= slot.span.pages == span.pages
                 group.resume(slot, span)
             else:
-                group.sharing.vacate(1, [slot])
+                group.sharing.make_empty(1, [slot])
                 if not group.attach_copy(slot, span, match.length):
                     break
             taken.append((group, slot))
@@ -1421,7 +1421,7 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
         group.release(slot, None)  # the work is over
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
     for group in groups:
-        group.tidy()
+        group.reclaim_idle()
     return swapped
 
 
@@ -1541,7 +1541,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
 
 
 def _shorten(each: Sequence[Truncation], stream: Any) -> None:
-    """Writes the truncation into the books, in every cache, then unmaps what policy does not keep.
+    """Notes the truncation in the records of every group, then unmaps what policy does not keep.
 
     `stream`: of the last work on the rows.
     """
@@ -1561,7 +1561,7 @@ def _shorten(each: Sequence[Truncation], stream: Any) -> None:
         group.table.changes += 1
     for one in disowned:
         if not one.group.config.deferred_reclaim and one.slot.job is None:
-            one.group.reclaimer.try_cut(one.slot, one.keep)
+            one.group.reclaimer.try_unmap(one.slot, one.keep)
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: Any) -> None:
@@ -1583,7 +1583,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: A
         if event is not None:
             slot.events = [*prune(slot.events), event]
         if not group.config.deferred_reclaim and slot.job is None:
-            group.reclaimer.try_cut(slot, keep)
+            group.reclaimer.try_unmap(slot, keep)
 
 
 def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:
@@ -1748,13 +1748,13 @@ class Truncation:
                 change.run(ops, slot.events)
         except NotRecoverable as error:
             raise group.table.lose(slot, error) from error
-        group.reclaimer.let_go(tail)
+        group.reclaimer.unref(tail)
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
             group.scratch.give(addresses)
 
     def _note(self) -> Span:
-        """What `unmap` does, in the books; returns the shared pages that go."""
+        """What `unmap` does, in the records; returns the shared pages that go."""
         group, slot, places = self.group, self.slot, self.slot.places
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)
@@ -1765,7 +1765,7 @@ class Truncation:
         mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
         group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
         group.reclaimer.shared.unuse(tail)
-        group.reclaimer.came_back(gone, away)
+        group.reclaimer.count_freed(gone, away)
         group.enter(slot, self.rows)
         return tail
 
@@ -1823,8 +1823,8 @@ def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = 
     group.reclaimer.release_stale(kept=kept)
     for slot in group.table.victims():
         if kept or not slot.kept:
-            group.reclaimer.try_cut(slot, slot.granted)
-    return not group.reclaimer.cuts
+            group.reclaimer.try_unmap(slot, slot.granted)
+    return not group.reclaimer.unmaps
 
 
 def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int) -> int:
@@ -2075,10 +2075,10 @@ class CommonPages:
                 group.enter(slot, 0)
                 group.pager.release(slot)
                 handle = group.sharing.gather(slot, self.pages)
-                group.sharing.bequeath(slot, self.pages, handle, None, unit)
+                group.sharing.donate(slot, self.pages, handle, None, unit)
                 slot.writer = True
                 self._span = slot.span
-                others = group.sharing.vacate(config.max_batch - 1)
+                others = group.sharing.make_empty(config.max_batch - 1)
                 if others is None:
                     raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
                 if others:
@@ -2104,5 +2104,5 @@ class CommonPages:
                 group.sharing.empty(slot)
                 group.attach([slot], self._span)
             finally:
-                group.reclaimer.let_go(self._span)
+                group.reclaimer.unref(self._span)
         self.idle.add(reqid)

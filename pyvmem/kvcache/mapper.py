@@ -2,12 +2,12 @@
 """The one place where a cache calls its context for pages, each call a transaction.
 
     with mapper.transaction() as change:
-        slot.job = Cut(slot, ..., change.ticket)    # intent: the books as they will be
+        slot.job = Unmap(slot, ..., change.ticket)    # intent: the records as they will be
         slot.mapped = keep
         change.submit(ops, after=slot.events)       # the act
 
-Where the act fails, or an exception comes from outside before it is made, the books are as before;
-once it is made they are as intended, whatever comes next (journal.py).
+Where the act fails, or an exception comes from outside before it is made, the records are as
+before; once it is made they are as intended, whatever comes next (journal.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Mapper", "Scratch", "Transaction"]
 
 
 class Transaction:
-    """One batch and the change of the books that goes with it."""
+    """One batch and the change of the records that goes with it."""
 
     __slots__ = ("_context", "_journal", "_mark", "_ticket")
 
@@ -45,7 +45,7 @@ class Transaction:
 
     @property
     def ticket(self) -> Ticket:
-        """Of the batch, for the books to name before it is submitted."""
+        """Of the batch, for the records to name before it is submitted."""
         if self._ticket is None:
             self._ticket = Ticket(self._context)
         return self._ticket
@@ -79,7 +79,7 @@ class Mapper:
     """A cache's access to its context.
 
     Attributes:
-        transaction: makes a change of the books and of the mappings, both or neither.
+        transaction: makes a change of the records and of the mappings, both or neither.
     """
 
     def __init__(self, context: Context, journal: Journal) -> None:
@@ -88,39 +88,39 @@ class Mapper:
         self.transaction = partial(Transaction, context, journal)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
-        """A transaction whose intent is in the books already, or needs none."""
+        """A transaction whose intent is in the records already, or needs none."""
         with self.transaction() as change:
             change.run(ops, after)
 
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
-        """A handle to mapped pages; dropped at the end of the call unless the books name it."""
+        """A handle to mapped pages; dropped at the end of the call unless the records name it."""
         pages = Pages(self.context, Outcome(), size * count)
         self.journal.hold(pages)
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
-        """Drops a handle that the books name no longer."""
+        """Drops a handle that the records name no longer."""
         self.journal.must(pages.abandon)
 
     def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
-        """Drops a part of a handle, which the books name no longer; nothing changed on failure."""
+        """Drops part of a handle, which the records name no longer; nothing changed on failure."""
         outcome = Outcome()
         self.journal.act(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Addresses; given back at the end of the call unless the books name them."""
+        """Addresses; given back at the end of the call unless the records name them."""
         found = Reservation(self.context, Outcome())
         self.journal.hold(found)
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     def close(self, addresses: Reservation) -> None:
-        """Gives addresses back that the books name no longer, with what is mapped there."""
+        """Gives addresses back that the records name no longer, with what is mapped there."""
         self.journal.must(addresses.abandon)
 
-    # ---- what changes no books -------------------------------------------------------------------
+    # ---- what changes no records -----------------------------------------------------------------
 
     def query(self, addr: int) -> RangeInfo:
         """See `Context.query`."""

@@ -49,7 +49,7 @@ from pyvmem.kvcache.events import record, wait_for
 from pyvmem.kvcache.mapper import Scratch
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Cut, Move, Quiet, Slot
+from pyvmem.kvcache.slots import Move, QuietTicket, Slot, Unmap
 from pyvmem.ops import OpBatch
 from pyvmem.reservation import Reservation
 
@@ -199,7 +199,7 @@ class Mover:
             self._remove(move)
             for low, high, kind in move.stretches:  # the old ones are gone
                 away = slot.places.away(low, high)
-                self._reclaimer.came_back(high - low - sum(away.values()), away, reclaimed=False)
+                self._reclaimer.count_freed(high - low - sum(away.values()), away, reclaimed=False)
                 slot.places.put(low, high, kind)
                 self.part(slot, low, high)
             addresses = self._take_addresses(move)
@@ -238,7 +238,7 @@ class Mover:
     def abandon(self, slot: Slot) -> None:
         """Gives a slot's move up; does not wait, unless another batch is in flight over the slot.
 
-        Until the copies are over no page of the slot can be unmapped: a cut of no
+        Until the copies are over no page of the slot can be unmapped: an unmap of no
         pages marks that.
         """
         move = self.moves.get(slot)
@@ -246,13 +246,15 @@ class Mover:
             return
         self._remove(move)
         if move.ticket is not None:
-            cut = Cut(slot, slot.mapped, slot.mapped, slot.dirty, Quiet(move.ticket), slot.head)
+            unmap = Unmap(
+                slot, slot.mapped, slot.mapped, slot.dirty, QuietTicket(move.ticket), slot.head
+            )
             if slot.job is None:
-                slot.job = cut
-                self._journal.keep_list(self._reclaimer.cuts)
-                self._reclaimer.cuts.append(cut)
+                slot.job = unmap
+                self._journal.keep_list(self._reclaimer.unmaps)
+                self._reclaimer.unmaps.append(unmap)
             else:
-                cut.ticket.wait()
+                unmap.ticket.wait()
         if move.addresses is not None:
             self._give_up(move)
             self.sweep()
@@ -293,9 +295,9 @@ class Mover:
             self.abandon(slot)
         for move in self.given_up:
             if move.ticket is not None:
-                Quiet(move.ticket).wait()
+                QuietTicket(move.ticket).wait()
         self.sweep()
-        self._reclaimer.poll()  # the cuts that marked the copies
+        self._reclaimer.poll()  # the unmaps that marked the copies
         return bool(slots)
 
     def sweep(self) -> None:
@@ -341,7 +343,7 @@ class Mover:
         return self._take_addresses(move)
 
     def _forget(self, move: Move) -> None:
-        """Takes a move whose scratch is empty out of the books."""
+        """Takes a move whose scratch is empty out of the records."""
         if move.addresses is not None:
             self._scratch.give(self._uncount(move))
 
@@ -355,7 +357,7 @@ class Mover:
             self.abandon(slot)
         for move in self.given_up:
             if move.ticket is not None:
-                Quiet(move.ticket).wait()
+                QuietTicket(move.ticket).wait()
         self.sweep()
         for move in self.given_up:
             if move.addresses is not None:

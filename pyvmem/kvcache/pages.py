@@ -9,14 +9,14 @@ is of another kind is noted here, as intervals [low, high):
     | in the host  | in the device | in the device (not noted)
 
 A large page stands on an aligned part of ``large_page_size // page_size`` small pages and is never
-cut: it is mapped, unmapped, shared and moved as a whole.
+split: it is mapped, unmapped, shared and moved as a whole.
 
 A *block* is what was shared in one go: pages of a slot that follow one another, in every tensor,
 behind one handle. In the handle lies one tensor after the other:
 
     | tensor 0: page 0 ... pages - 1 | tensor 1: page 0 ... pages - 1 | ...
 
-A *span* names pages of one or more blocks; it is a value, and cutting one costs and changes
+A *span* names pages of one or more blocks; it is a value, and slicing one costs and changes
 nothing. Who keeps a span holds a reference to each of its pages (`SharedPages.hold`): a
 slot that has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a
 page goes back to the pool, also out of the middle of a block.
@@ -24,12 +24,12 @@ page goes back to the pool, also out of the middle of a block.
 The pages of a block are of one kind. Large ones are counted as the small pages that
 they stand for, and a recorded prefix may name a part of one; but they are mapped as a whole, and go
 back when none of their parts is referred to. A prefix that begins in the middle of a large page has
-a *lead*: the pages of its own from the last border on, so that the way to it can be mapped without
-the part that another prefix has:
+an *overlap*: the pages of its own from the last border on, so that the way to it can be mapped
+without the part that another prefix has:
 
     | large page of X: units 0 ... 511 |             recorded first
     | 0 1 2 | 3 ... small pages of Z                 recorded second, agrees in units 0 to 2
-      lead    what the tree's node stands for
+      overlap    what the tree's node stands for
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import OutOfMemory
 from pyvmem.info import Location
-from pyvmem.kvcache.journal import Book
+from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ Stretch: TypeAlias = tuple[int, int, Kind]
 """Pages [low, high), in every tensor, of one kind."""
 
 
-class Places(Book):
+class Places(Journaled):
     """The intervals of one slot that are not of the kind `PLAIN`, in order.
 
     Attributes:
@@ -188,21 +188,21 @@ class Places(Book):
             yield low, high, PLAIN
 
     def floor(self, page: int) -> int:
-        """The last place up to `page` where no physical page is cut."""
+        """The last place up to `page` where no physical page is split."""
         for first, last, kind in self.noted:
             if first < page < last:
                 return page - page % kind.unit
         return page
 
     def ceil(self, page: int) -> int:
-        """The first place from `page` on where no physical page is cut."""
+        """The first place from `page` on where no physical page is split."""
         for first, last, kind in self.noted:
             if first < page < last:
                 return page + -page % kind.unit
         return page
 
     def whole_away(self, page: int) -> int:
-        """The first place from `page` on where no physical page outside the device is cut."""
+        """The first place from `page` on where no physical page outside the device is split."""
         end = self.ceil(page)
         return end if end > page and self.away(page, end) else page
 
@@ -275,21 +275,21 @@ class Span:
         parts: of one block each.
         pages: of all parts together, per tensor.
         unit_pages: pages per tensor of a sharing unit, what `split` counts in.
-        lead: the first pages that are not counted by `split`.
+        overlap: the first pages that are not counted by `split`.
     """
 
-    __slots__ = ("lead", "pages", "parts", "unit_pages")
+    __slots__ = ("overlap", "pages", "parts", "unit_pages")
 
-    def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1, lead: int = 0) -> None:
+    def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1, overlap: int = 0) -> None:
         self.parts = parts
         pages = 0
         for _, low, high in parts:
             pages += high - low
         self.pages = pages
         self.unit_pages = unit_pages
-        self.lead = lead
+        self.overlap = overlap
 
-    def cut(self, first: int, last: int) -> Span:
+    def slice(self, first: int, last: int) -> Span:
         """Pages [first, last) of this span."""
         parts = []
         at = 0
@@ -305,16 +305,16 @@ class Span:
 
         `missing`: so many pages of the first units are not there.
         """
-        middle = max(0, self.lead + units * self.unit_pages - missing)
-        first = self.cut(0, middle)
-        first.lead = self.lead
-        return first, self.cut(middle, self.pages)
+        middle = max(0, self.overlap + units * self.unit_pages - missing)
+        first = self.slice(0, middle)
+        first.overlap = self.overlap
+        return first, self.slice(middle, self.pages)
 
     def __add__(self, other: Span) -> Span:
-        """This span up to the other's lead, then the other."""
+        """This span up to the other's overlap, then the other."""
         parts, more = self.parts, other.parts
-        if other.lead:
-            parts = self.cut(0, self.pages - other.lead).parts
+        if other.overlap:
+            parts = self.slice(0, self.pages - other.overlap).parts
         if parts and more and parts[-1].block is more[0].block and parts[-1].high == more[0].low:
             joined = Part(more[0].block, parts[-1].low, more[0].high)
             parts, more = parts[:-1], (joined, *more[1:])
@@ -329,7 +329,7 @@ class Span:
         return found
 
     def floor(self, pages: int) -> int:
-        """The last place up to `pages` where no physical page is cut; the span begins a slot."""
+        """The last place up to `pages` where no physical page is split; the span begins a slot."""
         at = 0
         for block, low, high in self.parts:
             if at < pages < at + high - low:
@@ -347,7 +347,7 @@ class Span:
 EMPTY = Span(())
 
 
-class SharedPages(Book):
+class SharedPages(Journaled):
     """The references to shared pages; all counts are of pages per tensor.
 
     Attributes:

@@ -94,7 +94,7 @@ class _Spans:
     def missing(self, place: int) -> int:
         """The first pages of a group that are not there."""
         span = self.each[place]
-        return self.pages * span.unit_pages + span.lead - span.pages
+        return self.pages * span.unit_pages + span.overlap - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
         """As `Span.split`, in every group."""
@@ -368,11 +368,11 @@ class PrefixCache:
             for group, unit, (one, pages), held in zip(
                 self._groups, self.unit_pages, parts, handles, strict=True
             ):
-                group.bequeath(one, pages, held, event, unit)
+                group.donate(one, pages, held, event, unit)
         length = self._insert(slot, ids)
         node = self.tree.match(ids, length).node
         return length > 0 and all(
-            self._span(place, node, length).cut(0, one.span.pages).parts == one.span.parts
+            self._span(place, node, length).slice(0, one.span.pages).parts == one.span.parts
             for place, (_, one) in enumerate(self._each(slot))
         )
 
@@ -458,7 +458,7 @@ class PrefixCache:
                 before, each[place] = each[place], Span(span.parts, unit)
                 shared.hold(span)
                 self.tree.replace(one, _Spans(each, one.units))
-                self._groups[place].reclaimer.let_go(before)
+                self._groups[place].reclaimer.unref(before)
                 self._groups[place].reclaimer.release_kept(before)
 
     def _take(self, place: int, slot: Slot, node: Node[_Spans], first: int, last: int) -> Span:
@@ -470,23 +470,23 @@ class PrefixCache:
         if place in self._sliding:
             return Span((), unit)  # see `_fill`
         begin = first * unit
-        lead = self._lead(place, slot.span, node, begin)
-        span = slot.span.cut(begin - lead, last * unit)
-        span.lead = lead
+        overlap = self._overlap(place, slot.span, node, begin)
+        span = slot.span.slice(begin - overlap, last * unit)
+        span.overlap = overlap
         self._groups[place].reclaimer.shared.hold(span)
         return span
 
-    def _lead(self, place: int, span: Span, node: Node[_Spans], begin: int) -> int:
+    def _overlap(self, place: int, span: Span, node: Node[_Spans], begin: int) -> int:
         """Pages before `begin` that a span must have of its own, to follow what the tree has."""
         large = self._groups[place].layout.large_pages
-        lead = begin % large if large else 0
-        if not lead:
+        overlap = begin % large if large else 0
+        if not overlap:
             return 0
         before = self._path(place, node, begin).parts[-1]
-        own = span.cut(begin, begin + 1).parts[0]
+        own = span.slice(begin, begin + 1).parts[0]
         if before.block is own.block and before.high == own.low:
             return 0  # the tree has the same page
-        return lead if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
+        return overlap if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
 
     def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
         """A group's first pages on the way to a node, as a slot can have them mapped."""
@@ -494,7 +494,7 @@ class PrefixCache:
         span = first.span.each[place]
         for one in others:
             span = span + one.span.each[place]
-        return span if span.pages == pages else span.cut(0, pages)
+        return span if span.pages == pages else span.slice(0, pages)
 
     # ---- what requests keep ----------------------------------------------------------------------
 
@@ -650,7 +650,7 @@ class PrefixCache:
             low -= one.span.each[place].pages
             if low <= first or one.span.missing(place):
                 break
-        return found.cut(first - low, pages - low)
+        return found.slice(first - low, pages - low)
 
     def kept_pages(self, place: int, match: PrefixMatch) -> int:
         """Pages per tensor that a request which begins with the match need not find."""
@@ -703,7 +703,7 @@ class PrefixCache:
             group.reclaimer.release_kept(span)
             group.reclaimer.counters.evicted += span.pages * group.layout.num_tensors
             back += group.reclaimer.shared.returns(span) * column
-            group.reclaimer.let_go(span)
+            group.reclaimer.unref(span)
         return back
 
     def _unpin_all(self) -> bool:

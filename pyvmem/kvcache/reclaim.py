@@ -17,11 +17,11 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.info import RangeFlags
-from pyvmem.kvcache.journal import Book
+from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
-from pyvmem.kvcache.slots import Cut, Piece, Ran, Slot, SlotTable
+from pyvmem.kvcache.slots import DoneTicket, Piece, Slot, SlotTable, Unmap
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from pyvmem.kvcache.mapper import Mapper
 
-__all__ = ["Reclaimer", "wait_for_cuts"]
+__all__ = ["Reclaimer", "wait_for_unmaps"]
 
 _log = logging.getLogger(__name__)
 
-_SLICE_S = 0.0005  # how long to wait for one of several unfinished cuts before trying the next
+_SLICE_S = 0.0005  # how long to wait for one of several unfinished unmaps before trying the next
 
 
 class Evictable(Protocol):
@@ -74,7 +74,7 @@ class Share(Protocol):
     def unsettled(self) -> int:
         """What the other caches would give back after a wait, above their floors."""
 
-    def begin_cuts(self, nbytes: int) -> None:
+    def begin_unmaps(self, nbytes: int) -> None:
         """Lets the others begin to unmap pages of no request until so much is on its way."""
 
     def evict(self, nbytes: int) -> None:
@@ -96,7 +96,7 @@ class Share(Protocol):
         """Contradictions in the budget's records, in words."""
 
 
-class Reclaimer(Book):
+class Reclaimer(Journaled):
     """Unmaps pages of no owner in the background, each batch after their owners' last GPU work.
 
     Attributes:
@@ -140,7 +140,7 @@ class Reclaimer(Book):
         self.own_away: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
         self._prefixes = prefixes
-        self.cuts: list[Cut] = []
+        self.unmaps: list[Unmap] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
         self._ops = OpBatch(1)
@@ -158,11 +158,11 @@ class Reclaimer(Book):
         """Pages per tensor that cannot be evicted, though no request uses them."""
         return self._prefixes.leased()
 
-    def cut(self, slot: Slot, keep: int, now: bool = False) -> None:
+    def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
 
         Of a stale slot all pages go, since what it shares cannot be kept for a next owner. A large
-        page that `keep` would cut goes too, unless its owner has a part of it.
+        page that `keep` would split goes too, unless its owner has a part of it.
 
         Args:
             slot: without a batch in flight.
@@ -184,15 +184,17 @@ class Reclaimer(Book):
         self._add_unmap(self._ops, slot, low, slot.mapped)
         try:
             with self.mapper.transaction() as change:
-                self._begin(Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head), keep)
+                self._begin(
+                    Unmap(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head), keep
+                )
                 change.submit(self._ops, slot.events)
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
-    def _begin(self, job: Cut, keep: int) -> None:
-        """Writes a cut of all pages from `keep` on into the books."""
+    def _begin(self, job: Unmap, keep: int) -> None:
+        """Writes the unmapping of all pages from `keep` on into the records."""
         slot, places = job.slot, job.slot.places
         slot.job, slot.kept = job, False
         if slot.stale:
@@ -203,24 +205,26 @@ class Reclaimer(Book):
         slot.mapped = keep
         slot.head = min(slot.head, keep)
         slot.dirty = min(slot.dirty, keep)
-        self.journal.keep_list(self.cuts)
-        self.cuts.append(job)
+        self.journal.keep_list(self.unmaps)
+        self.unmaps.append(job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """The same in this thread; its failure is noted, as that of a cut which is waited for."""
+        """The same in this thread; its failure is noted as if it had been waited for."""
         try:
             with self.mapper.transaction() as change:
-                self._begin(Cut(slot, low, slot.mapped, slot.dirty, Ran(), slot.head), keep)
+                self._begin(
+                    Unmap(slot, low, slot.mapped, slot.dirty, DoneTicket(), slot.head), keep
+                )
                 change.run(self._ops, slot.events)
         except OutOfMemory:
             raise
         except VMemError as error:
             self.failed(slot, error)
 
-    def try_cut(self, slot: Slot, keep: int, now: bool = False) -> bool:
-        """`cut`, or False where it could not be queued: the pages stay; it is tried again."""
+    def try_unmap(self, slot: Slot, keep: int, now: bool = False) -> bool:
+        """`unmap`, or False where it could not be queued: the pages stay; it is tried again."""
         try:
-            self.cut(slot, keep, now)
+            self.unmap(slot, keep, now)
         except (TooManyBatches, OutOfMemory):
             return False
         return True
@@ -244,13 +248,13 @@ class Reclaimer(Book):
             return True
         try:
             with self.mapper.transaction() as change:
-                job = Cut(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head)
+                job = Unmap(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head)
                 slot.job, slot.kept = job, True
                 job.places = slot.places.take(low, slot.mapped)
                 slot.mapped = low
                 slot.dirty = min(slot.dirty, low)
-                self.journal.keep_list(self.cuts)
-                self.cuts.append(job)
+                self.journal.keep_list(self.unmaps)
+                self.unmaps.append(job)
                 change.submit(ops, slot.events)
         except (TooManyBatches, OutOfMemory):
             return False
@@ -266,7 +270,7 @@ class Reclaimer(Book):
         self._add_unmap(self._ops, slot, low, head)
         try:
             with self.mapper.transaction() as change:
-                slot.job = job = Cut(
+                slot.job = job = Unmap(
                     slot, low, head, slot.dirty, change.ticket, low, slot.owner, True
                 )
                 if slot.span.pages:
@@ -279,8 +283,8 @@ class Reclaimer(Book):
                 slot.head = head
                 self.own_away = None
                 self.slid += head - low
-                self.journal.keep_list(self.cuts)
-                self.cuts.append(job)
+                self.journal.keep_list(self.unmaps)
+                self.unmaps.append(job)
                 change.submit(self._ops, events)
         except (TooManyBatches, OutOfMemory):
             return False
@@ -299,10 +303,10 @@ class Reclaimer(Book):
         self.errors.append(error)
         warn(_log, "unmap", "pages of reqid %d could not be unmapped: %s", slot.index, error)
         if isinstance(error, NotRecoverable):
-            self.table.condemn(slot)  # and its pages are no longer counted
+            self.table.mark_broken(slot)  # and its pages are no longer counted
 
     def rebuild(self, moving: int, away: Mapping[Tier, int]) -> None:
-        """Counts again, by the slots, the cuts and the shared pages, what is behind the cache.
+        """Counts again, by the slots, the unmaps and the shared pages, what is behind the cache.
 
         Args:
             moving: scratch pages per tensor of the device. away: of other tiers.
@@ -315,62 +319,62 @@ class Reclaimer(Book):
             others.update(outside)
             pages += slot.mapped - slot.shared - sum(outside.values())
             self.slid += slot.head if slot.active and not slot.stale else 0
-        for cut in self.cuts:
-            pages += cut.pages
-            others.update(cut.away)
+        for unmap in self.unmaps:
+            pages += unmap.pages
+            others.update(unmap.away)
         tensors = self.layout.num_tensors
         self.held = pages * tensors
         self.away = Counter({tier: count * tensors for tier, count in others.items()})
 
     def poll(self) -> None:
-        """Notes which cuts are finished."""
-        for cut in [cut for cut in self.cuts if cut.done()]:
-            self._finish(cut)
+        """Notes which unmaps are finished."""
+        for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
+            self._finish(unmap)
 
-    def finish(self, cut: Cut) -> None:
-        """Waits for one cut."""
-        self._finish(cut, None)
+    def finish(self, unmap: Unmap) -> None:
+        """Waits for one unmap."""
+        self._finish(unmap, None)
 
     def finish_all(self) -> None:
-        """Waits for every cut."""
-        for cut in list(self.cuts):
-            self._finish(cut, None)
+        """Waits for every unmap."""
+        for unmap in list(self.unmaps):
+            self._finish(unmap, None)
 
-    def _finish(self, cut: Cut, timeout: float | None = 0.0) -> None:
-        """Waits for a cut, and notes what came back; nothing where it is not finished in time."""
-        slot, pages = cut.slot, cut.pages
+    def _finish(self, unmap: Unmap, timeout: float | None = 0.0) -> None:
+        """Waits for an unmap and notes what came back; nothing where it is not over in time."""
+        slot, pages = unmap.slot, unmap.pages
         try:
-            cut.ticket.wait(timeout)
+            unmap.ticket.wait(timeout)
         except Timeout:
             return
         except VMemError as error:
             self.failed(slot, error)
-            self.journal.keep(cut, "away", "span")
+            self.journal.keep(unmap, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
-                slot.head, slot.kept = cut.head, False
-                slot.places.put_all(cut.places)
-                cut.away = {}
-                if not cut.slides:
-                    slot.mapped = cut.high
-                    slot.dirty = max(slot.dirty, cut.dirty)  # an owner may have ended since
-                elif slot.owner == cut.owner:
-                    self.slid -= cut.high - cut.low
-                    self.shared.use(cut.span)
-                if cut.span.pages:
-                    slot.span = cut.span + slot.span
-                pages, cut.span = 0, EMPTY
-        self.journal.keep_list(self.cuts)
-        self.cuts.remove(cut)
+                slot.head, slot.kept = unmap.head, False
+                slot.places.put_all(unmap.places)
+                unmap.away = {}
+                if not unmap.slides:
+                    slot.mapped = unmap.high
+                    slot.dirty = max(slot.dirty, unmap.dirty)  # an owner may have ended since
+                elif slot.owner == unmap.owner:
+                    self.slid -= unmap.high - unmap.low
+                    self.shared.use(unmap.span)
+                if unmap.span.pages:
+                    slot.span = unmap.span + slot.span
+                pages, unmap.span = 0, EMPTY
+        self.journal.keep_list(self.unmaps)
+        self.unmaps.remove(unmap)
         slot.job = None
-        self.came_back(pages, cut.away)
-        self.let_go(cut.span)
+        self.count_freed(pages, unmap.away)
+        self.unref(unmap.span)
 
-    def let_go(self, span: Span) -> None:
+    def unref(self, span: Span) -> None:
         """Takes a reference to shared pages back; those without another go to the pool."""
         away: dict[Tier, int] = {}
-        self.came_back(self.shared.release(span, away), away)
+        self.count_freed(self.shared.release(span, away), away)
 
-    def came_back(self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True) -> None:
+    def count_freed(self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True) -> None:
         """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
         tensors = self.layout.num_tensors
         self.held -= pages * tensors
@@ -382,7 +386,7 @@ class Reclaimer(Book):
         if reclaimed:
             self.counters.reclaimed += (pages + sum(away.values())) * tensors
 
-    def condemn(self, pieces: list[Piece]) -> None:
+    def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""
         layout = self.layout
         for slot, low, high in pieces:
@@ -392,7 +396,7 @@ class Reclaimer(Book):
                 while at < end and not slot.broken:
                     info = self.mapper.query(at)
                     if RangeFlags.QUARANTINED in info.flags:
-                        self.table.condemn(slot)
+                        self.table.mark_broken(slot)
                     at += info.run_bytes
 
     def salvage(self, slot: Slot) -> None:
@@ -424,8 +428,8 @@ class Reclaimer(Book):
             slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
             slot.lost, slot.broken = False, quarantined
             change.run(ops, slot.events)
-        self.came_back(own - sum(away.values()), away)
-        self.let_go(span)
+        self.count_freed(own - sum(away.values()), away)
+        self.unref(span)
 
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, with the others as notes."""
@@ -460,7 +464,7 @@ class Reclaimer(Book):
 
     @property
     def returning(self) -> int:
-        """Physical pages in unfinished cuts."""
+        """Physical pages in unfinished unmaps."""
         return self.table.index.returning * self.layout.num_tensors
 
     def forget_crowding(self) -> None:
@@ -493,15 +497,15 @@ class Reclaimer(Book):
             share.take(lent)
         failed = sum(len(one.errors) for one in reclaimers)
         while (missing := goal - self._room()) > 0:
-            self.begin_cuts(-(-missing // size), keep)
+            self.begin_unmaps(-(-missing // size), keep)
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
-                share.begin_cuts(min(missing, lent))
+                share.begin_unmaps(min(missing, lent))
                 lent -= share.returning()  # all of it is back before the next turn
-            if not any(one.cuts for one in reclaimers):
+            if not any(one.unmaps for one in reclaimers):
                 break
             with self.counters.waiting():
-                wait_for_cuts(reclaimers, lambda: self._room() >= goal)
+                wait_for_unmaps(reclaimers, lambda: self._room() >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
                 break  # what could not be unmapped would be tried for ever
         if prefixes and (missing := goal - self._room()) > 0:
@@ -524,11 +528,11 @@ class Reclaimer(Book):
         """
         if pages > self.idle(keep):
             return False
-        self.begin_cuts(pages, keep)
-        return self.returning >= pages or bool(self.cuts)
+        self.begin_unmaps(pages, keep)
+        return self.returning >= pages or bool(self.unmaps)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Physical pages that come back, or would with a cut: all but recorded prefixes.
+        """Physical pages that come back, or would once unmapped: all but recorded prefixes.
 
         Args:
             keep: slots that are to have at least so many pages per tensor.
@@ -536,7 +540,7 @@ class Reclaimer(Book):
         recorded = self.shared.pages - self.shared.used - self.leased()
         return self.returning + (self.spare(keep) - recorded) * self.layout.num_tensors
 
-    def begin_cuts(self, pages: int, keep: Mapping[Slot, int]) -> None:
+    def begin_unmaps(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Begins to unmap until so many physical pages are on their way back."""
         tensors = self.layout.num_tensors
         self.release_stale(now=True)
@@ -547,7 +551,7 @@ class Reclaimer(Book):
             take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
             if take <= 0:
                 continue
-            if not self.try_cut(slot, slot.mapped - take, now=True):
+            if not self.try_unmap(slot, slot.mapped - take, now=True):
                 return
             pending += take * tensors
 
@@ -559,7 +563,7 @@ class Reclaimer(Book):
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
         """Pages per tensor of no request, without those on their way back."""
-        # What a slot keeps beyond a cut in flight can be had too, once that cut is over.
+        # What a slot keeps beyond an unmap in flight can be had too, once that is over.
         spare = self.table.index.spare
         for slot in keep:
             job = slot.job
@@ -584,7 +588,7 @@ class Reclaimer(Book):
                 share.ask((pages - own) * size)
 
     def release_below(self, free_pages: int) -> None:
-        """Starts cuts of free slots until `free_pages` pages are free or on their way back."""
+        """Starts to unmap free slots until `free_pages` pages are free or on their way back."""
         missing = free_pages - self.outlook - self.returning
         tensors = self.layout.num_tensors
         if missing <= 0:
@@ -593,14 +597,14 @@ class Reclaimer(Book):
             take = min(slot.spare, -(-missing // tensors))
             if take <= 0:
                 continue
-            if not self.try_cut(slot, slot.mapped - take):
+            if not self.try_unmap(slot, slot.mapped - take):
                 return
             missing -= take * tensors
             if missing <= 0:
                 return
 
     def release_before(self, step: int, prepared: Slot | None, keep: int) -> bool:
-        """Starts cuts of slots that became free at `step` or before; False when some must wait.
+        """Starts to unmap slots that became free at `step` or before; False when some must wait.
 
         All their pages go, but `keep` per tensor of the slot that is prepared for the next request.
         """
@@ -610,18 +614,18 @@ class Reclaimer(Book):
                 break
             rest = keep if slot is prepared and not slot.stale else 0
             if slot.mapped > rest and not slot.broken:
-                complete &= slot.job is None and self.try_cut(slot, rest)
+                complete &= slot.job is None and self.try_unmap(slot, rest)
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Starts cuts of free slots that still have shared pages; False when some must wait.
+        """Starts to unmap free slots that still have shared pages; False when some must wait.
 
         `kept`: also of those that are kept.
         """
         complete = True
         for slot in self.table.index.stale:
             if kept or not slot.kept:
-                complete &= slot.job is None and self.try_cut(slot, 0, now)
+                complete &= slot.job is None and self.try_unmap(slot, 0, now)
         return complete
 
     def release_kept(self, span: Span) -> None:
@@ -638,11 +642,11 @@ class Reclaimer(Book):
                 with self.counters.waiting():
                     if slot.job is not None:
                         self.finish(slot.job)
-                    if self.try_cut(slot, 0, now=True) and slot.job is not None:
+                    if self.try_unmap(slot, 0, now=True) and slot.job is not None:
                         self.finish(slot.job)
 
     def spare_slots(self, count: int) -> bool:
-        """Starts cuts of kept slots, the longest free first, until so many free ones are not kept.
+        """Starts to unmap kept slots, the longest free first, until so many free ones are not kept.
 
         So that a request of another conversation finds one that it need not empty. False where some
         must wait.
@@ -656,20 +660,20 @@ class Reclaimer(Book):
         for slot in kept:
             if missing <= 0:
                 break
-            if slot.job is None and self.try_cut(slot, 0):
+            if slot.job is None and self.try_unmap(slot, 0):
                 missing -= 1
         return missing <= 0
 
 
-def wait_for_cuts(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
-    """Waits until it is enough, or no cut is left."""
+def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool]) -> None:
+    """Waits until it is enough, or no unmap is left."""
     while not enough():
-        cuts = [(one, cut) for one in reclaimers for cut in one.cuts]
-        if not cuts:
+        pending = [(one, unmap) for one in reclaimers for unmap in one.unmaps]
+        if not pending:
             return
         # Their GPU work may end in any order, so none is waited for alone.
-        for one, cut in cuts:
-            one._finish(cut, None if len(cuts) == 1 else _SLICE_S)
+        for one, unmap in pending:
+            one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():
                 return
 

@@ -59,8 +59,8 @@ class Sharing:
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
         """Makes a taken slot's pages up to `pages` shared: mapped read-only in their place.
 
-        No GPU work may touch them, and no batch be in flight over them. `pages` cuts no large page
-        (`Places.floor`). `unit_pages` is what `Span.split` counts in.
+        No GPU work may touch them, and no batch be in flight over them. `pages` splits no large
+        page (`Places.floor`). `unit_pages` is what `Span.split` counts in.
 
         Raises:
             NotRecoverable: they could be mapped neither read-only nor as before; the request has
@@ -80,10 +80,10 @@ class Sharing:
             raise self.table.lose(slot, error) from error
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
-        """What `bequeath` needs of a slot's first `pages` pages, beyond those that are shared."""
+        """What `donate` needs of a slot's first `pages` pages, beyond those that are shared."""
         return self.handles(slot, slot.shared, slot.places.ceil(pages))
 
-    def bequeath(
+    def donate(
         self, slot: Slot, pages: int, handles: list[_Held], event: Any, unit_pages: int
     ) -> None:
         """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
@@ -151,7 +151,7 @@ class Sharing:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def vacate(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
+    def make_empty(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
         """Free slots without a page, emptied where there is no other; None when too few are free.
 
         Waits for the GPU work on slots that it must empty.
@@ -179,17 +179,17 @@ class Sharing:
         """
         self.pager.release(slot)
         if slot.mapped:
-            self.reclaimer.cut(slot, 0, now=True)
+            self.reclaimer.unmap(slot, 0, now=True)
             self.pager.release(slot)
         if slot.mapped or slot.broken:
             self.reclaimer.raise_errors()
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """Whether a failure of `vacate` or `attach` counts as a shortage of memory.
+        """Whether a failure of `make_empty` or `attach` counts as a shortage of memory.
 
-        They need none of the cache's, only some for books and page tables. So one of several ranks
-        may lack it alone, and there it is an error.
+        They need none of the cache's, only some for records and page tables. So one of several
+        ranks may lack it alone, and there it is an error.
         """
         return isinstance(error, (OutOfMemory, TooManyBatches)) and not self.table.lockstep
 
@@ -224,7 +224,7 @@ class Sharing:
             and not slot.lost
             and slot.head == head
             and 0 < own.pages == slot.mapped - head <= span.pages
-            and (own.parts == span.parts or span.cut(0, own.pages).parts == own.parts)
+            and (own.parts == span.parts or span.slice(0, own.pages).parts == own.parts)
         )
 
     def order_after_writers(self, span: Span, stream: Any) -> None:

@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from pyvmem.reservation import Reservation
 
 __all__ = [
-    "Cut",
+    "Unmap",
     "Grant",
     "Growth",
     "Move",
     "Ordered",
     "Piece",
-    "Quiet",
-    "Ran",
+    "QuietTicket",
+    "DoneTicket",
     "Slot",
     "SlotIndex",
     "SlotTable",
@@ -136,7 +136,7 @@ class Slot(Watched):
 
     def shared_part(self, low: int, high: int) -> Span:
         """What of the shared pages is in [low, high) of the slot."""
-        return self.span.cut(low - self.head, high - self.head)
+        return self.span.slice(low - self.head, high - self.head)
 
     @property
     def stale(self) -> bool:
@@ -251,14 +251,14 @@ class SlotTable:
             events=events if event is None else [*events, event],
         )
 
-    def condemn(self, slot: Slot) -> None:
+    def mark_broken(self, slot: Slot) -> None:
         """Never hands this slot out again."""
         warn(_log, "slot", "reqid %d is lost: a failed batch could not be undone there", slot.index)
         slot.broken = True
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
         """What to raise for a request whose rows are gone; its slot is used no more."""
-        self.condemn(slot)
+        self.mark_broken(slot)
         slot.lost = True
         return NotRecoverable(
             f"reqid {slot.index} has lost its rows, free it: {error}",
@@ -607,7 +607,7 @@ class Growth:
 
 
 @dataclass(slots=True, eq=False)
-class Cut:
+class Unmap:
     """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
 
     `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
@@ -640,7 +640,7 @@ class Cut:
         return bool(self.ticket.done())
 
 
-class Ran:
+class DoneTicket:
     """Stands for the ticket of a batch that ran in the calling thread, and did not fail."""
 
     __slots__ = ()
@@ -710,7 +710,7 @@ class Move:
         return self.ticket is None or self.ticket.done()
 
 
-class Quiet:
+class QuietTicket:
     """A ticket whose failure matters to nobody any more."""
 
     def __init__(self, ticket: Ticket) -> None:

@@ -36,7 +36,7 @@ from pyvmem.kvcache.manager import (
     last_work,
     make_free_alike,
 )
-from pyvmem.kvcache.slots import Growth, Quiet, Slot
+from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
 from pyvmem.streams import work_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _job(slot: Slot) -> Waits:
         return []
     tickets = [job.mapping, job.filling] if isinstance(job, Growth) else [job.ticket]
     waits: Waits = [
-        Quiet(ticket).wait for ticket in tickets if ticket is not None and not ticket.done()
+        QuietTicket(ticket).wait for ticket in tickets if ticket is not None and not ticket.done()
     ]
     if isinstance(job, Growth):
         waits += [partial(wait_for, event) for event in prune(job.handover)]
@@ -141,14 +141,14 @@ def _own(group: Group, slot: Slot) -> Waits:
     """The same, and the copies of a move."""
     move = group.mover.moves.get(slot)
     if move is not None and move.ticket is not None and not move.done():
-        return [*_job(slot), Quiet(move.ticket).wait]
+        return [*_job(slot), QuietTicket(move.ticket).wait]
     return _job(slot)
 
 
 def _emptied(group: Group, slot: Slot) -> Waits:
     """A free slot without a page; its unmapping is begun."""
     if not slot.active and slot.job is None and slot.mapped and not slot.broken:
-        group.reclaimer.try_cut(slot, 0)
+        group.reclaimer.try_unmap(slot, 0)
     return _job(slot)
 
 
@@ -327,7 +327,9 @@ def before_trim(manager: Manager, prefixes: bool, compact: bool | None, stream: 
             group.reclaimer.release_stale(kept=True)
         for group in groups:
             begin_trim(group, prefixes, leased=True)
-            waits += [Quiet(cut.ticket).wait for cut in group.reclaimer.cuts if not cut.done()]
+            waits += [
+                QuietTicket(one.ticket).wait for one in group.reclaimer.unmaps if not one.done()
+            ]
         if compact is None and can_compact(manager):
             waits += [partial(wait_for, event) for event in last_work(groups)]
         return waits

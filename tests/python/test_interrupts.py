@@ -4,8 +4,8 @@
 A signal handler may raise anywhere (Ctrl-C, a server's timeout). Each scenario below prepares a
 cache and names a call; the call is interrupted at one point (interrupts_helpers.py says which there
 are), or at two, the second in what the first one set off. Then the exception has reached the
-caller, the books are right, all rows are intact, the call can be made again, ordinary work goes on,
-and `close` gives everything back.
+caller, the records are right, all rows are intact, the call can be made again, ordinary work goes
+on, and `close` gives everything back.
 
 By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, takes
 all of them, ``--points=N`` so many of each scenario:
@@ -887,7 +887,7 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
     def again() -> None:
         """A request that nobody has the rows of must be there still.
 
-        But for the last instructions, between the end of the books' part and the caller.
+        But for the last instructions, between the end of the records' part and the caller.
         """
         engine.leaving.clear()
         if not engine.swapped:
@@ -2067,7 +2067,7 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
 
 
 def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:
-    """Counts that are no book are made again, from the beginning."""
+    """Counts that are no record are made again, from the beginning."""
 
     class Counts:
         made = 0
@@ -2078,7 +2078,7 @@ def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() 
                 raise Interrupted
 
     counts, journal = Counts(), Journal()
-    journal.books.append(counts)  # type: ignore[arg-type]
+    journal.recoverables.append(counts)  # type: ignore[arg-type]
 
     def call(error: type[BaseException] | None = None) -> None:
         with journal:

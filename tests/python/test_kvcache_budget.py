@@ -300,7 +300,7 @@ def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
 
         threads = [threading.Thread(target=one, daemon=True) for one in (busy, other)]
         threads[0].start()
-        eventually(lambda: bool(b._groups[0].reclaimer.cuts))
+        eventually(lambda: bool(b._groups[0].reclaimer.unmaps))
         threads[1].start()
         eventually(lambda: at_the_gate(b.lock))
         work.set()

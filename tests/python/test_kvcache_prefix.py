@@ -560,7 +560,7 @@ def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
         reclaimer = cache._groups[0].reclaimer
         (span,) = cache._groups[0].prefixes.tree.evict(1)
         context.inject(Inject.HEAP, count=9, error=12)
-        reclaimer.let_go(span.each[0])
+        reclaimer.unref(span.each[0])
         context.inject(Inject.HEAP, count=0)
         assert cache.stats().shared_pages == 4 * TENSORS
         cache.check_integrity()

@@ -298,7 +298,7 @@ def test_only_what_has_an_evicted_page_is_unmapped(host: Context) -> None:
         group = cache._groups[0]
         whole = group.table[parent].span
         assert group.table[short[0]].kept
-        group.reclaimer.release_kept(whole.cut(2, 4))
+        group.reclaimer.release_kept(whole.slice(2, 4))
         assert group.table[short[0]].kept, "it has none of these pages"
-        group.reclaimer.release_kept(whole.cut(1, 3))
+        group.reclaimer.release_kept(whole.slice(1, 3))
         assert not group.table[short[0]].kept

@@ -55,7 +55,7 @@ def _change(table: SlotTable, rng: random.Random) -> None:
     elif what == 1 and slot.active:
         table.give_back(slot, Event() if rng.random() < 0.5 else None, rng.randrange(100))
     elif what == 2 and rng.random() < 0.1:
-        table.condemn(slot)
+        table.mark_broken(slot)
     else:
         if what == 3:
             slot.mapped = rng.randrange(slot.job is not None, 6)
