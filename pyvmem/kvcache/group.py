@@ -373,7 +373,9 @@ class Group:
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
-        return [-(-slot.head * size // row) for slot in self._slots(reqids)]
+        # Above what is granted it is an earlier owner's, whose pages go before this one's first row.
+        heads = [slot.head if slot.head <= slot.granted else 0 for slot in self._slots(reqids)]
+        return [-(-head * size // row) for head in heads]
 
     def _slots(self, reqids: Sequence[int]) -> list[Slot]:
         """Raises InvalidArgument for a reqid that does not exist."""

@@ -81,6 +81,25 @@ def test_a_page_goes_with_the_row_that_no_kernel_reads(context: Context) -> None
         assert cache.first_rows([0]) == [ROWS]
 
 
+def test_a_request_has_not_lost_the_rows_of_an_earlier_one(context: Context) -> None:
+    """It got the slot while pages were still leaving the earlier one's window."""
+    with small_cache(context, **WINDOW, max_batch=1) as cache:
+        cache.alloc_reqid()
+        decode(cache, 0, 24)
+        with pending() as event:
+            assert cache.step(lens(cache, r0=25), event) == 0
+            assert cache.snapshot()[0].in_flight
+            assert cache.first_rows([0]) == [ROWS]
+            cache.free_reqid(0)
+            assert cache.alloc_reqid() == 0
+            assert cache.first_rows([0]) == [0]
+            with firing_later(event):
+                decode(cache, 0, 1, first=7)
+        assert cache.first_rows([0]) == [0]
+        assert read_rows(cache, 0, 0, [7])
+        cache.check_integrity()
+
+
 def test_the_same_length_again_moves_nothing(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
