@@ -373,7 +373,7 @@ class Group:
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
-        # Above what is granted it is an earlier owner's, whose pages go before this one's first row.
+        # Past what is granted it is an earlier owner's: its pages go before this one's first row.
         heads = [slot.head if slot.head <= slot.granted else 0 for slot in self._slots(reqids)]
         return [-(-head * size // row) for head in heads]
 
