@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import operator
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import count as count_up
@@ -300,9 +300,7 @@ class RequestCache(Closable):
             self._journal.on_abort(partial(self._settle, *lengths))
             if self.cache.step(self._lengths(wanted), stream) != 0:
                 return self._shortage(wanted)
-            for request, length in zip(lengths, wanted.values(), strict=True):
-                self._journal.keep(request, "length")
-                request.length = length
+            self._journal.put_all(list(lengths), "length", list(wanted.values()))
             return None
 
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
@@ -613,6 +611,16 @@ class RequestCache(Closable):
         self._look(request)
         return request.slot
 
+    def _slots(self, requests: Collection[Request]) -> list[int]:
+        """`_slot` of each. All at once where all run, as in every step; else one by one."""
+        if self._requests.keys() >= set(requests) and not [
+            one for one in requests if one.state is not State.RUNNING or one.place is None
+        ]:
+            slots = [one.place for one in requests if one.place is not None]
+            if self.cache.owners(slots) == [one.owner for one in requests]:
+                return slots
+        return list(map(self._slot, requests))
+
     def _keep(self, request: Request) -> None:
         """Notes in the journal what a request is, before that is changed."""
         self._journal.keep(request, "state", "place", "owner", "rows", "length")
@@ -637,16 +645,17 @@ class RequestCache(Closable):
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
         """Slots and tokens, checked."""
-        wanted = {}
-        for request, given in lengths.items():
-            slot, length = self._slot(request), operator.index(given)
-            if not request.length <= length <= self.max_seq_len:
-                raise invalid(
-                    f"{length} tokens: {request!r}, and a slot holds at most {self.max_seq_len}",
-                    limit=self.max_seq_len,
-                )
-            wanted[slot] = length
-        return wanted
+        slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
+        longest = self.max_seq_len
+        held = [request.length for request in lengths]
+        if any(map(operator.gt, held, numbers)) or max(numbers, default=0) > longest:
+            for request, length in zip(lengths, numbers, strict=True):
+                if not request.length <= length <= longest:
+                    raise invalid(
+                        f"{length} tokens: {request!r}, and a slot holds at most {longest}",
+                        limit=longest,
+                    )
+        return dict(zip(slots, numbers, strict=True))
 
     def _lengths(self, wanted: Mapping[int, int]) -> list[int]:
         """A number for every slot; 0 asks for nothing and takes nothing."""
@@ -663,7 +672,7 @@ class RequestCache(Closable):
         Or `count` new requests of `new` tokens, of which `held` are recorded.
         """
         size, slots = self.cache.missing_bytes, 0
-        needed = sum(size(slot, length) for slot, length in wanted.items())
+        needed = self.cache.lacking_bytes(self._lengths(wanted)) if wanted else 0
         largest = max(new, *wanted.values(), 0)
         if not wanted:
             needed = max(0, size(None, new) - size(None, held)) if held else size(None, new)

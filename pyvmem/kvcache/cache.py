@@ -915,6 +915,14 @@ class KVCache(MustClose):
         """`missing_pages` in bytes."""
         return self.missing_pages(reqid, seq_len) * self._groups[0].layout.page_size
 
+    def lacking_bytes(self, seq_lens: Sequence[int]) -> int:
+        """`missing_bytes` of all requests together, for a `step` with these numbers.
+
+        Raises InvalidArgument for what `step` refuses.
+        """
+        with self.lock, self.journal:
+            return manager.lacking(self._open(), seq_lens)
+
     def obtainable_bytes(self) -> tuple[int, int]:
         """`obtainable_pages` in bytes."""
         with self.lock, self.journal:
@@ -944,11 +952,15 @@ class KVCache(MustClose):
     def owner(self, reqid: int) -> int | None:
         """Which of its owners a slot has, a number that it never had before; None: it is free.
 
-        With `seq_len`, for whoever keeps records of requests beside the cache: both read a number
-        and nothing else, also while the `journal` settles an interrupted call.
+        With `owners` and `seq_len`, for whoever keeps records of requests beside the cache: they
+        read numbers and nothing else, also while the `journal` settles an interrupted call.
         """
-        slot = self._groups[0].table.slots[reqid]
-        return slot.owner if slot.active else None
+        return self.owners([reqid])[0]
+
+    def owners(self, reqids: Sequence[int]) -> list[int | None]:
+        """`owner` of several slots."""
+        slots = self._groups[0].table.slots
+        return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def seq_len(self, reqid: int) -> int:
         """Tokens whose rows a slot holds; 0 for a free one."""

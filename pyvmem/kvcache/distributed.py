@@ -420,7 +420,8 @@ class ParallelKVCache(MustClose):
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
         self.layer_views = cache.layer_views
-        self.owner, self.seq_len, self.wait_before = cache.owner, cache.seq_len, cache.wait_before
+        self.owner, self.owners, self.seq_len = cache.owner, cache.owners, cache.seq_len
+        self.wait_before = cache.wait_before
         self._closed = False
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
@@ -754,6 +755,7 @@ class ParallelKVCache(MustClose):
     capacity, is_ready = _told(KVCache.capacity), _told(KVCache.is_ready)
     readable_rows, reclaim_free = _told(KVCache.readable_rows), _told(KVCache.reclaim_free)
     missing_pages, missing_bytes = _told(KVCache.missing_pages), _told(KVCache.missing_bytes)
+    lacking_bytes = _told(KVCache.lacking_bytes)
     obtainable_pages = _told(KVCache.obtainable_pages)
     obtainable_bytes = _told(KVCache.obtainable_bytes)
 

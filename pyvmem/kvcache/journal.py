@@ -163,7 +163,7 @@ class Journal:
         for name in names:
             self.entries.append((put, owner, name, getattr(owner, name)))
 
-    def put_all(self, owners: Sequence[Journaled], name: str, values: Sequence[Any]) -> None:
+    def put_all(self, owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:
         """Sets one attribute of several objects of a kind, as assigning to each of them would."""
         if owners and isinstance(owners[0], Watched):
             owners[0]._changed.update(owners)
@@ -288,7 +288,7 @@ class Journal:
             self._held.pop()
 
 
-def put_all(owners: Sequence[Journaled], name: str, values: Sequence[Any]) -> None:
+def put_all(owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:
     """Sets an attribute of each object past its journal."""
     drain(map(put, owners, repeat(name), values))
 

@@ -649,10 +649,13 @@ def _warn_crowded(groups: Sequence[Group]) -> None:
 def who_has_mappings(groups: Sequence[Group]) -> str:
     """Who could give mappings back, as far as context, budget and ledger tell.
 
-    Mappings of a cache are counted by its calls, so that the numbers are a little high.
+    Mappings of a cache are counted by its calls, so that the numbers are a little high. Where the
+    driver has no limit of its own on them, but the machine has, they are not counted.
     """
     context, journal = groups[0].context, groups[0].journal
     total, known, texts = context.stats().mappings, 0, []
+    if not context.info.max_mappings:
+        return f"{total} are the context's"
     caches: dict[PrefixCache, list[Group]] = {}  # the groups of a cache have one
     for one in journal.recoverables:
         if isinstance(one, Group) and one.context is context:
@@ -943,6 +946,16 @@ def missing(groups: Sequence[Group], reqid: int | None, seq_len: int) -> int:
         need = group.layout.pages_for_step(held, length)
         pages += max(0, need - have) * group.layout.num_tensors
     return pages
+
+
+def lacking(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
+    """See `KVCache.lacking_bytes`."""
+    pages = 0
+    for group in groups:
+        *_, short = group.pager.scan(seq_lens)
+        wants = group.pager.wants(short)
+        pages += sum([need - slot.granted for slot, need in wants]) * group.layout.num_tensors
+    return pages * groups[0].layout.page_size
 
 
 def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:

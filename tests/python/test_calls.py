@@ -22,6 +22,7 @@ from gpu_stand_ins import CURRENT, TORCH, gpu
 
 import pyvmem
 from pyvmem import Caps, Context, KVCache, streams
+from pyvmem.engine import Request, RequestCache
 from pyvmem.kvcache import KVCacheConfig
 
 __all__ = ["gpu"]
@@ -230,6 +231,36 @@ def test_a_slot_taken_and_given_back(context: Context, slots: int) -> None:
         asked = calls_of(lambda: cache.can_admit([ROWS]))
         assert asked.result
         assert asked.count <= 50, asked
+
+
+def engine_calls(context: Context, requests: int) -> dict[str, Calls]:
+    """What an engine's iteration runs with so many requests."""
+    with cache_of(context, pages=2 * requests, slots=2 * requests, layers=1) as cache:
+        engine = RequestCache(cache)
+        running = [engine.admit(list(range(8)), room=0) for _ in range(requests)]
+        assert all(isinstance(one, Request) for one in running)
+        lengths = dict.fromkeys(running, ROWS)
+        for _ in range(2):
+            assert engine.extend(lengths) is None
+        cache.set_limit((requests + 1) * cache.layout.num_tensors)
+        found = {
+            "same": calls_of(lambda: engine.extend(lengths)),
+            "prepare": calls_of(lambda: engine.prepare(lengths)),
+            "one": calls_of(lambda: engine.extend({**lengths, running[-1]: 2 * ROWS})),
+            "short": calls_of(lambda: engine.extend({**lengths, running[-1]: 4 * ROWS})),
+        }
+        assert not found["same"].result
+        assert not found["one"].result
+        engine.close()
+    return found
+
+
+def test_an_iteration_of_an_engine(context: Context) -> None:
+    few, many = engine_calls(context, 4), engine_calls(context, 64)
+    for name, calls in many.items():
+        assert calls.count <= few[name].count, (name, calls.functions - few[name].functions)
+    assert many["same"].count <= 30, many["same"]
+    assert many["short"].result.missing
 
 
 def test_import_without_torch() -> None:

@@ -92,6 +92,17 @@ def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
         assert cache.missing_pages(1, 2 * ROWS) == cache.missing_pages(1, 0) == 0
         assert cache.missing_pages(1, 2 * ROWS + 1) == TENSORS
         assert cache.obtainable_pages() == (2 * TENSORS, 4 * TENSORS)
+        size = cache.layout.page_size
+        assert (
+            cache.lacking_bytes(lens(cache, r1=2 * ROWS)) == cache.lacking_bytes(lens(cache)) == 0
+        )
+        assert cache.lacking_bytes(lens(cache, r1=4 * ROWS + 1)) == 3 * TENSORS * size
+        cache.claim(2)
+        both = lens(cache, r1=2 * ROWS + 1, r2=ROWS)
+        assert cache.lacking_bytes(both) == 2 * TENSORS * size
+        with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
+            cache.lacking_bytes(lens(cache, r0=1))
+        cache.free_reqid(2)
         before = state(cache)
         for call in (lambda: cache.capacity(0), lambda: cache.missing_pages(0, 1)):
             with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):

@@ -149,7 +149,7 @@ struct vm_backend {
   /* Optional: -ENOSPC when so many more scattered pieces do not fit. The one function that is called under the
    * core's lock: it compares numbers. */
   int (*room)(void *be, const struct vm_be_load *load);
-  /* Optional: `room` has refused; counts anew what it compares with, the core's pieces being `segments`. */
+  /* Optional: `room` has refused; counts anew what it compares with, unless it just did. `segments`: the core's. */
   void (*recount)(void *be, uint64_t segments);
 };
 

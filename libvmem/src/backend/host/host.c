@@ -18,10 +18,12 @@
 #include <unistd.h>
 
 #include "backend/backend.h"
+#include "base/clock.h"
 #include "base/context.h"
 
 #define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded meanwhile */
 #define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
+#define VMA_PAUSE 10      /* times as long as a count took until a refusal counts again */
 #define SLAB_SIZE (64ull << 20)
 
 struct host {
@@ -30,6 +32,7 @@ struct host {
   uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
   uint64_t slab_bytes;
   uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
+  uint64_t next_count;                                 /* ns: not before, for a refusal */
   bool recount_due;
 };
 
@@ -72,14 +75,25 @@ static uint64_t count_vmas(void) {
 static void host_recount(void *be, uint64_t segments) {
   struct host *h = be;
   unsigned long long max = 65530;
-  uint64_t all = count_vmas(), others = all > segments ? all - segments : 0;
+  uint64_t begun = vm_now_ns(), all = count_vmas(), now = vm_now_ns(), others = all > segments ? all - segments : 0;
   read_number("/proc/sys/vm/max_map_count", "%llu", &max);
   pthread_mutex_lock(&h->lock);
   h->max_vmas = max;
   h->other_vmas = others;
   h->counted_at = segments;
   h->recount_due = false;
+  h->next_count = now + VMA_PAUSE * (now - begun);
   pthread_mutex_unlock(&h->lock);
+}
+
+/* A caller may try again and again what is refused; with so many mappings each count takes some 50 ms. */
+static void host_refused(void *be, uint64_t segments) {
+  struct host *h = be;
+  bool due;
+  pthread_mutex_lock(&h->lock);
+  due = vm_now_ns() >= h->next_count;
+  pthread_mutex_unlock(&h->lock);
+  if (due) host_recount(h, segments);
 }
 
 /* Counting takes milliseconds, so it is done again only where it may matter, and by who maps: room() is called under
@@ -340,7 +354,7 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
   .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info, .reserve = host_reserve,          \
   .unreserve = host_unreserve, .slab_create = host_slab_create, .slab_destroy = host_slab_destroy,                     \
   .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, .read = host_read,                 \
-  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_recount
+  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_refused
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
