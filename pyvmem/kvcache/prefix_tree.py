@@ -349,7 +349,7 @@ class Order(Generic[S]):
 
         Args:
             roots: of the tree.
-            nodes: all others.
+            nodes: all others, parents before children.
             pins: of these, one for each pin.
         """
         every = list(nodes)
@@ -361,6 +361,9 @@ class Order(Generic[S]):
             for one in (node.top(), *node.path()):
                 one._locks += 1
         self.locked_pages = sum(node.span.pages for node in every if node._locks)
+        for node in reversed(every):  # a `touch` may have ended on its way up
+            if node.parent is not None and node.parent._stamp <= node._stamp:
+                node.parent._stamp = next(self._stamps)
         free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)
         self.nodes = OrderedDict.fromkeys(free)
 

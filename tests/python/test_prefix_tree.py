@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts_helpers import Interrupted, Interrupts
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.prefix_tree import Node, PrefixTree, TokenIds
@@ -541,3 +542,22 @@ def test_the_root_has_no_span() -> None:
     assert list(tree.root.tokens()) == []
     with pytest.raises(InvalidArgument, match="has no span"):
         _ = tree.root.span
+
+
+def test_a_use_that_is_interrupted_leaves_an_order_to_evict_in() -> None:
+    """Some nodes of the path count as used by then, and some do not: children still go first."""
+    for point in range(1, 1000):
+        tree = Tree(UNIT)
+        for tokens in (units(1, 2, 3), units(1, 2, 4), units(1, 5), units(6)):
+            add(tree, tokens)
+        try:
+            Interrupts(point).run(lambda tree=tree: tree.match(units(1, 2, 3)))
+        except Interrupted:
+            pass
+        else:
+            assert point > 10, "every point of the call"
+            return
+        tree.rebuild([])
+        assert tree.check() == []
+        assert sum(span.pages for span in tree.evict(100)) == 6 * PAGES
+    raise AssertionError("the call has too many points")
