@@ -16,6 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pyvmem.kvcache.events import record
+from pyvmem.streams import Kind, work_of
+
 __all__ = ["Background", "work_until_now"]
 
 _T = TypeVar("_T")
@@ -107,12 +110,17 @@ class Background:
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:
-    """Resolves a stream for use in another thread: torch's current stream is per thread.
+    """Resolves a stream for use in another thread, and later.
+
+    torch's current stream is per thread, and the caller may close a descriptor when its call
+    returns.
 
     Args:
         stream: as every call takes it; None: the calling thread's current stream.
         device: CUDA ordinal of the cache; None on host, which has no streams.
     """
+    if work_of(stream).kind is Kind.FD:
+        return record(stream, device)
     if stream is not None or device is None:
         return stream
     import torch

@@ -133,9 +133,9 @@ class RequestCache(Closable):
         """Takes a slot and memory for a prompt; its recorded prefix is mapped, read-only.
 
         The request holds the prefix's rows, `Request.length`; the engine computes those after it.
-        Pages for the rest and for `room` more tokens are the request's when this returns, and are
-        mapped in the background: an `extend` up to there finds no shortage. Growth of running
-        requests is not taken into account.
+        Pages for the rest and for `room` more tokens are mapped in the background. If an `extend`
+        up to there comes next, it finds no shortage; calls in between may take pages that are still
+        on their way (`KVCache.step_async`). Growth of running requests is not taken into account.
 
         Args:
             prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.
@@ -340,7 +340,8 @@ class RequestCache(Closable):
             slot = self._slot(request)
             self._journal.on_abort(partial(self._settle, request))
             if self.cache.truncate(slot, rows, work.stream) != 0:
-                return self._shortage({slot: request.length})
+                needed = self.cache.copied_bytes(slot, rows)
+                return self._shortage({slot: request.length}, needed=needed)
             self._journal.keep(request, "length")
             request.length = rows
             return None
@@ -665,14 +666,21 @@ class RequestCache(Closable):
         return lengths
 
     def _shortage(
-        self, wanted: Mapping[int, int], new: int = 0, count: int = 1, held: int = 0
+        self,
+        wanted: Mapping[int, int],
+        new: int = 0,
+        count: int = 1,
+        held: int = 0,
+        needed: int | None = None,
     ) -> Shortage:
         """The shortage of slots that are to hold so many tokens.
 
-        Or `count` new requests of `new` tokens, of which `held` are recorded.
+        Or `count` new requests of `new` tokens, of which `held` are recorded. `needed`: bytes, None
+        where the tokens say it.
         """
         size, slots = self.cache.missing_bytes, 0
-        needed = self.cache.lacking_bytes(self._lengths(wanted)) if wanted else 0
+        if needed is None:
+            needed = self.cache.lacking_bytes(self._lengths(wanted)) if wanted else 0
         largest = max(new, *wanted.values(), 0)
         if not wanted:
             needed = max(0, size(None, new) - size(None, held)) if held else size(None, new)

@@ -915,6 +915,14 @@ class KVCache(MustClose):
         """`missing_pages` in bytes."""
         return self.missing_pages(reqid, seq_len) * self._groups[0].layout.page_size
 
+    def copied_bytes(self, reqid: int, length: int) -> int:
+        """Bytes that `truncate` to so many tokens, fewer than are held, needs for its copies.
+
+        Raises InvalidArgument for a reqid that does not exist or is not taken.
+        """
+        with self.lock, self.journal:
+            return manager.copied(self._open(), reqid, operator.index(length))
+
     def lacking_bytes(self, seq_lens: Sequence[int]) -> int:
         """`missing_bytes` of all requests together, for a `step` with these numbers.
 

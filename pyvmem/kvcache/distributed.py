@@ -755,7 +755,7 @@ class ParallelKVCache(MustClose):
     capacity, is_ready = _told(KVCache.capacity), _told(KVCache.is_ready)
     readable_rows, reclaim_free = _told(KVCache.readable_rows), _told(KVCache.reclaim_free)
     missing_pages, missing_bytes = _told(KVCache.missing_pages), _told(KVCache.missing_bytes)
-    lacking_bytes = _told(KVCache.lacking_bytes)
+    lacking_bytes, copied_bytes = _told(KVCache.lacking_bytes), _told(KVCache.copied_bytes)
     obtainable_pages = _told(KVCache.obtainable_pages)
     obtainable_bytes = _told(KVCache.obtainable_bytes)
 

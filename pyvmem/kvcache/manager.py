@@ -1553,6 +1553,13 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     return 0
 
 
+def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
+    """See `KVCache.copied_bytes`."""
+    slots = [group.slot(reqid) for group in groups]
+    each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
+    return sum(one.new_pages for one in each) * groups[0].layout.page_size
+
+
 def _shorten(each: Sequence[Truncation], stream: Any) -> None:
     """Notes the truncation in the records of every group, then unmaps what policy does not keep.
 

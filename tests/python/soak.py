@@ -36,6 +36,7 @@ if __name__ == "__main__":
 
 import torch
 from conftest import open_context
+from engine_model import EngineModel
 from interrupts_helpers import Interrupted, Interrupts
 from kvcache_helpers import ROWS, has_tensors, small_config
 from share_helpers import ShareModel, WindowModel, row_bytes
@@ -375,6 +376,14 @@ class SoakWindows(Endless, WindowModel):
         return [*seen, *self.alike(seen, [self.random.randint(0, 2)])][:longest]
 
 
+class SoakEngine(EngineModel):
+    """An engine over requests as objects, with calls in the background."""
+
+    def begin(self, late: LateEvents, seed: int) -> None:
+        dice = random.Random(seed)
+        self.stream = lambda: late.create() if dice.random() < 0.4 else None
+
+
 class Soak:
     """A run; `steps` and `seconds` end it, whichever is first (0: no limit)."""
 
@@ -417,7 +426,7 @@ class Soak:
     def _models(self, context: Context, late: LateEvents) -> Iterator[list[Any]]:
         """The caches of a round, each with its model."""
         rng, made = self.random, []
-        kind = rng.choice(("one", "two", "three", "layers", "two", "windows"))
+        kind = rng.choice(("one", "two", "three", "layers", "two", "windows", "engine"))
         try:
             if kind == "layers":
                 options: dict[str, Any] = {"max_seq_len": 80, "max_batch": 6}
@@ -431,8 +440,13 @@ class Soak:
             elif kind == "windows":
                 cache = gemma_like(context, rng.choice((130, 250, 600)))
                 made.append(SoakWindows(cache, rng.randint(0, 1 << 30)))
+            elif kind == "engine" and not self.interrupts:
+                windows = rng.random() < 0.3
+                limit = rng.choice((24, 40, 60)) * TENSORS * context.info.granule
+                cache = gemma_like(context, 250) if windows else self._cache(context, None, limit)
+                made.append(SoakEngine(cache, rng.randint(0, 1 << 30)))
             else:
-                count = {"one": 1, "two": 2, "three": 3}[kind]
+                count = {"two": 2, "three": 3}.get(kind, 1)
                 limit = rng.choice((24, 40, 60)) * TENSORS * context.info.granule
                 budget = Budget(context, limit * count) if count > 1 else None
                 for _ in range(count):

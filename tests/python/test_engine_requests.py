@@ -26,6 +26,7 @@ from pyvmem import (
     Busy,
     Context,
     DriverError,
+    FdEvent,
     Inject,
     InvalidArgument,
     KVCache,
@@ -236,6 +237,21 @@ def test_a_shortage_tells_what_would_be_needed(host: Context) -> None:
         assert not short.never
         cache.release(one)
         assert cache.extend({two: 3 * ROWS}) is None
+
+
+def test_a_truncation_that_is_short_tells_what_its_copy_needs(host: Context) -> None:
+    page = host.info.granule
+    with requests(host, memory_limit=memory(4, host), growth_fraction=0) as cache:
+        one = computed(cache, PROMPT[: 3 * ROWS], room=0)
+        assert isinstance(cache.fork(one), list)
+        last = computed(cache, [7] * ROWS, room=0)  # no page is left
+        short = cache.truncate(one, ROWS + 1)
+        assert isinstance(short, Shortage)
+        assert (short.needed, short.available) == (TENSORS * page, 0)
+        assert (short.what, short.missing) == ("memory", TENSORS * page)
+        assert one.length == 3 * ROWS
+        cache.release(last)
+        assert cache.truncate(one, ROWS + 1) is None
 
 
 def test_admission_finds_memory_short_before_it_takes_anything(host: Context) -> None:
@@ -574,6 +590,26 @@ def test_admission_in_the_background(host: Context) -> None:
         assert rows_are(kv(cache), request.slot, 0, request.length, 1.0)
         with pytest.raises(InvalidArgument, match="a slot holds"):
             cache.admit_async([1] * 100).result(WAIT)
+
+
+def test_the_callers_descriptor_may_be_closed_meanwhile(host: Context) -> None:
+    """As every call takes it: what a background call waits for is held by the call."""
+    with requests(host) as cache:
+        first, second = computed(cache, PROMPT), computed(cache, PROMPT[:5])
+        third = computed(cache, PROMPT[:6])
+        cache.swap_out(third)
+        with held_up(cache), FdEvent.create() as event:
+            event.set()
+            futures: list[Any] = [
+                cache.admit_async([7, 8], stream=event),
+                cache.fork_async(first, stream=event),
+                cache.swap_out_async(second, event),
+                cache.swap_in_async(third, event),
+            ]
+        admitted, forked, *rest = [future.result(WAIT) for future in futures]
+        assert isinstance(admitted, Request)
+        assert len(forked) == 1
+        assert rest == [None, None]
 
 
 def test_a_failed_background_call_leaves_the_request_as_it_was(host: Context) -> None:
