@@ -21,7 +21,7 @@ from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds, waits
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import record
+from pyvmem.kvcache.events import PriorWork
 from pyvmem.streams import check
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class RequestCache(Closable):
                 limit=self.max_seq_len,
             )
         want = min(length + room, self.max_seq_len)
-        self.cache.wait_before(waits.before_prefix(prefix.match, 0, stream, None))
+        self._clear_prefix(prefix, stream)
         with self._turns, self._journal:
             key_of(prefix.namespace)  # it is open
             try:
@@ -251,7 +251,7 @@ class RequestCache(Closable):
         check(stream)
         if isinstance(prompt, Prefix):
             namespace = prompt.namespace
-            self.cache.wait_before(waits.before_prefix(prompt.match, 0, stream, None))
+            self._clear_prefix(prompt, stream)
             with self._turns, self._journal:
                 key_of(namespace)  # it is open
                 begun = self._place(prompt, stream)
@@ -337,11 +337,11 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         rows, work = operator.index(length), self._work(stream)
-        self._clear(request, lambda slot: waits.before_truncate(slot, rows, work))
+        self._clear(request, partial(waits.before_truncate, length=rows, work=work))
         with self._turns, self._journal:
             slot = self._slot(request)
             self._journal.on_abort(partial(self._settle, request))
-            if self.cache.truncate(slot, rows, work.stream) != 0:
+            if self.cache.truncate(slot, rows, work) != 0:
                 return self._shortage({slot: request.length})
             self._journal.keep(request, "length")
             request.length = rows
@@ -365,9 +365,10 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         work = self._work(stream)
-        self._clear(request, lambda slot: waits.before_fork(slot, count, length, work, None))
+        look = partial(waits.before_fork, count=count, length=length, work=work, into=None)
+        self._clear(request, look)
         with self._turns, self._journal:
-            return self._fork(request, self._slot(request), count, length, work.stream)
+            return self._fork(request, self._slot(request), count, length, work)
 
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
@@ -375,22 +376,27 @@ class RequestCache(Closable):
         """`fork` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
-        event = record(stream, self._device)
-        work = self._work(event)
+        work = self._work(stream)
+        work.record()
+        look = partial(
+            waits.before_fork,
+            reqid=request.slot,
+            count=count,
+            length=length,
+            work=work,
+            into=None,
+        )
 
         def call(slot: int) -> list[Request] | Shortage:
-            return self._fork(request, slot, count, length, event)
-
-        def look(slot: int) -> waits.Look:
-            return waits.before_fork(slot, count, length, work, None)
+            return self._fork(request, slot, count, length, work)
 
         return self._begin("fork_async", request, call, look)
 
     def _fork(
-        self, request: Request, slot: int, count: int, length: int | None, stream: Any
+        self, request: Request, slot: int, count: int, length: int | None, work: PriorWork
     ) -> list[Request] | Shortage:
         rows = request.length if length is None else operator.index(length)
-        slots = self.cache.fork_many(slot, count, rows, stream)
+        slots = self.cache.fork_many(slot, count, rows, work)
         if slots is None:
             return self._shortage({}, rows, count)
         return [self._begun(one, rows, request.namespace) for one in slots]
@@ -405,11 +411,11 @@ class RequestCache(Closable):
         work = self._work(stream)
         space = request.namespace
         if space is None or space.is_open:
-            key = key_of(space)
-            self._clear(request, lambda slot: waits.before_record(slot, tokens, work, key))
+            look = partial(waits.before_record, tokens=tokens, work=work, namespace=key_of(space))
+            self._clear(request, look)
         with self._turns, self._journal:
             slot, key = self._slot(request), key_of(request.namespace)
-            return self.cache.record(slot, tokens, work.stream, key)
+            return self.cache.record(slot, tokens, work, key)
 
     # ---- the end of a request, and preemption ----------------------------------------------------
 
@@ -451,28 +457,26 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         work = self._work(stream)
-        self._clear(request, lambda slot: waits.before_swap_out(slot, work))
+        self._clear(request, partial(waits.before_swap_out, work=work))
         with self._turns, self._journal:
-            self._swap_out(request, self._slot(request), work.stream)
+            self._swap_out(request, self._slot(request), work)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
         """`swap_out` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
-        event = record(stream, self._device)
-        work = self._work(event)
+        work = self._work(stream)
+        work.record()
 
         def call(slot: int) -> None:
-            self._swap_out(request, slot, event)
+            self._swap_out(request, slot, work)
 
-        def look(slot: int) -> waits.Look:
-            return waits.before_swap_out(slot, work)
-
+        look = partial(waits.before_swap_out, reqid=request.slot, work=work)
         return self._begin("swap_out_async", request, call, look)
 
-    def _swap_out(self, request: Request, slot: int, stream: Any) -> None:
+    def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
-        rows = self.cache.swap_out(slot, stream)
+        rows = self.cache.swap_out(slot, work)
         self._keep(request)
         request.place, request.rows, request.state = None, rows, State.SWAPPED
 
@@ -491,7 +495,8 @@ class RequestCache(Closable):
                 stays swapped out.
         """
         self._refuse_busy(request)
-        self.cache.wait_before(waits.before_swap_in(request.length, self._work(stream)))
+        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
+        self.cache.wait_before(look)
         with self._turns, self._journal:
             self._require(request, State.SWAPPED)
             return self._swap_in(request, stream)
@@ -505,9 +510,7 @@ class RequestCache(Closable):
         def call(_: int) -> Shortage | None:
             return self._swap_in(request, stream)
 
-        def look(_: int) -> waits.Look:
-            return waits.before_swap_in(request.length, self._work(stream))
-
+        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
         return self._begin("swap_in_async", request, call, look)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
@@ -682,32 +685,39 @@ class RequestCache(Closable):
                 op="RequestCache",
             )
 
-    def _work(self, stream: Any) -> waits.Work:
+    def _work(self, stream: Any) -> PriorWork:
         """The work on a stream so far."""
-        return waits.Work(stream, self._device)
+        return PriorWork(stream, self._device)
 
-    def _clear(self, request: Request, look: Callable[[int], waits.Look]) -> None:
+    def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
         """Waits, without the lock, for what a call on a request's slot would wait for."""
         if request.place is not None:
-            self.cache.wait_before(look(request.place))
+            self.cache.wait_before(partial(look, reqid=request.place))
+
+    def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
+        """Waits likewise before a request begins with a prefix."""
+        look = partial(
+            waits.before_prefix, tokens=prefix.match, leave=0, stream=stream, namespace=None
+        )
+        self.cache.wait_before(look)
 
     def _begin(
         self,
         what: str,
         request: Request,
         call: Callable[[int], _T],
-        look: Callable[[int], waits.Look],
+        look: waits.Look,
     ) -> Future[_T]:
         """Queues a call that works on a request, which is busy until the call is over.
 
-        `call` gets the slot, as does `look`, which says what it waits for; -1: it is swapped out.
+        `call` gets the slot; -1: it is swapped out. `look` says what the call waits for.
         """
         self._alone(what)
         before = request.state
 
         def finish() -> _T:
             try:
-                self.cache.wait_before(look(-1 if request.place is None else request.place))
+                self.cache.wait_before(look)
             except BaseException:
                 request.state = before
                 raise

@@ -15,6 +15,7 @@ import errno
 import operator
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.closing import MustClose
@@ -32,6 +33,7 @@ from pyvmem.kvcache.config import (
     classes_of,
     invalid,
 )
+from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
@@ -48,7 +50,7 @@ from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
 from pyvmem.reservation import Reservation
-from pyvmem.streams import check
+from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
     import torch
@@ -349,11 +351,11 @@ class KVCache(MustClose):
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork.of(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_truncate(reqid, length, work),
-            lambda groups: manager.truncate(groups, reqid, length, work.stream),
+            partial(waits.before_truncate, reqid=reqid, length=length, work=work),
+            partial(manager.truncate, reqid=reqid, length=length, work=work),
         )
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -465,16 +467,16 @@ class KVCache(MustClose):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        if stream is not None:
-            check(stream)
-        work, number = waits.Work(stream, self._groups[0].device), operator.index(count)
-
-        def call(groups: Sequence[Group]) -> list[int] | None:
-            manager.make_free_alike(groups)
-            return manager.fork_all(groups, reqid, number, length, work.stream, into)
-
-        look = waits.before_fork(reqid, number, length, work, into)
-        return waits.when_clear(self._manager, look, call)
+        work, number = PriorWork.of(stream, self._groups[0].device), operator.index(count)
+        return waits.when_clear(
+            self._manager,
+            partial(
+                waits.before_fork, reqid=reqid, count=number, length=length, work=work, into=into
+            ),
+            partial(
+                manager.fork_all, reqid=reqid, count=number, length=length, work=work, into=into
+            ),
+        )
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -518,14 +520,14 @@ class KVCache(MustClose):
             NotSupported: as `fork`; layers have a window and `large_page_size`.
             NotRecoverable, VMemError: as `fork`.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork.of(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_record(reqid, tokens, work, namespace),
+            partial(
+                waits.before_record, reqid=reqid, tokens=tokens, work=work, namespace=namespace
+            ),
             lambda groups: groups[0].prefixes.record(
-                groups[0].slot(reqid), tokens, work.stream, namespace
+                groups[0].slot(reqid), tokens, work, namespace
             ),
         )
 
@@ -575,12 +577,15 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        if stream is not None:
-            check(stream)
+        reader = work_of(stream)
         return waits.when_clear(
             self._manager,
-            waits.before_prefix(tokens, leave, stream, namespace),
-            lambda groups: manager.alloc_prefix(groups, tokens, leave, stream, namespace),
+            partial(
+                waits.before_prefix, tokens=tokens, leave=leave, stream=reader, namespace=namespace
+            ),
+            partial(
+                manager.alloc_prefix, tokens=tokens, leave=leave, stream=reader, namespace=namespace
+            ),
         )
 
     def prefix_changes(self) -> list[Change]:
@@ -610,13 +615,11 @@ class KVCache(MustClose):
                 many tokens, which `swap_in` needs for a moment; nothing changed.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork.of(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_swap_out(reqid, work),
-            lambda groups: manager.swap_out(groups, reqid, work.stream),
+            partial(waits.before_swap_out, reqid=reqid, work=work),
+            partial(manager.swap_out, reqid=reqid, work=work),
         )
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
@@ -634,16 +637,12 @@ class KVCache(MustClose):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
-
-        def call(groups: Sequence[Group]) -> int | None:
-            manager.make_free_alike(groups)
-            return manager.swap_in(groups, swapped, stream)
-
-        look = waits.before_swap_in(getattr(swapped, "seq_len", 0), work)
-        return waits.when_clear(self._manager, look, call)
+        work = PriorWork(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            partial(waits.before_swap_in, length=getattr(swapped, "seq_len", 0), work=work),
+            partial(manager.swap_in, swapped=swapped, stream=stream),
+        )
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -692,15 +691,16 @@ class KVCache(MustClose):
             NotSupported: `compact` is True in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        if stream is not None:
-            check(stream)
+        check(stream)
         owner = self._manager
         with self.lock, self.journal:
             self._open()
             before = self.context.stats().slab_bytes
+        if compact:
+            wait_for_device(stream, self._groups[0].device)
         return waits.when_clear(
             owner,
-            waits.before_trim(owner, prefixes, compact, stream),
+            partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact),
             lambda groups: manager.trim(owner, prefixes, compact, stream, before),
         )
 
@@ -731,13 +731,11 @@ class KVCache(MustClose):
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
                 some shapes may have large pages now. In the background: the next `step` raises it.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork.of(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_move(reqid, work, wait=wait),
-            lambda groups: manager.promote(groups, reqid, work.stream, wait=wait),
+            partial(waits.before_move, reqid=reqid, work=work, wait=wait),
+            partial(manager.promote, reqid=reqid, work=work, wait=wait),
         )
 
     def move(
@@ -781,15 +779,14 @@ class KVCache(MustClose):
                 some shapes may have moved and the others not. In the background: the next `step`
                 raises it.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork.of(stream, self._groups[0].device)
 
         def call(groups: Sequence[Group]) -> Moved:
             tier = manager.tier_of(groups[0], location, device)
-            return manager.move(groups, reqid, tier, tokens, work.stream, wait=wait)
+            return manager.move(groups, reqid, tier, tokens, work, wait=wait)
 
-        return waits.when_clear(self._manager, waits.before_move(reqid, work, wait=wait), call)
+        look = partial(waits.before_move, reqid=reqid, work=work, wait=wait)
+        return waits.when_clear(self._manager, look, call)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -855,8 +852,8 @@ class KVCache(MustClose):
         """
         waits.when_clear(
             self._manager,
-            waits.before_reclaim(keep) if wait else lambda groups: [],
-            lambda groups: manager.reclaim_free(groups, keep, wait=wait),
+            partial(waits.before_reclaim, keep=keep) if wait else lambda groups: [],
+            partial(manager.reclaim_free, keep=keep, wait=wait),
         )
 
     def capacity(self, reqid: int) -> int:
@@ -937,7 +934,7 @@ class KVCache(MustClose):
         """Waits, without the lock, for what a call would wait for; `look`: of which call.
 
         A call waits so by itself. Within `lock` it would wait with it: who makes several calls one
-        asks first, as ``cache.wait_before(waits.before_fork(...))`` (`pyvmem.kvcache.waits`).
+        asks first: ``cache.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
         """
         waits.clear(self._manager, look)
 

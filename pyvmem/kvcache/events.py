@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import select
+from collections.abc import Callable
 from typing import Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.streams import (
     FdEvent,
     Kind,
+    Work,
     core_stream,
     has_cuda,
     refuse_captured,
@@ -26,6 +28,7 @@ from pyvmem.streams import (
 )
 
 __all__ = [
+    "PriorWork",
     "is_over",
     "order_after",
     "order_ticket",
@@ -64,16 +67,19 @@ def record(stream: Any, device: int | None) -> Any:
         NotGpuWork: it names no GPU work. InvalidArgument: the stream is being captured. BadHandle:
             the descriptor is closed.
     """
-    work = work_of(stream)
+    return _record(work_of(stream), device)
+
+
+def _record(work: Work, device: int | None) -> Any:
     if work.kind is Kind.FD:
         return _HeldFd(work.handle)
     if device is None:
         return None  # the CPU's own work is over when it calls
     if work.kind is Kind.EVENT:
-        return stream
+        return work.source
     if work.library == "cuda.core":
-        refuse_captured(stream, device)
-        return stream.record()
+        refuse_captured(work.source, device)
+        return work.source.record()
     import torch
 
     if work.kind is Kind.CURRENT and not has_cuda(torch):
@@ -81,6 +87,53 @@ def record(stream: Any, device: int | None) -> Any:
     found = torch_stream(work, device)
     refuse_captured_handle(found.cuda_stream)
     return found.record_event()
+
+
+class PriorWork:
+    """The caller's work before a call: classified when the call gets it, and recorded once.
+
+    Args:
+        stream: as the call got it: what names GPU work (streams.py).
+        device: CUDA ordinal of the cache, None on host.
+
+    Attributes:
+        over: known to be; on host all is but an `FdEvent`'s.
+
+    Raises:
+        NotGpuWork: it names no GPU work.
+    """
+
+    __slots__ = ("_device", "_event", "_work", "over")
+
+    def __init__(self, stream: Any, device: int | None) -> None:
+        self._work = work_of(stream)
+        self._device = device
+        self._event: Any = None
+        self.over = device is None and self._work.kind is not Kind.FD
+
+    @classmethod
+    def of(cls, stream: Any, device: int | None) -> PriorWork:
+        """What a call is to wait for; one that its caller made already is taken as it is."""
+        return stream if isinstance(stream, cls) else cls(stream, device)
+
+    def record(self) -> Any:
+        """The event for it; None where it is over. Raises as `record` does."""
+        if self._event is None and not self.over:
+            self._event = _record(self._work, self._device)
+            self.over = self._event is None
+        return None if self.over else self._event
+
+    def pending(self) -> list[Callable[[], None]]:
+        """How to wait for it; empty where it is over."""
+        event = self.record()
+        self.over = event is None or is_over(event)
+        return [] if self.over else [self.wait]
+
+    def wait(self) -> None:
+        """Returns when it is over."""
+        if not self.over:
+            wait_for(self.record())
+            self.over = True
 
 
 def is_over(event: Any) -> bool:

@@ -219,13 +219,14 @@ class Journal:
 
     # ---- around a call ---------------------------------------------------------------------------
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> bool:
+        """Begins a section; False within another one, which this is a part of."""
         if self._caller is not None:
             if _is_running(self._caller):
-                return self  # a finalizer's call in the middle of another
+                return False
             self.recover()  # its end was interrupted, perhaps where counts were made again
         self._caller = sys._getframe(1)
-        return self
+        return True
 
     def __exit__(
         self,

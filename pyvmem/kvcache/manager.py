@@ -35,7 +35,7 @@ from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.info import Location
 from pyvmem.kvcache.budget import Budget, cache_lock
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import prune, record, wait_for, wait_for_device
+from pyvmem.kvcache.events import PriorWork, prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
@@ -751,7 +751,7 @@ def fork(
     reqid: int,
     count: int,
     length: int | None,
-    stream: Any,
+    work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
     """See `KVCache.fork_many`."""
@@ -768,7 +768,7 @@ def fork(
         )
     chosen = None if into is None else _chosen(group, count, into)
     if group.mover.moves:
-        group.mover.finish(parent, stream)
+        group.mover.finish(parent, work)
     if parent.job is not None or parent.mapped > parent.granted:
         pager.release(parent)
     nbytes = layout.bytes_for(rows)
@@ -787,9 +787,7 @@ def fork(
     if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
     if nbytes > (parent.head + parent.span.pages) * layout.page_size:
-        event = record(stream, group.device)
-        if event is not None:
-            wait_for(event)
+        work.wait()
     if not _fork(group, parent, slots, full, pages, nbytes):
         return None
     pins = parent.pins
@@ -985,10 +983,11 @@ def fork_all(
     reqid: int,
     count: int,
     length: int | None,
-    stream: Any,
+    work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
     """`fork` in every group or in none; the first one chooses the slots, unless `into` does."""
+    make_free_alike(groups)
     for group in groups:
         group.sharing.require(FORK, "fork")
         if length is not None:
@@ -1002,7 +1001,7 @@ def fork_all(
 
     try:
         for group in groups:
-            forked = fork(group, reqid, count, length, stream, into)
+            forked = fork(group, reqid, count, length, work, into)
             if forked is None:
                 detach()
                 break
@@ -1050,7 +1049,7 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     return Tier(place, ordinal)
 
 
-def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> int:
+def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> int:
     """See `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
@@ -1060,7 +1059,7 @@ def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> 
         if group.promoter is None:  # a state: it is written all the time
             continue
         group.mover.sweep()
-        done += group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
+        done += group.promoter.promote(slot, group.rows[slot.index], work, wait=wait)
     return done
 
 
@@ -1069,7 +1068,7 @@ def move(
     reqid: int,
     tier: Tier,
     tokens: Sequence[int] | None,
-    stream: Any,
+    work: PriorWork,
     *,
     wait: bool,
 ) -> Moved:
@@ -1077,7 +1076,7 @@ def move(
     both = [(group, group.slot(reqid)) for group in groups]
     for group, slot in both:
         group.mover.sweep()
-        group.mover.finish(slot, stream)
+        group.mover.finish(slot, work)
         group.pager.release(slot)
     begun: list[tuple[Group, Slot]] = []
 
@@ -1090,7 +1089,7 @@ def move(
     try:
         for group, slot in both:
             begun.append((group, slot))
-            moved.append(_begin_move(groups, group, slot, tier, tokens, stream, wait=wait))
+            moved.append(_begin_move(groups, group, slot, tier, tokens, work, wait=wait))
     except VMemError:
         give_up()
         raise
@@ -1098,7 +1097,7 @@ def move(
     if wait:
         try:
             for group, slot in both:
-                group.mover.finish(slot, stream)
+                group.mover.finish(slot, work)
         except VMemError:
             for group, slot in both:
                 group.mover.abandon(slot)
@@ -1112,7 +1111,7 @@ def _begin_move(
     slot: Slot,
     tier: Tier,
     tokens: Sequence[int] | None,
-    stream: Any,
+    work: PriorWork,
     *,
     wait: bool,
 ) -> Moved:
@@ -1130,7 +1129,7 @@ def _begin_move(
         return Moved(0, shared)
     pages = sum(last - first for first, last, _ in wanted) * tensors
     _make_tier_room(groups, group, tier, pages)
-    event = record(stream, group.device)
+    event = work.record()
     after = [] if event is None else [event]
     try:
         group.mover.begin(Move(slot, wanted), after, background=not wait)
@@ -1393,7 +1392,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
     return size, [slot.addr + layout.offset(0, head, one) for one in tensors]
 
 
-def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
+def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
     """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
     for group in groups:
         group.sharing.require(SWAP, "swap_out")
@@ -1412,7 +1411,7 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
         _host_memory(size * group.layout.num_tensors, group.device)
         for group, (size, _) in zip(groups, pieces, strict=True)
     ]
-    wait_for(record(stream, groups[0].device))
+    work.wait()
     for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
         for tensor, address in enumerate(addresses):
             group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
@@ -1467,6 +1466,7 @@ def swap_in(
         )
     if swapped._groups != tuple(groups):
         raise invalid(f"{swapped!r} is another cache's")
+    make_free_alike(groups)
     length = swapped.seq_len
     found = groups[0].fit(length) if into is None else groups[0].table[into]
     if found is None:
@@ -1491,7 +1491,7 @@ def swap_in(
             return None
         for group in groups:
             group.pager.settle(stream)
-        # Zero-fills, and earlier owners' work where nothing is filled.
+        # Zero-fills, and earlier owners' work where nothing is filled: ordered before it just now.
         wait_for(record(stream, groups[0].device))
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
@@ -1513,7 +1513,7 @@ def swap_in(
 # ---- fewer rows ----------------------------------------------------------------------------------
 
 
-def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> int:
+def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """See `KVCache.truncate`; of several caches with the same requests, all or none."""
     slots = [group.slot(reqid) for group in groups]
     rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
@@ -1522,31 +1522,30 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
     if rows == held:
-        _give_back_overread(list(zip(groups, slots, strict=True)), rows, stream)
+        _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
         return 0
     for group, slot in zip(groups, slots, strict=True):
         page = group.layout.bytes_for(rows) // group.layout.page_size
-        group.mover.shorten(slot, page, stream)
+        group.mover.shorten(slot, page, work)
     each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
         for one in each:
             one.group.pager.release(one.slot)
         each = [Truncation.of(one.group, one.slot, rows) for one in each]
-        wait_for(record(stream, groups[0].device))
-        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows)):
+        work.wait()
+        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows, work)):
             return -1
-        stream = None  # the work on it is over
-    _shorten(each, stream)
+    _shorten(each, work)
     return 0
 
 
-def _shorten(each: Sequence[Truncation], stream: Any) -> None:
+def _shorten(each: Sequence[Truncation], work: PriorWork) -> None:
     """Notes the truncation in the records of every group, then unmaps what policy does not keep.
 
-    `stream`: of the last work on the rows.
+    `work`: the last on the rows.
     """
     disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    event = record(stream, disowned[0].group.device) if disowned else None
+    event = work.record() if disowned else None
     for one in disowned:
         group, slot = one.group, one.slot
         group.pager.shrink(slot, one.keep)
@@ -1564,7 +1563,7 @@ def _shorten(each: Sequence[Truncation], stream: Any) -> None:
             one.group.reclaimer.try_unmap(one.slot, one.keep)
 
 
-def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: Any) -> None:
+def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
     """Gives up the pages that a prefill's kernel might read past the request's rows.
 
     Nobody has written them, so the request may have them again as they are.
@@ -1575,7 +1574,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: A
         keep = max(places.whole_away(group.layout.pages_for(rows)), places.away_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
             each.append((group, slot, keep))
-    event = record(stream, each[0][0].device) if each else None
+    event = work.record() if each else None
     for group, slot, keep in each:
         group.pager.shrink(slot, keep, written=False)
         group.reclaimer.own_away = None
@@ -1586,7 +1585,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: A
             group.reclaimer.try_unmap(slot, keep)
 
 
-def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:
+def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int, work: PriorWork) -> None:
     """Does what is left of a truncation that an exception ended after pages had gone.
 
     Raises:
@@ -1596,7 +1595,7 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
     if slots[0].owner != owner or any(slot.lost for slot in slots):
         return
     try:
-        done = truncate(groups, reqid, rows, None) == 0
+        done = truncate(groups, reqid, rows, work) == 0
     except VMemError as error:
         raise groups[0].table.lose(slots[0], error) from error
     if not done:
@@ -1605,7 +1604,7 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
             slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
         )
     _shorten(
-        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
+        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], work
     )
 
 

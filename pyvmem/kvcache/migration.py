@@ -45,7 +45,7 @@ from typing import Any
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.mapper import Scratch
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -136,8 +136,8 @@ class Mover:
 
     # ---- the second phase ------------------------------------------------------------------------
 
-    def finish(self, slot: Slot, stream: Any) -> None:
-        """Ends a slot's move, if it has one: waits for the copies and for the work on `stream`.
+    def finish(self, slot: Slot, work: PriorWork) -> None:
+        """Ends a slot's move, if it has one: waits for the copies and for the work.
 
         Raises:
             NotRecoverable: the request has lost its rows. VMemError: the pages are as before.
@@ -145,7 +145,7 @@ class Mover:
         move = self.moves.get(slot)
         if move is not None:
             with self._counters.waiting():
-                self._end(move, [record(stream, self.device)])
+                self._end(move, [work.record()])
 
     def step(self, stream: Any) -> None:
         """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
@@ -271,7 +271,7 @@ class Mover:
             return slot.job is None
         return True
 
-    def shorten(self, slot: Slot, page: int, stream: Any) -> None:
+    def shorten(self, slot: Slot, page: int, work: PriorWork) -> None:
         """Ends what changes pages from this one on: their rows may be written again.
 
         What makes larger pages is given up; another move is finished, which waits for it.
@@ -282,7 +282,7 @@ class Mover:
         if move.promotes:
             self.abandon(slot)
         else:
-            self.finish(slot, stream)
+            self.finish(slot, work)
 
     def promoting(self) -> int:
         """Pages per tensor of the device that `stop_promoting` would bring back."""
@@ -499,25 +499,25 @@ class Promoter:
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
                 held = old[index] - self._kept
-                self.promote(slot, held, stream, wait=False)
+                self.promote(slot, held, PriorWork(stream, self._mover.device), wait=False)
                 rows = self._layout.row_bytes
                 part = held * rows // (self._unit * self._layout.page_size) + 1
                 end = -(-part * self._unit * self._layout.page_size // rows)
                 self._next[index] = max(self._from, end + self._kept)
 
-    def promote(self, slot: Slot, held: int, stream: Any, *, wait: bool) -> int:
+    def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
         """See `KVCache.promote`; of the first `held` rows."""
         if slot in self._mover.moves:
             move = self._mover.moves[slot]
             if wait:
-                self._mover.finish(slot, stream)
+                self._mover.finish(slot, work)
             return move.pages // self._unit
         runs, copies = self._parts(slot, held)
         move = Move(slot, [(low, low + self._unit, self._large) for low in copies], promotes=True)
         move.runs = [(low, low + self._unit) for low in runs]
         if not move.stretches and not move.runs:
             return 0
-        event = record(stream, self._mover.device)
+        event = work.record()
         try:
             self._mover.begin(move, [] if event is None else [event], background=True)
         except (OutOfMemory, TooManyBatches):  # they stay as they are
@@ -533,7 +533,7 @@ class Promoter:
             parts - len(runs),
         )
         if wait:
-            self._mover.finish(slot, stream)
+            self._mover.finish(slot, work)
         return parts
 
     def _parts(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:

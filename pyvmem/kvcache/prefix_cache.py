@@ -58,7 +58,7 @@ from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
@@ -297,19 +297,19 @@ class PrefixCache:
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def record(self, slot: Slot, tokens: Any, stream: Any, namespace: Hashable = None) -> int:
+    def record(self, slot: Slot, tokens: Any, work: PriorWork, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return 0
         if self._lacks(slot, ids, units):
             for group, one in self._each(slot):
-                group.mover.finish(one, stream)
+                group.mover.finish(one, work)
             # The rest of a large page is still to be written.
             ready = self._ready(slot, units)
             parts = [(one, one.places.floor(pages)) for one, pages in ready]
             if any(pages > one.shared for one, pages in parts):
-                wait_for(record(stream, self._groups[0].device))
+                work.wait()
             for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
                 group.share(one, pages, unit)
         return self._insert(slot, ids)
