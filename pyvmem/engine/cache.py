@@ -22,7 +22,7 @@ from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds, waits
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.streams import check
+from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -697,7 +697,11 @@ class RequestCache(Closable):
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
         """Waits likewise before a request begins with a prefix."""
         look = partial(
-            waits.before_prefix, tokens=prefix.match, leave=0, stream=stream, namespace=None
+            waits.before_prefix,
+            tokens=prefix.match,
+            leave=0,
+            reader=work_of(stream),
+            namespace=None,
         )
         self.cache.wait_before(look)
 

@@ -351,7 +351,7 @@ class KVCache(MustClose):
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
-        work = PriorWork.of(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
             partial(waits.before_truncate, reqid=reqid, length=length, work=work),
@@ -467,7 +467,7 @@ class KVCache(MustClose):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        work, number = PriorWork.of(stream, self._groups[0].device), operator.index(count)
+        work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
         return waits.when_clear(
             self._manager,
             partial(
@@ -520,7 +520,7 @@ class KVCache(MustClose):
             NotSupported: as `fork`; layers have a window and `large_page_size`.
             NotRecoverable, VMemError: as `fork`.
         """
-        work = PriorWork.of(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
             partial(
@@ -581,10 +581,10 @@ class KVCache(MustClose):
         return waits.when_clear(
             self._manager,
             partial(
-                waits.before_prefix, tokens=tokens, leave=leave, stream=reader, namespace=namespace
+                waits.before_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
             ),
             partial(
-                manager.alloc_prefix, tokens=tokens, leave=leave, stream=reader, namespace=namespace
+                manager.alloc_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
             ),
         )
 
@@ -615,7 +615,7 @@ class KVCache(MustClose):
                 many tokens, which `swap_in` needs for a moment; nothing changed.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        work = PriorWork.of(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
             partial(waits.before_swap_out, reqid=reqid, work=work),
@@ -731,7 +731,7 @@ class KVCache(MustClose):
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
                 some shapes may have large pages now. In the background: the next `step` raises it.
         """
-        work = PriorWork.of(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
             partial(waits.before_move, reqid=reqid, work=work, wait=wait),
@@ -779,7 +779,7 @@ class KVCache(MustClose):
                 some shapes may have moved and the others not. In the background: the next `step`
                 raises it.
         """
-        work = PriorWork.of(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
 
         def call(groups: Sequence[Group]) -> Moved:
             tier = manager.tier_of(groups[0], location, device)
@@ -958,7 +958,7 @@ class KVCache(MustClose):
             InvalidArgument: no such slot.
         """
         with self.lock, self.journal:
-            return self._open()[0].any_slot(reqid).active
+            return self._open()[0].slot(reqid, taken=False).active
 
     # ---- tensors -------------------------------------------------------------------------------
 

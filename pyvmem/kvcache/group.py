@@ -85,7 +85,7 @@ def make_parts(
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
-    journal.hold(reservation)
+    journal.held.append(reservation)
     context.reserve(
         layout.total_bytes,
         into=reservation,
@@ -226,9 +226,6 @@ class Group:
 
     def owns(self, held: object) -> bool:
         """See `Recoverable.owns`."""
-        for block in self.reclaimer.shared.blocks:
-            if held is block.handle:
-                return True
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:
@@ -237,23 +234,20 @@ class Group:
 
     # ---- numbers from outside --------------------------------------------------------------------
 
-    def slot(self, reqid: int) -> Slot:
-        """The slot of a taken reqid."""
-        slot = self.any_slot(reqid)
-        if not slot.active:
-            raise invalid(f"reqid {slot.index} is not taken")
-        return slot
-
-    def any_slot(self, reqid: int) -> Slot:
-        """A slot by its number."""
-        index, last = operator.index(reqid), len(self.table.slots) - 1
-        if not 0 <= index <= last:
+    def slot(self, reqid: int, *, taken: bool = True) -> Slot:
+        """A slot by its number, which a request has, with `taken`; else InvalidArgument."""
+        slots, index = self.table.slots, operator.index(reqid)
+        if not 0 <= index < len(slots):
+            last = len(slots) - 1
             raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
-        return self.table.slots[index]
+        slot = slots[index]
+        if taken and not slot.active:
+            raise invalid(f"reqid {index} is not taken")
+        return slot
 
     def free_slot(self, reqid: int) -> Slot:
         """A free slot by its number; raises InvalidArgument where it cannot be taken."""
-        slot = self.any_slot(reqid)
+        slot = self.slot(reqid, taken=False)
         if slot.active:
             raise invalid(f"reqid {slot.index} is taken")
         if slot.broken:
@@ -520,8 +514,7 @@ class Group:
                 if pages > full:
                     pager.copy_tail(ops, job, full, goals, parent, nbytes, large=large)
                 if pages:
-                    with self.counters.waiting():
-                        change.run(ops)
+                    change.run(ops, waits=self.counters.waits)
         except NotRecoverable as error:
             pieces = [(slot, head, goal) for slot, goal in zip(slots, goals, strict=True)]
             reclaimer.mark_broken([*pieces, (parent, low, full)])

@@ -142,13 +142,15 @@ class Journal:
 
     Attributes:
         entries: see the module; `Journaled` appends to it.
+        held: handles and reservations that the call makes, each appended before it is made. What
+            the records do not name when the call ends is given back.
         recoverables: what recovers, one for each cache.
     """
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.recoverables: list[Recoverable] = []
-        self._held: list[Made] = []  # made by the call, and perhaps without an owner
+        self.held: list[Made] = []
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # of the call under way, or not settled yet
 
@@ -202,10 +204,10 @@ class Journal:
         self.entries.append(_Abort(run, final=True))
         run()
 
-    def hold(self, made: Made) -> None:
-        """Notes a handle or reservation about to be made; unless the records name it when the call
-        ends, it is given back."""
-        self._held.append(made)
+    def named(self, made: Made) -> None:
+        """Takes out of `held` what the records name from here on, unless they are undone."""
+        self.entries.append((self.held.append, made))
+        self.held.remove(made)
 
     def mark(self) -> int:
         """Where the journal is, for `rollback`."""
@@ -238,7 +240,7 @@ class Journal:
             return
         if kind is None or issubclass(kind, VMemError):
             self.entries.clear()
-            if self._held:
+            if self.held:
                 self._give_back()
         else:
             self.recover()
@@ -278,15 +280,15 @@ class Journal:
 
     def _give_back(self) -> None:
         """Drops what the call made and the records do not name."""
-        while self._held:
-            made = self._held[-1]
+        while self.held:
+            made = self.held[-1]
             for owner in self.recoverables:
                 if owner.owns(made):
                     break
             else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
-            self._held.pop()
+            self.held.pop()
 
 
 def put_all(owners: Sequence[Journaled], name: str, values: Sequence[Any]) -> None:

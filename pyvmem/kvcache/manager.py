@@ -43,7 +43,7 @@ from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
-from pyvmem.streams import device_ordinal
+from pyvmem.streams import Work, device_ordinal
 
 if TYPE_CHECKING:
     from pyvmem.reservation import Reservation
@@ -786,29 +786,13 @@ def fork(
         raise
     if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
-    if nbytes > (parent.head + parent.span.pages) * layout.page_size:
+    if not work.over and nbytes > (parent.head + parent.span.pages) * layout.page_size:
         work.wait()
-    if not _fork(group, parent, slots, full, pages, nbytes):
-        return None
-    pins = parent.pins
-    for slot in slots:
-        if pins and slot.span.pages:
-            slot.pins = group.prefixes.pin_again(pins)
-        group.enter(slot, rows)
-    group.note_peaks()
-    return list(map(attrgetter("index"), slots))
-
-
-def _fork(
-    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, nbytes: int
-) -> bool:
-    """`Group.fork`; where that finds too little, pages of no request go. False: too few."""
-    new_pages = (pages - full) * len(slots) * group.layout.num_tensors
-    ahead, large = True, group.layout.large_pages > 0
+    ahead, large = True, layout.large_pages > 0
     while True:
         try:
             group.fork(parent, slots, full, pages, nbytes, ahead=ahead, large=large)
-            return True
+            break
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if ahead:  # perhaps it wanted more than it must have
                 ahead = False
@@ -819,12 +803,19 @@ def _fork(
                 large = False  # small pages may fit where no large one does
                 continue
             if isinstance(error, TooManyMappings):
-                more = group.pager.fewer_mappings(new_pages, {})
+                more = pager.fewer_mappings(new_pages, {})
             else:
                 more = new_pages > 0 and group.reclaimer.make_room(new_pages, {})
             if not more:
                 group.reclaimer.raise_errors()
-                return False
+                return None
+    pins = parent.pins
+    for slot in slots:
+        if pins and slot.span.pages:
+            slot.pins = group.prefixes.pin_again(pins)
+        group.enter(slot, rows)
+    group.note_peaks()
+    return list(map(attrgetter("index"), slots))
 
 
 def _chosen(group: Group, count: int, into: Sequence[int]) -> list[Slot]:
@@ -1201,7 +1192,7 @@ def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:
 
 
 def alloc_prefix(
-    groups: Sequence[Group], tokens: Any, leave: int, stream: Any, namespace: Hashable
+    groups: Sequence[Group], tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> tuple[int, int] | None:
     """See `KVCache.alloc_prefix`."""
     make_free_alike(groups)
@@ -1217,7 +1208,7 @@ def alloc_prefix(
             slots = kept or empty_slots(groups)
         if slots is None:
             reqid = alloc(groups, length)
-        elif _begin_with(groups, match, spans, slots, stream, goes_on=kept is not None):
+        elif _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None):
             reqid = slots[0].index
             for group in groups:
                 group.prepare()
@@ -1232,7 +1223,7 @@ def _begin_with(
     match: PrefixMatch,
     spans: Sequence[Span],
     slots: Sequence[Slot],
-    stream: Any,
+    reader: Work,
     *,
     goes_on: bool,
 ) -> bool:
@@ -1243,7 +1234,7 @@ def _begin_with(
         match: the match.
         spans: its pages in each group.
         slots: those that the request gets in each.
-        stream: the work that will read the pages.
+        reader: the work that will read the pages.
         goes_on: the slots have the first of these pages, or all.
 
     Returns:
@@ -1258,7 +1249,7 @@ def _begin_with(
 
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
-            group.sharing.order_after_writers(span, stream)
+            group.sharing.order_after_writers(span, reader)
             if goes_on:
                 resumed &= slot.span.pages == span.pages
                 group.resume(slot, span)
@@ -1466,9 +1457,12 @@ def swap_in(
         )
     if swapped._groups != tuple(groups):
         raise invalid(f"{swapped!r} is another cache's")
-    make_free_alike(groups)
     length = swapped.seq_len
-    found = groups[0].fit(length) if into is None else groups[0].table[into]
+    if into is None:
+        make_free_alike(groups)
+        found = groups[0].fit(length)
+    else:
+        found = groups[0].table[into]
     if found is None:
         return None
     slots = [group.table[found.index] for group in groups]
@@ -1698,9 +1692,9 @@ class Truncation:
             copy_bytes=nbytes,
         )
         try:
-            with group.counters.waiting(), group.mapper.transaction() as change:
+            with group.mapper.transaction() as change:
                 group.reclaimer.held += self.new_pages
-                change.run(ops)
+                change.run(ops, waits=group.counters.waits)
         except VMemError as error:
             group.scratch.give(addresses)
             if group.sharing.is_shortage(error):
@@ -1742,9 +1736,9 @@ class Truncation:
                 layout.tensor_bytes,
             )
         try:
-            with group.counters.waiting(), group.mapper.transaction() as change:
+            with group.mapper.transaction() as change:
                 tail = self._note()
-                change.run(ops, slot.events)
+                change.run(ops, slot.events, group.counters.waits)
         except NotRecoverable as error:
             raise group.table.lose(slot, error) from error
         group.reclaimer.unref(tail)

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pyvmem._native import Outcome
+from pyvmem._native import Outcome, Waits
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
@@ -56,11 +56,11 @@ class Transaction:
         self._journal.entries.append(ticket.outcome)
         return self._context.submit(ops, after, ticket, late)
 
-    def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
+    def run(self, ops: OpBatch, after: Iterable[Any] = (), waits: Waits | None = None) -> None:
         """Runs the batch in the calling thread; see `Context.batch`."""
         outcome = Outcome()
         self._journal.entries.append(outcome)
-        self._context.batch(ops, after, outcome)
+        self._context.batch(ops, after, outcome, waits)
 
     def __enter__(self) -> Transaction:
         return self
@@ -97,7 +97,7 @@ class Mapper:
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
         """A handle to mapped pages; dropped at the end of the call unless the records name it."""
         pages = Pages(self.context, Outcome(), size * count)
-        self.journal.hold(pages)
+        self.journal.held.append(pages)
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
@@ -113,7 +113,7 @@ class Mapper:
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
         """Addresses; given back at the end of the call unless the records name them."""
         found = Reservation(self.context, Outcome())
-        self.journal.hold(found)
+        self.journal.held.append(found)
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     def close(self, addresses: Reservation) -> None:
@@ -160,7 +160,7 @@ class Scratch:
             self._mapper.journal.keep(self, "_kept")
             self._kept = None
             if kept.nbytes >= nbytes:
-                self._mapper.journal.hold(kept)
+                self._mapper.journal.held.append(kept)
                 return kept
             self._mapper.close(kept)
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None

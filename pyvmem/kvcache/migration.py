@@ -108,8 +108,7 @@ class Mover:
                 if background:
                     change.submit(ops, after)
                 else:
-                    with self._counters.waiting():
-                        change.run(ops, after)
+                    change.run(ops, after, self._counters.waits)
         except VMemError:
             addresses, move.addresses, move.ticket = move.addresses, None, None
             self._scratch.give(addresses)
@@ -333,7 +332,7 @@ class Mover:
         """A move's scratch, which it has no longer."""
         assert move.addresses is not None
         addresses, journal = move.addresses, self._journal
-        journal.hold(addresses)
+        journal.held.append(addresses)
         journal.keep(move, "addresses")
         move.addresses = None
         return addresses

@@ -369,18 +369,17 @@ class SharedPages(Journaled):
         self.blocks: set[Block] = set()
         self._late: list[Part] = []
 
-    def adopt(
-        self, handle: Pages, pages: int, events: list[Any], unit_pages: int, kind: Kind = PLAIN
-    ) -> Span:
-        """A new block, which owns the handle. One request holds and uses the span."""
+    def adopt(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> Part:
+        """A new block, which owns the handle. One request holds and uses its pages."""
         block = Block(handle, pages, events, kind)
+        self._mapper.journal.named(handle)
         self._log.append((self.blocks.discard, block))
         self.blocks.add(block)
         if block.away:
             self.away_uses += pages
         else:
             self.change(pages=self.pages + pages, used=self.used + pages, uses=self.uses + pages)
-        return Span((Part(block, 0, pages),), unit_pages)
+        return Part(block, 0, pages)
 
     def hold(self, span: Span) -> None:
         """Adds a reference to each page."""

@@ -310,11 +310,6 @@ class SlotTable:
             high = low
         return None
 
-    @property
-    def empty(self) -> int:
-        """Free slots without a page, and without a batch in flight."""
-        return bisect_left(self.index.ready.entries, (1,))
-
     def emptiest(self, count: int) -> list[Slot]:
         """The free slots that are soonest without a page; fewer when there are not so many."""
         index = self.index

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyvmem.errors import VMemError
@@ -37,7 +39,7 @@ from pyvmem.kvcache.manager import (
     make_free_alike,
 )
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
-from pyvmem.streams import work_of
+from pyvmem.streams import Work
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -58,6 +60,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+_blocks = attrgetter("reclaimer.shared.blocks")
 
 Groups = Sequence[Group]
 Waits = list[Callable[[], Any]]
@@ -140,16 +144,15 @@ def before_fork(
     """See `KVCache.fork_many`; `work`: the parent's last work."""
     waits: Waits = []
     for group in groups:
-        slot = group.slot(reqid)
+        slot = group.table.slots[reqid]
         if slot.job is not None or group.mover.moves:
             waits += _own(group, slot)
         if not work.over:
-            rows = group.rows[slot.index] if length is None else length
-            if group.layout.bytes_for(rows) > slot.shared * group.layout.page_size:
+            rows = group.pager.columns.held[slot.index] if length is None else length
+            shared = slot.head + slot.span.pages
+            if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    if into is None and table.empty >= count:
-        return waits
     chosen = table.emptiest(count) if into is None else [table[index] for index in into]
     if len(chosen) == count:
         for group in groups:
@@ -171,13 +174,12 @@ def before_record(
 
 
 def before_prefix(
-    groups: Groups, tokens: Any, leave: int, stream: Any, namespace: Hashable
+    groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> Waits:
     """See `KVCache.alloc_prefix`: the work that wrote the rows, where the CPU has to wait."""
-    if groups[0].device is not None and work_of(stream).is_stream:
+    if groups[0].device is not None and reader.is_stream:
         return []
-    written = [group.reclaimer.shared.blocks for group in groups]
-    if not [block for blocks in written for block in blocks if block.events]:
+    if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
         return []
     prefixes = groups[0].prefixes
     match, _ = prefixes.wanted(tokens, leave, namespace)
