@@ -42,14 +42,13 @@ class RequestCache(Closable):
     background ones included, run one at a time. Streams are given as in `KVCache`: None is
     torch's current one of the calling thread.
 
-    A call is one with the calls of the cache that it makes: one section of the cache's journal, in
-    which the requests are books as the slots are. So an exception from outside (Ctrl-C) leaves both
-    as they were, or both as the call makes them; at the latest the next call settles which.
+    A call and the calls of the cache that it makes are one section of the cache's journal, which
+    records requests as it does slots. So an exception from outside (Ctrl-C) leaves both as they
+    were, or both as the call makes them; at the latest the next call settles which.
 
     Args:
-        cache: what the requests live in. The requests of this object are changed through it alone.
-            The caller closes the cache, after this object. (`open` makes one that is closed with
-            it.)
+        cache: holds the requests, which are changed through this object alone. The caller closes
+            it after this object. (`open` makes a cache that is closed with it.)
 
     Attributes:
         cache: the same, for its tensors, statistics and layout.
@@ -92,7 +91,7 @@ class RequestCache(Closable):
     # ---- admission -------------------------------------------------------------------------------
 
     def namespace(self, name: Hashable) -> Namespace:
-        """The owner of a name's prefixes: the one that is open, or a new one.
+        """The namespace of a name: the one that is open, or a new one.
 
         Raises:
             InvalidArgument: the name cannot be hashed.
@@ -113,7 +112,7 @@ class RequestCache(Closable):
 
         Args:
             prompt: token ids, in a form that `pyvmem.kvcache.TokenIds` takes.
-            namespace: the owner of the prefix.
+            namespace: the prefix's.
 
         Raises:
             InvalidArgument: bad tokens. BadHandle: the namespace is closed.
@@ -208,7 +207,7 @@ class RequestCache(Closable):
                 fits = cache.can_admit([want], [prefix.match])
             if not fits:
                 return self._shortage({}, want, held=prefix.length)
-            begun = self._place(prefix, stream)
+            begun = self._take_slot(prefix, stream)
             if begun is None:
                 return self._shortage({}, want, held=prefix.length)
             slot, held = begun
@@ -254,7 +253,7 @@ class RequestCache(Closable):
             self._clear_prefix(prompt, stream)
             with self._turns, self._journal:
                 key_of(namespace)  # it is open
-                begun = self._place(prompt, stream)
+                begun = self._take_slot(prompt, stream)
                 if begun is None:
                     return self._shortage({}, prompt.length, held=prompt.length)
                 return self._begun(*begun, namespace)
@@ -264,8 +263,8 @@ class RequestCache(Closable):
             slot = self.cache.alloc_reqid(tokens)
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
-    def _place(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """A slot with what is recorded of a prompt, and its rows; None: the lease is renewed."""
+    def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
+        """Takes a slot with what is recorded of a prompt: slot and rows; None: there is none."""
         if prefix.length:
             begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         else:
@@ -280,7 +279,7 @@ class RequestCache(Closable):
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
         """Grows requests to so many tokens each, for the work that is launched next.
 
-        Requests that are not named keep what they have. Cheap where nothing is to be mapped.
+        Requests that are not named keep what they have. Cheap where nothing has to be mapped.
 
         Args:
             lengths: the tokens that each request is to hold in all, at least what it holds now.
@@ -478,7 +477,7 @@ class RequestCache(Closable):
         self._journal.on_abort(partial(self._settle, request))
         rows = self.cache.swap_out(slot, work)
         self._keep(request)
-        request.place, request.rows, request.state = None, rows, State.SWAPPED
+        request._slot, request.rows, request.state = None, rows, State.SWAPPED
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Brings a swapped request back, into any slot.
@@ -519,7 +518,7 @@ class RequestCache(Closable):
         if slot is None:
             return self._shortage({}, request.length)
         self._keep(request)
-        request.place, request.rows, request.state = slot, None, State.RUNNING
+        request._slot, request.rows, request.state = slot, None, State.RUNNING
         request.owner = self.cache.owner(slot)
         return None
 
@@ -546,7 +545,7 @@ class RequestCache(Closable):
                     continue
                 try:
                     self.release(request, stream=stream)
-                except BadHandle:  # it is closed, or half: its own close gives the slots back
+                except BadHandle:  # the cache is closed, or half: its close frees the slots
                     self._end(request)
         if self._owns and not self.cache.is_closed:
             self.cache.close(stream)
@@ -555,12 +554,12 @@ class RequestCache(Closable):
     # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.
 
     def _has(self, request: Request) -> bool:
-        """Whether a slot is still the request's: not given to another, nor free."""
-        place = request.place
-        return place is not None and self.cache.owner(place) == request.owner
+        """Whether a slot is still the request's, neither free nor another's."""
+        slot = request._slot
+        return slot is not None and self.cache.owner(slot) == request.owner
 
     def _look(self, request: Request) -> None:
-        """Notes what a request is by now.
+        """Brings a request's state up to date.
 
         It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
         is busy no more where its call was never queued.
@@ -571,16 +570,16 @@ class RequestCache(Closable):
             self._settle(request)
 
     def _settle(self, *requests: Request) -> None:
-        """Makes requests what the cache says that they are, when a call on them was broken off.
+        """Brings requests in line with the cache, after a call on them was interrupted.
 
         Run before any other call can take their slots: those are their own, or free.
         """
         for request in requests:
-            rows, place = request.rows, request.place
+            rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
                 request.state = State.SWAPPED
-            elif place is not None and (owner := self.cache.owner(place)) is not None:
-                request.length, request.owner = self.cache.seq_len(place), owner
+            elif slot is not None and (owner := self.cache.owner(slot)) is not None:
+                request.length, request.owner = self.cache.seq_len(slot), owner
                 request.state = State.RUNNING
             else:
                 self._end(request)
@@ -600,7 +599,7 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_busy(self, *requests: Request) -> None:
-        """Raises Busy at once, where the call that works on a request may hold the lock."""
+        """Raises Busy without taking the lock, which the call that works on a request may hold."""
         for request in requests:
             if not isinstance(request, Request) or request.state is not State.BUSY:
                 continue
@@ -617,12 +616,12 @@ class RequestCache(Closable):
         return request.slot
 
     def _keep(self, request: Request) -> None:
-        """Notes in the journal what a request is, before that is changed."""
-        self._journal.keep(request, "state", "place", "owner", "rows", "length")
+        """Journals a request's fields, before they change."""
+        self._journal.keep(request, "state", "_slot", "owner", "rows", "length")
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
-        request = Request(number, namespace, length, place=slot, owner=self.cache.owner(slot))
+        request = Request(number, namespace, length, owner=self.cache.owner(slot), _slot=slot)
         self._journal.undo(self._requests.pop, request, None)
         self._requests[request] = None
         return request
@@ -632,7 +631,7 @@ class RequestCache(Closable):
         self._keep(request)
         self._journal.keep_dict(self._requests)
         self._requests.pop(request, None)
-        request.state, request.place, request.rows = State.ENDED, None, None
+        request.state, request._slot, request.rows = State.ENDED, None, None
         if rows is not None:
             rows.close(self._journal)
 
@@ -691,11 +690,11 @@ class RequestCache(Closable):
 
     def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
         """Waits, without the lock, for what a call on a request's slot would wait for."""
-        if request.place is not None:
-            self.cache.wait_before(partial(look, reqid=request.place))
+        if request._slot is not None:
+            self.cache.wait_before(partial(look, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
-        """Waits likewise before a request begins with a prefix."""
+        """Waits, without the lock, for what a request that begins with a prefix would wait for."""
         look = partial(
             waits.before_prefix,
             tokens=prefix.match,
@@ -726,14 +725,14 @@ class RequestCache(Closable):
                 request.state = before
                 raise
             with self._turns, self._journal:
-                # Both say what it is when the call is broken off, which is not busy.
+                # If the call is broken off, both take the request out of BUSY.
                 self._journal.on_abort(partial(self._settle, request))
                 self._journal.undo(setattr, request, "state", before)
                 if before is State.RUNNING and not self._has(request):
                     self._end(request)
                     request.require(State.RUNNING)
                 try:
-                    return call(-1 if request.place is None else request.place)
+                    return call(-1 if request._slot is None else request._slot)
                 finally:
                     if request.state is State.BUSY:
                         request.state = before

@@ -140,7 +140,7 @@ class GroupView:
             return integrity.snapshot(group)
 
     def drop(self) -> None:
-        """Lets go of the tensors, so that only the caller's own keep the reservation."""
+        """Drops the tensors, so that only the caller's own keep the reservation."""
         self._tensors = []
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
@@ -314,18 +314,17 @@ class KVCache(MustClose):
             manager.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
-        """Gives a request's rows from `length` on up, and the pages that hold nothing else.
+        """Drops a request's rows from `length` on, and the pages that hold nothing else.
 
-        With the length that it has, it gives up what a prefill mapped past its rows for its kernel
-        to read (`KVCacheConfig.overread_rows`): once a prompt is in, that is memory for others.
+        With the request's present length, it drops what a prefill mapped past the rows for its
+        kernel to read (`KVCacheConfig.overread_rows`): once a prompt is in, others can have that.
 
         For tokens that were not accepted (speculative decoding), and for a request that goes back.
-        The only way in which a running request gets shorter: a smaller number in `step` takes
-        nothing away.
+        Nothing else makes a running request shorter: a smaller number in `step` takes nothing away.
 
-        Pages of the request's own stay mapped and belong to nobody: the request has them again
-        when it grows, others when they need them, after the GPU work on `stream` so far. Nothing
-        waits. Shared pages lose the request's reference, and pages outside the device go back; that
+        Pages of the request's own stay mapped without an owner: the request gets them again when it
+        grows, others when they need them, after the GPU work on `stream` so far. Nothing waits.
+        Shared pages lose the request's reference, and pages outside the device go back; that
         waits for the work on `stream`. A page shared with others that `length` lies within is
         copied, since the request may write past its last row.
 
@@ -539,8 +538,8 @@ class KVCache(MustClose):
         still had the rows before. Elsewhere it is shorter, or nothing.
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
-        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but nobody gets
-        it. Counts as a use of the prefix.
+        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but cannot be
+        reclaimed. Counts as a use of the prefix.
 
         Args:
             tokens: the prompt.
@@ -941,8 +940,8 @@ class KVCache(MustClose):
     def owner(self, reqid: int) -> int | None:
         """Which of its owners a slot has, a number that it never had before; None: it is free.
 
-        With `seq_len`, for whoever keeps records of requests beside the cache: both read a number
-        and nothing else, also while the `journal` settles an interrupted call.
+        With `seq_len`, for callers that keep records of requests beside the cache: both only read a
+        number, even while the `journal` settles an interrupted call.
         """
         slot = self._groups[0].table.slots[reqid]
         return slot.owner if slot.active else None
@@ -1037,9 +1036,9 @@ class KVCache(MustClose):
     def safe_overread(self) -> bool:
         """Whether rows without memory read as zeros, also while memory grows beside the reader.
 
-        With `KVCacheConfig.sparse` and a back end on which a page takes the place of the zeros in
-        one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone,
-        where they take the place of small ones in one step, too.
+        With `KVCacheConfig.sparse` and a back end on which a page replaces the zeros in one step
+        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone, where
+        they replace small ones in one step, too.
         """
         return all(view.safe_overread for view in self.caches)
 

@@ -8,14 +8,14 @@ and in the context. So while a call runs, the journal holds, oldest first:
     undo    how to take one change of the records back; harmless when done twice
     act     a call of the context, with its outcome; the records before it say what is true when it
             happens: *intent first*, then the act
-    abort   what takes back a part of the call that is complete by itself, such as a slot taken
+    abort   how to take back a part of the call that is complete by itself, such as a slot taken
 
     | undo undo ACT undo ABORT undo undo ACT undo |
                                          ^ did not happen: all is undone back to the first ACT,
                                            which did; then what the aborts before it say is done
 
-What was interrupted is settled at once where the exception passes, and otherwise by the next call:
-`Journal.recover` may itself be interrupted at any point; it begins again where it was.
+What was interrupted is settled while the exception propagates, or else by the next call:
+`Journal.recover` may itself be interrupted at any point, and then goes on where it was.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Journaled:
 
 
 class Watched(Journaled):
-    """A `Journaled` that puts itself into a set when it changes: for an index to be kept right.
+    """A `Journaled` that puts itself into a set when it changes, so that an index can follow.
 
     What an undo changes is not noted.
     """

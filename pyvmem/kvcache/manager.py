@@ -168,7 +168,7 @@ class Manager:
             self._make(self._configs, self._table)
 
     def abandon(self) -> None:
-        """Gives back what `make` has made, where an exception leaves nobody who knows of it."""
+        """Gives back what `make` has made, after an exception."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
                 self.journal.must(self._give_back)
@@ -248,7 +248,7 @@ class Manager:
 def _check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
-    """Raises InvalidArgument where memory is given twice, or for nothing."""
+    """Raises InvalidArgument for memory limits that conflict or have no effect."""
     if whole.max_mappings and (context is not None or budget is not None):
         raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
     if budget is None:
@@ -265,7 +265,7 @@ def _check_memory(
 
 
 def make_free_alike(groups: Sequence[Group]) -> None:
-    """Notes what is free by now; a slot that is broken in one group is used in none."""
+    """Polls what is in flight, and retires a slot in all groups once it is broken in one."""
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -428,7 +428,7 @@ def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[in
         _settle(group, stream)
         if short:
             rows, total, short = pager.scan(seq_lens)
-    if group.mover.moves or group.mover.given_up:
+    if group.mover.moves or group.mover.cancelled:
         group.mover.step(stream)
     if reclaimer.unmaps:
         reclaimer.poll()
@@ -669,7 +669,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     engines = [] if share is None else share.engines()
     texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]
     if len(caches) == 1 and not engines:
-        texts.append("nobody else is known who could give way")
+        texts.append("no other holder is known")
     return f"of {total} in the context, " + ", ".join(texts)
 
 
@@ -876,14 +876,14 @@ def _matches(
 
 
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Physical pages that requests of so many each need beside those of their prefixes."""
+    """Physical pages that requests of so many pages each need beyond their prefixes'."""
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
     return pages * group.layout.num_tensors
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Whether requests of so many pages in each cache find mappings of the context they share."""
+    """Whether the context has mappings for requests of so many pages in each group."""
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -893,7 +893,7 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 
 def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
-    """Whether what each cache can have alone they can have at once, of their budget."""
+    """Whether the groups' budget has room for all of them at once, not only for each alone."""
     share = groups[0].reclaimer.share
     assert share is not None
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
@@ -1071,18 +1071,18 @@ def move(
         group.pager.release(slot)
     begun: list[tuple[Group, Slot]] = []
 
-    def give_up() -> None:
+    def cancel() -> None:
         for group, slot in begun:
             group.mover.abandon(slot)
 
-    groups[0].journal.on_abort(give_up)
+    groups[0].journal.on_abort(cancel)
     moved = []
     try:
         for group, slot in both:
             begun.append((group, slot))
             moved.append(_begin_move(groups, group, slot, tier, tokens, work, wait=wait))
     except VMemError:
-        give_up()
+        cancel()
         raise
     begun.clear()  # from here on an interruption leaves the rest to the next step
     if wait:
@@ -1135,7 +1135,7 @@ def _begin_move(
 def _pages_of(
     group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
 ) -> tuple[int, int]:
-    """The pages that hold rows of these tokens alone, none of them split."""
+    """The pages that hold only rows of these tokens; no large page is split."""
     layout, held = group.layout, group.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
@@ -1243,7 +1243,7 @@ def _begin_with(
     prefixes, resumed = groups[0].prefixes, goes_on
     taken: list[tuple[Group, Slot]] = []
 
-    def let_be() -> None:
+    def detach() -> None:
         for group, slot in taken:
             group.detach([slot])
 
@@ -1259,12 +1259,12 @@ def _begin_with(
                     break
             taken.append((group, slot))
     except VMemError as error:
-        let_be()
+        detach()
         if groups[0].sharing.is_shortage(error):
             return False
         raise
     if len(taken) < len(groups):
-        let_be()
+        detach()
         return False
     groups[0].counters.resumed += resumed
     prefixes.hand_over(match, slots[0])
@@ -1301,8 +1301,8 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     """The free slot that is soonest without a page, in every group; None: there is none.
 
-    Nor where an earlier owner's GPU work would be waited for. Ranks wait: how far that work is may
-    differ.
+    None, too, where it would have to wait for an earlier owner's GPU work. Ranks do wait, since the
+    progress of that work may differ between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:
@@ -1365,7 +1365,7 @@ class SwappedRequest(Closable):
 
 
 def _host_memory(size: int, device: int | None) -> memoryview:
-    """Host memory that a GPU copies to at full speed, where there is one."""
+    """Host memory, pinned where there is a GPU."""
     if device is not None and size:
         import torch
 
@@ -1416,7 +1416,7 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
 
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
-    """Raises OutOfMemory where a request could not come back: that takes all pages for a moment."""
+    """Raises OutOfMemory if a request could never come back: that takes all its pages at once."""
     needed = held = 0
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
@@ -1436,7 +1436,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
 
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
-    """Undoes a `swap_out` whose result nobody received. Idempotent."""
+    """Undoes a `swap_out` whose result its caller never got. Idempotent."""
     slot = groups[0].table[reqid]
     if swapped.is_open and not slot.active:
         swap_in(groups, swapped, None, into=reqid)
@@ -1536,7 +1536,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 def _shorten(each: Sequence[Truncation], work: PriorWork) -> None:
     """Notes the truncation in the records of every group, then unmaps what policy does not keep.
 
-    `work`: the last on the rows.
+    `work`: the last work on the rows.
     """
     disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
     event = work.record() if disowned else None
@@ -1558,9 +1558,9 @@ def _shorten(each: Sequence[Truncation], work: PriorWork) -> None:
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
-    """Gives up the pages that a prefill's kernel might read past the request's rows.
+    """Takes back the pages that a prefill's kernel might read past the request's rows.
 
-    Nobody has written them, so the request may have them again as they are.
+    They were never written, so the request may get them again as they are.
     """
     each = []
     for group, slot in both:
@@ -1580,7 +1580,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
 
 
 def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int, work: PriorWork) -> None:
-    """Does what is left of a truncation that an exception ended after pages had gone.
+    """Completes a truncation that an exception ended after pages had been unmapped.
 
     Raises:
         NotRecoverable: it could not; the request has lost rows, and the text names it.
@@ -1607,18 +1607,18 @@ class Truncation:
     """The plan for a slot's pages.
 
         0 ......... length ......... granted ......... mapped
-        | rows kept | given up       |                 |
+        | rows kept | dropped        |                 |
         | pages kept   | no owner from here on         |
 
     Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
     again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
-    outside the device cannot stay where nobody owns them. They are unmapped at once, and of a
+    outside the device cannot stay without an owner. They are unmapped at once, and of a
     shared page that is kept in part the request gets a copy of its own, since it may write past
     its last row.
 
     Attributes:
         rows: tokens that are kept.
-        first: the page that the first row given up begins in.
+        first: the page that the first dropped row begins in.
         keep: pages that the request keeps; a large one outside the device as a whole.
         shared: of these, shared ones.
         copied: end of the pages, from `shared` on, that copies take the place of.
@@ -1668,7 +1668,7 @@ class Truncation:
     def copy(self) -> bool:
         """Copies what is kept of shared pages; False where memory is short.
 
-        The work that the pages wait for is over, but for that of those who wrote them for others.
+        The request's own work is over; that of others who wrote the shared pages may not be.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         if not self.new_pages:
@@ -1703,7 +1703,7 @@ class Truncation:
         self.addresses = addresses
         return True
 
-    def give_up(self) -> None:
+    def drop_copy(self) -> None:
         """Undoes `copy`."""
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
@@ -1711,7 +1711,7 @@ class Truncation:
             self.group.reclaimer.held -= self.new_pages
 
     def unmap(self) -> None:
-        """Puts the copies in place and unmaps what follows them: one batch, all or nothing."""
+        """Maps the copies over shared pages, unmaps what follows: one batch, all or nothing."""
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors = layout.num_tensors
         ops = OpBatch(3)
@@ -1764,9 +1764,9 @@ class Truncation:
 
 
 def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool:
-    """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
+    """Unmaps at once what cannot stay, in every group; False, and nothing changed: memory is short.
 
-    `complete`: does the rest, if an exception from outside comes when a part has gone.
+    `complete`: does the rest, if an exception from outside comes after the first unmap.
 
     Raises:
         NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
@@ -1775,14 +1775,14 @@ def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool
     done: list[Truncation] = []
     try:
         if not all(one.copy() for one in begun):
-            _give_up(begun)
+            _drop_copies(begun)
             return False
         begun[0].group.journal.on_abort(complete)
         for one in begun:
             one.unmap()
             done.append(one)
     except VMemError as error:
-        _give_up(begun)
+        _drop_copies(begun)
         if done and not isinstance(error, NotRecoverable):
             one = begun[len(done)]
             raise one.group.table.lose(one.slot, error) from error
@@ -1790,9 +1790,9 @@ def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool
     return True
 
 
-def _give_up(begun: Sequence[Truncation]) -> None:
+def _drop_copies(begun: Sequence[Truncation]) -> None:
     for one in begun:
-        one.give_up()
+        one.drop_copy()
 
 
 # ---- memory given back ---------------------------------------------------------------------------
@@ -1800,11 +1800,11 @@ def _give_up(begun: Sequence[Truncation]) -> None:
 
 IDLE_SECONDS = 0.5  # `KVCacheConfig.idle_seconds` of None, where the context is the cache's own
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
-_PAUSE_S = 0.001  # between two pieces of it, for whoever waits for the lock
+_PAUSE_S = 0.001  # between two pieces of it, so that a waiting call gets the lock
 
 
 def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = True) -> bool:
-    """Begins to unmap all pages of no request; True when none is on its way any more.
+    """Begins to unmap all pages that no request owns; True when no unmap is in flight.
 
     `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
     """
@@ -1859,11 +1859,11 @@ def _compact(manager: Manager, stream: Any) -> None:
 
 
 def can_compact(manager: Manager) -> bool:
-    """Whether nobody can be using what lives, once the work in `last_work` is over.
+    """Whether no GPU work can be using live pages, once the work in `last_work` is over.
 
-    Pages are replaced under their addresses, so no GPU work may touch them, and what an engine
-    launches, a cache does not see. What it knows is who may be in that work: the requests that the
-    last `step` named, and in a context of others, anybody.
+    Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
+    not see what an engine launches. It only knows which requests that work may use: those that the
+    last `step` named, and, in a context of others, any.
     """
     groups = manager.groups
     if not manager.owns_context:
@@ -1876,7 +1876,7 @@ def can_compact(manager: Manager) -> bool:
 
 
 def last_work(groups: Sequence[Group]) -> list[Any]:
-    """The GPU work that is not known to be over, where the last `step` named nobody."""
+    """The GPU work that is not known to be over, where the last `step` named no request."""
     events: list[Any] = []
     for group in groups:
         group.rested = prune(group.rested)
@@ -1891,7 +1891,7 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
-    """Unmaps all pages of no request, and waits for that; failures are in `Reclaimer.errors`."""
+    """Unmaps all pages that no request owns, and waits; failures are in `Reclaimer.errors`."""
     for group in groups:
         group.pager.finish_idle()
         with group.counters.waiting():
@@ -1902,7 +1902,7 @@ def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
 
 
 def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Something else after every call that takes, gives back or steps a request."""
+    """Differs after every call that takes, frees or steps a request."""
     return [group.activity() for group in manager.groups]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The one place where a cache calls its context for pages, each call a transaction.
+"""The one place where a cache asks its context for pages; each call is a transaction.
 
     with mapper.transaction() as change:
         slot.job = Unmap(slot, ..., change.ticket)    # intent: the records as they will be
@@ -45,7 +45,7 @@ class Transaction:
 
     @property
     def ticket(self) -> Ticket:
-        """Of the batch, for the records to name before it is submitted."""
+        """The batch's ticket, which the records name before it is submitted."""
         if self._ticket is None:
             self._ticket = Ticket(self._context)
         return self._ticket
@@ -88,7 +88,7 @@ class Mapper:
         self.transaction = partial(Transaction, context, journal)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
-        """A transaction whose intent is in the records already, or needs none."""
+        """A batch whose intent is in the records already, or that needs none."""
         with self.transaction() as change:
             change.run(ops, after)
 
@@ -132,10 +132,10 @@ class Mapper:
 
 
 class Scratch:
-    """Reservations for a moment; the last one is kept, since most moves are of one size.
+    """Temporary reservations; the last one is kept, since most moves are of one size.
 
-    They are plain where the back end has that: visible addresses are few, and nothing but libvmem
-    looks at these.
+    They are plain where the back end has that: visible addresses are scarce, and only libvmem
+    accesses these.
 
     Args:
         mapper: of the cache.
@@ -167,7 +167,7 @@ class Scratch:
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Takes addresses back, where nothing is mapped any more."""
+        """Takes back addresses with nothing mapped there."""
         if self._kept is None:
             self._mapper.journal.keep(self, "_kept")
             self._kept = addresses
@@ -175,7 +175,7 @@ class Scratch:
             self._mapper.close(addresses)
 
     def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
-        """Takes addresses back, unmaps the first `nbytes`; where that fails, it is tried again."""
+        """Takes back addresses and unmaps their first `nbytes`; retried later where that fails."""
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:

@@ -3,14 +3,14 @@
 
 A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
 them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
-work is under way, one batch puts the new pages in the place of the old ones:
+work is under way, one batch replaces the old pages by the new ones:
 
     slot      | old | old | old |          | new | new | new |
                  copy                ->       replaces the old ones, which go to their pool
     scratch   | new | new | new |          |     |     |     |
 
 In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
-Until the second phase is over both are memory of the cache, and counted.
+Until the second phase is over both count as memory of the cache.
 
 *Promotion* moves a part to large pages: `KVCacheConfig.large_page_size` bytes of every tensor, at a
 multiple of that. Once its last row is written a part is only read, so its pages may change. Pages
@@ -29,7 +29,7 @@ the work that was launched before: that step's work is the last that read them. 
 tokens than the window has all of them mapped until the next step.
 
 Here `old` is rounded down to whole sharing units (prefix_cache.py): there the rows so far can be
-recorded, and whoever begins with them needs the window that they have there.
+recorded, and a request that begins with them needs their window there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Mover:
 
     Attributes:
         moves: by slot; begun, and not swapped yet.
-        given_up: their slots go without; the scratch pages go when the copies are over.
+        cancelled: moves without a slot; their scratch pages go when the copies are over.
         joined: by slot number, first pages of the runs that were mapped in one piece and are as
             they were then.
         device: CUDA ordinal; None where pages are the CPU's.
@@ -82,7 +82,7 @@ class Mover:
         self.device = device
         self._plan = MovePlanner(reclaimer)
         self.moves: dict[Slot, Move] = {}
-        self.given_up: list[Move] = []
+        self.cancelled: list[Move] = []
         self.joined: dict[int, set[int]] = {}
 
     # ---- the first phase -------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Mover:
 
     def step(self, stream: Any) -> None:
         """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
-        if self.given_up:
+        if self.cancelled:
             self.sweep()
         ready = [move for move in self.moves.values() if move.done()]
         if not ready:
@@ -222,7 +222,7 @@ class Mover:
         self.joined[index] = self.joined.get(index, set()) | runs
 
     def part(self, slot: Slot, low: int, high: int) -> None:
-        """Pages [low, high) are other ones now, or soon: what was joined there may be pieces."""
+        """Forgets what was joined in [low, high), whose pages are replaced now or soon."""
         joined, unit = self.joined.get(slot.index), self._layout.large_pages
         if joined:
             self._journal.keep_dict(self.joined)
@@ -232,10 +232,10 @@ class Mover:
             else:
                 del self.joined[slot.index]
 
-    # ---- giving up -------------------------------------------------------------------------------
+    # ---- cancelling ------------------------------------------------------------------------------
 
     def abandon(self, slot: Slot) -> None:
-        """Gives a slot's move up; does not wait, unless another batch is in flight over the slot.
+        """Cancels a slot's move; does not wait, unless another batch is in flight over the slot.
 
         Until the copies are over no page of the slot can be unmapped: an unmap of no
         pages marks that.
@@ -255,15 +255,15 @@ class Mover:
             else:
                 unmap.ticket.wait()
         if move.addresses is not None:
-            self._give_up(move)
+            self._cancel(move)
             self.sweep()
 
-    def _give_up(self, move: Move) -> None:
-        self._journal.keep_list(self.given_up)
-        self.given_up.append(move)
+    def _cancel(self, move: Move) -> None:
+        self._journal.keep_list(self.cancelled)
+        self.cancelled.append(move)
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Gives up what changes pages below this one; whether nothing is under way there."""
+        """Cancels what changes pages below this one; whether nothing is under way there."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
@@ -273,7 +273,7 @@ class Mover:
     def shorten(self, slot: Slot, page: int, work: PriorWork) -> None:
         """Ends what changes pages from this one on: their rows may be written again.
 
-        What makes larger pages is given up; another move is finished, which waits for it.
+        A promotion is cancelled; another move is finished, which waits for it.
         """
         move = self.moves.get(slot)
         if move is None or not move.ends_after(page):
@@ -288,11 +288,11 @@ class Mover:
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
     def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""
+        """Cancels promotions, and waits: their memory is back, their slots can grow."""
         slots = [slot for slot, move in self.moves.items() if move.promotes]
         for slot in slots:
             self.abandon(slot)
-        for move in self.given_up:
+        for move in self.cancelled:
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
@@ -300,11 +300,11 @@ class Mover:
         return bool(slots)
 
     def sweep(self) -> None:
-        """Takes back the scratch pages of moves that were given up, and whose copies are over."""
+        """Takes back the scratch pages of cancelled moves whose copies are over."""
         self._scratch.retry()
-        for move in [move for move in self.given_up if move.done()]:
-            self._journal.keep_list(self.given_up)
-            self.given_up.remove(move)
+        for move in [move for move in self.cancelled if move.done()]:
+            self._journal.keep_list(self.cancelled)
+            self.cancelled.remove(move)
             try:
                 if move.ticket is not None:
                     move.ticket.wait()
@@ -324,12 +324,12 @@ class Mover:
         except NotRecoverable:
             self._uncount(move).leave()  # quarantined
         except VMemError:
-            self._give_up(move)
+            self._cancel(move)
         else:
             self._scratch.give(addresses)
 
     def _take_addresses(self, move: Move) -> Reservation:
-        """A move's scratch, which it has no longer."""
+        """Takes a move's scratch addresses from it."""
         assert move.addresses is not None
         addresses, journal = move.addresses, self._journal
         journal.held.append(addresses)
@@ -342,23 +342,23 @@ class Mover:
         return self._take_addresses(move)
 
     def _forget(self, move: Move) -> None:
-        """Takes a move whose scratch is empty out of the records."""
+        """Gives back the scratch addresses of a move, with nothing mapped there."""
         if move.addresses is not None:
             self._scratch.give(self._uncount(move))
 
     def owns(self, held: object) -> bool:
         """Whether a move has this reservation."""
-        return any(held is move.addresses for move in (*self.moves.values(), *self.given_up))
+        return any(held is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
-        """Gives every move up, and waits."""
+        """Cancels every move, and waits."""
         for slot in list(self.moves):
             self.abandon(slot)
-        for move in self.given_up:
+        for move in self.cancelled:
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
-        for move in self.given_up:
+        for move in self.cancelled:
             if move.addresses is not None:
                 with suppress(VMemError):
                     move.addresses.close(unmap=True)
@@ -375,7 +375,7 @@ class Mover:
         """Scratch pages per tensor: of the device, and by tier."""
         here = 0
         away: dict[Tier, int] = {}
-        for move in (*self.moves.values(), *self.given_up):
+        for move in (*self.moves.values(), *self.cancelled):
             here += move.here()
             for tier, pages in move.away().items():
                 away[tier] = away.get(tier, 0) + pages
@@ -390,7 +390,7 @@ class MovePlanner:
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
-        """Settles where in scratch addresses the pages go; returns the bytes that they need."""
+        """Places the pages in the scratch addresses; returns the bytes that they need."""
         layout = self._layout
         unit = max(1, layout.large_pages)
         move.first = move.stretches[0][0] // unit * unit
@@ -452,7 +452,7 @@ class MovePlanner:
         return move.slot.addr + page * self._layout.page_size
 
     def _scratch(self, move: Move, page: int) -> int:
-        """Where its successor lies."""
+        """Where its new page lies."""
         assert move.addresses is not None
         return move.addresses.addr + (page - move.first) * self._layout.page_size
 
@@ -480,7 +480,7 @@ class Promoter:
         self._mover.part(slot, 0, self._layout.slot_pages)
 
     def shorten(self, slot: Slot, page: int) -> None:
-        """Takes note that pages from this one on may be other ones from now on."""
+        """Notes that pages from this one on may be replaced from now on."""
         self._mover.part(slot, page, self._layout.slot_pages)
         self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         rows = -(-page * self._layout.page_size // self._layout.row_bytes)
@@ -560,7 +560,7 @@ class Promoter:
         return runs, copies
 
     def _is_run(self, slot: Slot, low: int) -> bool:
-        """Whether the pages of a part are neighbours, in every tensor."""
+        """Whether the pages of a part are one physical run, in every tensor."""
         layout = self._layout
         size = self._unit * layout.page_size
         query = self._mapper.query
@@ -603,7 +603,7 @@ class Window:
         self._least = [0] * config.max_batch
 
     def _rows(self, pages: int) -> int:
-        """Rows that so many pages hold a byte of."""
+        """Rows that so many pages hold at least a byte of."""
         return -(-pages * self._layout.page_size // self._layout.row_bytes)
 
     def _goes_at(self, pages: int) -> int:
@@ -671,12 +671,12 @@ class Window:
             self._set(index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def begin(self, slot: Slot, head: int) -> None:
-        """A request begins with what a recorded prefix has of a window, from page `head` on."""
+        """Notes that a request begins with the window of a recorded prefix, from page `head` on."""
         if head:
             self._set(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
-        """Requests begin with the rows that another's window holds."""
+        """Notes that requests begin with the rows that another's window holds."""
         for slot in slots:
             self._set(slot.index, self._next[parent.index], self._least[parent.index])
 

@@ -81,13 +81,13 @@ class Sharing:
             raise self.table.lose(slot, error) from error
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
-        """What `donate` needs of a slot's first `pages` pages, beyond those that are shared."""
+        """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
         return self.handles(slot, slot.shared, slot.places.ceil(pages))
 
     def donate(
         self, slot: Slot, pages: int, handles: list[_Held], event: Any, unit_pages: int
     ) -> None:
-        """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
+        """Makes pages shared of a slot that is freed next, so that they need no new mapping.
 
         Args:
             slot: taken, without a batch in flight.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What a call of a cache waits for, so that it is waited for before the call takes the lock.
 
-GPU work that one request's call must wait for is nobody else's concern. So each call that waits
+A call that waits for GPU work must not make other requests' calls wait. So each call that waits
 begins with a look: under the lock, what is in its way is listed, begun where it can be (pages of no
 request are unmapped), and waited for without the lock. Then it looks again. When nothing is in the
 way the call itself runs, in the same block of the lock, and finds nothing to wait for:
@@ -9,12 +9,11 @@ way the call itself runs, in the same block of the lock, and finds nothing to wa
     look -> wait -> look -> wait -> ... -> look, call
     lock            lock                   lock
 
-Nothing of a request has changed before the call, so that an exception that ends a wait leaves
-nothing to be undone. What is not a matter of a look stays in the call: copies of a request's own
-rows, and pages that must come back where memory is short.
+No request has changed before the call, so an exception that ends a wait leaves nothing to undo. Two
+waits stay in the call: for copies of a request's own rows, and for pages that must come back where
+memory is short.
 
-A look raises nothing about its arguments: it finds nothing in the way, and the call says what is
-wrong.
+A look does not report bad arguments: it finds nothing in the way, and the call raises.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 /* Contents: reading, writing, copying, filling. */
 #include "api/api.h"
 
-/* Checks that a range is mapped (and writable) and notes it, so that nobody unmaps it meanwhile. */
+/* Checks that a range is mapped (and writable) and notes it, so that it is not unmapped meanwhile. */
 static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t bytes, bool write) {
   uint64_t first = addr & ~(c->granule - 1), last;
   struct vm_space *s;
