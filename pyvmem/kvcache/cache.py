@@ -1010,8 +1010,7 @@ class KVCache(MustClose):
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
-        self._only("layout")
-        return self.caches[0].layout
+        return self._only("layout").layout
 
     @property
     def budget(self) -> Budget | None:
@@ -1029,8 +1028,7 @@ class KVCache(MustClose):
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
-        self._only("reservation")
-        return self.caches[0].reservation
+        return self._only("reservation").parts.reservation
 
     @property
     def safe_overread(self) -> bool:

@@ -310,7 +310,7 @@ class Group:
         if self.window is not None:
             self.window.forget(slot)
         if slot.span.pages and not slot.stale:
-            self.reclaimer.shared.unuse(slot.span)
+            self.reclaimer.shared.use(slot.span, end=True)
         if slot.pins:
             self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)

@@ -1757,7 +1757,7 @@ class Truncation:
         places.forget(self.end, slot.mapped)
         mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
         group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
-        group.reclaimer.shared.unuse(tail)
+        group.reclaimer.shared.use(tail, end=True)
         group.reclaimer.count_freed(gone, away)
         group.enter(slot, self.rows)
         return tail

@@ -389,8 +389,12 @@ class SharedPages(Journaled):
             self._log.append((refs.__setitem__, slice(low, high), before))
             refs[low:high] = map(add, before, _ONE)
 
-    def use(self, span: Span, *, hold: bool = False) -> None:
-        """Notes that a request uses the pages, which are held; `hold`: from here on."""
+    def use(self, span: Span, *, hold: bool = False, end: bool = False) -> None:
+        """Notes that a request uses the pages, which are held; `hold`: from here on.
+
+        `end`: takes one such use back.
+        """
+        change, idle = (sub, 1) if end else (add, 0)  # users of a page that no other request uses
         uses = used = away = 0
         for block, low, high in span.parts:
             if hold:
@@ -400,28 +404,17 @@ class SharedPages(Journaled):
             users = block.users
             before = users[low:high]
             self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = map(add, before, _ONE)
+            users[low:high] = map(change, before, _ONE)
             if block.away:
                 away += high - low
             else:
                 uses += high - low
-                used += before.count(0)
-        self.change(uses=self.uses + uses, used=self.used + used, away_uses=self.away_uses + away)
-
-    def unuse(self, span: Span) -> None:
-        """Takes one `use` back."""
-        uses = used = away = 0
-        for block, low, high in span.parts:
-            users = block.users
-            before = users[low:high]
-            self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = map(sub, before, _ONE)
-            if block.away:
-                away += high - low
-            else:
-                uses += high - low
-                used += before.count(1)
-        self.change(uses=self.uses - uses, used=self.used - used, away_uses=self.away_uses - away)
+                used += before.count(idle)
+        self.change(
+            uses=change(self.uses, uses),
+            used=change(self.used, used),
+            away_uses=change(self.away_uses, away),
+        )
 
     def idle(self, span: Span) -> int:
         """Pages of the device in the span that no request uses."""

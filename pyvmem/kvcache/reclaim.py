@@ -276,7 +276,7 @@ class Reclaimer(Journaled):
                 if slot.span.pages:
                     job.span = slot.shared_part(low, head)
                     slot.span = slot.shared_part(head, slot.shared)
-                    self.shared.unuse(job.span)
+                    self.shared.use(job.span, end=True)
                 if slot.places:
                     job.away = slot.places.away(low + job.span.pages, head)
                     job.places = slot.places.take(low, head)
