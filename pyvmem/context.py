@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyvmem import _native
-from pyvmem._native import Outcome
+from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
@@ -231,7 +231,11 @@ class Context(AddressSpace, Closable):
     # ---- batches -------------------------------------------------------------------------------
 
     def batch(
-        self, ops: OpBatch, after: Iterable[Any] = (), outcome: Outcome | None = None
+        self,
+        ops: OpBatch,
+        after: Iterable[Any] = (),
+        outcome: Outcome | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """Runs the operations as one, after the work in `after`: maps, then fills, then unmaps.
 
@@ -239,13 +243,14 @@ class Context(AddressSpace, Closable):
             ops: stays as it is and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.streams`).
             outcome: records the result, whatever interrupts this call.
+            waits: the call is counted there.
 
         Raises:
             NotGpuWork: something in `after` is none.
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
-        _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome)
+        _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome, waits=waits)
         for pages in ops._consumed:
             pages._done = True
 

@@ -8,6 +8,7 @@ import errno
 import warnings
 from collections import deque
 from contextlib import suppress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
@@ -42,11 +43,10 @@ class Pages(Closable):
         self._nbytes = nbytes
         self._done = False
 
-    @property
-    def handle(self) -> int:
-        """libvmem's handle; 0: the call that makes it has not been made."""
-        handle: int = self._outcome.cell.value
-        return handle
+    handle: int = property(  # type: ignore[assignment]
+        attrgetter("_outcome.cell.value"),
+        doc="libvmem's handle; 0: the call that makes it has not been made.",
+    )
 
     @property
     def nbytes(self) -> int:

@@ -214,7 +214,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
     """Classifies what names GPU work; asks no GPU, and changes nothing.
 
     Args:
-        given: as at the top of this module.
+        given: as at the top of this module, or what this has returned.
         what: the name of the caller's argument, for the text of the error.
 
     Raises:
@@ -223,6 +223,8 @@ def work_of(given: Any, what: str = "stream") -> Work:
     """
     if given is None or given is CurrentStream:
         return _CURRENT
+    if isinstance(given, Work):
+        return given
     if isinstance(given, FdEvent):
         if given.fd < 0:
             _native.fail(errno.EINVAL, f"{what}: the descriptor of {given!r} is negative")

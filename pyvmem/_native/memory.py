@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import errno as _errno
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyvmem._native.boundary import call, last_error
 from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi, lib
+
+if TYPE_CHECKING:
+    from pyvmem._native.columns import Waits
 
 __all__ = [
     "AFTER_NONE",
@@ -67,12 +70,19 @@ def batch(
     after: tuple[Any, int] = AFTER_NONE,
     *,
     outcome: Outcome | None = None,
+    waits: Waits | None = None,
 ) -> None:
-    """Runs operations as one batch, in the calling thread."""
+    """Runs operations as one batch, in the calling thread; `waits` counts that."""
     made = outcome or Outcome()
+    if waits is not None:
+        wait: Any = ffi.new("struct pyvmem_wait *")
+        lib.pyvmem_wait_begin(wait, vm)
     code = lib.pyvmem_batch(made.cell, vm, ops, count, after[0], after[1], 0)
-    if code != 0:
-        raise last_error(code, "vmem_batch")
+    error = last_error(code, "vmem_batch") if code else None  # before another call
+    if waits is not None:
+        lib.pyvmem_wait_end(waits.struct, wait, vm)
+    if error is not None:
+        raise error
 
 
 def submit(

@@ -39,23 +39,23 @@ class _Queued:
             result = self.call()
         except BaseException as error:
             self.future.set_exception(error)
-            del self  # it would be kept by the exception's traceback, and that by it
+            del self  # else the traceback and the future would keep each other alive
         else:
             self.future.set_result(result)
 
 
 class Background:
-    """The calls that wait, and the one that is being made.
+    """The queued calls, and the one being made.
 
-    Each that is queued begins a thread, which makes what is queued until nothing is; so there is
-    nothing to be kept of threads. What an interruption of the caller could break is not in Python:
-    a call is queued by one operation of the queue, and a thread begun by one of the interpreter.
+    Each queued call starts a thread, which makes calls until none is queued; so no thread has to be
+    kept. An interruption of the caller can break nothing: a call is queued by one operation of the
+    queue, and a thread started by one of the interpreter.
     """
 
     def __init__(self) -> None:
         self._queue: deque[_Queued] = deque()
         self._now: _Queued | None = None
-        self._turn = threading.Lock()  # whoever has it makes a call
+        self._turn = threading.Lock()  # its holder makes a call
 
     def begin(
         self,
@@ -79,7 +79,7 @@ class Background:
 
     def works_on(self, key: object) -> bool:
         """Whether a call that works on it is queued or being made."""
-        if self._queue and not self._turn.locked():  # who queued it was interrupted there
+        if self._queue and not self._turn.locked():  # `begin` was interrupted in between
             start_new_thread(self._work, ())
         if any(queued.key is key for queued in self._queue.copy()):
             return True
@@ -96,12 +96,12 @@ class Background:
                 pass
 
     def _work(self, done: threading.Lock | None = None) -> None:
-        """Makes what is queued; `done` is let go then."""
+        """Makes what is queued, then releases `done`."""
         while True:
             with self._turn:
                 if not self._queue:
                     break
-                self._now = self._queue[0]  # it is never in neither
+                self._now = self._queue[0]  # before it leaves the queue: `works_on` sees it always
                 self._queue.popleft()
                 self._now.make()
                 self._now = None

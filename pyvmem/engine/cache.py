@@ -21,8 +21,8 @@ from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds, waits
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import record
-from pyvmem.streams import check
+from pyvmem.kvcache.events import PriorWork
+from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,14 +42,13 @@ class RequestCache(Closable):
     background ones included, run one at a time. Streams are given as in `KVCache`: None is
     torch's current one of the calling thread.
 
-    A call is one with the calls of the cache that it makes: one section of the cache's journal, in
-    which the requests are books as the slots are. So an exception from outside (Ctrl-C) leaves both
-    as they were, or both as the call makes them; at the latest the next call settles which.
+    A call and the calls of the cache that it makes are one section of the cache's journal, which
+    records requests as it does slots. So an exception from outside (Ctrl-C) leaves both as they
+    were, or both as the call makes them; at the latest the next call settles which.
 
     Args:
-        cache: what the requests live in. The requests of this object are changed through it alone.
-            The caller closes the cache, after this object. (`open` makes one that is closed with
-            it.)
+        cache: holds the requests, which are changed through this object alone. The caller closes
+            it after this object. (`open` makes a cache that is closed with it.)
 
     Attributes:
         cache: the same, for its tensors, statistics and layout.
@@ -92,7 +91,7 @@ class RequestCache(Closable):
     # ---- admission -------------------------------------------------------------------------------
 
     def namespace(self, name: Hashable) -> Namespace:
-        """The owner of a name's prefixes: the one that is open, or a new one.
+        """The namespace of a name: the one that is open, or a new one.
 
         Raises:
             InvalidArgument: the name cannot be hashed.
@@ -113,7 +112,7 @@ class RequestCache(Closable):
 
         Args:
             prompt: token ids, in a form that `pyvmem.kvcache.TokenIds` takes.
-            namespace: the owner of the prefix.
+            namespace: the prefix's.
 
         Raises:
             InvalidArgument: bad tokens. BadHandle: the namespace is closed.
@@ -198,7 +197,7 @@ class RequestCache(Closable):
                 limit=self.max_seq_len,
             )
         want = min(length + room, self.max_seq_len)
-        self.cache.wait_before(waits.before_prefix(prefix.match, 0, stream, None))
+        self._clear_prefix(prefix, stream)
         with self._turns, self._journal:
             key_of(prefix.namespace)  # it is open
             try:
@@ -208,7 +207,7 @@ class RequestCache(Closable):
                 fits = cache.can_admit([want], [prefix.match])
             if not fits:
                 return self._shortage({}, want, held=prefix.length)
-            begun = self._place(prefix, stream)
+            begun = self._take_slot(prefix, stream)
             if begun is None:
                 return self._shortage({}, want, held=prefix.length)
             slot, held = begun
@@ -251,10 +250,10 @@ class RequestCache(Closable):
         check(stream)
         if isinstance(prompt, Prefix):
             namespace = prompt.namespace
-            self.cache.wait_before(waits.before_prefix(prompt.match, 0, stream, None))
+            self._clear_prefix(prompt, stream)
             with self._turns, self._journal:
                 key_of(namespace)  # it is open
-                begun = self._place(prompt, stream)
+                begun = self._take_slot(prompt, stream)
                 if begun is None:
                     return self._shortage({}, prompt.length, held=prompt.length)
                 return self._begun(*begun, namespace)
@@ -264,8 +263,8 @@ class RequestCache(Closable):
             slot = self.cache.alloc_reqid(tokens)
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
-    def _place(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """A slot with what is recorded of a prompt, and its rows; None: the lease is renewed."""
+    def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
+        """Takes a slot with what is recorded of a prompt: slot and rows; None: there is none."""
         if prefix.length:
             begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         else:
@@ -280,7 +279,7 @@ class RequestCache(Closable):
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
         """Grows requests to so many tokens each, for the work that is launched next.
 
-        Requests that are not named keep what they have. Cheap where nothing is to be mapped.
+        Requests that are not named keep what they have. Cheap where nothing has to be mapped.
 
         Args:
             lengths: the tokens that each request is to hold in all, at least what it holds now.
@@ -335,11 +334,11 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         rows, work = operator.index(length), self._work(stream)
-        self._clear(request, lambda slot: waits.before_truncate(slot, rows, work))
+        self._clear(request, partial(waits.before_truncate, length=rows, work=work))
         with self._turns, self._journal:
             slot = self._slot(request)
             self._journal.on_abort(partial(self._settle, request))
-            if self.cache.truncate(slot, rows, work.stream) != 0:
+            if self.cache.truncate(slot, rows, work) != 0:
                 needed = self.cache.copied_bytes(slot, rows)
                 return self._shortage({slot: request.length}, needed=needed)
             self._journal.keep(request, "length")
@@ -364,9 +363,10 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         work = self._work(stream)
-        self._clear(request, lambda slot: waits.before_fork(slot, count, length, work, None))
+        look = partial(waits.before_fork, count=count, length=length, work=work, into=None)
+        self._clear(request, look)
         with self._turns, self._journal:
-            return self._fork(request, self._slot(request), count, length, work.stream)
+            return self._fork(request, self._slot(request), count, length, work)
 
     def fork_async(
         self, request: Request, count: int = 1, length: int | None = None, stream: Any = None
@@ -374,22 +374,27 @@ class RequestCache(Closable):
         """`fork` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
-        event = record(stream, self._device)
-        work = self._work(event)
+        work = self._work(stream)
+        work.record()
+        look = partial(
+            waits.before_fork,
+            reqid=request.slot,
+            count=count,
+            length=length,
+            work=work,
+            into=None,
+        )
 
         def call(slot: int) -> list[Request] | Shortage:
-            return self._fork(request, slot, count, length, event)
-
-        def look(slot: int) -> waits.Look:
-            return waits.before_fork(slot, count, length, work, None)
+            return self._fork(request, slot, count, length, work)
 
         return self._begin("fork_async", request, call, look)
 
     def _fork(
-        self, request: Request, slot: int, count: int, length: int | None, stream: Any
+        self, request: Request, slot: int, count: int, length: int | None, work: PriorWork
     ) -> list[Request] | Shortage:
         rows = request.length if length is None else operator.index(length)
-        slots = self.cache.fork_many(slot, count, rows, stream)
+        slots = self.cache.fork_many(slot, count, rows, work)
         if slots is None:
             return self._shortage({}, rows, count)
         return [self._begun(one, rows, request.namespace) for one in slots]
@@ -404,11 +409,11 @@ class RequestCache(Closable):
         work = self._work(stream)
         space = request.namespace
         if space is None or space.is_open:
-            key = key_of(space)
-            self._clear(request, lambda slot: waits.before_record(slot, tokens, work, key))
+            look = partial(waits.before_record, tokens=tokens, work=work, namespace=key_of(space))
+            self._clear(request, look)
         with self._turns, self._journal:
             slot, key = self._slot(request), key_of(request.namespace)
-            return self.cache.record(slot, tokens, work.stream, key)
+            return self.cache.record(slot, tokens, work, key)
 
     # ---- the end of a request, and preemption ----------------------------------------------------
 
@@ -450,30 +455,28 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         work = self._work(stream)
-        self._clear(request, lambda slot: waits.before_swap_out(slot, work))
+        self._clear(request, partial(waits.before_swap_out, work=work))
         with self._turns, self._journal:
-            self._swap_out(request, self._slot(request), work.stream)
+            self._swap_out(request, self._slot(request), work)
 
     def swap_out_async(self, request: Request, stream: Any = None) -> Future[None]:
         """`swap_out` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
-        event = record(stream, self._device)
-        work = self._work(event)
+        work = self._work(stream)
+        work.record()
 
         def call(slot: int) -> None:
-            self._swap_out(request, slot, event)
+            self._swap_out(request, slot, work)
 
-        def look(slot: int) -> waits.Look:
-            return waits.before_swap_out(slot, work)
-
+        look = partial(waits.before_swap_out, reqid=request.slot, work=work)
         return self._begin("swap_out_async", request, call, look)
 
-    def _swap_out(self, request: Request, slot: int, stream: Any) -> None:
+    def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
-        rows = self.cache.swap_out(slot, stream)
+        rows = self.cache.swap_out(slot, work)
         self._keep(request)
-        request.place, request.rows, request.state = None, rows, State.SWAPPED
+        request._slot, request.rows, request.state = None, rows, State.SWAPPED
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Brings a swapped request back, into any slot.
@@ -490,7 +493,8 @@ class RequestCache(Closable):
                 stays swapped out.
         """
         self._refuse_busy(request)
-        self.cache.wait_before(waits.before_swap_in(request.length, self._work(stream)))
+        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
+        self.cache.wait_before(look)
         with self._turns, self._journal:
             self._require(request, State.SWAPPED)
             return self._swap_in(request, stream)
@@ -504,9 +508,7 @@ class RequestCache(Closable):
         def call(_: int) -> Shortage | None:
             return self._swap_in(request, stream)
 
-        def look(_: int) -> waits.Look:
-            return waits.before_swap_in(request.length, self._work(stream))
-
+        look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
         return self._begin("swap_in_async", request, call, look)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
@@ -515,7 +517,7 @@ class RequestCache(Closable):
         if slot is None:
             return self._shortage({}, request.length)
         self._keep(request)
-        request.place, request.rows, request.state = slot, None, State.RUNNING
+        request._slot, request.rows, request.state = slot, None, State.RUNNING
         request.owner = self.cache.owner(slot)
         return None
 
@@ -542,7 +544,7 @@ class RequestCache(Closable):
                     continue
                 try:
                     self.release(request, stream=stream)
-                except BadHandle:  # it is closed, or half: its own close gives the slots back
+                except BadHandle:  # the cache is closed, or half: its close frees the slots
                     self._end(request)
         if self._owns and not self.cache.is_closed:
             self.cache.close(stream)
@@ -551,12 +553,12 @@ class RequestCache(Closable):
     # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.
 
     def _has(self, request: Request) -> bool:
-        """Whether a slot is still the request's: not given to another, nor free."""
-        place = request.place
-        return place is not None and self.cache.owner(place) == request.owner
+        """Whether a slot is still the request's, neither free nor another's."""
+        slot = request._slot
+        return slot is not None and self.cache.owner(slot) == request.owner
 
     def _look(self, request: Request) -> None:
-        """Notes what a request is by now.
+        """Brings a request's state up to date.
 
         It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
         is busy no more where its call was never queued.
@@ -567,16 +569,16 @@ class RequestCache(Closable):
             self._settle(request)
 
     def _settle(self, *requests: Request) -> None:
-        """Makes requests what the cache says that they are, when a call on them was broken off.
+        """Brings requests in line with the cache, after a call on them was interrupted.
 
         Run before any other call can take their slots: those are their own, or free.
         """
         for request in requests:
-            rows, place = request.rows, request.place
+            rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
                 request.state = State.SWAPPED
-            elif place is not None and (owner := self.cache.owner(place)) is not None:
-                request.length, request.owner = self.cache.seq_len(place), owner
+            elif slot is not None and (owner := self.cache.owner(slot)) is not None:
+                request.length, request.owner = self.cache.seq_len(slot), owner
                 request.state = State.RUNNING
             else:
                 self._end(request)
@@ -596,7 +598,7 @@ class RequestCache(Closable):
         request.require(state)
 
     def _refuse_busy(self, *requests: Request) -> None:
-        """Raises Busy at once, where the call that works on a request may hold the lock."""
+        """Raises Busy without taking the lock, which the call that works on a request may hold."""
         for request in requests:
             if not isinstance(request, Request) or request.state is not State.BUSY:
                 continue
@@ -615,20 +617,20 @@ class RequestCache(Closable):
     def _slots(self, requests: Collection[Request]) -> list[int]:
         """`_slot` of each. All at once where all run, as in every step; else one by one."""
         if self._requests.keys() >= set(requests) and not [
-            one for one in requests if one.state is not State.RUNNING or one.place is None
+            one for one in requests if one.state is not State.RUNNING or one._slot is None
         ]:
-            slots = [one.place for one in requests if one.place is not None]
+            slots = [one._slot for one in requests if one._slot is not None]
             if self.cache.owners(slots) == [one.owner for one in requests]:
                 return slots
         return list(map(self._slot, requests))
 
     def _keep(self, request: Request) -> None:
-        """Notes in the journal what a request is, before that is changed."""
-        self._journal.keep(request, "state", "place", "owner", "rows", "length")
+        """Journals a request's fields, before they change."""
+        self._journal.keep(request, "state", "_slot", "owner", "rows", "length")
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
-        request = Request(number, namespace, length, place=slot, owner=self.cache.owner(slot))
+        request = Request(number, namespace, length, owner=self.cache.owner(slot), _slot=slot)
         self._journal.undo(self._requests.pop, request, None)
         self._requests[request] = None
         return request
@@ -638,7 +640,7 @@ class RequestCache(Closable):
         self._keep(request)
         self._journal.keep_dict(self._requests)
         self._requests.pop(request, None)
-        request.state, request.place, request.rows = State.ENDED, None, None
+        request.state, request._slot, request.rows = State.ENDED, None, None
         if rows is not None:
             rows.close(self._journal)
 
@@ -699,44 +701,55 @@ class RequestCache(Closable):
                 op="RequestCache",
             )
 
-    def _work(self, stream: Any) -> waits.Work:
+    def _work(self, stream: Any) -> PriorWork:
         """The work on a stream so far."""
-        return waits.Work(stream, self._device)
+        return PriorWork(stream, self._device)
 
-    def _clear(self, request: Request, look: Callable[[int], waits.Look]) -> None:
+    def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
         """Waits, without the lock, for what a call on a request's slot would wait for."""
-        if request.place is not None:
-            self.cache.wait_before(look(request.place))
+        if request._slot is not None:
+            self.cache.wait_before(partial(look, reqid=request._slot))
+
+    def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
+        """Waits, without the lock, for what a request that begins with a prefix would wait for."""
+        look = partial(
+            waits.before_prefix,
+            tokens=prefix.match,
+            leave=0,
+            reader=work_of(stream),
+            namespace=None,
+        )
+        self.cache.wait_before(look)
 
     def _begin(
         self,
         what: str,
         request: Request,
         call: Callable[[int], _T],
-        look: Callable[[int], waits.Look],
+        look: waits.Look,
     ) -> Future[_T]:
         """Queues a call that works on a request, which is busy until the call is over.
 
-        `call` gets the slot, as does `look`, which says what it waits for; -1: it is swapped out.
+        `call` gets the slot; -1: it is swapped out. `look` says what the call waits for.
         """
         self._alone(what)
         before = request.state
 
         def finish() -> _T:
             try:
-                self.cache.wait_before(look(-1 if request.place is None else request.place))
+                self.cache.wait_before(look)
             except BaseException:
                 request.state = before
                 raise
             with self._turns, self._journal:
-                # Both say what it is when the call is broken off, which is not busy.
+                # If the call is broken off, both take the request out of BUSY.
                 self._journal.on_abort(partial(self._settle, request))
                 self._journal.undo(setattr, request, "state", before)
                 if before is State.RUNNING and not self._has(request):
                     self._end(request)
                     request.require(State.RUNNING)
                 try:
-                    return call(-1 if request.place is None else request.place)
+                    return call(-1 if request._slot is None else request._slot)
                 finally:
                     if request.state is State.BUSY:
                         request.state = before

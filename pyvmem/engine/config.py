@@ -48,15 +48,15 @@ __all__ = ["Model", "Policy", "advised", "make_cache"]
 
 _LARGE = 2 << 20
 _WORKLOAD = 200  # synthetic requests; advising on them takes 15 ms
-_MIN_LARGE = 4  # large pages of a full slot's tensor that promotion is worth while for
+_MIN_LARGE = 4  # with fewer large pages in a full slot's tensor, promotion is not worth while
 
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the size of a model's keys and values, on one device.
+    """What determines the size of a model's keys and values, on one device.
 
     Attributes:
-        layers: what each layer keeps, in the model's order; of one at least keys and values.
+        layers: what each layer keeps, in the model's order; at least one has keys and values.
         dtype: of its elements, as in `KVCacheConfig`.
         max_seq_len: the longest sequence that it was made for.
     """
@@ -83,7 +83,7 @@ class Model:
             dtype: of keys and values, which 8-bit ones are alone; None: the configuration's.
 
         Raises:
-            InvalidArgument: an attribute is missing, or a layer keeps what is not known here.
+            InvalidArgument: an attribute is missing, or a layer is of an unknown kind.
         """
         layers = layer_shapes(config)
         found = cls(tuple(layers), dtype_of(config) if dtype is None else dtype, longest_of(config))
@@ -147,13 +147,13 @@ class Policy:
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
-    """The layout that costs a model least, of those that policy and back end allow.
+    """The cheapest layout for a model, of those that policy and back end allow.
 
     For requests of a usual mix of lengths (`pyvmem.layouts.generate`), as far as they fit a slot.
 
     Args:
-        model: its windows, latents and kinds of layers are reckoned with.
-        policy: its `page_size` and `layers_per_tensor`, where given, are not asked.
+        model: its windows, latents and kinds of layers count.
+        policy: its `page_size` and `layers_per_tensor`, where given, are kept.
         info: of the back end: its page sizes, and what a map call costs.
         memory: bytes for keys and values.
 

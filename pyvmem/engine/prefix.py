@@ -22,13 +22,13 @@ __all__ = ["Matcher", "Namespace", "Prefix", "key_of"]
 class Namespace:
     """What rows depend on besides their tokens: an adapter, an image or a tenant.
 
-    Made by `RequestCache.namespace`. Requests of one never begin with rows of another. An owner
-    that is closed leaves its rows to nobody: a later one of the same name is another, so that a
+    Made by `RequestCache.namespace`. Requests of one never begin with rows of another. Once it is
+    closed its rows are not found again: a later namespace of the same name is a new one, so that a
     reloaded adapter does not find what its predecessor computed.
 
     Attributes:
         name: the caller's.
-        generation: counts the owners of that name.
+        generation: counts the namespaces of that name.
         is_open: not closed.
     """
 
@@ -76,7 +76,7 @@ class Prefix(Closable):
 
     Attributes:
         tokens: the whole prompt.
-        namespace: the owner.
+        namespace: the prefix's.
     """
 
     tokens: TokenIds

@@ -40,7 +40,6 @@ class Request:
         length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
         state: see `State`.
-        place: its slot; None where it has none.
         owner: which of the slot's owners it is (`KVCache.owner`): with another, it is not its own.
         rows: what it left in host memory, while it is swapped.
     """
@@ -49,9 +48,9 @@ class Request:
     namespace: Namespace | None = None
     length: int = 0
     state: State = State.RUNNING
-    place: int | None = None
     rows: SwappedRequest | None = None
     owner: int | None = None
+    _slot: int | None = None
 
     @property
     def slot(self) -> int:
@@ -62,8 +61,8 @@ class Request:
                 swapped out.
         """
         self.require(State.RUNNING)
-        assert self.place is not None
-        return self.place
+        assert self._slot is not None
+        return self._slot
 
     def require(self, state: State) -> None:
         """Raises what `slot` raises where the request is in another state."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The one answer of every call that did not find what it needs."""
+"""What every call returns that does not find the memory, slots or mappings it needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Shortage"]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Something is short; nothing changed, except that memory of no request may have been given up.
+    """Something is short; nothing changed, but idle memory may have been reclaimed.
 
-    Every call of `RequestCache` that can be short answers with one of these, and raises nothing.
+    Every call of `RequestCache` that can be short returns one of these, and raises nothing.
     It is true, so ``while short := cache.extend(...):`` preempts until there is enough.
 
     Attributes:
-        needed: bytes of memory that the call needs beside what the requests it names have.
-        available: bytes that it could have had, idle memory that can be reclaimed included.
+        needed: bytes that the call needs beyond what the requests it names have.
+        available: bytes that it could have had, reclaimable memory included.
         limit: bytes that the cache may have in all.
         largest: bytes that the largest request of the call needs in all, were it alone.
         slots: slots that were missing.

@@ -2,26 +2,25 @@
 """Physical memory that several caches share, with a floor and a ceiling each.
 
 Several engines share a budget, each in a thread that calls again as soon as its call returns. With
-`threading.RLock` the one that has just let go takes it again before another has woken up: measured
-on two groups, a call that maps nothing waited for a thousand of another cache's calls.
+`threading.RLock` the thread that has just released it takes it again before another has woken up:
+measured on two groups, a call that maps nothing waited for a thousand of another cache's calls.
 
-What a cache has and what is kept for it, in bytes:
+What a cache has and what is reserved for it, in bytes:
 
     0 ......... floor ......... used ......... ceiling          0 .... used .... floor .... ceiling
-    | kept for it | others may make it     |                    | has  | kept for it |
-    |             | give back what belongs |
-    |             | to no request          |
+    | reserved    | others may reclaim     |                    | has  | reserved    |
+    |             | what no request owns   |
 
 At all times the sum of ``max(used, floor)`` over the caches is at most the budget's total.
 
 One lock serves all caches of a budget, instead of one for each. So a cache that is short can look
-into the others and take from them, nobody can wait in a circle, and whether a call gets its memory
-depends on the sequence of the calls alone. It goes to the first that waits (`Turns`).
+into the others and take from them, there is no deadlock, and whether a call gets its memory
+depends on the sequence of the calls alone. The lock goes to the first waiter (`Turns`).
 
-A call keeps it while it waits for GPU work: a cache's calls may take as long as the GPU work on the
-free slots of another cache. So that work must end without a further call to any cache of the
-budget, as work that is launched does. An `FdEvent` that a thread sets after its next call would
-never be set.
+A call holds it while it waits for GPU work: a cache's calls may take as long as the GPU work on the
+free slots of another cache. That work must therefore end without a further call to any cache of the
+budget, as launched work does. An `FdEvent` that a thread sets after its next call would never be
+set.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _locks: weakref.WeakSet[RLock] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a child, where no thread is left that could release a lock."""
+    """Resets the locks in a child process, where the threads that held them do not exist."""
     for lock in list(_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -104,13 +103,13 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
                 with self._gate:
                     taken.extend(map(self.acquire, (True,)))
             return True
-        except BaseException:  # from outside: who does not get into the block has no lock
+        except BaseException:  # from outside: the block is not entered, so the lock is not held
             if taken:
                 self.release()
             raise
 
 
-_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some, too
+_PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some too
 _HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
 _UNKNOWN = 1 << 62  # a device whose free memory nothing reports
 
@@ -120,7 +119,7 @@ class ShareInfo:
     """One cache of a budget; bytes.
 
     Attributes:
-        floor_bytes: kept for it (`KVCacheConfig.memory_floor`).
+        floor_bytes: reserved for it (`KVCacheConfig.memory_floor`).
         ceiling_bytes: the most that it may have (`KVCacheConfig.memory_limit`).
         used_bytes: physical pages behind it.
     """
@@ -137,7 +136,7 @@ class BudgetStats:
     Attributes:
         total_bytes: of the budget.
         used_bytes: physical pages behind its caches.
-        free_bytes: what neither a cache has nor a floor keeps.
+        free_bytes: neither used by a cache nor reserved by a floor.
         caches: in the order in which they were made.
     """
 
@@ -152,15 +151,15 @@ class Budget(Closable):
 
     A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
     others, `KVCacheConfig.memory_floor`, stay free for them. Where that is not enough, the others
-    give back what belongs to no request (pages of free slots, then recorded prefixes), down to
-    their floors. What a request owns is never taken.
+    give back what no request owns (pages of free slots, then recorded prefixes), down to their
+    floors. What a request owns is never taken.
 
     With a ledger the total is a ceiling: the budget is one engine among those of other processes,
     such as vLLM's, and has what the ledger grants it. A cache that is short posts that in the
     ledger and returns -1 or False as for any shortage: a later call finds what others gave back.
-    When another engine is short, the caches give back what belongs to no request, down to their
-    floors; a thread does so, under the lock, while no cache is called. `vmem top` shows the budget,
-    `vmem limit` lowers its ceiling. `pyvmem.announce` shows one that takes its memory unasked.
+    When another engine is short, the caches give back what no request owns, down to their floors;
+    a thread does so, under the lock, while no cache is called. `vmem top` shows the budget,
+    `vmem limit` lowers its ceiling. `pyvmem.announce` shows an engine that allocates on its own.
 
     Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
 
@@ -168,7 +167,7 @@ class Budget(Closable):
         context: the context that all its caches use; it must outlive them.
         total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
             now, on host all that is available.
-        ledger: of the context's device, the budget's from here on; None: nobody else is asked.
+        ledger: of the context's device, the budget's from here on; None: no other process is asked.
         name: in the ledger; "": pyvmem and the process id.
         floor_bytes: what the other engines of the ledger leave to this one.
 

@@ -15,6 +15,7 @@ import errno
 import operator
 from collections.abc import Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.closing import MustClose
@@ -32,6 +33,7 @@ from pyvmem.kvcache.config import (
     classes_of,
     invalid,
 )
+from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
@@ -48,7 +50,7 @@ from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
 from pyvmem.reservation import Reservation
-from pyvmem.streams import check
+from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +140,7 @@ class GroupView:
             return integrity.snapshot(group)
 
     def drop(self) -> None:
-        """Lets go of the tensors, so that only the caller's own keep the reservation."""
+        """Drops the tensors, so that only the caller's own keep the reservation."""
         self._tensors = []
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
@@ -312,18 +314,17 @@ class KVCache(MustClose):
             manager.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
-        """Gives a request's rows from `length` on up, and the pages that hold nothing else.
+        """Drops a request's rows from `length` on, and the pages that hold nothing else.
 
-        With the length that it has, it gives up what a prefill mapped past its rows for its kernel
-        to read (`KVCacheConfig.overread_rows`): once a prompt is in, that is memory for others.
+        With the request's present length, it drops what a prefill mapped past the rows for its
+        kernel to read (`KVCacheConfig.overread_rows`): once a prompt is in, others can have that.
 
         For tokens that were not accepted (speculative decoding), and for a request that goes back.
-        The only way in which a running request gets shorter: a smaller number in `step` takes
-        nothing away.
+        Nothing else makes a running request shorter: a smaller number in `step` takes nothing away.
 
-        Pages of the request's own stay mapped and belong to nobody: the request has them again
-        when it grows, others when they need them, after the GPU work on `stream` so far. Nothing
-        waits. Shared pages lose the request's reference, and pages outside the device go back; that
+        Pages of the request's own stay mapped without an owner: the request gets them again when it
+        grows, others when they need them, after the GPU work on `stream` so far. Nothing waits.
+        Shared pages lose the request's reference, and pages outside the device go back; that
         waits for the work on `stream`. A page shared with others that `length` lies within is
         copied, since the request may write past its last row.
 
@@ -349,11 +350,11 @@ class KVCache(MustClose):
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_truncate(reqid, length, work),
-            lambda groups: manager.truncate(groups, reqid, length, work.stream),
+            partial(waits.before_truncate, reqid=reqid, length=length, work=work),
+            partial(manager.truncate, reqid=reqid, length=length, work=work),
         )
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -465,16 +466,16 @@ class KVCache(MustClose):
 
         `into` names as many different free reqids, in the order of what is returned.
         """
-        if stream is not None:
-            check(stream)
-        work, number = waits.Work(stream, self._groups[0].device), operator.index(count)
-
-        def call(groups: Sequence[Group]) -> list[int] | None:
-            manager.make_free_alike(groups)
-            return manager.fork_all(groups, reqid, number, length, work.stream, into)
-
-        look = waits.before_fork(reqid, number, length, work, into)
-        return waits.when_clear(self._manager, look, call)
+        work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
+        return waits.when_clear(
+            self._manager,
+            partial(
+                waits.before_fork, reqid=reqid, count=number, length=length, work=work, into=into
+            ),
+            partial(
+                manager.fork_all, reqid=reqid, count=number, length=length, work=work, into=into
+            ),
+        )
 
     # ---- prefixes --------------------------------------------------------------------------------
 
@@ -518,14 +519,14 @@ class KVCache(MustClose):
             NotSupported: as `fork`; layers have a window and `large_page_size`.
             NotRecoverable, VMemError: as `fork`.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_record(reqid, tokens, work, namespace),
+            partial(
+                waits.before_record, reqid=reqid, tokens=tokens, work=work, namespace=namespace
+            ),
             lambda groups: groups[0].prefixes.record(
-                groups[0].slot(reqid), tokens, work.stream, namespace
+                groups[0].slot(reqid), tokens, work, namespace
             ),
         )
 
@@ -537,8 +538,8 @@ class KVCache(MustClose):
         still had the rows before. Elsewhere it is shorter, or nothing.
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
-        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but nobody gets
-        it. Counts as a use of the prefix.
+        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but cannot be
+        reclaimed. Counts as a use of the prefix.
 
         Args:
             tokens: the prompt.
@@ -575,12 +576,15 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        if stream is not None:
-            check(stream)
+        reader = work_of(stream)
         return waits.when_clear(
             self._manager,
-            waits.before_prefix(tokens, leave, stream, namespace),
-            lambda groups: manager.alloc_prefix(groups, tokens, leave, stream, namespace),
+            partial(
+                waits.before_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
+            ),
+            partial(
+                manager.alloc_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
+            ),
         )
 
     def prefix_changes(self) -> list[Change]:
@@ -610,13 +614,11 @@ class KVCache(MustClose):
                 many tokens, which `swap_in` needs for a moment; nothing changed.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_swap_out(reqid, work),
-            lambda groups: manager.swap_out(groups, reqid, work.stream),
+            partial(waits.before_swap_out, reqid=reqid, work=work),
+            partial(manager.swap_out, reqid=reqid, work=work),
         )
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
@@ -634,16 +636,12 @@ class KVCache(MustClose):
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
             VMemError: the driver failed; `swapped` is as before.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
-
-        def call(groups: Sequence[Group]) -> int | None:
-            manager.make_free_alike(groups)
-            return manager.swap_in(groups, swapped, stream)
-
-        look = waits.before_swap_in(getattr(swapped, "seq_len", 0), work)
-        return waits.when_clear(self._manager, look, call)
+        work = PriorWork(stream, self._groups[0].device)
+        return waits.when_clear(
+            self._manager,
+            partial(waits.before_swap_in, length=getattr(swapped, "seq_len", 0), work=work),
+            partial(manager.swap_in, swapped=swapped, stream=stream),
+        )
 
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
@@ -692,15 +690,16 @@ class KVCache(MustClose):
             NotSupported: `compact` is True in a context that is not the cache's own.
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
-        if stream is not None:
-            check(stream)
+        check(stream)
         owner = self._manager
         with self.lock, self.journal:
             self._open()
             before = self.context.stats().slab_bytes
+        if compact:
+            wait_for_device(stream, self._groups[0].device)
         return waits.when_clear(
             owner,
-            waits.before_trim(owner, prefixes, compact, stream),
+            partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact),
             lambda groups: manager.trim(owner, prefixes, compact, stream, before),
         )
 
@@ -731,13 +730,11 @@ class KVCache(MustClose):
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
                 some shapes may have large pages now. In the background: the next `step` raises it.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            waits.before_move(reqid, work, wait=wait),
-            lambda groups: manager.promote(groups, reqid, work.stream, wait=wait),
+            partial(waits.before_move, reqid=reqid, work=work, wait=wait),
+            partial(manager.promote, reqid=reqid, work=work, wait=wait),
         )
 
     def move(
@@ -781,15 +778,14 @@ class KVCache(MustClose):
                 some shapes may have moved and the others not. In the background: the next `step`
                 raises it.
         """
-        if stream is not None:
-            check(stream)
-        work = waits.Work(stream, self._groups[0].device)
+        work = PriorWork(stream, self._groups[0].device)
 
         def call(groups: Sequence[Group]) -> Moved:
             tier = manager.tier_of(groups[0], location, device)
-            return manager.move(groups, reqid, tier, tokens, work.stream, wait=wait)
+            return manager.move(groups, reqid, tier, tokens, work, wait=wait)
 
-        return waits.when_clear(self._manager, waits.before_move(reqid, work, wait=wait), call)
+        look = partial(waits.before_move, reqid=reqid, work=work, wait=wait)
+        return waits.when_clear(self._manager, look, call)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -855,8 +851,8 @@ class KVCache(MustClose):
         """
         waits.when_clear(
             self._manager,
-            waits.before_reclaim(keep) if wait else lambda groups: [],
-            lambda groups: manager.reclaim_free(groups, keep, wait=wait),
+            partial(waits.before_reclaim, keep=keep) if wait else lambda groups: [],
+            partial(manager.reclaim_free, keep=keep, wait=wait),
         )
 
     def capacity(self, reqid: int) -> int:
@@ -953,15 +949,15 @@ class KVCache(MustClose):
         """Waits, without the lock, for what a call would wait for; `look`: of which call.
 
         A call waits so by itself. Within `lock` it would wait with it: who makes several calls one
-        asks first, as ``cache.wait_before(waits.before_fork(...))`` (`pyvmem.kvcache.waits`).
+        asks first: ``cache.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
         """
         waits.clear(self._manager, look)
 
     def owner(self, reqid: int) -> int | None:
         """Which of its owners a slot has, a number that it never had before; None: it is free.
 
-        With `owners` and `seq_len`, for whoever keeps records of requests beside the cache: they
-        read numbers and nothing else, also while the `journal` settles an interrupted call.
+        With `owners` and `seq_len`, for callers that keep records of requests beside the cache: they
+        only read numbers, even while the `journal` settles an interrupted call.
         """
         return self.owners([reqid])[0]
 
@@ -981,7 +977,7 @@ class KVCache(MustClose):
             InvalidArgument: no such slot.
         """
         with self.lock, self.journal:
-            return self._open()[0].any_slot(reqid).active
+            return self._open()[0].slot(reqid, taken=False).active
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -1034,8 +1030,7 @@ class KVCache(MustClose):
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
-        self._only("layout")
-        return self.caches[0].layout
+        return self._only("layout").layout
 
     @property
     def budget(self) -> Budget | None:
@@ -1053,16 +1048,15 @@ class KVCache(MustClose):
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
-        self._only("reservation")
-        return self.caches[0].reservation
+        return self._only("reservation").parts.reservation
 
     @property
     def safe_overread(self) -> bool:
         """Whether rows without memory read as zeros, also while memory grows beside the reader.
 
-        With `KVCacheConfig.sparse` and a back end on which a page takes the place of the zeros in
-        one step (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone,
-        where they take the place of small ones in one step, too.
+        With `KVCacheConfig.sparse` and a back end on which a page replaces the zeros in one step
+        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone, where
+        they replace small ones in one step, too.
         """
         return all(view.safe_overread for view in self.caches)
 

@@ -117,12 +117,12 @@ class Failure:
 
     @property
     def status(self) -> int:
-        """A number whose maximum over the ranks names one; 0 stands for no failure."""
+        """A number whose maximum over the ranks names a failed one; 0: no failure."""
         return (self.rank + 1) * _ERRNOS + self.code
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure | None:
-        """What a maximum of `status` stands for."""
+        """What a maximum of `status` means."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
 
     def error(self) -> VMemError:
@@ -191,7 +191,7 @@ class LockstepTable(SlotTable):
         return free.at(-1) if free.entries[-1][0] else free.at(0)
 
     def emptiest(self, count: int) -> list[Slot]:
-        """The free slots that were freed first; whoever takes them waits until they are empty."""
+        """The free slots that were freed first; to take them is to wait until they are empty."""
         return list(islice(self.free, count))
 
     def reset_order(self) -> None:
@@ -408,7 +408,7 @@ class ParallelKVCache(MustClose):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Gives back what other ranks could not match, and makes the cache over the rest."""
+        """Gives back memory that other ranks could not match, and makes the cache over the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -427,7 +427,7 @@ class ParallelKVCache(MustClose):
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Calls, and keeps the answer, or the failure."""
+        """Makes a call, and notes its answer or failure."""
         with self.lock, self.journal:
             group = self._open()
             name = method.__name__
@@ -455,7 +455,7 @@ class ParallelKVCache(MustClose):
         self._failure = Failure.of(self._ranks.rank, error, where)
 
     def _open(self) -> Group:
-        """The group, for a call that holds the lock; raises what keeps this rank from calls."""
+        """The group, for a call that holds the lock; raises if this rank can make none."""
         if not self._closed and self._failure is not None:
             raise self._failure.error()
         if not self._closed and self._crowded:
@@ -504,7 +504,7 @@ class ParallelKVCache(MustClose):
 
         Raises:
             TooManyMappings: a rank had none left for the last `step`, which every rank has taken
-                back: it is as if it had said -1. What no request owns was given up.
+                back: it is as if it had said -1. What no request owns was unmapped.
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the calls or the answers of the ranks differ; likewise.
         """
@@ -626,7 +626,7 @@ class ParallelKVCache(MustClose):
             return 0
 
     def _take_back(self) -> None:
-        """Makes the last step undone: requests have the rows, and the pages, of before.
+        """Undoes the last step: requests have their earlier rows and pages.
 
         All that no request owns goes, recorded prefixes included: a rank that could step may have
         evicted some for it, and one that could not has not.

@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import select
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
 from pyvmem.streams import (
     FdEvent,
     Kind,
+    Work,
     core_stream,
     has_cuda,
     refuse_captured,
@@ -25,7 +27,11 @@ from pyvmem.streams import (
     work_of,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
+    "PriorWork",
     "is_over",
     "order_after",
     "order_ticket",
@@ -54,7 +60,7 @@ class _HeldFd(FdEvent):
 
 
 def record(stream: Any, device: int | None) -> Any:
-    """An event for all work so far on `stream`; None when there is no such work to wait for.
+    """An event for all work so far on `stream`; None where there is none to wait for.
 
     Args:
         stream: what names GPU work (streams.py); of None and of streams nothing on a host context.
@@ -64,23 +70,80 @@ def record(stream: Any, device: int | None) -> Any:
         NotGpuWork: it names no GPU work. InvalidArgument: the stream is being captured. BadHandle:
             the descriptor is closed.
     """
-    work = work_of(stream)
-    if work.kind is Kind.FD:
-        return _HeldFd(work.handle)
-    if device is None:
-        return None  # the CPU's own work is over when it calls
-    if work.kind is Kind.EVENT:
-        return stream
-    if work.library == "cuda.core":
-        refuse_captured(stream, device)
-        return stream.record()
-    import torch
+    return PriorWork(stream, device).record()
 
-    if work.kind is Kind.CURRENT and not has_cuda(torch):
-        return None  # a torch for the CPU has no GPU work
-    found = torch_stream(work, device)
-    refuse_captured_handle(found.cuda_stream)
-    return found.record_event()
+
+class PriorWork:
+    """The caller's work before a call: classified when the call gets it, and recorded once.
+
+    Args:
+        stream: as the call got it: what names GPU work (streams.py); one of these is returned as
+            it is.
+        device: CUDA ordinal of the cache, None on host.
+
+    Attributes:
+        over: known to be; on host all is but an `FdEvent`'s.
+
+    Raises:
+        NotGpuWork: it names no GPU work.
+    """
+
+    __slots__ = ("_device", "_event", "_work", "over")
+
+    _work: Work
+    _device: int | None
+    _event: Any
+    over: bool
+
+    def __new__(cls, stream: Any, device: int | None) -> Self:
+        """`stream` as `PriorWork`, which it may be: callers in layers make one together."""
+        if isinstance(stream, cls):
+            return stream
+        self = super().__new__(cls)
+        self._work, self._device, self._event = work_of(stream), device, None
+        self.over = device is None and self._work.kind is not Kind.FD
+        return self
+
+    def record(self) -> Any:
+        """The event for it, which stays the same; None where it is over.
+
+        Raises:
+            InvalidArgument: the stream is being captured. BadHandle: the descriptor is closed.
+        """
+        if self.over or self._event is not None:
+            return None if self.over else self._event
+        work, device = self._work, self._device
+        if work.kind is Kind.FD:
+            self._event = _HeldFd(work.handle)
+            return self._event
+        assert device is not None, "on host all other work is over"
+        if work.kind is Kind.EVENT:
+            self._event = work.source
+        elif work.library == "cuda.core":
+            refuse_captured(work.source, device)
+            self._event = work.source.record()
+        else:
+            import torch
+
+            if work.kind is Kind.CURRENT and not has_cuda(torch):
+                self.over = True  # a torch for the CPU has no GPU work
+                return None
+            found = torch_stream(work, device)
+            refuse_captured_handle(found.cuda_stream)
+            self._event = found.record_event()
+        return self._event
+
+    def pending(self) -> list[Callable[[], None]]:
+        """How to wait for it; empty where it is over."""
+        event = self.record()
+        self.over = event is None or is_over(event)
+        return [] if self.over else [self.wait]
+
+    def wait(self) -> None:
+        """Returns when it is over."""
+        if not self.over:
+            wait_for(self.record() if self._event is None else self._event)
+            self.over = True
 
 
 def is_over(event: Any) -> bool:

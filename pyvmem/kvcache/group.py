@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One group of equal layers: what it is made of, its slots taken and given back, pages shared."""
+"""One group of equal layers: its parts, how its slots are taken, freed and share pages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Parts:
 def make_parts(
     config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Reserves the addresses, which the journal gives back where no group comes of it."""
+    """Reserves the addresses; the journal gives them back if no group is made."""
     info = context.info
     page_size = config.page_size or info.granule
     large = config.large_page_size
@@ -85,7 +85,7 @@ def make_parts(
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
-    journal.hold(reservation)
+    journal.held.append(reservation)
     context.reserve(
         layout.total_bytes,
         into=reservation,
@@ -186,7 +186,7 @@ class Group:
             self.window = Window(self.reclaimer, self.mover, config, unit, release)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window)
-        # Pages per tensor, by slot and owner, that `step_async` left to a later call.
+        # By slot, its owner and the pages per tensor that `step_async` left to a later call.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False
         self.rested: list[Any] = []
@@ -226,9 +226,6 @@ class Group:
 
     def owns(self, held: object) -> bool:
         """See `Recoverable.owns`."""
-        for block in self.reclaimer.shared.blocks:
-            if held is block.handle:
-                return True
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)
 
     def failed(self, error: VMemError) -> None:
@@ -237,23 +234,20 @@ class Group:
 
     # ---- numbers from outside --------------------------------------------------------------------
 
-    def slot(self, reqid: int) -> Slot:
-        """The slot of a taken reqid."""
-        slot = self.any_slot(reqid)
-        if not slot.active:
-            raise invalid(f"reqid {slot.index} is not taken")
-        return slot
-
-    def any_slot(self, reqid: int) -> Slot:
-        """A slot by its number."""
-        index, last = operator.index(reqid), len(self.table.slots) - 1
-        if not 0 <= index <= last:
+    def slot(self, reqid: int, *, taken: bool = True) -> Slot:
+        """A slot by its number, which a request has, with `taken`; else InvalidArgument."""
+        slots, index = self.table.slots, operator.index(reqid)
+        if not 0 <= index < len(slots):
+            last = len(slots) - 1
             raise invalid(f"reqid {index} is not between 0 and {last}", limit=last)
-        return self.table.slots[index]
+        slot = slots[index]
+        if taken and not slot.active:
+            raise invalid(f"reqid {index} is not taken")
+        return slot
 
     def free_slot(self, reqid: int) -> Slot:
         """A free slot by its number; raises InvalidArgument where it cannot be taken."""
-        slot = self.any_slot(reqid)
+        slot = self.slot(reqid, taken=False)
         if slot.active:
             raise invalid(f"reqid {slot.index} is taken")
         if slot.broken:
@@ -271,7 +265,7 @@ class Group:
         return self.table.best_fit(pages or max(1, self._eager_pages))
 
     def check_back(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument where what a request holds cannot be made that of fewer tokens."""
+        """Raises InvalidArgument where a request cannot go back to so few tokens."""
         if self.window is not None:
             self.window.check(slot, length)
         held = self.rows[slot.index]
@@ -294,12 +288,12 @@ class Group:
         self.table.take(slot)
 
     def activity(self) -> tuple[int, int, int, int]:
-        """Something else after every call that takes, gives back or steps a request."""
+        """Differs after every call that takes, frees or steps a request."""
         counters = self.counters
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def rest(self, stream: Any) -> None:
-        """No request is named by the last step; `stream`: of the work so far."""
+        """Notes that the last step named no request; `stream`: of the work so far."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.rested = [] if event is None else [event]
         self.named = False
@@ -316,7 +310,7 @@ class Group:
         if self.window is not None:
             self.window.forget(slot)
         if slot.span.pages and not slot.stale:
-            self.reclaimer.shared.unuse(slot.span)
+            self.reclaimer.shared.use(slot.span, end=True)
         if slot.pins:
             self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
@@ -337,7 +331,7 @@ class Group:
         rows[index] = length
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
-        """Lets a request hold its first `length` rows and the pages of these alone.
+        """Leaves a request only its first `length` rows and their pages.
 
         `event`: the GPU work that may still touch the others. The slot has no batch in flight.
         """
@@ -353,14 +347,13 @@ class Group:
     def rows(self) -> array[int]:
         """Tokens whose rows every slot holds; 0 for free slots.
 
-        They grow with `step`, and shrink only where the request gives them up: `truncate`, the end
-        of the request.
+        They grow with `step`, and shrink only by `truncate` and at the end of the request.
         """
         return self.pager.columns.held
 
     @property
     def has_batches(self) -> bool:
-        """Whether a batch over the group's addresses is not noted as finished."""
+        """Whether a batch over the group's addresses may be in flight."""
         return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
@@ -426,7 +419,7 @@ class Group:
         return sum(high - low for _, ranges in found for low, high in ranges), slots
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
-        """The owner's pages [low, high) that do not lie in the device and are its alone."""
+        """The owner's unshared pages [low, high) outside the device."""
         stretches = slot.places.stretches(slot.shared, slot.granted)
         return [(low, high) for low, high, kind in stretches if kind.away]
 
@@ -436,7 +429,7 @@ class Group:
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
     def note_peaks(self) -> None:
-        """Keeps the highest use and waste so far."""
+        """Updates the peaks of use and waste."""
         counters = self.counters
         pages, used = self._use()
         wasted = pages * self.layout.page_size - used
@@ -496,7 +489,7 @@ class Group:
         head = parent.head
         low = head + parent.span.pages
         own = sharing.handles(parent, low, full) if low < full else []
-        # A request that was forked at many lengths has as many parts; one handle is of all.
+        # A request that was forked at many lengths has as many parts; one handle covers all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
         whole = sharing.handles(parent, head, full) if many else []
         ops = sharing.batch(len(own) + len(slots) * (max(_FEW_PARTS, len(whole)) + 3))
@@ -522,8 +515,7 @@ class Group:
                 if pages > full:
                     pager.copy_tail(ops, job, full, goals, parent, nbytes, large=large)
                 if pages:
-                    with self.counters.waiting():
-                        change.run(ops)
+                    change.run(ops, waits=self.counters.waits)
         except NotRecoverable as error:
             pieces = [(slot, head, goal) for slot, goal in zip(slots, goals, strict=True)]
             reclaimer.mark_broken([*pieces, (parent, low, full)])
@@ -543,7 +535,7 @@ class Group:
         self.journal.on_abort(free)
 
     def detach(self, slots: Sequence[Slot]) -> None:
-        """Undoes `attach`, and what was grown since: frees the slots and waits until they are."""
+        """Undoes `attach` and any growth since: frees the slots and waits until they are free."""
         for slot in slots:
             with suppress(VMemError):
                 self.pager.release(slot)
@@ -596,7 +588,7 @@ class Group:
 
     @contextmanager
     def _reading(self, block: Block, page: int) -> Iterator[int]:
-        """Addresses of one large page of a block, tensor after tensor, for as long as inside."""
+        """Maps one large page of a block at addresses, tensor after tensor, inside the ``with``."""
         layout = self.layout
         size = block.kind.unit * layout.page_size
         addresses = self.scratch.take(size * layout.num_tensors)
@@ -618,14 +610,14 @@ class Group:
         self.scratch.give_mapped(addresses, size * layout.num_tensors)
 
     def keep(self, slot: Slot, first: int) -> None:
-        """Keeps what a freed slot shares mapped, read-only, for a request that begins with it.
+        """Keeps a freed slot's shared pages mapped, read-only, for a request that begins with them.
 
-        Not where nothing tells when that is done (ranks), where pages are not to stay, where other
-        pages make the slot stale, too, and where mappings run out before memory.
+        Not on ranks, which could not agree when that is done, not where policy keeps no pages, not
+        where other pages make the slot stale, too, and not where mappings run out before memory.
 
         Args:
             slot: freed in this call, whose shared pages are recorded.
-            first: its shared pages from this one on were its own until now, and can be written.
+            first: its shared pages from this one on were its own until now, and are writable.
         """
         runs, span = self.pager.runs, slot.span
         if (
@@ -646,7 +638,7 @@ class Group:
         self.reclaimer.try_keep(slot, ops)
 
     def resume(self, slot: Slot, span: Span) -> None:
-        """Takes a kept slot, and maps what of the span is missing there; see `Sharing.begins`."""
+        """Takes a kept slot and maps what it lacks of the span; see `Sharing.begins`."""
         have, head = slot.span.pages, slot.head
         end = head + span.pages
         self._free_on_abort([slot])

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class IntegrityError(VMemError):
-    """The cache's records contradict each other or the context: an error of this package.
+    """The cache's records contradict each other or the context: a bug in this package.
 
     Attributes:
         found: every contradiction, in words.
@@ -126,7 +126,7 @@ def stats(group: Group) -> CacheStats:
 
 
 def _large(group: Group) -> int:
-    """Small pages per tensor that large pages of the device stand for, shared ones once."""
+    """Small pages per tensor in large pages of the device, shared ones once."""
     if not group.layout.large_pages:
         return 0
     own = sum(

@@ -8,14 +8,14 @@ and in the context. So while a call runs, the journal holds, oldest first:
     undo    how to take one change of the records back; harmless when done twice
     act     a call of the context, with its outcome; the records before it say what is true when it
             happens: *intent first*, then the act
-    abort   what takes back a part of the call that is complete by itself, such as a slot taken
+    abort   how to take back a part of the call that is complete by itself, such as a slot taken
 
     | undo undo ACT undo ABORT undo undo ACT undo |
                                          ^ did not happen: all is undone back to the first ACT,
                                            which did; then what the aborts before it say is done
 
-What was interrupted is settled at once where the exception passes, and otherwise by the next call:
-`Journal.recover` may itself be interrupted at any point; it begins again where it was.
+What was interrupted is settled while the exception propagates, or else by the next call:
+`Journal.recover` may itself be interrupted at any point, and then goes on where it was.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Journaled:
 
 
 class Watched(Journaled):
-    """A `Journaled` that puts itself into a set when it changes: for an index to be kept right.
+    """A `Journaled` that puts itself into a set when it changes, so that an index can follow.
 
     What an undo changes is not noted.
     """
@@ -142,13 +142,15 @@ class Journal:
 
     Attributes:
         entries: see the module; `Journaled` appends to it.
+        held: handles and reservations that the call makes, each appended before it is made. What
+            the records do not name when the call ends is given back.
         recoverables: what recovers, one for each cache.
     """
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.recoverables: list[Recoverable] = []
-        self._held: list[Made] = []  # made by the call, and perhaps without an owner
+        self.held: list[Made] = []
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # of the call under way, or not settled yet
 
@@ -202,10 +204,10 @@ class Journal:
         self.entries.append(_Abort(run, final=True))
         run()
 
-    def hold(self, made: Made) -> None:
-        """Notes a handle or reservation about to be made; unless the records name it when the call
-        ends, it is given back."""
-        self._held.append(made)
+    def named(self, made: Made) -> None:
+        """Takes out of `held` what the records name from here on, unless they are undone."""
+        self.entries.append((self.held.append, made))
+        self.held.remove(made)
 
     def mark(self) -> int:
         """Where the journal is, for `rollback`."""
@@ -219,13 +221,14 @@ class Journal:
 
     # ---- around a call ---------------------------------------------------------------------------
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> bool:
+        """Begins a section; False within another one, which this is a part of."""
         if self._caller is not None:
             if _is_running(self._caller):
-                return self  # a finalizer's call in the middle of another
+                return False
             self.recover()  # its end was interrupted, perhaps where counts were made again
         self._caller = sys._getframe(1)
-        return self
+        return True
 
     def __exit__(
         self,
@@ -237,7 +240,7 @@ class Journal:
             return
         if kind is None or issubclass(kind, VMemError):
             self.entries.clear()
-            if self._held:
+            if self.held:
                 self._give_back()
         else:
             self.recover()
@@ -277,15 +280,15 @@ class Journal:
 
     def _give_back(self) -> None:
         """Drops what the call made and the records do not name."""
-        while self._held:
-            made = self._held[-1]
+        while self.held:
+            made = self.held[-1]
             for owner in self.recoverables:
                 if owner.owns(made):
                     break
             else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
-            self._held.pop()
+            self.held.pop()
 
 
 def put_all(owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:

@@ -35,7 +35,7 @@ from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.info import Location
 from pyvmem.kvcache.budget import Budget, cache_lock
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import prune, record, wait_for, wait_for_device
+from pyvmem.kvcache.events import PriorWork, prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
@@ -43,7 +43,7 @@ from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
-from pyvmem.streams import device_ordinal
+from pyvmem.streams import Work, device_ordinal
 
 if TYPE_CHECKING:
     from pyvmem.reservation import Reservation
@@ -168,7 +168,7 @@ class Manager:
             self._make(self._configs, self._table)
 
     def abandon(self) -> None:
-        """Gives back what `make` has made, where an exception leaves nobody who knows of it."""
+        """Gives back what `make` has made, after an exception."""
         if hasattr(self, "context"):
             with self.lock, self.journal:
                 self.journal.must(self._give_back)
@@ -248,7 +248,7 @@ class Manager:
 def _check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
-    """Raises InvalidArgument where memory is given twice, or for nothing."""
+    """Raises InvalidArgument for memory limits that conflict or have no effect."""
     if whole.max_mappings and (context is not None or budget is not None):
         raise invalid(f"max_mappings {whole.max_mappings}: the context is given, and has its own")
     if budget is None:
@@ -265,7 +265,7 @@ def _check_memory(
 
 
 def make_free_alike(groups: Sequence[Group]) -> None:
-    """Notes what is free by now; a slot that is broken in one group is used in none."""
+    """Polls what is in flight, and retires a slot in all groups once it is broken in one."""
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -428,7 +428,7 @@ def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[in
         _settle(group, stream)
         if short:
             rows, total, short = pager.scan(seq_lens)
-    if group.mover.moves or group.mover.given_up:
+    if group.mover.moves or group.mover.cancelled:
         group.mover.step(stream)
     if reclaimer.unmaps:
         reclaimer.poll()
@@ -672,7 +672,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     engines = [] if share is None else share.engines()
     texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]
     if len(caches) == 1 and not engines:
-        texts.append("nobody else is known who could give way")
+        texts.append("no other holder is known")
     return f"of {total} in the context, " + ", ".join(texts)
 
 
@@ -754,7 +754,7 @@ def fork(
     reqid: int,
     count: int,
     length: int | None,
-    stream: Any,
+    work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
     """See `KVCache.fork_many`."""
@@ -771,7 +771,7 @@ def fork(
         )
     chosen = None if into is None else _chosen(group, count, into)
     if group.mover.moves:
-        group.mover.finish(parent, stream)
+        group.mover.finish(parent, work)
     if parent.job is not None or parent.mapped > parent.granted:
         pager.release(parent)
     nbytes = layout.bytes_for(rows)
@@ -789,31 +789,13 @@ def fork(
         raise
     if slots is None or not (new_pages <= group.reclaimer.free or pager.have(new_pages)):
         return None
-    if nbytes > (parent.head + parent.span.pages) * layout.page_size:
-        event = record(stream, group.device)
-        if event is not None:
-            wait_for(event)
-    if not _fork(group, parent, slots, full, pages, nbytes):
-        return None
-    pins = parent.pins
-    for slot in slots:
-        if pins and slot.span.pages:
-            slot.pins = group.prefixes.pin_again(pins)
-        group.enter(slot, rows)
-    group.note_peaks()
-    return list(map(attrgetter("index"), slots))
-
-
-def _fork(
-    group: Group, parent: Slot, slots: Sequence[Slot], full: int, pages: int, nbytes: int
-) -> bool:
-    """`Group.fork`; where that finds too little, pages of no request go. False: too few."""
-    new_pages = (pages - full) * len(slots) * group.layout.num_tensors
-    ahead, large = True, group.layout.large_pages > 0
+    if not work.over and nbytes > (parent.head + parent.span.pages) * layout.page_size:
+        work.wait()
+    ahead, large = True, layout.large_pages > 0
     while True:
         try:
             group.fork(parent, slots, full, pages, nbytes, ahead=ahead, large=large)
-            return True
+            break
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if ahead:  # perhaps it wanted more than it must have
                 ahead = False
@@ -824,12 +806,19 @@ def _fork(
                 large = False  # small pages may fit where no large one does
                 continue
             if isinstance(error, TooManyMappings):
-                more = group.pager.fewer_mappings(new_pages, {})
+                more = pager.fewer_mappings(new_pages, {})
             else:
                 more = new_pages > 0 and group.reclaimer.make_room(new_pages, {})
             if not more:
                 group.reclaimer.raise_errors()
-                return False
+                return None
+    pins = parent.pins
+    for slot in slots:
+        if pins and slot.span.pages:
+            slot.pins = group.prefixes.pin_again(pins)
+        group.enter(slot, rows)
+    group.note_peaks()
+    return list(map(attrgetter("index"), slots))
 
 
 def _chosen(group: Group, count: int, into: Sequence[int]) -> list[Slot]:
@@ -890,14 +879,14 @@ def _matches(
 
 
 def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
-    """Physical pages that requests of so many each need beside those of their prefixes."""
+    """Physical pages that requests of so many pages each need beyond their prefixes'."""
     kept = group.prefixes.kept_pages
     pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
     return pages * group.layout.num_tensors
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Whether requests of so many pages in each cache find mappings of the context they share."""
+    """Whether the context has mappings for requests of so many pages in each group."""
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -907,7 +896,7 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 
 def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
-    """Whether what each cache can have alone they can have at once, of their budget."""
+    """Whether the groups' budget has room for all of them at once, not only for each alone."""
     share = groups[0].reclaimer.share
     assert share is not None
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
@@ -998,10 +987,11 @@ def fork_all(
     reqid: int,
     count: int,
     length: int | None,
-    stream: Any,
+    work: PriorWork,
     into: Sequence[int] | None = None,
 ) -> list[int] | None:
     """`fork` in every group or in none; the first one chooses the slots, unless `into` does."""
+    make_free_alike(groups)
     for group in groups:
         group.sharing.require(FORK, "fork")
         if length is not None:
@@ -1015,7 +1005,7 @@ def fork_all(
 
     try:
         for group in groups:
-            forked = fork(group, reqid, count, length, stream, into)
+            forked = fork(group, reqid, count, length, work, into)
             if forked is None:
                 detach()
                 break
@@ -1063,7 +1053,7 @@ def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     return Tier(place, ordinal)
 
 
-def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> int:
+def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> int:
     """See `KVCache.promote`."""
     done = 0
     slots = [group.slot(reqid) for group in groups]
@@ -1073,7 +1063,7 @@ def promote(groups: Sequence[Group], reqid: int, stream: Any, *, wait: bool) -> 
         if group.promoter is None:  # a state: it is written all the time
             continue
         group.mover.sweep()
-        done += group.promoter.promote(slot, group.rows[slot.index], stream, wait=wait)
+        done += group.promoter.promote(slot, group.rows[slot.index], work, wait=wait)
     return done
 
 
@@ -1082,7 +1072,7 @@ def move(
     reqid: int,
     tier: Tier,
     tokens: Sequence[int] | None,
-    stream: Any,
+    work: PriorWork,
     *,
     wait: bool,
 ) -> Moved:
@@ -1090,28 +1080,28 @@ def move(
     both = [(group, group.slot(reqid)) for group in groups]
     for group, slot in both:
         group.mover.sweep()
-        group.mover.finish(slot, stream)
+        group.mover.finish(slot, work)
         group.pager.release(slot)
     begun: list[tuple[Group, Slot]] = []
 
-    def give_up() -> None:
+    def cancel() -> None:
         for group, slot in begun:
             group.mover.abandon(slot)
 
-    groups[0].journal.on_abort(give_up)
+    groups[0].journal.on_abort(cancel)
     moved = []
     try:
         for group, slot in both:
             begun.append((group, slot))
-            moved.append(_begin_move(groups, group, slot, tier, tokens, stream, wait=wait))
+            moved.append(_begin_move(groups, group, slot, tier, tokens, work, wait=wait))
     except VMemError:
-        give_up()
+        cancel()
         raise
     begun.clear()  # from here on an interruption leaves the rest to the next step
     if wait:
         try:
             for group, slot in both:
-                group.mover.finish(slot, stream)
+                group.mover.finish(slot, work)
         except VMemError:
             for group, slot in both:
                 group.mover.abandon(slot)
@@ -1125,7 +1115,7 @@ def _begin_move(
     slot: Slot,
     tier: Tier,
     tokens: Sequence[int] | None,
-    stream: Any,
+    work: PriorWork,
     *,
     wait: bool,
 ) -> Moved:
@@ -1143,7 +1133,7 @@ def _begin_move(
         return Moved(0, shared)
     pages = sum(last - first for first, last, _ in wanted) * tensors
     _make_tier_room(groups, group, tier, pages)
-    event = record(stream, group.device)
+    event = work.record()
     after = [] if event is None else [event]
     try:
         group.mover.begin(Move(slot, wanted), after, background=not wait)
@@ -1158,7 +1148,7 @@ def _begin_move(
 def _pages_of(
     group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
 ) -> tuple[int, int]:
-    """The pages that hold rows of these tokens alone, none of them split."""
+    """The pages that hold only rows of these tokens; no large page is split."""
     layout, held = group.layout, group.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
@@ -1215,7 +1205,7 @@ def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:
 
 
 def alloc_prefix(
-    groups: Sequence[Group], tokens: Any, leave: int, stream: Any, namespace: Hashable
+    groups: Sequence[Group], tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> tuple[int, int] | None:
     """See `KVCache.alloc_prefix`."""
     make_free_alike(groups)
@@ -1231,7 +1221,7 @@ def alloc_prefix(
             slots = kept or empty_slots(groups)
         if slots is None:
             reqid = alloc(groups, length)
-        elif _begin_with(groups, match, spans, slots, stream, goes_on=kept is not None):
+        elif _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None):
             reqid = slots[0].index
             for group in groups:
                 group.prepare()
@@ -1246,7 +1236,7 @@ def _begin_with(
     match: PrefixMatch,
     spans: Sequence[Span],
     slots: Sequence[Slot],
-    stream: Any,
+    reader: Work,
     *,
     goes_on: bool,
 ) -> bool:
@@ -1257,7 +1247,7 @@ def _begin_with(
         match: the match.
         spans: its pages in each group.
         slots: those that the request gets in each.
-        stream: the work that will read the pages.
+        reader: the work that will read the pages.
         goes_on: the slots have the first of these pages, or all.
 
     Returns:
@@ -1266,13 +1256,13 @@ def _begin_with(
     prefixes, resumed = groups[0].prefixes, goes_on
     taken: list[tuple[Group, Slot]] = []
 
-    def let_be() -> None:
+    def detach() -> None:
         for group, slot in taken:
             group.detach([slot])
 
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
-            group.sharing.order_after_writers(span, stream)
+            group.sharing.order_after_writers(span, reader)
             if goes_on:
                 resumed &= slot.span.pages == span.pages
                 group.resume(slot, span)
@@ -1282,12 +1272,12 @@ def _begin_with(
                     break
             taken.append((group, slot))
     except VMemError as error:
-        let_be()
+        detach()
         if groups[0].sharing.is_shortage(error):
             return False
         raise
     if len(taken) < len(groups):
-        let_be()
+        detach()
         return False
     groups[0].counters.resumed += resumed
     prefixes.hand_over(match, slots[0])
@@ -1324,8 +1314,8 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
 def empty_slots(groups: Sequence[Group]) -> list[Slot] | None:
     """The free slot that is soonest without a page, in every group; None: there is none.
 
-    Nor where an earlier owner's GPU work would be waited for. Ranks wait: how far that work is may
-    differ.
+    None, too, where it would have to wait for an earlier owner's GPU work. Ranks do wait, since the
+    progress of that work may differ between them.
     """
     found = groups[0].table.emptiest(1)
     if not found:
@@ -1388,7 +1378,7 @@ class SwappedRequest(Closable):
 
 
 def _host_memory(size: int, device: int | None) -> memoryview:
-    """Host memory that a GPU copies to at full speed, where there is one."""
+    """Host memory, pinned where there is a GPU."""
     if device is not None and size:
         import torch
 
@@ -1406,7 +1396,7 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
     return size, [slot.addr + layout.offset(0, head, one) for one in tensors]
 
 
-def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest:
+def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
     """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
     for group in groups:
         group.sharing.require(SWAP, "swap_out")
@@ -1425,7 +1415,7 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
         _host_memory(size * group.layout.num_tensors, group.device)
         for group, (size, _) in zip(groups, pieces, strict=True)
     ]
-    wait_for(record(stream, groups[0].device))
+    work.wait()
     for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
         for tensor, address in enumerate(addresses):
             group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
@@ -1439,7 +1429,7 @@ def swap_out(groups: Sequence[Group], reqid: int, stream: Any) -> SwappedRequest
 
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
-    """Raises OutOfMemory where a request could not come back: that takes all pages for a moment."""
+    """Raises OutOfMemory if a request could never come back: that takes all its pages at once."""
     needed = held = 0
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
@@ -1459,7 +1449,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
 
 
 def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
-    """Undoes a `swap_out` whose result nobody received. Idempotent."""
+    """Undoes a `swap_out` whose result its caller never got. Idempotent."""
     slot = groups[0].table[reqid]
     if swapped.is_open and not slot.active:
         swap_in(groups, swapped, None, into=reqid)
@@ -1481,7 +1471,11 @@ def swap_in(
     if swapped._groups != tuple(groups):
         raise invalid(f"{swapped!r} is another cache's")
     length = swapped.seq_len
-    found = groups[0].fit(length) if into is None else groups[0].table[into]
+    if into is None:
+        make_free_alike(groups)
+        found = groups[0].fit(length)
+    else:
+        found = groups[0].table[into]
     if found is None:
         return None
     slots = [group.table[found.index] for group in groups]
@@ -1504,7 +1498,7 @@ def swap_in(
             return None
         for group in groups:
             group.pager.settle(stream)
-        # Zero-fills, and earlier owners' work where nothing is filled.
+        # Zero-fills, and earlier owners' work where nothing is filled: ordered before it just now.
         wait_for(record(stream, groups[0].device))
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
@@ -1526,7 +1520,7 @@ def swap_in(
 # ---- fewer rows ----------------------------------------------------------------------------------
 
 
-def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> int:
+def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """See `KVCache.truncate`; of several caches with the same requests, all or none."""
     slots = [group.slot(reqid) for group in groups]
     rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
@@ -1535,21 +1529,20 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, stream: Any) -> i
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
     if rows == held:
-        _give_back_overread(list(zip(groups, slots, strict=True)), rows, stream)
+        _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
         return 0
     for group, slot in zip(groups, slots, strict=True):
         page = group.layout.bytes_for(rows) // group.layout.page_size
-        group.mover.shorten(slot, page, stream)
+        group.mover.shorten(slot, page, work)
     each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
     if any(one.unmaps for one in each):
         for one in each:
             one.group.pager.release(one.slot)
         each = [Truncation.of(one.group, one.slot, rows) for one in each]
-        wait_for(record(stream, groups[0].device))
-        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows)):
+        work.wait()
+        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows, work)):
             return -1
-        stream = None  # the work on it is over
-    _shorten(each, stream)
+    _shorten(each, work)
     return 0
 
 
@@ -1560,13 +1553,13 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
 
 
-def _shorten(each: Sequence[Truncation], stream: Any) -> None:
+def _shorten(each: Sequence[Truncation], work: PriorWork) -> None:
     """Notes the truncation in the records of every group, then unmaps what policy does not keep.
 
-    `stream`: of the last work on the rows.
+    `work`: the last work on the rows.
     """
     disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    event = record(stream, disowned[0].group.device) if disowned else None
+    event = work.record() if disowned else None
     for one in disowned:
         group, slot = one.group, one.slot
         group.pager.shrink(slot, one.keep)
@@ -1584,10 +1577,10 @@ def _shorten(each: Sequence[Truncation], stream: Any) -> None:
             one.group.reclaimer.try_unmap(one.slot, one.keep)
 
 
-def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: Any) -> None:
-    """Gives up the pages that a prefill's kernel might read past the request's rows.
+def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
+    """Takes back the pages that a prefill's kernel might read past the request's rows.
 
-    Nobody has written them, so the request may have them again as they are.
+    They were never written, so the request may get them again as they are.
     """
     each = []
     for group, slot in both:
@@ -1595,7 +1588,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: A
         keep = max(places.whole_away(group.layout.pages_for(rows)), places.away_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
             each.append((group, slot, keep))
-    event = record(stream, each[0][0].device) if each else None
+    event = work.record() if each else None
     for group, slot, keep in each:
         group.pager.shrink(slot, keep, written=False)
         group.reclaimer.own_away = None
@@ -1606,8 +1599,8 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, stream: A
             group.reclaimer.try_unmap(slot, keep)
 
 
-def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> None:
-    """Does what is left of a truncation that an exception ended after pages had gone.
+def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int, work: PriorWork) -> None:
+    """Completes a truncation that an exception ended after pages had been unmapped.
 
     Raises:
         NotRecoverable: it could not; the request has lost rows, and the text names it.
@@ -1616,7 +1609,7 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
     if slots[0].owner != owner or any(slot.lost for slot in slots):
         return
     try:
-        done = truncate(groups, reqid, rows, None) == 0
+        done = truncate(groups, reqid, rows, work) == 0
     except VMemError as error:
         raise groups[0].table.lose(slots[0], error) from error
     if not done:
@@ -1625,7 +1618,7 @@ def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int) -> Non
             slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
         )
     _shorten(
-        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], None
+        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], work
     )
 
 
@@ -1634,18 +1627,18 @@ class Truncation:
     """The plan for a slot's pages.
 
         0 ......... length ......... granted ......... mapped
-        | rows kept | given up       |                 |
+        | rows kept | dropped        |                 |
         | pages kept   | no owner from here on         |
 
     Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
     again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
-    outside the device cannot stay where nobody owns them. They are unmapped at once, and of a
+    outside the device cannot stay without an owner. They are unmapped at once, and of a
     shared page that is kept in part the request gets a copy of its own, since it may write past
     its last row.
 
     Attributes:
         rows: tokens that are kept.
-        first: the page that the first row given up begins in.
+        first: the page that the first dropped row begins in.
         keep: pages that the request keeps; a large one outside the device as a whole.
         shared: of these, shared ones.
         copied: end of the pages, from `shared` on, that copies take the place of.
@@ -1695,7 +1688,7 @@ class Truncation:
     def copy(self) -> bool:
         """Copies what is kept of shared pages; False where memory is short.
 
-        The work that the pages wait for is over, but for that of those who wrote them for others.
+        The request's own work is over; that of others who wrote the shared pages may not be.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
         if not self.new_pages:
@@ -1719,9 +1712,9 @@ class Truncation:
             copy_bytes=nbytes,
         )
         try:
-            with group.counters.waiting(), group.mapper.transaction() as change:
+            with group.mapper.transaction() as change:
                 group.reclaimer.held += self.new_pages
-                change.run(ops)
+                change.run(ops, waits=group.counters.waits)
         except VMemError as error:
             group.scratch.give(addresses)
             if group.sharing.is_shortage(error):
@@ -1730,7 +1723,7 @@ class Truncation:
         self.addresses = addresses
         return True
 
-    def give_up(self) -> None:
+    def drop_copy(self) -> None:
         """Undoes `copy`."""
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
@@ -1738,7 +1731,7 @@ class Truncation:
             self.group.reclaimer.held -= self.new_pages
 
     def unmap(self) -> None:
-        """Puts the copies in place and unmaps what follows them: one batch, all or nothing."""
+        """Maps the copies over shared pages, unmaps what follows: one batch, all or nothing."""
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors = layout.num_tensors
         ops = OpBatch(3)
@@ -1763,9 +1756,9 @@ class Truncation:
                 layout.tensor_bytes,
             )
         try:
-            with group.counters.waiting(), group.mapper.transaction() as change:
+            with group.mapper.transaction() as change:
                 tail = self._note()
-                change.run(ops, slot.events)
+                change.run(ops, slot.events, group.counters.waits)
         except NotRecoverable as error:
             raise group.table.lose(slot, error) from error
         group.reclaimer.unref(tail)
@@ -1784,16 +1777,16 @@ class Truncation:
         places.forget(self.end, slot.mapped)
         mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
         group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
-        group.reclaimer.shared.unuse(tail)
+        group.reclaimer.shared.use(tail, end=True)
         group.reclaimer.count_freed(gone, away)
         group.enter(slot, self.rows)
         return tail
 
 
 def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool:
-    """Unmaps what has to go at once, in every cache; False, with nothing changed: memory is short.
+    """Unmaps at once what cannot stay, in every group; False, and nothing changed: memory is short.
 
-    `complete`: does the rest, if an exception from outside comes when a part has gone.
+    `complete`: does the rest, if an exception from outside comes after the first unmap.
 
     Raises:
         NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
@@ -1802,14 +1795,14 @@ def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool
     done: list[Truncation] = []
     try:
         if not all(one.copy() for one in begun):
-            _give_up(begun)
+            _drop_copies(begun)
             return False
         begun[0].group.journal.on_abort(complete)
         for one in begun:
             one.unmap()
             done.append(one)
     except VMemError as error:
-        _give_up(begun)
+        _drop_copies(begun)
         if done and not isinstance(error, NotRecoverable):
             one = begun[len(done)]
             raise one.group.table.lose(one.slot, error) from error
@@ -1817,9 +1810,9 @@ def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool
     return True
 
 
-def _give_up(begun: Sequence[Truncation]) -> None:
+def _drop_copies(begun: Sequence[Truncation]) -> None:
     for one in begun:
-        one.give_up()
+        one.drop_copy()
 
 
 # ---- memory given back ---------------------------------------------------------------------------
@@ -1827,11 +1820,11 @@ def _give_up(begun: Sequence[Truncation]) -> None:
 
 IDLE_SECONDS = 0.5  # `KVCacheConfig.idle_seconds` of None, where the context is the cache's own
 _LOOKS = 4  # within idle_seconds, so that what is idle is trimmed a quarter late at most
-_PAUSE_S = 0.001  # between two pieces of it, for whoever waits for the lock
+_PAUSE_S = 0.001  # between two pieces of it, so that a waiting call gets the lock
 
 
 def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = True) -> bool:
-    """Begins to unmap all pages of no request; True when none is on its way any more.
+    """Begins to unmap all pages that no request owns; True when no unmap is in flight.
 
     `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
     """
@@ -1886,11 +1879,11 @@ def _compact(manager: Manager, stream: Any) -> None:
 
 
 def can_compact(manager: Manager) -> bool:
-    """Whether nobody can be using what lives, once the work in `last_work` is over.
+    """Whether no GPU work can be using live pages, once the work in `last_work` is over.
 
-    Pages are replaced under their addresses, so no GPU work may touch them, and what an engine
-    launches, a cache does not see. What it knows is who may be in that work: the requests that the
-    last `step` named, and in a context of others, anybody.
+    Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
+    not see what an engine launches. It only knows which requests that work may use: those that the
+    last `step` named, and, in a context of others, any.
     """
     groups = manager.groups
     if not manager.owns_context:
@@ -1903,7 +1896,7 @@ def can_compact(manager: Manager) -> bool:
 
 
 def last_work(groups: Sequence[Group]) -> list[Any]:
-    """The GPU work that is not known to be over, where the last `step` named nobody."""
+    """The GPU work that is not known to be over, where the last `step` named no request."""
     events: list[Any] = []
     for group in groups:
         group.rested = prune(group.rested)
@@ -1918,7 +1911,7 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
 
 
 def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
-    """Unmaps all pages of no request, and waits for that; failures are in `Reclaimer.errors`."""
+    """Unmaps all pages that no request owns, and waits; failures are in `Reclaimer.errors`."""
     for group in groups:
         group.pager.finish_idle()
         with group.counters.waiting():
@@ -1929,7 +1922,7 @@ def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
 
 
 def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
-    """Something else after every call that takes, gives back or steps a request."""
+    """Differs after every call that takes, frees or steps a request."""
     return [group.activity() for group in manager.groups]
 
 

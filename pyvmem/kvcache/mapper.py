@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The one place where a cache calls its context for pages, each call a transaction.
+"""The one place where a cache asks its context for pages; each call is a transaction.
 
     with mapper.transaction() as change:
         slot.job = Unmap(slot, ..., change.ticket)    # intent: the records as they will be
@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pyvmem._native import Outcome
+from pyvmem._native import Outcome, Waits
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
@@ -45,7 +45,7 @@ class Transaction:
 
     @property
     def ticket(self) -> Ticket:
-        """Of the batch, for the records to name before it is submitted."""
+        """The batch's ticket, which the records name before it is submitted."""
         if self._ticket is None:
             self._ticket = Ticket(self._context)
         return self._ticket
@@ -56,11 +56,11 @@ class Transaction:
         self._journal.entries.append(ticket.outcome)
         return self._context.submit(ops, after, ticket, late)
 
-    def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
+    def run(self, ops: OpBatch, after: Iterable[Any] = (), waits: Waits | None = None) -> None:
         """Runs the batch in the calling thread; see `Context.batch`."""
         outcome = Outcome()
         self._journal.entries.append(outcome)
-        self._context.batch(ops, after, outcome)
+        self._context.batch(ops, after, outcome, waits)
 
     def __enter__(self) -> Transaction:
         return self
@@ -88,7 +88,7 @@ class Mapper:
         self.transaction = partial(Transaction, context, journal)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
-        """A transaction whose intent is in the records already, or needs none."""
+        """A batch whose intent is in the records already, or that needs none."""
         with self.transaction() as change:
             change.run(ops, after)
 
@@ -97,7 +97,7 @@ class Mapper:
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
         """A handle to mapped pages; dropped at the end of the call unless the records name it."""
         pages = Pages(self.context, Outcome(), size * count)
-        self.journal.hold(pages)
+        self.journal.held.append(pages)
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
@@ -113,7 +113,7 @@ class Mapper:
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
         """Addresses; given back at the end of the call unless the records name them."""
         found = Reservation(self.context, Outcome())
-        self.journal.hold(found)
+        self.journal.held.append(found)
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     def close(self, addresses: Reservation) -> None:
@@ -132,10 +132,10 @@ class Mapper:
 
 
 class Scratch:
-    """Reservations for a moment; the last one is kept, since most moves are of one size.
+    """Temporary reservations; the last one is kept, since most moves are of one size.
 
-    They are plain where the back end has that: visible addresses are few, and nothing but libvmem
-    looks at these.
+    They are plain where the back end has that: visible addresses are scarce, and only libvmem
+    accesses these.
 
     Args:
         mapper: of the cache.
@@ -160,14 +160,14 @@ class Scratch:
             self._mapper.journal.keep(self, "_kept")
             self._kept = None
             if kept.nbytes >= nbytes:
-                self._mapper.journal.hold(kept)
+                self._mapper.journal.held.append(kept)
                 return kept
             self._mapper.close(kept)
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Takes addresses back, where nothing is mapped any more."""
+        """Takes back addresses with nothing mapped there."""
         if self._kept is None:
             self._mapper.journal.keep(self, "_kept")
             self._kept = addresses
@@ -175,7 +175,7 @@ class Scratch:
             self._mapper.close(addresses)
 
     def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
-        """Takes addresses back, unmaps the first `nbytes`; where that fails, it is tried again."""
+        """Takes back addresses and unmaps their first `nbytes`; retried later where that fails."""
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:

@@ -177,7 +177,9 @@ def together(each: Sequence[CacheStats], room: int) -> CacheStats:
     names = [one.name for one in fields(CacheStats) if one.name != "wait_counts"]
     sums = {name: sum(getattr(one, name) for one in each) for name in names}
     sums |= {name: getattr(first, name) for name in _SAME}
-    free = min(room, sums["free_pages"])  # each sees all the room, or what is left of its own
+    free = min(
+        room, sums["free_pages"]
+    )  # each group reports all the room, or what its own limit leaves
     critical = min(first.driver_ns, sums["critical_driver_ns"])
     return CacheStats(
         **{

@@ -3,14 +3,14 @@
 
 A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
 them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
-work is under way, one batch puts the new pages in the place of the old ones:
+work is under way, one batch replaces the old pages by the new ones:
 
     slot      | old | old | old |          | new | new | new |
                  copy                ->       replaces the old ones, which go to their pool
     scratch   | new | new | new |          |     |     |     |
 
 In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
-Until the second phase is over both are memory of the cache, and counted.
+Until the second phase is over both count as memory of the cache.
 
 *Promotion* moves a part to large pages: `KVCacheConfig.large_page_size` bytes of every tensor, at a
 multiple of that. Once its last row is written a part is only read, so its pages may change. Pages
@@ -29,7 +29,7 @@ the work that was launched before: that step's work is the last that read them. 
 tokens than the window has all of them mapped until the next step.
 
 Here `old` is rounded down to whole sharing units (prefix_cache.py): there the rows so far can be
-recorded, and whoever begins with them needs the window that they have there.
+recorded, and a request that begins with them needs their window there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import Any
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig, invalid
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.mapper import Scratch
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
@@ -65,7 +65,7 @@ class Mover:
 
     Attributes:
         moves: by slot; begun, and not swapped yet.
-        given_up: their slots go without; the scratch pages go when the copies are over.
+        cancelled: moves without a slot; their scratch pages go when the copies are over.
         joined: by slot number, first pages of the runs that were mapped in one piece and are as
             they were then.
         device: CUDA ordinal; None where pages are the CPU's.
@@ -82,7 +82,7 @@ class Mover:
         self.device = device
         self._plan = MovePlanner(reclaimer)
         self.moves: dict[Slot, Move] = {}
-        self.given_up: list[Move] = []
+        self.cancelled: list[Move] = []
         self.joined: dict[int, set[int]] = {}
 
     # ---- the first phase -------------------------------------------------------------------------
@@ -108,8 +108,7 @@ class Mover:
                 if background:
                     change.submit(ops, after)
                 else:
-                    with self._counters.waiting():
-                        change.run(ops, after)
+                    change.run(ops, after, self._counters.waits)
         except VMemError:
             addresses, move.addresses, move.ticket = move.addresses, None, None
             self._scratch.give(addresses)
@@ -136,8 +135,8 @@ class Mover:
 
     # ---- the second phase ------------------------------------------------------------------------
 
-    def finish(self, slot: Slot, stream: Any) -> None:
-        """Ends a slot's move, if it has one: waits for the copies and for the work on `stream`.
+    def finish(self, slot: Slot, work: PriorWork) -> None:
+        """Ends a slot's move, if it has one: waits for the copies and for the work.
 
         Raises:
             NotRecoverable: the request has lost its rows. VMemError: the pages are as before.
@@ -145,11 +144,11 @@ class Mover:
         move = self.moves.get(slot)
         if move is not None:
             with self._counters.waiting():
-                self._end(move, [record(stream, self.device)])
+                self._end(move, [work.record()])
 
     def step(self, stream: Any) -> None:
         """Ends the moves whose copies are over, after the work on `stream`; failures are noted."""
-        if self.given_up:
+        if self.cancelled:
             self.sweep()
         ready = [move for move in self.moves.values() if move.done()]
         if not ready:
@@ -223,7 +222,7 @@ class Mover:
         self.joined[index] = self.joined.get(index, set()) | runs
 
     def part(self, slot: Slot, low: int, high: int) -> None:
-        """Pages [low, high) are other ones now, or soon: what was joined there may be pieces."""
+        """Forgets what was joined in [low, high), whose pages are replaced now or soon."""
         joined, unit = self.joined.get(slot.index), self._layout.large_pages
         if joined:
             self._journal.keep_dict(self.joined)
@@ -233,10 +232,10 @@ class Mover:
             else:
                 del self.joined[slot.index]
 
-    # ---- giving up -------------------------------------------------------------------------------
+    # ---- cancelling ------------------------------------------------------------------------------
 
     def abandon(self, slot: Slot) -> None:
-        """Gives a slot's move up; does not wait, unless another batch is in flight over the slot.
+        """Cancels a slot's move; does not wait, unless another batch is in flight over the slot.
 
         Until the copies are over no page of the slot can be unmapped: an unmap of no
         pages marks that.
@@ -256,25 +255,25 @@ class Mover:
             else:
                 unmap.ticket.wait()
         if move.addresses is not None:
-            self._give_up(move)
+            self._cancel(move)
             self.sweep()
 
-    def _give_up(self, move: Move) -> None:
-        self._journal.keep_list(self.given_up)
-        self.given_up.append(move)
+    def _cancel(self, move: Move) -> None:
+        self._journal.keep_list(self.cancelled)
+        self.cancelled.append(move)
 
     def make_way(self, slot: Slot, page: int) -> bool:
-        """Gives up what changes pages below this one; whether nothing is under way there."""
+        """Cancels what changes pages below this one; whether nothing is under way there."""
         move = self.moves.get(slot)
         if move is not None and move.begins_before(page):
             self.abandon(slot)
             return slot.job is None
         return True
 
-    def shorten(self, slot: Slot, page: int, stream: Any) -> None:
+    def shorten(self, slot: Slot, page: int, work: PriorWork) -> None:
         """Ends what changes pages from this one on: their rows may be written again.
 
-        What makes larger pages is given up; another move is finished, which waits for it.
+        A promotion is cancelled; another move is finished, which waits for it.
         """
         move = self.moves.get(slot)
         if move is None or not move.ends_after(page):
@@ -282,18 +281,18 @@ class Mover:
         if move.promotes:
             self.abandon(slot)
         else:
-            self.finish(slot, stream)
+            self.finish(slot, work)
 
     def promoting(self) -> int:
         """Pages per tensor of the device that `stop_promoting` would bring back."""
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
     def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""
+        """Cancels promotions, and waits: their memory is back, their slots can grow."""
         slots = [slot for slot, move in self.moves.items() if move.promotes]
         for slot in slots:
             self.abandon(slot)
-        for move in self.given_up:
+        for move in self.cancelled:
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
@@ -301,11 +300,11 @@ class Mover:
         return bool(slots)
 
     def sweep(self) -> None:
-        """Takes back the scratch pages of moves that were given up, and whose copies are over."""
+        """Takes back the scratch pages of cancelled moves whose copies are over."""
         self._scratch.retry()
-        for move in [move for move in self.given_up if move.done()]:
-            self._journal.keep_list(self.given_up)
-            self.given_up.remove(move)
+        for move in [move for move in self.cancelled if move.done()]:
+            self._journal.keep_list(self.cancelled)
+            self.cancelled.remove(move)
             try:
                 if move.ticket is not None:
                     move.ticket.wait()
@@ -325,15 +324,15 @@ class Mover:
         except NotRecoverable:
             self._uncount(move).leave()  # quarantined
         except VMemError:
-            self._give_up(move)
+            self._cancel(move)
         else:
             self._scratch.give(addresses)
 
     def _take_addresses(self, move: Move) -> Reservation:
-        """A move's scratch, which it has no longer."""
+        """Takes a move's scratch addresses from it."""
         assert move.addresses is not None
         addresses, journal = move.addresses, self._journal
-        journal.hold(addresses)
+        journal.held.append(addresses)
         journal.keep(move, "addresses")
         move.addresses = None
         return addresses
@@ -343,23 +342,23 @@ class Mover:
         return self._take_addresses(move)
 
     def _forget(self, move: Move) -> None:
-        """Takes a move whose scratch is empty out of the records."""
+        """Gives back the scratch addresses of a move, with nothing mapped there."""
         if move.addresses is not None:
             self._scratch.give(self._uncount(move))
 
     def owns(self, held: object) -> bool:
         """Whether a move has this reservation."""
-        return any(held is move.addresses for move in (*self.moves.values(), *self.given_up))
+        return any(held is move.addresses for move in (*self.moves.values(), *self.cancelled))
 
     def close(self) -> None:
-        """Gives every move up, and waits."""
+        """Cancels every move, and waits."""
         for slot in list(self.moves):
             self.abandon(slot)
-        for move in self.given_up:
+        for move in self.cancelled:
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
-        for move in self.given_up:
+        for move in self.cancelled:
             if move.addresses is not None:
                 with suppress(VMemError):
                     move.addresses.close(unmap=True)
@@ -376,7 +375,7 @@ class Mover:
         """Scratch pages per tensor: of the device, and by tier."""
         here = 0
         away: dict[Tier, int] = {}
-        for move in (*self.moves.values(), *self.given_up):
+        for move in (*self.moves.values(), *self.cancelled):
             here += move.here()
             for tier, pages in move.away().items():
                 away[tier] = away.get(tier, 0) + pages
@@ -391,7 +390,7 @@ class MovePlanner:
         self._layout = reclaimer.layout
 
     def place(self, move: Move) -> int:
-        """Settles where in scratch addresses the pages go; returns the bytes that they need."""
+        """Places the pages in the scratch addresses; returns the bytes that they need."""
         layout = self._layout
         unit = max(1, layout.large_pages)
         move.first = move.stretches[0][0] // unit * unit
@@ -453,7 +452,7 @@ class MovePlanner:
         return move.slot.addr + page * self._layout.page_size
 
     def _scratch(self, move: Move, page: int) -> int:
-        """Where its successor lies."""
+        """Where its new page lies."""
         assert move.addresses is not None
         return move.addresses.addr + (page - move.first) * self._layout.page_size
 
@@ -481,7 +480,7 @@ class Promoter:
         self._mover.part(slot, 0, self._layout.slot_pages)
 
     def shorten(self, slot: Slot, page: int) -> None:
-        """Takes note that pages from this one on may be other ones from now on."""
+        """Notes that pages from this one on may be replaced from now on."""
         self._mover.part(slot, page, self._layout.slot_pages)
         self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         rows = -(-page * self._layout.page_size // self._layout.row_bytes)
@@ -499,25 +498,25 @@ class Promoter:
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
                 held = old[index] - self._kept
-                self.promote(slot, held, stream, wait=False)
+                self.promote(slot, held, PriorWork(stream, self._mover.device), wait=False)
                 rows = self._layout.row_bytes
                 part = held * rows // (self._unit * self._layout.page_size) + 1
                 end = -(-part * self._unit * self._layout.page_size // rows)
                 self._next[index] = max(self._from, end + self._kept)
 
-    def promote(self, slot: Slot, held: int, stream: Any, *, wait: bool) -> int:
+    def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
         """See `KVCache.promote`; of the first `held` rows."""
         if slot in self._mover.moves:
             move = self._mover.moves[slot]
             if wait:
-                self._mover.finish(slot, stream)
+                self._mover.finish(slot, work)
             return move.pages // self._unit
         runs, copies = self._parts(slot, held)
         move = Move(slot, [(low, low + self._unit, self._large) for low in copies], promotes=True)
         move.runs = [(low, low + self._unit) for low in runs]
         if not move.stretches and not move.runs:
             return 0
-        event = record(stream, self._mover.device)
+        event = work.record()
         try:
             self._mover.begin(move, [] if event is None else [event], background=True)
         except (OutOfMemory, TooManyBatches):  # they stay as they are
@@ -533,7 +532,7 @@ class Promoter:
             parts - len(runs),
         )
         if wait:
-            self._mover.finish(slot, stream)
+            self._mover.finish(slot, work)
         return parts
 
     def _parts(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
@@ -561,7 +560,7 @@ class Promoter:
         return runs, copies
 
     def _is_run(self, slot: Slot, low: int) -> bool:
-        """Whether the pages of a part are neighbours, in every tensor."""
+        """Whether the pages of a part are one physical run, in every tensor."""
         layout = self._layout
         size = self._unit * layout.page_size
         query = self._mapper.query
@@ -604,7 +603,7 @@ class Window:
         self._least = [0] * config.max_batch
 
     def _rows(self, pages: int) -> int:
-        """Rows that so many pages hold a byte of."""
+        """Rows that so many pages hold at least a byte of."""
         return -(-pages * self._layout.page_size // self._layout.row_bytes)
 
     def _goes_at(self, pages: int) -> int:
@@ -672,12 +671,12 @@ class Window:
             self._set(index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def begin(self, slot: Slot, head: int) -> None:
-        """A request begins with what a recorded prefix has of a window, from page `head` on."""
+        """Notes that a request begins with the window of a recorded prefix, from page `head` on."""
         if head:
             self._set(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
-        """Requests begin with the rows that another's window holds."""
+        """Notes that requests begin with the rows that another's window holds."""
         for slot in slots:
             self._set(slot.index, self._next[parent.index], self._least[parent.index])
 

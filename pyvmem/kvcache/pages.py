@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Physical pages: their kinds, and the refcounts of shared ones.
 
-A slot is counted in small pages, ``Layout.page_size`` each. Most are just that, in the device. What
-is of another kind is noted here, as intervals [low, high):
+A slot is counted in small pages, ``Layout.page_size`` each. Most of its pages are small ones in the
+device. The others are noted here, as intervals [low, high):
 
     0 ............ 32 ............ 96 .............. mapped
     | large pages, | large pages,  | small pages,
@@ -17,19 +17,19 @@ behind one handle. In the handle lies one tensor after the other:
     | tensor 0: page 0 ... pages - 1 | tensor 1: page 0 ... pages - 1 | ...
 
 A *span* names pages of one or more blocks; it is a value, and slicing one costs and changes
-nothing. Who keeps a span holds a reference to each of its pages (`SharedPages.hold`): a
-slot that has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a
-page goes back to the pool, also out of the middle of a block.
+nothing. A holder of a span has a reference to each of its pages (`SharedPages.hold`): a slot that
+has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a page goes
+back to the pool, even from the middle of a block.
 
-The pages of a block are of one kind. Large ones are counted as the small pages that
-they stand for, and a recorded prefix may name a part of one; but they are mapped as a whole, and go
-back when none of their parts is referred to. A prefix that begins in the middle of a large page has
+The pages of a block are of one kind. Large ones are counted in small pages, and a recorded prefix
+may name a part of one; but they are mapped as a whole, and go back when nothing refers to any part
+of them. A prefix that begins in the middle of a large page has
 an *overlap*: the pages of its own from the last border on, so that the way to it can be mapped
 without the part that another prefix has:
 
     | large page of X: units 0 ... 511 |             recorded first
     | 0 1 2 | 3 ... small pages of Z                 recorded second, agrees in units 0 to 2
-      overlap    what the tree's node stands for
+      overlap    what the tree's node counts
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Kind(NamedTuple):
     """Physical pages of one size in one memory.
 
     Attributes:
-        unit: small pages that one of them stands for.
+        unit: small pages in one of them.
         tier: where it lies.
     """
 
@@ -369,18 +369,17 @@ class SharedPages(Journaled):
         self.blocks: set[Block] = set()
         self._late: list[Part] = []
 
-    def adopt(
-        self, handle: Pages, pages: int, events: list[Any], unit_pages: int, kind: Kind = PLAIN
-    ) -> Span:
-        """A new block, which owns the handle. One request holds and uses the span."""
+    def adopt(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> Part:
+        """A new block, which owns the handle. One request holds and uses its pages."""
         block = Block(handle, pages, events, kind)
+        self._mapper.journal.named(handle)
         self._log.append((self.blocks.discard, block))
         self.blocks.add(block)
         if block.away:
             self.away_uses += pages
         else:
             self.change(pages=self.pages + pages, used=self.used + pages, uses=self.uses + pages)
-        return Span((Part(block, 0, pages),), unit_pages)
+        return Part(block, 0, pages)
 
     def hold(self, span: Span) -> None:
         """Adds a reference to each page."""
@@ -390,8 +389,12 @@ class SharedPages(Journaled):
             self._log.append((refs.__setitem__, slice(low, high), before))
             refs[low:high] = map(add, before, _ONE)
 
-    def use(self, span: Span, *, hold: bool = False) -> None:
-        """Notes that a request uses the pages, which are held; `hold`: from here on."""
+    def use(self, span: Span, *, hold: bool = False, end: bool = False) -> None:
+        """Notes that a request uses the pages, which are held; `hold`: from here on.
+
+        `end`: takes one such use back.
+        """
+        change, idle = (sub, 1) if end else (add, 0)  # users of a page that no other request uses
         uses = used = away = 0
         for block, low, high in span.parts:
             if hold:
@@ -401,28 +404,17 @@ class SharedPages(Journaled):
             users = block.users
             before = users[low:high]
             self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = map(add, before, _ONE)
+            users[low:high] = map(change, before, _ONE)
             if block.away:
                 away += high - low
             else:
                 uses += high - low
-                used += before.count(0)
-        self.change(uses=self.uses + uses, used=self.used + used, away_uses=self.away_uses + away)
-
-    def unuse(self, span: Span) -> None:
-        """Takes one `use` back."""
-        uses = used = away = 0
-        for block, low, high in span.parts:
-            users = block.users
-            before = users[low:high]
-            self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = map(sub, before, _ONE)
-            if block.away:
-                away += high - low
-            else:
-                uses += high - low
-                used += before.count(1)
-        self.change(uses=self.uses - uses, used=self.used - used, away_uses=self.away_uses - away)
+                used += before.count(idle)
+        self.change(
+            uses=change(self.uses, uses),
+            used=change(self.used, used),
+            away_uses=change(self.away_uses, away),
+        )
 
     def idle(self, span: Span) -> int:
         """Pages of the device in the span that no request uses."""
@@ -481,7 +473,7 @@ class SharedPages(Journaled):
         return done
 
     def _drop(self, part: Part) -> int:
-        """Gives pages back that nobody refers to; returns how many."""
+        """Gives back pages without a reference; returns how many."""
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
         mark, here = journal.mark(), 0 if block.away else pages
@@ -524,7 +516,7 @@ class SharedPages(Journaled):
         ]
 
     def close(self) -> None:
-        """Drops every handle that is left, whoever holds its pages."""
+        """Drops every handle that is left, even if its pages are held."""
         for block in list(self.blocks):
             self._mapper.journal.undo(self.blocks.add, block)
             self.blocks.discard(block)
@@ -582,7 +574,7 @@ def _referenced(block: Block) -> int:
 
 
 def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
-    """The longest stretches of [low, high) that nobody refers to, and that are still there."""
+    """The longest stretches of [low, high) without a reference that are still there."""
     refs, gone, unit = block.refs, block.gone, block.kind.unit
     start = low
     for page in range(low, high + 1, unit):

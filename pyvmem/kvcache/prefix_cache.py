@@ -3,15 +3,15 @@
 
 A match may be dropped in any thread, and by Python's collector at any line, also in the middle of a
 call of the cache. So dropping only puts the lease aside; the cache's next call that looks at
-prefixes gives it up.
+prefixes ends it.
 
 On several ranks (distributed.py) what a call answers must not depend on when a collector runs:
 there a lease ends when the match is used or released, and at the latest with the next `step`.
 
 The sharing unit is the fewest tokens that fill whole pages of a tensor, ``lcm(row_bytes, page_size)
 / row_bytes``: 32 tokens where rows are 2 KiB and pages 64 KiB. A row of 384 bytes does not divide
-64 KiB; the row that crosses into the next page ends there, so that whoever continues after it would
-write into a page that is shared. Only every 512 tokens do page and row end together.
+64 KiB; the row that crosses into the next page ends there, so a request that goes on after it would
+write into a shared page. Only every 512 tokens do page and row end together.
 
 A group has rows of its own size, so the same tokens fill a different number of pages in each:
 
@@ -22,8 +22,8 @@ A group has rows of its own size, so the same tokens fill a different number of 
 The unit of all is the least common multiple of theirs. A node of the tree has a span in every
 group, so that what is split, matched or evicted is so in all.
 
-A group with a *window* has, of a run that a node stands for, only the pages at its end that a
-request held which recorded it there. So a match ends where every such group has the last window,
+A group with a *window* has only the last pages of a node's run: those that the request held which
+recorded it. So a match ends where every such group has the last window,
 ``window + window_tile`` tokens, be it of several nodes in a row:
 
     tokens   | system prompt | question A                | ends: a request of A was recorded
@@ -33,10 +33,10 @@ request held which recorded it there. So a match ends where every such group has
     sliding  | page 0        | -        page 2   page 3  | after B was recorded with all its rows
                                                            there: its match is the system prompt
 
-Nodes end where something was recorded and where prompts part, so these are the ends. Whoever
-records fills in, on its way, the windows that nodes lack, as far as it holds them: all that it
-computed in the last step, and else its own last window. What it does not hold cannot be made good,
-and the match is shorter. Leaves are evicted whole: without its end a run has no window.
+Nodes end where something was recorded and where prompts part, so matches end there. A request that
+records fills in the windows that nodes on its path lack, as far as it holds them: all that it
+computed in the last step, and else its own last window. What it does not hold stays missing, and
+the match is shorter. Leaves are evicted whole: without its end a run has no window.
 
 A group with a state (linear attention, state spaces) has that of a request's last token alone, not
 of the tokens before, where another prompt would go on. A cache with such a group records nothing
@@ -58,7 +58,7 @@ from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
-from pyvmem.kvcache.events import record, wait_for
+from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
@@ -92,7 +92,7 @@ class _Spans:
         self.pages = units
 
     def missing(self, place: int) -> int:
-        """The first pages of a group that are not there."""
+        """How many of a group's first pages are not there."""
         span = self.each[place]
         return self.pages * span.unit_pages + span.overlap - span.pages
 
@@ -119,7 +119,7 @@ class Lease:
     Attributes:
         node: the last node of it.
         held: the pin is there.
-        dropped: nobody will use it.
+        dropped: it will not be used.
     """
 
     node: Node[_Spans]
@@ -175,7 +175,7 @@ class Leases:
         return bool(self._open)
 
     def has(self, lease: Lease) -> bool:
-        """Whether a lease keeps its node; one that an exception took back does not."""
+        """Whether a lease still keeps its node, and was not taken back after an exception."""
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
@@ -193,12 +193,12 @@ class Leases:
             self._dropped.append(lease)
 
     def collect(self) -> None:
-        """Gives up what was dropped."""
+        """Ends the leases that were dropped."""
         while self._dropped:
             self.end(self._dropped.popleft())
 
     def end(self, lease: Lease) -> None:
-        """Gives one lease up. Idempotent."""
+        """Ends one lease. Idempotent."""
         if lease.held and lease in self._open:
             self._log.append((self._open.__setitem__, lease, None))
             del self._open[lease]  # from here on it is not among the pins that are counted again
@@ -212,7 +212,7 @@ class Leases:
         lease.held = False
 
     def end_all(self) -> None:
-        """Gives every lease up."""
+        """Ends every lease."""
         for lease in list(self._open):
             self.end(lease)
 
@@ -297,19 +297,19 @@ class PrefixCache:
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def record(self, slot: Slot, tokens: Any, stream: Any, namespace: Hashable = None) -> int:
+    def record(self, slot: Slot, tokens: Any, work: PriorWork, namespace: Hashable = None) -> int:
         """See `KVCache.record`."""
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return 0
         if self._lacks(slot, ids, units):
             for group, one in self._each(slot):
-                group.mover.finish(one, stream)
+                group.mover.finish(one, work)
             # The rest of a large page is still to be written.
             ready = self._ready(slot, units)
             parts = [(one, one.places.floor(pages)) for one, pages in ready]
             if any(pages > one.shared for one, pages in parts):
-                wait_for(record(stream, self._groups[0].device))
+                work.wait()
             for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
                 group.share(one, pages, unit)
         return self._insert(slot, ids)
@@ -441,7 +441,7 @@ class PrefixCache:
         return self._ends(self.tree.match(ids)) if self._sliding else done.length
 
     def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
-        """Gives the nodes on the way to one the windows at their ends that a request shares.
+        """Fills in the windows at the ends of a path's nodes, from pages that a request shares.
 
         It keeps, of the pages that the tree has, those that reach further back.
         """
@@ -505,7 +505,7 @@ class PrefixCache:
         return list(pins)
 
     def shorten(self, slot: Slot, rows: int) -> None:
-        """Keeps for a slot only what its first rows are of."""
+        """Keeps for a slot only the prefixes of its first rows."""
         kept: list[Node[_Spans]] = []
         for node in slot.pins:
             part = node
@@ -555,7 +555,7 @@ class PrefixCache:
         return PrefixMatch(length, self.leases.add(node), self.leases)
 
     def _ends(self, found: Match[_Spans]) -> int:
-        """The tokens of a match after which every group has its window."""
+        """The longest part of a match at whose end every group has its window; tokens."""
         units, before = found.length // self.unit, -1
         while units != before:
             before = units
@@ -604,7 +604,7 @@ class PrefixCache:
         return match
 
     def renew(self, match: PrefixMatch) -> None:
-        """Takes a lease again that was lost, where the prefix is still there.
+        """Renews a lost lease, where the prefix is still there.
 
         Raises:
             PrefixEvicted: it is not.
@@ -661,7 +661,7 @@ class PrefixCache:
         span = self.span(place, match)
         return span.floor(span.pages)
 
-    # ---- giving up -------------------------------------------------------------------------------
+    # ---- evicting -------------------------------------------------------------------------------
 
     def evict(self, place: int, pages: int) -> int:
         """Takes least recently used prefixes out until so many pages per tensor come back.

@@ -140,7 +140,7 @@ def _encode(tokens: Any) -> bytes:
         tokens = tokens.detach().cpu().numpy()
     if hasattr(tokens, "__array_interface__"):
         return _encode_numpy(tokens)
-    # A memory of bytes could be ids or text: whoever has one says which, as an array.
+    # Bytes could be ids or text: the caller says which, by an array.
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, (Sequence, array)):
         raise invalid(f"token ids must be a sequence of whole numbers, not {_brief(tokens)}")
     try:
@@ -201,7 +201,7 @@ class Span(Protocol):
 
     @property
     def pages(self) -> int:
-        """Pages that the span stands for; the same number for as long as it is in the tree."""
+        """Pages that the span counts as; constant while it is in the tree."""
         ...
 
     def split(self: S, units: int) -> tuple[S, S]:
@@ -466,10 +466,10 @@ class PrefixTree(Generic[S]):
             such changes are asked for.
 
     Attributes:
-        root: stands for the empty prefix without a namespace.
+        root: the empty prefix without a namespace.
         roots: by namespace; those of others come with their first prefix and go with their last.
         nodes, tokens, pages: in the tree.
-        changes: what came and went, for whoever reads and empties it; None: nobody does.
+        changes: what came and went, for a reader that empties it; None: there is none.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
@@ -587,7 +587,7 @@ class PrefixTree(Generic[S]):
         self._order.touch(node)
         self._forget_root(node)
 
-    # ---- giving up -------------------------------------------------------------------------------
+    # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
         """Gives a node another span, of as many pages; the caller owns the one that it had."""

@@ -57,10 +57,10 @@ class Share(Protocol):
         """What all caches of the budget may have together."""
 
     def within_reach(self) -> int:
-        """`room`, once the others have given back what belongs to no request."""
+        """`room`, once the others have given back what no request owns."""
 
     def others(self) -> list[Reclaimer]:
-        """What takes pages back from the other caches."""
+        """The reclaimers of the other caches."""
 
     def returning(self) -> int:
         """What is on its way back from the other caches, above their floors."""
@@ -75,19 +75,19 @@ class Share(Protocol):
         """What the other caches would give back after a wait, above their floors."""
 
     def begin_unmaps(self, nbytes: int) -> None:
-        """Lets the others begin to unmap pages of no request until so much is on its way."""
+        """Makes the others begin to unmap unowned pages until so much is on its way."""
 
     def evict(self, nbytes: int) -> None:
-        """Lets the others take out recorded prefixes of so many bytes that no request uses."""
+        """Makes the others evict recorded prefixes of so many bytes that no request uses."""
 
     def beyond(self) -> int:
-        """What the budget itself might get more, when that was last looked at; a hint."""
+        """How much more the budget might get, as of the last look; a hint."""
 
     def take(self, nbytes: int) -> None:
-        """Lets the budget get so much more, as far as that can be had now."""
+        """Grows the budget by so much, as far as that can be had now."""
 
     def ask(self, nbytes: int) -> None:
-        """Posts a shortage for other processes, where the budget cannot find so much itself."""
+        """Posts a shortage to other processes, where the budget cannot find so much itself."""
 
     def engines(self) -> list[tuple[str, int]]:
         """Other engines of the ledger, in words, and the mappings that each has."""
@@ -97,21 +97,21 @@ class Share(Protocol):
 
 
 class Reclaimer(Journaled):
-    """Unmaps pages of no owner in the background, each batch after their owners' last GPU work.
+    """Unmaps pages without an owner in the background, after their last owners' GPU work.
 
     Attributes:
         limit: physical pages that the cache may have.
         watermark: the part of `limit` below which memory is scarce.
         held: physical pages behind the cache, shared ones once, those on their way back included.
         away: the same of pages that do not lie in the device, which `held` leaves out.
-        own_away: what `Group.own_away` found; None: it may be something else now.
+        own_away: what `Group.own_away` found; None: it may have changed since.
         shared: pages that several places may refer to.
         evict: evicts recorded prefixes of so many pages per tensor.
         leased: returns the pages per tensor that it cannot evict, though no request uses them.
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
-        share: the cache's part of a budget, None where it has its limit for itself.
+        share: the cache's part of a budget; None: the cache has a limit of its own.
     """
 
     def __new__(cls, mapper: Mapper, *args: Any) -> Self:
@@ -209,7 +209,7 @@ class Reclaimer(Journaled):
         self.unmaps.append(job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
-        """The same in this thread; its failure is noted as if it had been waited for."""
+        """The same in this thread; a failure is noted as it is after a wait."""
         try:
             with self.mapper.transaction() as change:
                 self._begin(
@@ -276,7 +276,7 @@ class Reclaimer(Journaled):
                 if slot.span.pages:
                     job.span = slot.shared_part(low, head)
                     slot.span = slot.shared_part(head, slot.shared)
-                    self.shared.unuse(job.span)
+                    self.shared.use(job.span, end=True)
                 if slot.places:
                     job.away = slot.places.away(low + job.span.pages, head)
                     job.places = slot.places.take(low, head)
@@ -456,7 +456,7 @@ class Reclaimer(Journaled):
 
     @property
     def outlook(self) -> int:
-        """`free`, with what the budget might get from outside: what a watermark is about."""
+        """`free`, with what the budget might get from outside: compared with the watermark."""
         if self.share is None:
             return self.free
         room = self.share.room() + self.share.beyond()
@@ -464,11 +464,11 @@ class Reclaimer(Journaled):
 
     @property
     def returning(self) -> int:
-        """Physical pages in unfinished unmaps."""
+        """Physical pages in unmaps in flight."""
         return self.table.index.returning * self.layout.num_tensors
 
     def forget_crowding(self) -> None:
-        """Drops what the background lacked mappings for: it was undone, and no request's."""
+        """Drops notes of background growths that lacked mappings: they were undone."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
 
@@ -507,7 +507,7 @@ class Reclaimer(Journaled):
             with self.counters.waiting():
                 wait_for_unmaps(reclaimers, lambda: self._room() >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
-                break  # what could not be unmapped would be tried for ever
+                break  # what could not be unmapped would be retried for ever
         if prefixes and (missing := goal - self._room()) > 0:
             self.evict(-(-missing // (self.layout.num_tensors * size)))
         if prefixes and share is not None and (missing := min(goal - self._room(), lent)) > 0:
@@ -517,10 +517,10 @@ class Reclaimer(Journaled):
         return back > 0
 
     def bring_back(self, pages: int, keep: Mapping[Slot, int]) -> bool:
-        """Begins to unmap what slots have spare, without a wait; False where that is not enough.
+        """Begins to unmap slots' spare pages, without a wait; False where that is not enough.
 
-        What a slot has beyond an unmapping under way can be unmapped only after that: then less has
-        begun than is enough, and the rest is left to who asks next.
+        What a slot has beyond an unmap in flight can be unmapped only after that: then less than
+        enough has begun, and the next call goes on.
 
         Args:
             pages: physical pages, of a cache without a budget.
@@ -562,7 +562,7 @@ class Reclaimer(Journaled):
         return self.share.room()
 
     def spare(self, keep: Mapping[Slot, int]) -> int:
-        """Pages per tensor of no request, without those on their way back."""
+        """Pages per tensor that no request owns, without those on their way back."""
         # What a slot keeps beyond an unmap in flight can be had too, once that is over.
         spare = self.table.index.spare
         for slot in keep:
@@ -629,7 +629,7 @@ class Reclaimer(Journaled):
         return complete
 
     def release_kept(self, span: Span) -> None:
-        """Unmaps the kept slots that have pages of a span, and waits: nobody is to refer to it."""
+        """Unmaps the kept slots that have pages of a span, and waits, so that none refers to it."""
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in span.parts:
             gone.setdefault(block, []).append((low, high))
@@ -679,6 +679,6 @@ def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool])
 
 
 def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
-    """Pages per tensor that the slot can do without; shared ones are counted elsewhere."""
+    """Pages per tensor that the slot can lose; shared ones are counted elsewhere."""
     kept = max(slot.shared, slot.granted, keep.get(slot, 0))
     return slot.mapped - slot.places.ceil(kept)

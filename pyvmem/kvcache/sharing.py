@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pyvmem.features import Feature
     from pyvmem.info import ContextInfo
     from pyvmem.pages import Pages
+    from pyvmem.streams import Work
 
 __all__ = ["Sharing"]
 
@@ -80,13 +81,13 @@ class Sharing:
             raise self.table.lose(slot, error) from error
 
     def gather(self, slot: Slot, pages: int) -> list[_Held]:
-        """What `donate` needs of a slot's first `pages` pages, beyond those that are shared."""
+        """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
         return self.handles(slot, slot.shared, slot.places.ceil(pages))
 
     def donate(
         self, slot: Slot, pages: int, handles: list[_Held], event: Any, unit_pages: int
     ) -> None:
-        """Makes the pages of a slot shared that is freed next: as they are mapped goes with it.
+        """Makes pages shared of a slot that is freed next, so that they need no new mapping.
 
         Args:
             slot: taken, without a batch in flight.
@@ -106,9 +107,10 @@ class Sharing:
         shared = self.reclaimer.shared
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None
+        parts = list(slot.span.parts)
         for handle, low, high, kind in pieces:
-            span = shared.adopt(handle, high - low, list(events), unit_pages, kind)
-            slot.span = slot.span + span if slot.span.parts else span
+            parts.append(shared.adopt(handle, high - low, list(events), kind))
+        slot.span = Span(tuple(parts), unit_pages)
 
     def handles(self, slot: Slot, low: int, high: int) -> list[_Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
@@ -227,10 +229,10 @@ class Sharing:
             and (own.parts == span.parts or span.slice(0, own.pages).parts == own.parts)
         )
 
-    def order_after_writers(self, span: Span, stream: Any) -> None:
-        """Makes `stream` wait for the GPU work that wrote the pages."""
+    def order_after_writers(self, span: Span, reader: Work) -> None:
+        """Makes the work that reads the pages wait for the GPU work that wrote them."""
         for block, *_ in span.parts:
             if block.events:
                 block.events = prune(block.events)  # whatever happens, those are over
                 for event in block.events:
-                    order_after(event, stream, self.device)
+                    order_after(event, reader, self.device)

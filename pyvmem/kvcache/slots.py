@@ -9,22 +9,21 @@ Pages of one slot, counted per tensor (every tensor of a slot has the same):
 
 `dirty` marks how far earlier owners may have written: before pages below it are granted they are
 filled with zeros. A free slot has granted == 0; what it has mapped is its cache. Pages between
-granted and mapped belong to nobody, so they may be taken away at any time once the earlier owners'
-GPU work is over.
+granted and mapped have no owner, so they may be unmapped at any time once the earlier owners' GPU
+work is over.
 
 With a sliding window (migration.py) the first pages, below `head`, have been unmapped again, or
 were never mapped, where a request began with what another's window held.
 
 Shared pages (pages.py) are mapped read-only, but in a `writer`; others may have them too. A free
 slot that has some is *stale*: all its pages are unmapped together before another request gets it.
-So is one that slid, or that has pages outside the device. As a rule that begins at once. A slot
-that is *kept* waits: what it shares are recorded rows and nothing else is mapped there, so that the
-next turn of its conversation can go on in it without a call of the driver.
+So is a slot that slid, or that has pages outside the device. Unmapping usually begins at once. A
+*kept* slot is an exception: all that it has mapped are recorded rows, so that the next turn of its
+conversation can go on in it without a driver call.
 
-What is looked up among the slots without looking at each of them is in an index (`SlotIndex`). All
-of it follows from the slots' attributes: a slot is filed under what they say, and filing it
-again moves it to its place. So it can be filed at any time and any number of times, and an index
-that may be wrong is thrown away and made anew.
+`SlotIndex` finds slots without looking at each of them. It follows from the slots' attributes
+alone: a slot is filed under what they say, and filing it again moves it. So a slot can be filed at
+any time and any number of times, and an index that may be wrong is thrown away and made anew.
 """
 
 from __future__ import annotations
@@ -157,11 +156,11 @@ class Slot(Watched):
 
 
 class SlotTable:
-    """All slots, and what is looked up among them.
+    """All slots, and how to find one.
 
-    A slot that changes is noted by itself (`Watched`). The index is brought up to date when it is
-    asked, so that a call that changes much pays for it once, and one that was broken off by an
-    exception leaves at worst an index that is made anew.
+    A slot notes its own changes (`Watched`). The index is brought up to date when it is used, so a
+    call that changes much pays for that once, and a call that an exception ended leaves at worst an
+    index to be made anew.
 
     Args:
         count: how many.
@@ -202,7 +201,7 @@ class SlotTable:
     # ---- keeping the index -----------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Lets the next look make the index anew from the slots, which an undo has changed."""
+        """Has the index made anew at its next use, since an undo has changed the slots."""
         self.touched.update(self.slots)
         self._index = None
 
@@ -221,7 +220,7 @@ class SlotTable:
         return index
 
     def check(self) -> list[str]:
-        """What the index says that the slots do not, in words."""
+        """Where the index contradicts the slots, in words."""
         return self.index.differences(SlotIndex(self.slots, Columns(len(self.slots))))
 
     @property
@@ -232,7 +231,7 @@ class SlotTable:
     # ---- ownership -------------------------------------------------------------------------------
 
     def take(self, slot: Slot, **pages: Any) -> None:
-        """Gives a free slot to a new owner; `pages`: what else changes, as nothing is granted."""
+        """Gives a free slot to a new owner; `pages`: further attributes, if any is granted."""
         self.changes += 1
         slot.change(active=True, kept=False, owner=slot.owner + 1, **pages)
 
@@ -257,7 +256,7 @@ class SlotTable:
         slot.broken = True
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
-        """What to raise for a request whose rows are gone; its slot is used no more."""
+        """Retires the slot of a request whose rows are gone, and returns what to raise."""
         self.mark_broken(slot)
         slot.lost = True
         return NotRecoverable(
@@ -285,7 +284,7 @@ class SlotTable:
         return None
 
     def to_prepare(self, pages: int) -> Slot | None:
-        """The free slot that shall have so many pages; None: there is none that could.
+        """The free slot in which to map so many pages ahead; None: there is none.
 
         That with the fewest of those that have them, else that with the most of those without a
         batch in flight; of equal ones as `best_fit`, and no stale one.
@@ -309,11 +308,6 @@ class SlotTable:
                     return slot
             high = low
         return None
-
-    @property
-    def empty(self) -> int:
-        """Free slots without a page, and without a batch in flight."""
-        return bisect_left(self.index.ready.entries, (1,))
 
     def emptiest(self, count: int) -> list[Slot]:
         """The free slots that are soonest without a page; fewer when there are not so many."""
@@ -397,7 +391,7 @@ class Ordered:
         return slot.index in self._keys
 
     def __iter__(self) -> Iterator[Slot]:
-        """The slots as they are in order now, whatever is filed meanwhile."""
+        """The slots in their present order, whatever is filed meanwhile."""
         slots = self._slots
         return (slots[key[-1]] for key in self.entries[:])
 
@@ -520,7 +514,7 @@ class SlotIndex:
             filed[index] = new
 
     def differences(self, other: SlotIndex) -> list[str]:
-        """What two indexes of the same slots do not agree on, in words."""
+        """Where two indexes of the same slots differ, in words."""
         names = (*_Entry._fields[:-2], "spare", "returning")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         pairs += [
@@ -596,7 +590,7 @@ class Growth:
 
     @property
     def awaited(self) -> bool:
-        """Whether an owner waits for it, who has not been freed since it began."""
+        """Whether an owner still waits for it: one that has not been freed since it began."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def done(self) -> bool:
@@ -613,7 +607,7 @@ class Unmap:
     `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
     that do not lie in the device and are the slot's alone. `slides`: the pages left the window of
     `owner`, and the slot keeps what follows them. `span` names the shared pages among them,
-    which come back when nobody else refers to them.
+    which come back when nothing else refers to them.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -641,12 +635,12 @@ class Unmap:
 
 
 class DoneTicket:
-    """Stands for the ticket of a batch that ran in the calling thread, and did not fail."""
+    """The ticket of a batch that ran in the calling thread and did not fail."""
 
     __slots__ = ()
 
     def done(self) -> bool:
-        """It is."""
+        """Always."""
         return True
 
     def wait(self, timeout: float | None = None) -> None:
@@ -655,7 +649,7 @@ class DoneTicket:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """Pages of one slot on their way.
+    """Pages of one slot that are being replaced or joined.
 
     Attributes:
         slot: whose.
@@ -665,7 +659,7 @@ class Move:
         stride: bytes between tensors there.
         addresses: scratch; None where nothing is copied.
         ticket: of the copies; None: they are over.
-        promotes: it is for larger pages, and may be given up when memory is short.
+        promotes: it is for larger pages, and may be cancelled when memory is short.
     """
 
     slot: Slot
@@ -679,7 +673,7 @@ class Move:
 
     @property
     def pages(self) -> int:
-        """Pages per tensor that its end changes."""
+        """Pages per tensor that it replaces or joins."""
         runs = sum(high - low for low, high in self.runs)
         return runs + sum(high - low for low, high, _ in self.stretches)
 
@@ -696,12 +690,12 @@ class Move:
         return found
 
     def begins_before(self, page: int) -> bool:
-        """Whether a page below this one is on its way."""
+        """Whether it changes a page below this one."""
         starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
         return min(starts, default=page) < page
 
     def ends_after(self, page: int) -> bool:
-        """Whether this page or a later one is on its way."""
+        """Whether it changes this page or a later one."""
         ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
         return max(ends, default=0) > page
 
@@ -711,7 +705,7 @@ class Move:
 
 
 class QuietTicket:
-    """A ticket whose failure matters to nobody any more."""
+    """A ticket whose failure is ignored."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket

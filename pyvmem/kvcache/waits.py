@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What a call of a cache waits for, so that it is waited for before the call takes the lock.
 
-GPU work that one request's call must wait for is nobody else's concern. So each call that waits
+A call that waits for GPU work must not make other requests' calls wait. So each call that waits
 begins with a look: under the lock, what is in its way is listed, begun where it can be (pages of no
 request are unmapped), and waited for without the lock. Then it looks again. When nothing is in the
 way the call itself runs, in the same block of the lock, and finds nothing to wait for:
@@ -9,22 +9,23 @@ way the call itself runs, in the same block of the lock, and finds nothing to wa
     look -> wait -> look -> wait -> ... -> look, call
     lock            lock                   lock
 
-Nothing of a request has changed before the call, so that an exception that ends a wait leaves
-nothing to be undone. What is not a matter of a look stays in the call: copies of a request's own
-rows, and pages that must come back where memory is short.
+No request has changed before the call, so an exception that ends a wait leaves nothing to undo. Two
+waits stay in the call: for copies of a request's own rows, and for pages that must come back where
+memory is short.
 
-A look raises nothing about its arguments: it finds nothing in the way, and the call says what is
-wrong.
+A look does not report bad arguments: it finds nothing in the way, and the call raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyvmem.errors import VMemError
-from pyvmem.kvcache.events import is_over, prune, record, wait_for, wait_for_device
+from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.manager import (
     Manager,
@@ -37,14 +38,13 @@ from pyvmem.kvcache.manager import (
     make_free_alike,
 )
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
-from pyvmem.streams import work_of
+from pyvmem.streams import Work
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
 __all__ = [
     "Look",
-    "Work",
     "before_fork",
     "before_move",
     "before_prefix",
@@ -60,6 +60,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+_blocks = attrgetter("reclaimer.shared.blocks")
+
 Groups = Sequence[Group]
 Waits = list[Callable[[], Any]]
 Look = Callable[[Groups], Waits]
@@ -68,14 +70,14 @@ Look = Callable[[Groups], Waits]
 def when_clear(manager: Manager, look: Look, call: Callable[[Groups], _T]) -> _T:
     """Makes a call as soon as nothing is in its way; waits without the lock.
 
-    Where the caller has the lock already (several ranks, whose answers must be alike), the call
-    waits by itself.
+    Within another call, which has the lock (`RequestCache`, `ParallelKVCache`), there is no look:
+    the call waits by itself. Nor is there one on ranks, whose answers must not depend on it.
     """
     while True:
-        with manager.lock, manager.journal:
+        with manager.lock, manager.journal as outermost:
             groups = manager.open()
             waits: Waits = []
-            if not groups[0].table.lockstep:
+            if outermost and not groups[0].table.lockstep:
                 try:
                     waits = look(groups)
                 except (VMemError, TypeError, IndexError):
@@ -92,35 +94,6 @@ def clear(manager: Manager, look: Look) -> None:
 
 
 # ---- what is in flight ---------------------------------------------------------------------------
-
-
-class Work:
-    """The caller's work on a stream so far: as it was when a look first had to know.
-
-    Args:
-        stream: as the call got it.
-        device: CUDA ordinal of the cache; None on host.
-
-    Attributes:
-        over: there is none: what the CPU did before it calls.
-    """
-
-    def __init__(self, stream: Any, device: int | None) -> None:
-        self._stream, self._device = stream, device
-        self._event: Any = None
-        self.over = self._known = stream is None and device is None
-
-    @property
-    def stream(self) -> Any:
-        """For the call: what was waited for, or the stream, where nothing had to be."""
-        return self._stream if self._event is None else self._event
-
-    def pending(self) -> Waits:
-        """What is not known to be over."""
-        if not self._known:
-            self._event, self._known = record(self._stream, self._device), True
-        event = self._event
-        return [] if event is None or is_over(event) else [partial(wait_for, event)]
 
 
 def _job(slot: Slot) -> Waits:
@@ -160,178 +133,145 @@ def _both(groups: Groups, reqid: int) -> list[tuple[Group, Slot]]:
 
 
 def before_fork(
-    reqid: int, count: int, length: int | None, work: Work, into: Sequence[int] | None
-) -> Look:
+    groups: Groups,
+    reqid: int,
+    count: int,
+    length: int | None,
+    work: PriorWork,
+    into: Sequence[int] | None,
+) -> Waits:
     """See `KVCache.fork_many`; `work`: the parent's last work."""
-
-    def look(groups: Groups) -> Waits:
-        waits: Waits = []
-        for group in groups:
-            slot = group.slot(reqid)
-            if slot.job is not None or group.mover.moves:
-                waits += _own(group, slot)
-            if not work.over:
-                rows = group.rows[slot.index] if length is None else length
-                if group.layout.bytes_for(rows) > slot.shared * group.layout.page_size:
-                    waits += work.pending()
-        table = groups[0].table
-        if into is None and table.empty >= count:
-            return waits
-        chosen = table.emptiest(count) if into is None else [table[index] for index in into]
-        if len(chosen) == count:
-            for group in groups:
-                for one in chosen:
-                    slot = group.table.slots[one.index]
-                    if slot.job is not None or slot.mapped:
-                        waits += _emptied(group, slot)
-        return waits
-
-    return look
-
-
-def before_record(reqid: int, tokens: Any, work: Work, namespace: Hashable) -> Look:
-    """See `KVCache.record`; `work`: the request's last work."""
-
-    def look(groups: Groups) -> Waits:
-        both = _both(groups, reqid)
-        waits = [wait for group, slot in both for wait in _own(group, slot)] + work.pending()
-        # The ids are only looked at where there is something to wait for.
-        return waits if waits and groups[0].prefixes.shares(both[0][1], tokens, namespace) else []
-
-    return look
-
-
-def before_prefix(tokens: Any, leave: int, stream: Any, namespace: Hashable) -> Look:
-    """See `KVCache.alloc_prefix`: the work that wrote the rows, where the CPU has to wait."""
-
-    def look(groups: Groups) -> Waits:
-        if groups[0].device is not None and work_of(stream).is_stream:
-            return []
-        written = [group.reclaimer.shared.blocks for group in groups]
-        if not [block for blocks in written for block in blocks if block.events]:
-            return []
-        prefixes = groups[0].prefixes
-        match, _ = prefixes.wanted(tokens, leave, namespace)
-        try:
-            spans = [prefixes.span(group.place, match) for group in groups] if match.length else []
-            if not spans or not (kept_slots(groups, spans, match.length) or empty_slots(groups)):
-                return []  # the request gets none of it
-        finally:
-            if match is not tokens:
-                match.release()
-        return [
-            partial(wait_for, event)
-            for span in spans
-            for block, *_ in span.parts
-            for event in prune(block.events)
-        ]
-
-    return look
-
-
-def before_swap_out(reqid: int, work: Work) -> Look:
-    """See `KVCache.swap_out`; `work`: the request's last work."""
-
-    def look(groups: Groups) -> Waits:
-        waits = [wait for group, slot in _both(groups, reqid) for wait in _own(group, slot)]
-        return waits + work.pending()
-
-    return look
-
-
-def before_swap_in(length: int, work: Work) -> Look:
-    """See `KVCache.swap_in`; `work`: the work of those who will use the rows, so far."""
-
-    def look(groups: Groups) -> Waits:
-        make_free_alike(groups)
-        found = groups[0].fit(length)
-        if found is None:
-            return []
-        waits = work.pending()
-        for group in groups:
-            slot = group.table[found.index]
-            waits += _job(slot)
-            if slot.mapped:
-                waits += [partial(wait_for, one) for one in prune(slot.events)]
-        return waits
-
-    return look
-
-
-def before_truncate(reqid: int, length: int, work: Work) -> Look:
-    """See `KVCache.truncate`; `work`: the last work on the rows."""
-
-    def look(groups: Groups) -> Waits:
-        both = _both(groups, reqid)
-        waits: Waits = []
-        for group, slot in both:
-            if not 0 <= length < group.rows[slot.index]:
-                return []
-            move = group.mover.moves.get(slot)
-            page = group.layout.bytes_for(length) // group.layout.page_size
-            if move is not None and not move.promotes and move.ends_after(page):
-                waits += _own(group, slot) + work.pending()
-        if any(Truncation.of(group, slot, length).unmaps for group, slot in both):
-            waits += [wait for group, slot in both for wait in _job(slot)] + work.pending()
-        return waits
-
-    return look
-
-
-def before_move(reqid: int, work: Work, *, wait: bool) -> Look:
-    """See `KVCache.move` and `promote`; `work`: the last work on the request."""
-
-    def look(groups: Groups) -> Waits:
-        waits: Waits = []
-        for group, slot in _both(groups, reqid):
+    waits: Waits = []
+    for group in groups:
+        slot = group.table.slots[reqid]
+        if slot.job is not None or group.mover.moves:
             waits += _own(group, slot)
-            if wait or slot in group.mover.moves:
+        if not work.over:
+            rows = group.pager.columns.held[slot.index] if length is None else length
+            shared = slot.head + slot.span.pages
+            if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
-        return waits
-
-    return look
-
-
-def before_reclaim(keep: Collection[int]) -> Look:
-    """See `KVCache.reclaim_free`, with `wait`."""
-
-    def look(groups: Groups) -> Waits:
-        return [
-            wait
-            for group in groups
-            for slot in group.table.free
-            if slot.index not in keep
-            for wait in _emptied(group, slot)
-        ]
-
-    return look
+    table = groups[0].table
+    chosen = table.emptiest(count) if into is None else [table[index] for index in into]
+    if len(chosen) == count:
+        for group in groups:
+            for one in chosen:
+                slot = group.table.slots[one.index]
+                if slot.job is not None or slot.mapped:
+                    waits += _emptied(group, slot)
+    return waits
 
 
-def before_trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any) -> Look:
-    """See `KVCache.trim`."""
-    device = [partial(wait_for_device, stream, manager.groups[0].device)] if compact else []
+def before_record(
+    groups: Groups, reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
+) -> Waits:
+    """See `KVCache.record`; `work`: the request's last work."""
+    both = _both(groups, reqid)
+    waits = [wait for group, slot in both for wait in _own(group, slot)] + work.pending()
+    # The ids are only looked at where there is something to wait for.
+    return waits if waits and groups[0].prefixes.shares(both[0][1], tokens, namespace) else []
 
-    def look(groups: Groups) -> Waits:
-        waits: Waits = list(device)
-        device.clear()
-        if any(group.reclaimer.errors for group in groups):
+
+def before_prefix(
+    groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
+) -> Waits:
+    """See `KVCache.alloc_prefix`: the work that wrote the rows, where the CPU has to wait."""
+    if groups[0].device is not None and reader.is_stream:
+        return []
+    if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
+        return []
+    prefixes = groups[0].prefixes
+    match, _ = prefixes.wanted(tokens, leave, namespace)
+    try:
+        spans = [prefixes.span(group.place, match) for group in groups] if match.length else []
+        if not spans or not (kept_slots(groups, spans, match.length) or empty_slots(groups)):
+            return []  # the request gets none of it
+    finally:
+        if match is not tokens:
+            match.release()
+    return [
+        partial(wait_for, event)
+        for span in spans
+        for block, *_ in span.parts
+        for event in prune(block.events)
+    ]
+
+
+def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Waits:
+    """See `KVCache.swap_out`; `work`: the request's last work."""
+    waits = [wait for group, slot in _both(groups, reqid) for wait in _own(group, slot)]
+    return waits + work.pending()
+
+
+def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
+    """See `KVCache.swap_in`; `work`: the work of those who will use the rows, so far."""
+    make_free_alike(groups)
+    found = groups[0].fit(length)
+    if found is None:
+        return []
+    waits = work.pending()
+    for group in groups:
+        slot = group.table[found.index]
+        waits += _job(slot)
+        if slot.mapped:
+            waits += [partial(wait_for, one) for one in prune(slot.events)]
+    return waits
+
+
+def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) -> Waits:
+    """See `KVCache.truncate`; `work`: the last work on the rows."""
+    both = _both(groups, reqid)
+    waits: Waits = []
+    for group, slot in both:
+        if not 0 <= length < group.rows[slot.index]:
             return []
-        for group in groups:
-            waits += [
-                wait
-                for job in group.pager.growths
-                if not job.awaited
-                for slot in job.slots[:1]
-                for wait in _job(slot)
-            ]
-            group.reclaimer.release_stale(kept=True)
-        for group in groups:
-            begin_trim(group, prefixes, leased=True)
-            waits += [
-                QuietTicket(one.ticket).wait for one in group.reclaimer.unmaps if not one.done()
-            ]
-        if compact is None and can_compact(manager):
-            waits += [partial(wait_for, event) for event in last_work(groups)]
-        return waits
+        move = group.mover.moves.get(slot)
+        page = group.layout.bytes_for(length) // group.layout.page_size
+        if move is not None and not move.promotes and move.ends_after(page):
+            waits += _own(group, slot) + work.pending()
+    if any(Truncation.of(group, slot, length).unmaps for group, slot in both):
+        waits += [wait for group, slot in both for wait in _job(slot)] + work.pending()
+    return waits
 
-    return look
+
+def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
+    """See `KVCache.move` and `promote`; `work`: the last work on the request."""
+    waits: Waits = []
+    for group, slot in _both(groups, reqid):
+        waits += _own(group, slot)
+        if wait or slot in group.mover.moves:
+            waits += work.pending()
+    return waits
+
+
+def before_reclaim(groups: Groups, keep: Collection[int]) -> Waits:
+    """See `KVCache.reclaim_free`, with `wait`."""
+    return [
+        wait
+        for group in groups
+        for slot in group.table.free
+        if slot.index not in keep
+        for wait in _emptied(group, slot)
+    ]
+
+
+def before_trim(groups: Groups, manager: Manager, prefixes: bool, compact: bool | None) -> Waits:
+    """See `KVCache.trim`."""
+    waits: Waits = []
+    if any(group.reclaimer.errors for group in groups):
+        return []
+    for group in groups:
+        waits += [
+            wait
+            for job in group.pager.growths
+            if not job.awaited
+            for slot in job.slots[:1]
+            for wait in _job(slot)
+        ]
+        group.reclaimer.release_stale(kept=True)
+    for group in groups:
+        begin_trim(group, prefixes, leased=True)
+        waits += [QuietTicket(one.ticket).wait for one in group.reclaimer.unmaps if not one.done()]
+    if compact is None and can_compact(manager):
+        waits += [partial(wait_for, event) for event in last_work(groups)]
+    return waits

@@ -169,7 +169,7 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
     short = shared(context, 4, 1)
     assert shared(context, 200, 1) == short
     assert shared(context, 4, 16) == short, "for any number of tensors"
-    assert max(short.values()) <= (112 if context.cuda_device is None else 120), short
+    assert max(short.values()) <= (95 if context.cuda_device is None else 100), short
 
 
 @pytest.mark.parametrize("name", ["none", "torch"])
@@ -200,7 +200,7 @@ def test_what_shares_pages_after_gpu_work(
             )
             event = gpu.event_of(number)
             forked = calls_of(lambda: cache.fork(first, stream=stream))
-            assert set(gpu.log) == {("cpu", "waits for", event)}, "for the rows that it copies"
+            assert gpu.log == [("cpu", "waits for", event)], "once, for the rows that it copies"
             del gpu.log[:]
             lens[first] = 20 * ROWS
             assert cache.step(lens) == 0
@@ -211,10 +211,9 @@ def test_what_shares_pages_after_gpu_work(
             begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
             assert begun.result[1] == 20 * ROWS
             assert gpu.log == [(number, "waits for", event)] * 2
-            # It looks what is in its way, waits for it without the lock, and looks again.
-            assert forked.count <= 135, forked
-            for calls in (resumed, begun):
-                assert calls.count <= 112, calls
+            # A fork looks what is in its way, waits for it without the lock, and looks again.
+            for calls in (forked, resumed, begun):
+                assert calls.count <= 100, calls
             gpu.over = True
             cache.check_integrity()
 

@@ -460,7 +460,7 @@ def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str)
         first = computed(cache, PROMPT[:10])
         cache.cache.free_reqid(first.slot)
         other = kv(cache).alloc_reqid(5)
-        assert other == first.place
+        assert other == first._slot
         calls = {
             "extend": lambda: cache.extend({first: 11}),
             "release": lambda: cache.release(first),

@@ -27,7 +27,8 @@ from kvcache_helpers import (
 
 from pyvmem import Context, FdEvent, InvalidArgument
 from pyvmem.engine import Request, RequestCache
-from pyvmem.kvcache import Budget, KVCache, LayeredCache, LayerShape
+from pyvmem.kvcache import Budget, KVCache, LayeredCache, LayerShape, waits
+from pyvmem.kvcache.events import is_over
 
 TENSORS = 2 * LAYERS
 PROMPT = list(range(1, 3 * ROWS))
@@ -398,3 +399,35 @@ def test_other_requests_go_on(context: Context, work: FdEvent, name: str) -> Non
             assert promptly(lambda: cache.release(new) is None, work)
         for one in list(cache.requests):
             cache.release(one)
+
+
+def test_a_call_within_another_does_not_look(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock anyway, and waits by itself."""
+    looks: list[int] = []
+    before_fork = waits.before_fork
+
+    def look(*args: Any, **kwargs: Any) -> waits.Waits:
+        looks.append(1)
+        return before_fork(*args, **kwargs)
+
+    monkeypatch.setattr(waits, "before_fork", look)
+    with small_cache(context) as memory, RequestCache(memory) as cache:
+        request = cache.begin(ROWS)
+        assert isinstance(request, Request)
+        assert cache.extend({request: ROWS + 1}) is None
+        assert isinstance(cache.fork(request), list)
+        assert len(looks) == 1
+        with memory.lock, memory.journal, FdEvent.create() as work:
+            ending = threading.Timer(0.2, work.set)
+            ending.start()
+            child = memory.fork(request.slot, stream=work)
+            assert is_over(work), "it copied rows that were still being written"
+            ending.join()
+        assert len(looks) == 1
+        assert child is not None
+        memory.free_reqid(child)
+        for one in list(cache.requests):
+            cache.release(one)
+        memory.check_integrity()

@@ -14,7 +14,15 @@ from kvcache_helpers import ROWS, lens, small_cache, state
 import pyvmem
 from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, NotGpuWork, OpBatch, streams
 from pyvmem.kvcache import LayeredCache, LayerShape
-from pyvmem.kvcache.events import is_over, order_after, order_ticket, prune, record, wait_for
+from pyvmem.kvcache.events import (
+    PriorWork,
+    is_over,
+    order_after,
+    order_ticket,
+    prune,
+    record,
+    wait_for,
+)
 from pyvmem.streams import Kind, work_of
 
 __all__ = ["gpu"]
@@ -121,6 +129,56 @@ def test_a_given_event_is_kept_as_it_is(gpu: Gpu) -> None:
     assert is_over(held)
     with pytest.raises(pyvmem.BadHandle, match=r"FdEvent\(\d+\): Bad file descriptor"):
         record(FdEvent(1 << 20), 0)
+
+
+@pytest.mark.parametrize("stream", [*STREAMS, *EVENTS])
+def test_prior_work_is_recorded_once_and_waited_for_once(gpu: Gpu, stream: str) -> None:
+    work = PriorWork(given(gpu, stream), 0)
+    assert PriorWork(work, 0) is work
+    event = work.record()
+    assert work.record() is event
+    (wait,) = work.pending()
+    assert gpu.log == []
+    wait()
+    assert work.over
+    assert (work.record(), work.pending()) == (None, [])
+    work.wait()
+    handle = STREAMS[stream] + 0xE000 if stream in STREAMS else EVENTS[stream]
+    assert gpu.log == [("cpu", "waits for", handle)]
+
+
+def test_prior_work_that_is_over_is_not_waited_for(gpu: Gpu) -> None:
+    work = PriorWork(None, 0)
+    gpu.over = True
+    assert work.pending() == []
+    work.wait()
+    assert gpu.log == []
+
+
+def test_on_host_only_a_descriptor_is_prior_work(gpu: Gpu) -> None:
+    for name in [*STREAMS, *EVENTS]:
+        work = PriorWork(given(gpu, name), None)
+        assert work.over
+        assert (work.record(), work.pending()) == (None, [])
+    with FdEvent.create() as event:
+        work = PriorWork(event, None)
+        assert work.pending() == [work.wait]
+        event.set()
+        assert work.pending() == []
+    assert gpu.log == []
+
+
+def test_a_wait_that_is_ended_leaves_the_work_pending(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(event: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu.made.TorchEvent, "synchronize", interrupted)
+    work = PriorWork(None, 0)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.pending() == [work.wait]
 
 
 @pytest.mark.parametrize("name", [*STREAMS, *EVENTS])

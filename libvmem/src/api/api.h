@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * api.h - the public functions. Each pins its context, checks what it was given, calls the layer that does it, and lets
- * the context go.
+ * api.h - the public functions. Each pins its context, checks its arguments, calls the layer that does the work, and
+ * unpins the context.
  */
 #ifndef VMEM_API_H
 #define VMEM_API_H
@@ -14,7 +14,7 @@
 struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err);
 void vm_put(struct vm_ctx *c);
 int vm_registry_add(struct vm_ctx *c, vmem_t *vm);
-/* No call finds it any more. False: another thread has done so, and the pin is gone. */
+/* Later calls do not find it. False: another thread was first, and the pin is gone. */
 bool vm_registry_remove(struct vm_ctx *c, vmem_t vm);
 /* Waits until no call uses it. */
 void vm_registry_drain(struct vm_ctx *c);

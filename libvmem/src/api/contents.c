@@ -2,7 +2,7 @@
 /* Contents: reading, writing, copying, filling. */
 #include "api/api.h"
 
-/* Checks that a range is mapped (and writable) and notes it, so that nobody unmaps it meanwhile. */
+/* Checks that a range is mapped (and writable) and notes it, so that it is not unmapped meanwhile. */
 static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t bytes, bool write) {
   uint64_t first = addr & ~(c->granule - 1), last;
   struct vm_space *s;
@@ -49,36 +49,29 @@ static int await_fills(struct vm_ctx *c, const struct vm_access *a) {
   return err;
 }
 
-VMEM_API int vmem_read(vmem_t vm, void *dst, uint64_t addr, uint64_t bytes) {
+/* Reads into dst, or writes from src. */
+static int transfer(vmem_t vm, const char *op, uint64_t addr, uint64_t bytes, void *dst, const void *src, bool write) {
   int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_read", &err);
+  struct vm_ctx *c = vm_get(vm, op, &err);
   struct vm_access a;
   if (!c) return err;
-  if (!dst)
+  if (write ? !src : !dst)
     err = vm_fail(-EINVAL, "NULL argument");
-  else if (!(err = begin(c, &a, addr, bytes, false))) {
+  else if (!(err = begin(c, &a, addr, bytes, write))) {
     err = await_fills(c, &a);
-    if (!err) err = c->be->read(c->bes, dst, addr, bytes);
+    if (!err) err = write ? c->be->write(c->bes, addr, src, bytes) : c->be->read(c->bes, dst, addr, bytes);
     end(c, &a);
   }
   vm_put(c);
   return err;
 }
 
+VMEM_API int vmem_read(vmem_t vm, void *dst, uint64_t addr, uint64_t bytes) {
+  return transfer(vm, "vmem_read", addr, bytes, dst, NULL, false);
+}
+
 VMEM_API int vmem_write(vmem_t vm, uint64_t addr, const void *src, uint64_t bytes) {
-  int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_write", &err);
-  struct vm_access a;
-  if (!c) return err;
-  if (!src)
-    err = vm_fail(-EINVAL, "NULL argument");
-  else if (!(err = begin(c, &a, addr, bytes, true))) {
-    err = await_fills(c, &a);
-    if (!err) err = c->be->write(c->bes, addr, src, bytes);
-    end(c, &a);
-  }
-  vm_put(c);
-  return err;
+  return transfer(vm, "vmem_write", addr, bytes, NULL, src, true);
 }
 
 VMEM_API int vmem_copy(vmem_t vm, uint64_t dst, uint64_t src, uint64_t bytes) {

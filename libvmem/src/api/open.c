@@ -142,7 +142,7 @@ static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
   return vm_fail(err, "no back end can be opened: %.400s", why);
 }
 
-/* Nobody else knows the context any more. A suspended driver is waited for. */
+/* No other thread knows the context any more. Waits for a suspended driver. */
 static void tear_down(struct vm_ctx *c) {
   vm_worker_stop(c);
   vm_tickets_free(c);
@@ -181,7 +181,7 @@ VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
     VM_UNDO(tear_down(c));
     return err;
   }
-  log_opened(c, o.backend); /* while nobody can close it */
+  log_opened(c, o.backend); /* before it can be closed */
   if ((err = vm_registry_add(c, vm))) VM_UNDO(tear_down(c));
   return err;
 }

@@ -102,7 +102,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   return err;
 }
 
-/* What is asked of the pieces, before any is looked at. */
+/* Checks the pieces as a whole, before any single one. */
 static int check_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride) {
   uint64_t span, total;
   if (count < 2) return 0;

@@ -24,7 +24,7 @@ struct vm_be_info {
   struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
                                      the rest */
   uint64_t pool_high;             /* default for vmem_open_opts.pool_high */
-  uint64_t most_mappings;         /* what vmem_open_opts.max_mappings may be at most; 0 = any */
+  uint64_t most_mappings;         /* the most that vmem_open_opts.max_mappings may be; 0 = any */
   bool fresh_is_zero;             /* a new slab, and discarded memory, reads as zeros */
   bool one_page_slabs;            /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
                                      each slab one page of the size asked for */
@@ -33,7 +33,7 @@ struct vm_be_info {
                                      0 = any */
   bool no_contents;               /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
-  const char *how;                /* with what a page is mapped: " through UVM"; NULL = "" */
+  const char *how;                /* for logs, how a page is mapped: " through UVM"; NULL = "" */
   char patched[40];               /* "patched driver, ABI 1: ", else "" */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
   uint64_t open_ns, prove_ns;     /* how long opening and proving took: vm_backend_open */
@@ -72,13 +72,13 @@ struct vm_bind_op {
   bool sparse;
 };
 
-/* How far a `bind` that failed has come: operations [0, done) are carried out, [done, done + lost) are in
- * an unknown state, the others are not carried out. */
+/* How far a failed `bind` got: operations [0, done) are carried out, [done, done + lost) are in an unknown state, the
+ * others are not carried out. */
 struct vm_bind_result {
   size_t done, lost;
   /* vm_bind's alone */
   size_t bare;   /* from `done` on, with none lost: nothing is mapped there */
-  size_t failed; /* from `done` on: what the call that failed was to do */
+  size_t failed; /* from `done` on: the operations of the call that failed */
 };
 
 typedef uint64_t vm_event; /* 0 = none, already over */

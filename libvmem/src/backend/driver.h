@@ -51,8 +51,8 @@ int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t pri
 
 /* ---- bind.c ------------------------------------------------------------------------------------ */
 
-/* Carries the operations out, in as few driver calls as the back end can. They may be put into another order, which is
- * the one that *result counts in. */
+/* Carries the operations out in as few driver calls as the back end can. It may reorder ops; *result counts in the new
+ * order. */
 int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
 /* ---- room.c (lock held) ------------------------------------------------------------------------ */
@@ -60,9 +60,9 @@ int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_r
 /* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. The mappings are
  * planned from then on. */
 int vm_room_take(struct vm_ctx *c, uint64_t more_segments, uint64_t more_mappings, bool limited);
-/* They are counted, or will never be. */
+/* The planned mappings are counted by now, or will never be made. */
 static inline void vm_room_end(struct vm_ctx *c, uint64_t mappings) { c->driver->planned -= mappings; }
-/* Whether a second attempt at what came to `err` may find room, because what was counted is old. Lock not held. */
+/* Whether to try again after `err`: the count was old and has been made anew. Lock not held. */
 bool vm_recount(struct vm_ctx *c, int err);
 
 #endif

@@ -10,7 +10,7 @@
  *   backend  the driver's calls, counted, timed and failed on request; the back ends
  *   base     what everyone uses
  *
- * Each layer knows those below it and keeps its state in a structure of its own, which this one only points to.
+ * Each layer knows only those below it and keeps its state in a structure of its own, to which this one points.
  *
  * vm_ctx.lock protects all of that state except where a comment says "immutable". It is never held across a call of
  * the back end that may wait: a plan marks its ptes PTE_BUSY under the lock, makes its driver calls without it, and

@@ -21,7 +21,7 @@ int vm_fail_status(uint32_t status, const char *name);
 /* Start of a public function: names it and forgets the previous error. */
 void vm_error_begin(const char *op);
 
-/* Copies of the calling thread's error, to hand a worker's error to the thread that waits for it. */
+/* Copies the calling thread's error, to hand a worker's error to the thread that waits for it. */
 void vm_error_save(struct vmem_error *out);
 void vm_error_restore(const struct vmem_error *in);
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * retry.h - how long a call is repeated that the driver refuses for the moment only.
+ * retry.h - how long to repeat a call that the driver refuses only for the moment.
  *
  * While the machine goes to sleep NVIDIA's modules answer EAGAIN to everything, and this process still runs: on
- * the way there they save the video memory. A call that can fail without a trace is repeated for VM_PATIENCE_S. A
- * call that takes back what was begun has no such way out: it is repeated as long as the answer is EAGAIN.
+ * the way there they save the video memory. A call that may fail is repeated for VM_PATIENCE_S. A
+ * call that undoes something must not fail: it is repeated for as long as the answer is EAGAIN.
  */
 #ifndef VMEM_RETRY_H
 #define VMEM_RETRY_H

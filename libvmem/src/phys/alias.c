@@ -5,7 +5,7 @@
  */
 #include "phys/phys.h"
 
-/* Lock held, let go for the driver. */
+/* Lock held; dropped around driver calls. */
 static int make_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
   uint64_t addr, priv;
   int err = vm_room_take(c, 2, 1, true);

@@ -7,7 +7,7 @@
  * claims it and zeroes it before it maps it. If the alias cannot be made, or the fill fails, that plan fails: a page is
  * never mapped with old contents but where the caller asked for that (VMEM_OP_DIRTY).
  *
- * A page that the batch in flight zeroes may be taken. Whoever is to map it, even dirty, claims it, waits until the
+ * A page that the batch in flight zeroes may be taken. The plan that maps it, even dirty, claims it, waits until the
  * batch's fill has been started, and starts another after it in the same order of work: when that is over so is the
  * first. The end of the batch leaves the state of such a page alone.
  */
@@ -57,7 +57,7 @@ static void end_batch(struct vm_ctx *c, int err) {
   pthread_cond_broadcast(&c->done_cond);
 }
 
-/* Ends the batch in flight: 0 when there is none any more, -EAGAIN when it runs on. Lock held, let go. */
+/* Ends the batch in flight: 0 when there is none any more, -EAGAIN when it runs on. Lock held; dropped meanwhile. */
 static int retire(struct vm_ctx *c, bool wait) {
   struct vm_clean *k = &c->phys->clean;
   vm_event e;

@@ -43,7 +43,7 @@ static void end(struct vm_ctx *c, struct vm_fill *f, int result) {
   if (f->ended) f->ended(c, f->owner, result);
 }
 
-/* Lock held, let go for the driver. */
+/* Lock held; dropped around driver calls. */
 static void put(struct vm_ctx *c, struct vm_fill *f) {
   if (--f->refs) return;
   pthread_mutex_unlock(&c->lock);

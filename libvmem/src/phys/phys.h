@@ -33,7 +33,7 @@ struct vm_slab {
   uint64_t grow_id;
   uint64_t alias, alias_priv; /* where the slab itself is mapped; 0 = not mapped */
   bool alias_making;
-  uint32_t cleaning; /* runs of the clean batch in flight; it is not to be destroyed */
+  uint32_t cleaning; /* runs of the clean batch in flight; the slab must not be destroyed */
   bool evacuating;   /* vmem_compact is emptying it: in no list, and its free units not the pool's */
   /* the pool's */
   uint32_t free_units; /* the soiled among them */
@@ -84,18 +84,18 @@ void vm_units_ref(struct vm_slab *s, uint32_t unit, uint32_t n);
 uint32_t vm_units_unref(struct vm_slab *s, uint32_t unit, uint32_t n, uint32_t *freed);
 void vm_units_set_dirty(struct vm_slab *s, uint32_t unit, uint32_t n, bool dirty);
 /* The first units in [*unit, end) with old contents that no plan has claimed: their number, from *unit on; 0 = none.
- * With *must whoever maps them zeroes them: because of `zero`, or because the clean batch in flight writes to them. */
+ * *must: the mapper has to zero them, because of `zero` or because the clean batch in flight writes to them. */
 uint32_t vm_units_stale(const struct vm_slab *s, uint32_t *unit, uint32_t end, bool zero, bool *must);
 void vm_units_claim(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* zeroed: by the claim's plan. With that the clean batch's zeroing is over too: what was written since is not to be
- * taken for its zeros. clean: their contents are the plan's now. */
+/* zeroed: by the claim's plan. That ends the clean batch's zeroing too: what is written later must not be taken for its
+ * zeros. clean: their contents are the plan's now. */
 void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroed, bool clean);
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
-/* The clean batch is over; unless it failed, units nobody has claimed meanwhile are clean. */
+/* The clean batch is over; unless it failed, units that were not claimed meanwhile are clean. */
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
 void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
 void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
-/* What is known about a unit is true of another one now, which keeps its own reference beside. */
+/* Moves a unit's state to another one, which keeps its own reference besides. */
 void vm_unit_move(struct vm_ctx *c, struct vm_slab *from, uint32_t unit, struct vm_slab *to, uint32_t to_unit);
 
 /* ---- pool.c ------------------------------------------------------------------------------------ */
@@ -133,7 +133,7 @@ struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint
                            const struct vm_place *place);
 /* The same, the longest run that is free in a slab that is in use. Lock held. */
 struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align);
-/* Drops one reference of each unit; what is free then goes back to its pool. Lock held, but let go for the driver. */
+/* Drops one reference of each unit; what is free then goes back to its pool. Lock held; dropped around driver calls. */
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
 /* Takes vm_pool_take back, of units that were neither mapped nor written to. Lock held. */
 void vm_pool_untake(struct vm_ctx *c, struct vm_run r);
@@ -146,7 +146,7 @@ void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_
 /* Runs of dirty free units, now being zeroed and counted in `cleaning`: at most `most`, and *units units, which is
  * reduced. Lock held. */
 uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t most, uint32_t *units);
-/* Takes a slab out of the pool's lists, so that nobody takes units of it, and puts it back. Lock held. */
+/* Takes a slab out of the pool's lists, so that no units of it are taken, and puts it back. Lock held. */
 void vm_pool_set_aside(struct vm_slab *s);
 void vm_pool_put_back(struct vm_slab *s);
 
@@ -181,7 +181,7 @@ struct vm_clean {
   bool issuing;    /* the fill is being started, without the lock */
   bool retiring;   /* a thread waits for it, without the lock */
   bool ended;      /* a batch has, since the worker last trimmed the pool */
-  uint32_t hold;   /* callers that want no other batch begun */
+  uint32_t hold;   /* callers that keep another batch from being begun */
   uint32_t n;      /* runs of the batch in flight; 0 = none */
   struct vm_run runs[CLEAN_RUNS];
   vm_event event;
@@ -192,7 +192,7 @@ int vm_zero_start(struct vm_ctx *c, const struct vm_run *runs, size_t n, vm_even
 /* The worker's turn: ends a batch that is over, begins another. Whether one is in flight; *ended: one has, and its
  * slabs may be empty. Lock not held. */
 bool vm_clean_step(struct vm_ctx *c, bool *ended);
-/* No batch is in flight from the one to the other. Lock held, let go while it waits. */
+/* Between the two no batch is in flight. Lock held; dropped while it waits. */
 void vm_clean_hold(struct vm_ctx *c);
 void vm_clean_release(struct vm_ctx *c);
 
@@ -200,19 +200,19 @@ void vm_clean_release(struct vm_ctx *c);
 
 /*
  * A fill that runs on after its batch was committed writes its units until its event is over, possibly after GPU work
- * that never ends. Whoever takes such a unit away from an address, shows it at a second one, or reads, copies or fills
- * it waits for that fill; nobody else does. At most one fill runs on a unit: a second one waits like the others.
+ * that never ends. What unmaps such a unit, maps it at a second address, or reads, copies or fills it waits for that
+ * fill; nothing else does. At most one fill runs on a unit: a second one waits like the others.
  *
- * Only the worker begins fills and takes them out of the context's list, so that it can walk the list with the lock let
- * go. Any thread may wait for one and mark it as over.
+ * Only the worker begins fills and takes them out of the context's list, so that it can walk the list without the lock.
+ * Any thread may wait for one and mark it as over.
  */
 struct vm_fill {
   struct vm_fill *next; /* in vm_phys.fills; changed by the worker, under the lock */
   vm_event event;       /* immutable once it runs */
-  uint32_t refs;        /* one of the list; one of each that uses it with the lock let go */
+  uint32_t refs;        /* one of the list; one of each that uses it with the lock dropped */
   bool over;
   int result; /* when it is over */
-  /* Called once, with the lock held, and the error of `result` recorded in this thread. NULL: nobody is told. */
+  /* Called once, with the lock held and the error of `result` recorded in this thread. May be NULL. */
   void (*ended)(struct vm_ctx *c, void *owner, int result);
   void *owner;
   size_t nruns;
@@ -222,7 +222,7 @@ struct vm_fill {
 struct vm_fill *vm_fill_new(struct vm_ctx *c, size_t nruns); /* NULL: no heap */
 /* The fill runs until `event` is over; the reference of vm_fill_new becomes the list's. Worker; lock held. */
 void vm_fill_begin(struct vm_ctx *c, struct vm_fill *f, vm_event event);
-/* A fill that is running on one of the units; NULL = none. Lock held: who lets it go takes a reference first. */
+/* A fill that is running on one of the units; NULL = none. Lock held: take a reference before dropping it. */
 struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t n);
 /* Waits in this thread, as long as it takes; gives the caller's reference back. 0, or what the fill ended with.
  * Lock not held. */
@@ -240,7 +240,7 @@ struct vm_run *vm_runs_add(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, s
 /* Takes units from the pool. -ENOMEM with *missing = units that the pool lacks (0: the heap is short). */
 int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
                  uint32_t *nout, uint64_t *missing);
-/* Drops a reference of all that have a slab, and the list. May let the lock go. */
+/* Drops a reference of all that have a slab, and the list. may drop the lock. */
 void vm_runs_put(struct vm_ctx *c, struct vm_run *runs, uint32_t n);
 
 /* ---- handle.c (lock held) ---------------------------------------------------------------------- */
@@ -252,7 +252,7 @@ struct vm_hdl {
   bool busy;        /* vMemRelease is at work */
   bool dirty_ok;    /* VMEM_CREATE_DIRTY */
   uint32_t pending; /* plans that map it */
-  uint32_t pins;    /* those of them that need its references: it is not to be dropped */
+  uint32_t pins;    /* those of them that need its references: it must not be dropped */
   uint32_t location;
   int32_t device;
   uint64_t bytes, page_size;
@@ -267,10 +267,10 @@ struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err);
 struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out);
 uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h);
 void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h); /* frees the entry when nothing needs it */
-void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* the caller's reference; may let the lock go */
+void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h);   /* the caller's reference; may drop the lock */
 /* A mapping made with a handle begins or ends at addr; index 0 = none. */
 void vm_hdl_mapping(struct vm_ctx *c, uint32_t index, uint64_t addr, bool begins);
-/* Gives `count` pieces back, `stride` apart. May let the lock go. */
+/* Gives `count` pieces back, `stride` apart. may drop the lock. */
 int vm_hdl_drop_range(struct vm_ctx *c, struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
                       uint64_t stride);
 

@@ -17,7 +17,7 @@
  *   5. the longest piece there is; the caller comes again for the rest
  *
  * Units with old contents (dirty) are kept apart from the others (soil_map) until clean.c has zeroed them.
- * When nothing else is left they are taken all the same, and whoever maps them zeroes them first.
+ * When nothing else is left they are taken all the same, and the plan that maps them zeroes them first.
  */
 #include "phys/phys.h"
 
@@ -416,7 +416,7 @@ uint64_t vm_pool_free_units(const struct vm_ctx *c) {
   return total;
 }
 
-/* n units whose last reference is gone. Lock held, let go for the driver. */
+/* n units whose last reference is gone. Lock held; dropped around driver calls. */
 static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   bool dirty = true;
   c->phys->used_units -= n;

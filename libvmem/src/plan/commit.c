@@ -61,7 +61,7 @@ static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size
 }
 
 /* The ptes of a segment name its units from now on; what they named loses its references. They are busy with this plan
- * while the lock is let go for that. */
+ * while the lock is dropped for that. */
 static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
   uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | PTE_CALL;
   struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
@@ -122,7 +122,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   bool gives = p->unmaps.n || (p->replaced.n && !p->same) || p->release;
   pthread_mutex_lock(&c->lock);
   end_reservations(c, p);
-  if (p->event) { /* first: below the lock is let go */
+  if (p->event) { /* first: below the lock is dropped */
     vm_fill_begin(c, p->fill, p->event);
     p->fill = NULL;
   }

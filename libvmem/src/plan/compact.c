@@ -5,7 +5,7 @@
  *
  * One slab at a time, all of it or nothing. Its references are found by one look at all ptes and handles; a slab some
  * of whose references were not found, because they are newer or somebody is changing them, stays as it is. Then it is
- * set aside (nobody takes units of it), its ptes become busy, its handles too, and a plan copies its pages through
+ * set aside (no units of it are taken), its ptes become busy, its handles too, and a plan copies its pages through
  * the slabs' own mappings and replaces them under every address. vm_move_commit writes the new places down.
  */
 #include <stdlib.h>
@@ -155,7 +155,7 @@ static bool being_read(struct vm_ctx *c, uint64_t addr) {
   return busy;
 }
 
-/* Whether every reference of every page is known, and nobody is using one. Lock held. */
+/* Whether every reference of every page is known, and none is in use. Lock held. */
 static int count_references(struct vm_ctx *c, const struct vm_slab *s, const struct survey *v, bool *known) {
   size_t nshown, nheld;
   const struct reference *shown = references_to(&v->shown, s->index, &nshown);
@@ -355,8 +355,8 @@ static int prepare(struct evacuation *v, const struct survey *survey, bool *full
   return err ? err : vm_plan_room(c, &v->plan);
 }
 
-/* Our reference of the new pages goes; `written`: they have been mapped or copied to. Lock held, let go for the
- * driver. */
+/* Our reference of the new pages goes; `written`: they have been mapped or copied to. Lock held; dropped
+ * around driver calls. */
 static void put_taken(struct evacuation *v, bool written) {
   for (size_t i = 0; i < v->move.taken.n; i++) {
     struct vm_run *r = VM_AT(v->move.taken, struct vm_run, i);
@@ -381,8 +381,8 @@ static void evacuation_free(struct evacuation *v) {
   free(v->move.to);
 }
 
-/* Empties one slab and gives it back, unless it stays: then, and after an error, nothing has changed. Lock held, let go
- * for the driver. */
+/* Empties one slab and gives it back, unless it stays: then, and after an error, nothing has changed. Lock held;
+ * dropped around driver calls. */
 static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *survey, bool *full, uint64_t *freed) {
   struct evacuation v = {.c = c, .move.from = s, .plan = {.keep = VMEM_KEEP_ALL, .move = &v.move}};
   struct vmem_error why;
@@ -414,7 +414,7 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *su
 
 /* ---- all of them ------------------------------------------------------------------------------- */
 
-/* Lock held, let go for the driver. */
+/* Lock held; dropped around driver calls. */
 static int compact_all(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   struct survey v = {0};
   const struct vm_pool *full[VM_POOLS];

@@ -46,7 +46,7 @@ static void await_fills(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-/* One run. Lock held, let go for the driver. */
+/* One run. Lock held; dropped around driver calls. */
 static int consolidate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   struct vm_plan p = {.same = true, .keep = VMEM_KEEP_ALL};
   struct vm_fill *none;
@@ -73,7 +73,7 @@ int vm_consolidate(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *ca
     err = consolidate(c, s, a, n);
     ++*calls;
     a += n;
-    /* The lock was let go: the reservation may be gone. */
+    /* The lock was dropped: the reservation may be gone. */
     if (!err && a < addr + bytes) s = vm_space_range(c, a, addr + bytes - a, c->granule, &err);
   }
   pthread_mutex_unlock(&c->lock);

@@ -3,10 +3,10 @@
  * plan.h - a batch on its way.
  *
  *   check.c        arguments
- *   make.c         takes pages and marks ptes: all that can fail for want of memory happens here
+ *   make.c         takes pages and marks ptes: everything that can run out of memory
  *   order.c        the fills of other batches that must end first, and its own that may run on
  *   run.c          the driver's calls, or their undo
- *   commit.c       writes down what was done, or takes back what was made
+ *   commit.c       records what was done, or takes back what was made
  *   consolidate.c  vmem_consolidate's plans
  *   compact.c      vmem_compact's, which move pages (move.c)
  */
@@ -23,7 +23,7 @@ struct vm_seg { /* a run at an address: one driver call */
   uint32_t flags; /* VMEM_MAP_* */
 };
 
-struct vm_piece { /* what commit writes down */
+struct vm_piece { /* what commit records */
   uint64_t addr, bytes;
   struct vm_space *space;
   uint32_t handle; /* maps: index, 0 = none; fills: the byte */
@@ -48,12 +48,12 @@ struct vm_plan {
   bool zeroing;            /* their zeroing was started */
   vm_event zero_event;     /* and is over with this */
   bool zeroed;             /* it is over: they may have been written to since */
-  bool shows;              /* pages of a handle: when it is run they may be mapped elsewhere, and be filled there */
+  bool shows;              /* pages of a handle, which by the time it runs may be mapped and filled elsewhere */
   bool same;               /* the replaces map the same pages again: vmem_consolidate */
   struct vm_move *move;    /* the replaces show the same contents in other pages: vmem_compact */
   uint64_t mappings;       /* planned (backend/room.c) */
   uint64_t grow_id;        /* slabs made for this plan; 0 = none */
-  uint64_t keep;           /* free bytes that stay in the pool when it comes to nothing */
+  uint64_t keep;           /* free bytes that stay in the pool if the plan is cancelled */
   uint32_t release;        /* handle that vMemRelease drops with this plan; 0 = none */
 };
 
@@ -68,7 +68,7 @@ struct vm_want {
 };
 
 int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w);
-/* Of a whole batch: which error it gives must not hang on what the pool has. */
+/* The same of a whole batch, before pages are taken: its error must not depend on what the pool has. */
 int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
 /* Promises a late batch, whose arguments are right, the pages that it populates; false, and nothing promised, where a
  * pool has fewer beside those promised before. Taken back when the batch is started, or will not be. */
@@ -86,7 +86,7 @@ static inline uint64_t vm_source_bytes(const struct vmem_op *op) { return op->sr
 /* Checks, takes pages, marks ptes. Lock not held. On failure nothing is changed. */
 int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p);
 int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
-/* A plan that unmaps all of a reservation that nobody is changing. The caller has zeroed *p, and holds the lock. */
+/* A plan that unmaps all of a reservation that no other plan is changing. *p is zeroed. Lock held. */
 int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
 /* The plan is complete: -ENOSPC where the driver has no room for its pieces, -ENOMEM without heap memory for its calls.
  * Lock held. */
@@ -109,12 +109,12 @@ int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
 
 /* Makes the mappings through which vm_plan_zero works: what it takes from the driver. */
 int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p);
-/* Zeroes what the plan has claimed, and waits for it; or, with `over`, says whether it is over: if not, it is to be
- * called again. Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
+/* Zeroes what the plan has claimed, and waits for it; or, with `over`, says whether it is over: if not, call it again.
+ * Nothing of the plan may be mapped before. After an error the plan can only be cancelled. */
 int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over);
 /* Driver calls, then commit; or undo. No fill may be running where vm_plan_blocker looks. `after` is for the fills
- * alone. With `over` it does not wait for the plan's own fills: where something must follow them, *over is false, and
- * it is to be called again. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
+ * alone. With `over` it does not wait for the plan's own fills: where something must follow them, *over is false; call
+ * it again. *fill is the plan's fill where it runs on, else NULL: only the worker has one. */
 int vm_plan_run(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after, bool *over,
                 struct vm_fill **fill);
 /* Waits for other plans' fills, then runs it whole. A plan that cannot be run is cancelled. */
@@ -124,7 +124,7 @@ int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
 
 /* The driver has done it all. */
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p);
-/* Takes back what vm_plan_make did; the first under the lock, let go for the driver. */
+/* Takes back what vm_plan_make did; the first under the lock, dropped around driver calls. */
 void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p);
 void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p);
 void vm_plan_clear(struct vm_plan *p);

@@ -64,7 +64,7 @@ static void push_maps(struct calls *b, struct vm_plan *p) {
   for (size_t i = 0; i < p->maps.n; i++) push_map(b, VM_BIND_MAP, VM_AT(p->maps, struct vm_seg, i), 0);
 }
 
-/* What takes the place of something, or takes it away. */
+/* Replaces and unmaps. */
 static void push_takes(struct calls *b, struct vm_plan *p) {
   const struct vm_piece *piece = p->replaced.v;
   for (size_t i = 0; i < p->replaces.n; i++) {

@@ -278,7 +278,7 @@ void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
   while (a < end) {
     struct vm_pte first = *vm_pte(c, s, a);
     uint32_t n = vm_space_units(c, s, a, end, 0), rest;
-    /* The ptes go first: with the lock let go they would name units without a reference. */
+    /* The ptes go first: with the lock dropped they would name units without a reference. */
     for (uint64_t stop = a + ((uint64_t)n << c->shift); a < stop; a += (uint64_t)rest << c->shift) {
       rest = vm_leaf_rest(c, s, a, stop);
       memset(vm_pte(c, s, a), 0, rest * sizeof(struct vm_pte));

@@ -43,7 +43,7 @@ struct vm_space {
   uint64_t priv;        /* immutable, the back end's */
   uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
   bool freeing;
-  bool gone;                          /* all but its addresses went back to the driver: vMemFree alone may have it */
+  bool gone;                          /* all but its addresses went back to the driver: only vMemFree takes it */
   uint64_t mapped, busy, quarantined; /* granules */
   uint64_t segments;                  /* pieces as the back end sees them, holes included */
   uint64_t live_leaves;
@@ -65,7 +65,7 @@ static inline uint32_t vm_leaf_rest(const struct vm_ctx *c, const struct vm_spac
   return vm_units(c, end - addr) < rest ? (uint32_t)vm_units(c, end - addr) : rest;
 }
 
-/* Mapped, and nobody is changing it. */
+/* Mapped, and no plan is changing it. */
 static inline bool vm_pte_is_live(const struct vm_pte *p) {
   return p && (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) == PTE_MAPPED;
 }
@@ -88,7 +88,7 @@ struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 /* Why a pte cannot be mapped, or is not live: recorded. */
 int vm_pte_taken(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr);
 int vm_pte_not_live(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr);
-/* Pieces the back end sees between the granules of a range, its edges included; the same with nothing mapped in it. */
+/* Pieces the back end sees between the granules of a range, its edges included; and as if nothing were mapped in it. */
 uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* A running fill that writes a page behind the range, at whatever address; NULL = none. */
@@ -117,13 +117,13 @@ struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr
                              uint32_t flags);
 /* Live ptes become busy: how many, to the first that is not live. */
 uint64_t vm_ptes_hold(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Busy ptes are not any more; those that were quarantined meanwhile stay as they are. */
+/* Busy ptes become live again; those that were quarantined meanwhile stay as they are. */
 void vm_ptes_release(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Busy ptes that name their units become mapped. */
 void vm_ptes_commit(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Busy ptes stop being mapped but keep their units. */
 void vm_ptes_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Detaches busy ptes, gives their references back and frees the ptes. Lets the lock go for the driver. */
+/* Detaches busy ptes, gives their references back and frees the ptes. Drops the lock around driver calls. */
 void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* The range is one driver call now. */
 void vm_ptes_one_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
@@ -140,7 +140,7 @@ struct vm_access {
 };
 
 void vm_access_begin(struct vm_ctx *c, struct vm_access *a);
-void vm_access_end(struct vm_ctx *c, struct vm_access *a); /* nothing, where it did not begin */
+void vm_access_end(struct vm_ctx *c, struct vm_access *a); /* does nothing if it did not begin */
 /* -EBUSY when a part of the range is in use. */
 int vm_access_check(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 

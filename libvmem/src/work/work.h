@@ -33,7 +33,7 @@ vmem_ticket vm_ticket_issue(struct vm_ctx *c, struct vm_ticket *t);
 void vm_ticket_mapped(struct vm_ctx *c, struct vm_ticket *t, struct vm_fill *fill);
 /* The error of `result` is the one recorded in this thread. Lock held. */
 void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result);
-void vm_tickets_free(struct vm_ctx *c); /* nobody waits any more */
+void vm_tickets_free(struct vm_ctx *c); /* no thread waits any more */
 
 /* vmem_wait, vmem_order, vmem_ticket_drop. Lock not held. */
 int vm_ticket_wait(struct vm_ctx *c, vmem_ticket id, int64_t timeout_ns);
@@ -44,14 +44,14 @@ int vm_ticket_drop(struct vm_ctx *c, vmem_ticket id);
 
 #define VM_INLINE_DEPS 4u
 
-/* Points into itself: stays where it was made. */
+/* Points into itself: must not be copied or moved. */
 struct vm_deps {
   vm_event *events, few_events[VM_INLINE_DEPS];
   int *fds, few_fds[VM_INLINE_DEPS];
   size_t nevents, nfds;
 };
 
-/* On failure there is nothing to be put. */
+/* On failure there is nothing to put. */
 int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d);
 int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -EAGAIN or an error */
 int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
@@ -62,7 +62,7 @@ void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
 int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
               uint32_t flags, vmem_ticket *ticket);
 int vm_worker_start(struct vm_ctx *c);
-/* Starts it for what a layer below wants done. Without a worker the pages are zeroed by those who take them. */
+/* Starts it for what a layer below wants done. Without a worker, pages are zeroed by the plan that takes them. */
 void vm_worker_wake(struct vm_ctx *c);
 void vm_worker_stop(struct vm_ctx *c);
 

@@ -51,7 +51,7 @@ static int queue_job(struct vm_ctx *c, struct vm_job *job, size_t nops, vmem_tic
   *c->work->queue_tail = job;
   c->work->queue_tail = &job->next;
   pthread_mutex_unlock(&c->lock);
-  /* After the lock is let go, or the worker would wake only to wait for it. */
+  /* After the lock is dropped, or the worker would wake only to wait for it. */
   pthread_cond_signal(&c->work_cond);
   return 0;
 }
@@ -144,7 +144,7 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   bool blocked;
   int err;
   if ((*ready = job->plan.filling)) return 0;
-  /* New pages are nobody's yet: they are zeroed while the job waits for others' work. -EAGAIN is an error here, of a
+  /* New pages have no user yet: they are zeroed while the job waits for others' work. -EAGAIN is an error here, of a
    * driver that was suspended for too long. */
   err = vm_plan_zero(c, &job->plan, ready);
   if (err || !*ready) return err;
@@ -242,7 +242,7 @@ static void keep_low_watermark(struct vm_ctx *c) {
   c->phys->low = false;
   have = c->phys->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
-  /* Failure is no error here: whoever needs the memory will meet it. It is tried again when more is taken. */
+  /* Failure is no error here: the call that needs the memory will meet it. It is tried again when more is taken. */
   if (low && have < units) vm_pool_grow(c, &c->phys->pools[0], units - have, 0, 1, have, &id);
 }
 

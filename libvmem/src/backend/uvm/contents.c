@@ -5,7 +5,7 @@
 #include "backend/uvm/uvm.h"
 #include "base/error.h"
 
-/* A definition elsewhere takes its place. */
+/* Weak: a definition elsewhere replaces it. */
 __attribute__((weak)) const struct uvm_contents *vm_uvm_contents;
 
 int uvm_contents_open(struct uvm *u) {
