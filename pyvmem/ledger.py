@@ -543,6 +543,11 @@ class Account:
     def _limit(self) -> int:
         return self._get("order") or self._get("limit")
 
+    def decline(self) -> None:
+        """Drops the last order: the engine keeps the limit that it joined with."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "order", 0)
+
     @property
     def used(self) -> int:
         """Bytes granted."""
