@@ -22,7 +22,7 @@ from kvcache_helpers import (
 )
 from share_helpers import grow, is_zero, start, whole, write_rows
 
-from pyvmem import Caps, Context, FdEvent, KVCache
+from pyvmem import Caps, FdEvent, KVCache
 
 TENSORS = 2 * LAYERS
 PROMPT = range(1, 5 * ROWS + 4)
