@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess, InvalidArgument, NotSupported
 from pyvmem.kvcache import Budget, KVCache
-from pyvmem.ledger import Ledger, Participant, device_of
+from pyvmem.ledger import Ledger, Participant, device_of, engine_name
 from pyvmem.logs import warn
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def announce(
         BadHandle: the cache is closed.
         NotSupported: the GPU is in MIG mode.
     """
-    name = name or f"{Path(sys.argv[0]).stem or 'python'}-{os.getpid()}"
+    name = name or engine_name(Path(sys.argv[0]).stem or "python", f"-{os.getpid()}")
     if isinstance(what, Budget):
         if what.on_ledger:
             raise _refused(f"{name!r}: the Budget is in a ledger already")

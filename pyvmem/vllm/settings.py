@@ -106,7 +106,7 @@ class Settings:
         if limit is not None and limit < floor:
             raise ValueError(f"VMEM_LIMIT={limit} is below VMEM_FLOOR={floor}")
         name = env.get("VMEM_NAME", "")
-        if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name):
+        if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name, re.ASCII):
             raise ValueError(
                 f"VMEM_NAME={name!r}: expected 1 to 63 letters, digits or any of . _ - / : @ +"
             )
