@@ -154,7 +154,18 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Devices that have a ledger in a folder."""
+    """Devices that have a ledger in a folder; none where there is no such folder.
+
+    Raises:
+        VMemError: as `private`.
+    """
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LedgerError(f"{folder}: {error.strerror}", errno=error.errno or errno.EIO) from error
+    private(folder)
     return sorted(path.stem for path in folder.glob("*.ledger"))
 
 

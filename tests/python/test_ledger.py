@@ -533,6 +533,21 @@ def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no engine 'nobody'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [("limit", "a", "1G"), ("top", "--once")])
+def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    folder.chmod(0o777)
+    assert vmem(folder, *words) == 1
+    assert "nobody else who may write" in capsys.readouterr().err
+    folder.rmdir()
+    vmem(folder, *words)
+    assert not folder.exists(), "looking makes nothing"
+    folder.write_text("")
+    assert vmem(folder, *words) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
 def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = join(folder, "llama", floor=GIB)
     a.take(6 * GIB)
