@@ -10,6 +10,11 @@
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
 before them and the namespace, so equal prefixes have equal hashes in every process. The fields are
 those of ``vllm.distributed.kv_events``; who wants these classes themselves calls `KVEvents.batch`.
+
+The blocks that a router finds, one after the other, are the most that a prompt can begin with. It
+is what the cache finds, but for layers with a sliding window: there a request can begin only where
+the last window is still recorded, which a prompt that leaves a recorded one in its middle may not
+have.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ class BlockStored:
         block_size: tokens of a block.
         lora_id: not used.
         medium: where the rows lie.
-        lora_name: the namespace, where that is a text.
+        lora_name: the namespace, or what `repr` makes of one that is no text; None: there is none.
     """
 
     block_hashes: list[int]
@@ -136,7 +141,7 @@ def _event(change: Change, unit: int) -> KVEvent:
         hashes[change.first - 1] if change.first else None,
         list(change.ids)[change.first * unit :],
         unit,
-        lora_name=namespace if isinstance(namespace, str) else None,
+        lora_name=namespace if namespace is None or isinstance(namespace, str) else repr(namespace),
     )
 
 

@@ -52,7 +52,7 @@ from pyvmem.logs import warn
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
-    *("default_folder", "device_of", "devices", "private", "weakly"),
+    *("default_folder", "device_of", "devices", "engine_name", "private", "weakly"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -154,8 +154,25 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Devices that have a ledger in a folder."""
+    """Devices that have a ledger in a folder; none where there is no such folder.
+
+    Raises:
+        VMemError: as `private`.
+    """
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise LedgerError(f"{folder}: {error.strerror}", errno=error.errno or errno.EIO) from error
+    private(folder)
     return sorted(path.stem for path in folder.glob("*.ledger"))
+
+
+def engine_name(text: str, end: str = "") -> str:
+    """A name for the ledger of a text of any kind: what can be shown, as much as fits."""
+    shown = "".join(char for char in text if char.isprintable()).encode()
+    return shown[: _NAME_SIZE - 1 - len(end)].decode(errors="ignore") + end
 
 
 @dataclass(frozen=True)
@@ -249,7 +266,12 @@ class Ledger(Closable):
     def _make(self, capacity: int) -> None:
         """Writes the whole file before linking it to its name: nobody sees half of it."""
         part = self.path.with_suffix(f".{secrets.token_hex(6)}")
-        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise LedgerError(
+                f"{self.path} cannot be made: {error.strerror}", errno=error.errno or errno.EIO
+            ) from error
         try:
             # Memory now: a store through the mapping of a hole on a full file system is SIGBUS.
             os.posix_fallocate(fd, 0, _SIZE)
@@ -420,13 +442,25 @@ class Ledger(Closable):
         """A slot for an engine of this process; one for each `Ledger` object.
 
         Args:
-            name: what people call it; one of the living at a time.
+            name: what people call it; one of the living at a time. Up to 63 bytes, printable.
             floor, limit, least, virtual, identity: as in `EngineInfo`; identity 0: a random one.
 
         Raises:
-            InvalidArgument: the name is taken, or floors together exceed the capacity.
+            InvalidArgument: the name is taken, or none that can be shown; the limit is below the
+                floor; floors, or one of the longest requests beside them, exceed the capacity.
             LedgerError: all slots are taken.
         """
+        if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
+            raise InvalidArgument(
+                f"name {name!r:.80}: expected 1 to {_NAME_SIZE - 1} bytes that can be shown",
+                errno=errno.EINVAL,
+            )
+        if not 0 <= floor <= limit < 1 << 63 or not max(least, virtual) < 1 << 63:
+            raise InvalidArgument(
+                f"limit {limit}, floor {floor}: expected 0 <= floor <= limit < 2**63",
+                errno=errno.EINVAL,
+                limit=floor,
+            )
         with self.locked():
             if self._mine >= 0:
                 raise InvalidArgument("this ledger object has an account", errno=errno.EINVAL)
@@ -447,6 +481,14 @@ class Ledger(Closable):
                     bytes=floor,
                     limit=self.capacity - kept,
                 )
+            if self.capacity and kept + least > self.capacity:
+                raise InvalidArgument(
+                    f"one of its longest requests needs {least} bytes: the device has "
+                    f"{self.capacity} for all engines, of which the floors of others keep {kept}",
+                    errno=errno.EINVAL,
+                    bytes=least,
+                    limit=self.capacity - kept,
+                )
             free = [slot for slot in range(_SLOTS) if slot not in live]
             if not free:
                 raise LedgerError(f"{self.path}: {_SLOTS} engines", errno=errno.ENOSPC)
@@ -454,7 +496,7 @@ class Ledger(Closable):
             at = _HEADER + slot * _SLOT
             self._map[at : at + _SLOT] = bytes(_SLOT)
             self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
-            data = name.encode()[: _NAME_SIZE - 1]
+            data = name.encode()
             self._map[at + _NAME_AT : at + _NAME_AT + len(data)] = data
             values = {
                 "identity": identity or secrets.randbits(63) | 1,
@@ -542,6 +584,11 @@ class Account:
 
     def _limit(self) -> int:
         return self._get("order") or self._get("limit")
+
+    def decline(self) -> None:
+        """Drops the last order: the engine keeps the limit that it joined with."""
+        with self.ledger.locked():
+            self.ledger.put(self.slot, "order", 0)
 
     @property
     def used(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 import threading
@@ -22,13 +23,20 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyvmem.closing import Closable
-from pyvmem.errors import InvalidArgument, VMemError
+from pyvmem.errors import BadHandle, ForkedProcess, InvalidArgument, NotSupported
 from pyvmem.kvcache import Budget, KVCache
-from pyvmem.ledger import Ledger, Participant, device_of
+from pyvmem.ledger import Ledger, Participant, device_of, engine_name
+from pyvmem.logs import warn
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["Announced", "announce"]
+
+_log = logging.getLogger(__name__)
 
 
 class Announced(Closable):
@@ -38,7 +46,9 @@ class Announced(Closable):
         name: what `vmem top` calls it.
     """
 
-    def __init__(self, what: KVCache | Budget, participant: Participant, name: str) -> None:
+    def __init__(
+        self, what: KVCache | ParallelKVCache | Budget, participant: Participant, name: str
+    ) -> None:
         self.name = name
         self._what = weakref.ref(what)
         self._participant = participant
@@ -57,15 +67,26 @@ class Announced(Closable):
             what = self._what()
             try:
                 if what is not None and not self._left and what.context.is_open:
-                    limit = self._participant.account.limit
-                    if limit != self._followed and _follow(what, limit):
-                        self._followed = limit
+                    self._follow(what)
                     self._participant.report(partial(_numbers, what), now=now)
                     return True
-            except VMemError:  # closed, or of the process that forked this one
+            except (BadHandle, ForkedProcess):  # closed, or of the process that forked this one
                 pass
             self._leave()
             return False
+
+    def _follow(self, what: KVCache | ParallelKVCache | Budget) -> None:
+        """Takes a new limit, or says why the one that it has stays."""
+        account = self._participant.account
+        limit = account.limit
+        if limit == self._followed:
+            return
+        try:
+            if _follow(what, limit):
+                self._followed = limit
+        except NotSupported as error:
+            account.decline()
+            warn(_log, "limit", "%s keeps its limit of %d: %s", self.name, self._followed, error)
 
     def _leave(self) -> None:
         self._left = True
@@ -77,7 +98,7 @@ class Announced(Closable):
             self._leave()
 
 
-def _follow(what: KVCache | Budget, limit: int) -> bool:
+def _follow(what: KVCache | ParallelKVCache | Budget, limit: int) -> bool:
     """Sets a limit; where requests hold more, gives back the rest and lets nothing grow meanwhile.
 
     Returns:
@@ -88,7 +109,7 @@ def _follow(what: KVCache | Budget, limit: int) -> bool:
             what.reclaim(limit)
         return _lower(what.set_limit, limit)
     pages, stats = limit // what.layout.page_size, what.stats()
-    if stats.active_pages + stats.cached_pages > pages:
+    if not what.lockstep and stats.active_pages + stats.cached_pages > pages:
         what.trim()
     return _lower(what.set_limit, pages)
 
@@ -104,7 +125,7 @@ def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
         return False
 
 
-def _numbers(what: KVCache | Budget) -> dict[str, int]:
+def _numbers(what: KVCache | ParallelKVCache | Budget) -> dict[str, int]:
     """What `vmem top` shows: names of `EngineInfo`."""
     if isinstance(what, Budget):
         return what.numbers() | {"used": what.stats().used_bytes}
@@ -121,14 +142,17 @@ def _numbers(what: KVCache | Budget) -> dict[str, int]:
     }
 
 
-def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
+def announce(
+    what: KVCache | ParallelKVCache | Budget, name: str = "", folder: Path | None = None
+) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is taken when they end; until then none of them grows. Caches
-    that share a `Budget` are one row, the budget's: announce that.
+    A limit below what requests hold is taken when they end; until then none of them grows. Ranks of
+    a `ParallelKVCache` have agreed on theirs: they warn, and keep it. Caches that share a `Budget`
+    are one row, the budget's: announce that.
 
     Args:
-        what: a `KVCache` of one device, or a `Budget`, such as a `LayeredCache`'s.
+        what: a `KVCache` of one device, a rank's, or a `Budget`, such as a `LayeredCache`'s.
         name: unique among the living of a device; "": the program's name and process.
         folder: of the ledgers; None: ``VMEM_LEDGER``, else ``/dev/shm/vmem-UID``.
 
@@ -140,7 +164,7 @@ def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None)
         BadHandle: the cache is closed.
         NotSupported: the GPU is in MIG mode.
     """
-    name = name or f"{Path(sys.argv[0]).stem or 'python'}-{os.getpid()}"
+    name = name or engine_name(Path(sys.argv[0]).stem or "python", f"-{os.getpid()}")
     if isinstance(what, Budget):
         if what.on_ledger:
             raise _refused(f"{name!r}: the Budget is in a ledger already")

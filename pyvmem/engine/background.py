@@ -96,17 +96,26 @@ class Background:
                 pass
 
     def _work(self, done: threading.Lock | None = None) -> None:
-        """Makes what is queued, then releases `done`."""
-        while True:
-            with self._turn:
-                if not self._queue:
-                    break
-                self._now = self._queue[0]  # before it leaves the queue: `works_on` sees it always
-                self._queue.popleft()
-                self._now.make()
-                self._now = None
-        if done is not None:
-            done.release()
+        """Makes what is queued, then releases `done`.
+
+        A callback of a future may end this thread (`SystemExit`); calls after it have their own.
+        """
+        try:
+            while True:
+                with self._turn:
+                    if not self._queue:
+                        return
+                    self._now = self._queue[
+                        0
+                    ]  # `works_on` sees it always
+                    self._queue.popleft()
+                    try:
+                        self._now.make()
+                    finally:
+                        self._now = None
+        finally:
+            if done is not None:
+                done.release()
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:

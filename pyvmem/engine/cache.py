@@ -534,20 +534,26 @@ class RequestCache(Closable):
     def close(self, stream: Any = None) -> None:
         """Waits for background calls, then releases every request; `stream`: their last work.
 
-        Closes the cache, too, where `open` made it: raises Busy while tensors of it live, and may
-        be called again then.
+        Closes the cache, too, where `open` made it: raises Busy while tensors of it live. May be
+        called again after an exception; what could be given back was.
         """
         self._background.close()
+        failure: VMemError | None = None
         for request in self.requests:
             with self._turns, self._journal:
                 if request not in self._requests:
                     continue
                 try:
                     self.release(request, stream=stream)
-                except BadHandle:  # the cache is closed, or half: its close frees the slots
-                    self._end(request)
+                except VMemError as error:
+                    if isinstance(error, BadHandle) or getattr(self.cache, "failed", None):
+                        self._end(request)  # its own close, or `recover`, gives the slots back
+                    else:
+                        failure = failure or error
         if self._owns and not self.cache.is_closed:
             self.cache.close(stream)
+        if failure is not None:
+            raise failure
 
     # ---- requests and slots ----------------------------------------------------------------------
     # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.

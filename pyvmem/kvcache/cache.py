@@ -956,8 +956,8 @@ class KVCache(MustClose):
     def owner(self, reqid: int) -> int | None:
         """Which of its owners a slot has, a number that it never had before; None: it is free.
 
-        With `owners` and `seq_len`, for callers that keep records of requests beside the cache: they
-        only read numbers, even while the `journal` settles an interrupted call.
+        With `owners` and `seq_len`, for callers that keep records of requests beside the cache:
+        they only read numbers, even while the `journal` settles an interrupted call.
         """
         return self.owners([reqid])[0]
 

@@ -419,7 +419,7 @@ class ParallelKVCache(MustClose):
         self.lock, self.journal = manager.lock, manager.journal
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
-        self.layer_views = cache.layer_views
+        self.layer_views, self.budget = cache.layer_views, cache.budget
         self.owner, self.owners, self.seq_len = cache.owner, cache.owners, cache.seq_len
         self.wait_before = cache.wait_before
         self._closed = False

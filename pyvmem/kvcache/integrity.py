@@ -76,7 +76,7 @@ def stats(group: Group) -> CacheStats:
         free_pages=reclaimer.free,
         cached_pages=reclaimer.held - active_pages,
         ahead_pages=sum(
-            slot.mapped - max(slot.granted, slot.head) for slot in group.table if slot.active
+            slot.mapped - slot.granted for slot in group.table if slot.active and not slot.stale
         )
         * layout.num_tensors,
         active_pages=active_pages,

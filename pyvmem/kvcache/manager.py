@@ -1430,16 +1430,17 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
 
 def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
     """Raises OutOfMemory if a request could never come back: that takes all its pages at once."""
-    needed = held = 0
+    needed = held = 0  # what is held comes back, if no other request uses it
     for group, slot in zip(groups, slots, strict=True):
         tensors = group.layout.num_tensors
+        own = slot.granted - slot.shared - sum(slot.places.away(slot.shared, slot.granted).values())
         needed += group.layout.pages_for(length) * tensors
-        held += (slot.granted - slot.head) * tensors
+        held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors
     if not groups[0].pager.can_have(needed - held, {}):
         reclaimer = groups[0].reclaimer
         room = held + reclaimer.obtainable({})
         raise OutOfMemory(
-            f"reqid {slots[0].index}: {held} pages are in its window, but to be swapped in its "
+            f"reqid {slots[0].index}: {held} pages are its alone, but to be swapped in its "
             f"{length} tokens need {needed} for a moment, and {room} can be had; free it and "
             "compute it again",
             errno=errno.ENOMEM,

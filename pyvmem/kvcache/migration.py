@@ -493,15 +493,18 @@ class Promoter:
         may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
         """
         table = self._reclaimer.table
+        rows, size = self._layout.row_bytes, self._layout.page_size
         old = table.columns.held
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
                 held = old[index] - self._kept
-                self.promote(slot, held, PriorWork(stream, self._mover.device), wait=False)
-                rows = self._layout.row_bytes
-                part = held * rows // (self._unit * self._layout.page_size) + 1
-                end = -(-part * self._unit * self._layout.page_size // rows)
+                runs, copies = self._parts(slot, held)
+                self._begin(slot, runs, copies, PriorWork(stream, self._mover.device))
+                # What begins may be given up, and what finds no memory does not begin: both are
+                # looked at again a page later.
+                unit = 1 if runs or copies else self._unit
+                end = -(-(held * rows // (unit * size) + 1) * unit * size // rows)
                 self._next[index] = max(self._from, end + self._kept)
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
@@ -511,9 +514,20 @@ class Promoter:
             if wait:
                 self._mover.finish(slot, work)
             return move.pages // self._unit
-        runs, copies = self._parts(slot, held)
-        move = Move(slot, [(low, low + self._unit, self._large) for low in copies], promotes=True)
-        move.runs = [(low, low + self._unit) for low in runs]
+        parts = self._begin(slot, *self._parts(slot, held), work)
+        if wait:
+            self._mover.finish(slot, work)
+        return parts
+
+    def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
+        """Begins to promote parts, given by first pages; returns how many.
+
+        Of those that are copied only as many as there is memory for, beyond the watermark.
+        """
+        need = self._unit * self._layout.num_tensors
+        room = max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
+        large = [(low, low + self._unit, self._large) for low in copies[:room]]
+        move = Move(slot, large, [(low, low + self._unit) for low in runs], promotes=True)
         if not move.stretches and not move.runs:
             return 0
         event = work.record()
@@ -524,25 +538,16 @@ class Promoter:
             if not move.runs:
                 return 0
             self._mover.begin(move, [], background=True)
-        parts = len(move.runs) + len(move.stretches)
+        copied = len(move.stretches)
         _log.debug(
-            "promotion of reqid %d: %d parts joined, %d copied",
-            slot.index,
-            len(runs),
-            parts - len(runs),
+            "promotion of reqid %d: %d parts joined, %d copied", slot.index, len(runs), copied
         )
-        if wait:
-            self._mover.finish(slot, work)
-        return parts
+        return len(runs) + copied
 
     def _parts(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """First pages of full parts of small pages: of those in one run, and of the others.
-
-        Of the others only as many as there is memory for, beyond the watermark.
-        """
+        """First pages of full parts of small pages: of those in one run, and of the others."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
-        room = (self._reclaimer.free - self._reclaimer.low_pages) // (unit * layout.num_tensors)
         runs: list[int] = []
         copies: list[int] = []
         first = -(-slot.shared // unit)
@@ -555,7 +560,7 @@ class Promoter:
             if self._is_run(slot, low):
                 if Caps.CONSOLIDATE in self._mapper.context.info.caps:
                     runs.append(low)
-            elif len(copies) < room:
+            else:
                 copies.append(low)
         return runs, copies
 

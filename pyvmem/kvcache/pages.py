@@ -416,12 +416,12 @@ class SharedPages(Journaled):
             away_uses=change(self.away_uses, away),
         )
 
-    def idle(self, span: Span) -> int:
-        """Pages of the device in the span that no request uses."""
+    def idle(self, span: Span, users: int = 0) -> int:
+        """Pages of the device in the span that so many requests use."""
         found = 0
         for block, low, high in span.parts:
             if not block.away:
-                found += block.users[low:high].count(0)
+                found += block.users[low:high].count(users)
         return found
 
     def returns(self, span: Span) -> int:

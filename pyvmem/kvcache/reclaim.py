@@ -618,7 +618,7 @@ class Reclaimer(Journaled):
         return complete
 
     def release_stale(self, now: bool = False, kept: bool = False) -> bool:
-        """Starts to unmap free slots that still have shared pages; False when some must wait.
+        """Starts to unmap slots that have what an earlier owner shared; False when some must wait.
 
         `kept`: also of those that are kept.
         """

@@ -16,7 +16,7 @@ With a sliding window (migration.py) the first pages, below `head`, have been un
 were never mapped, where a request began with what another's window held.
 
 Shared pages (pages.py) are mapped read-only, but in a `writer`; others may have them too. A free
-slot that has some is *stale*: all its pages are unmapped together before another request gets it.
+slot that has some is *stale*: all its pages are unmapped together before another request has a row.
 So is a slot that slid, or that has pages outside the device. Unmapping usually begins at once. A
 *kept* slot is an exception: all that it has mapped are recorded rows, so that the next turn of its
 conversation can go on in it without a driver call.
@@ -431,7 +431,7 @@ class SlotIndex:
         ready: of these, those that can grow at once, by mapped pages, then as `free`.
         losing: the other free ones, likewise: to grow one means to wait for a batch that unmaps.
         cached: those without an owner that have pages, least recently used first.
-        stale: those without an owner whose pages must all go, by number.
+        stale: those whose pages must all go, taken or not, by number.
         ahead: active ones that are not plain, with pages that their owner was not granted.
         returning: pages per tensor on their way back.
         columns: what slots say, for C.
@@ -540,10 +540,15 @@ def _entry(slot: Slot) -> _Entry:
         places = slot.places
         spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
     age = (order, index)
+    stale = slot.stale
     if slot.active:
         left = mapped > slot.granted and not slot.lost
-        return _Entry(ahead=age if left else None, spare=spare, returning=returning)
-    stale = slot.stale
+        return _Entry(
+            ahead=age if left else None,
+            stale=(index,) if stale and not slot.lost else None,
+            spare=spare,
+            returning=returning,
+        )
     fit = None if slot.broken else (mapped, order, index)
     return _Entry(
         free=None if slot.broken else age,

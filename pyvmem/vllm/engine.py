@@ -109,9 +109,9 @@ class ElasticEngine:
         return join_ledgers(
             [rank.device() for rank in self.ranks.ranks],
             Path(settings.ledger) if settings.ledger else None,
-            settings.name or model.rstrip("/").rsplit("/", 1)[-1][:56],
+            settings.name or model.rstrip("/").rsplit("/", 1)[-1],
             unique=bool(settings.name),
-            floor=settings.floor,
+            floor=min(settings.floor, limit),  # more it cannot use, and others can
             limit=limit,
             least=self.least,
             virtual=virtual,

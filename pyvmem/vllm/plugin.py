@@ -46,8 +46,9 @@ def register() -> None:
         UnknownVersion: a version of vLLM that no adapter knows.
         ValueError: a malformed variable.
     """
-    if not Settings.read().enabled:
+    if not Settings.asked():
         return
+    Settings.read()
     import vllm
     from vllm.engine.arg_utils import EngineArgs
 
@@ -63,7 +64,7 @@ def register() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        if Settings.read().enabled:
+        if Settings.asked():
             configure(config)
         return config
 

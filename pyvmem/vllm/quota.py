@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.ledger import Account, Ledger
+from pyvmem.ledger import Account, Ledger, engine_name
 
 __all__ = ["LedgerQuota", "LocalQuota", "join_ledgers"]
 
@@ -181,7 +181,7 @@ def join_ledgers(
             for number in range(1, 65):
                 try:
                     account = ledger.join(
-                        name if number == 1 else f"{name}-{number}",
+                        name if unique else engine_name(name, f"-{number}" if number > 1 else ""),
                         floor=floor * ranks,
                         limit=limit * ranks,
                         least=least * ranks,

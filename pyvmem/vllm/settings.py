@@ -59,7 +59,6 @@ class Settings:
     """The variables above, read once in each process.
 
     Attributes:
-        enabled: VMEM_VLLM.
         backend: ``""``: by the device that vLLM runs on.
         page_size: 0: the back end's default.
         limit: None: none of its own.
@@ -72,7 +71,6 @@ class Settings:
         ledger: folder, ``""`` for the default, None for none.
     """
 
-    enabled: bool = False
     backend: str = ""
     page_size: int = 0
     limit: int | None = None
@@ -84,6 +82,18 @@ class Settings:
     ledger: str | None = ""
     capacity: int = 0
 
+    @staticmethod
+    def asked(env: Mapping[str, str] = os.environ) -> bool:
+        """Whether the pool is to be used: the one variable that is read where it is not.
+
+        Raises:
+            ValueError: it is neither 1 nor 0.
+        """
+        switch = env.get("VMEM_VLLM", "")
+        if switch not in ("", "0", "1"):
+            raise ValueError(f"VMEM_VLLM={switch!r}: expected 1 or 0")
+        return switch == "1"
+
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Reads and checks them.
@@ -91,9 +101,6 @@ class Settings:
         Raises:
             ValueError: one that is malformed, or a limit below the floor.
         """
-        switch = env.get("VMEM_VLLM", "")
-        if switch not in ("", "0", "1"):
-            raise ValueError(f"VMEM_VLLM={switch!r}: expected 1 or 0")
 
         def size(name: str) -> int | None:
             text = env.get(name, "")
@@ -106,13 +113,12 @@ class Settings:
         if limit is not None and limit < floor:
             raise ValueError(f"VMEM_LIMIT={limit} is below VMEM_FLOOR={floor}")
         name = env.get("VMEM_NAME", "")
-        if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name):
+        if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name, re.ASCII):
             raise ValueError(
                 f"VMEM_NAME={name!r}: expected 1 to 63 letters, digits or any of . _ - / : @ +"
             )
         ledger = env.get("VMEM_LEDGER", "")
         return cls(
-            enabled=switch == "1",
             backend="" if env.get("VMEM_BACKEND", "") == "auto" else env.get("VMEM_BACKEND", ""),
             page_size=page_size,
             limit=limit,

@@ -182,8 +182,10 @@ def firing_later(event: FdEvent) -> Iterator[list[bool]]:
 
     timer = threading.Timer(0.05, fire)
     timer.start()
-    yield fired
-    timer.join()
+    try:
+        yield fired
+    finally:
+        timer.join()
 
 
 def _allow_descriptors(count: int) -> None:

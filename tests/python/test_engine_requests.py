@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +35,7 @@ from pyvmem import (
     NotSupported,
 )
 from pyvmem.engine import INTERFACE, Request, RequestCache, Shortage, State
+from pyvmem.engine.background import Background, _Queued
 from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
@@ -689,3 +691,22 @@ def test_ranks_have_no_background_calls(host: Context) -> None:
             with pytest.raises(NotSupported, match="ranks"):
                 call()
         assert request.state is State.RUNNING
+
+
+def test_a_callback_that_ends_its_thread_ends_nothing_else() -> None:
+    """`Future` lets what is no `Exception` through, into the thread that makes the calls."""
+
+    def leave(_: Any) -> None:
+        raise SystemExit(3)
+
+    background, key = Background(), object()
+    futures = [background.begin(lambda: 1, key, leave) for _ in range(8)]
+    assert [future.result(WAIT) for future in futures] == [1] * 8
+    eventually(lambda: not background.works_on(key))
+    last = _Queued(lambda: 2, Future(), key)
+    last.future.add_done_callback(leave)
+    background._queue.append(last)
+    closing = threading.Thread(target=background.close, daemon=True)  # it makes the call
+    closing.start()
+    closing.join(WAIT)
+    assert not closing.is_alive()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 
 import pytest
 from conftest import open_context
@@ -20,7 +21,7 @@ def sharing(context: Context) -> Context:
     return context
 
 
-def serve(cache: KVCache, tokens: list[int], namespace: str | None = None) -> None:
+def serve(cache: KVCache, tokens: list[int], namespace: Hashable = None) -> None:
     """A request of these tokens that is recorded when it ends."""
     taken = cache.alloc_prefix(tokens, namespace=namespace)
     assert taken is not None
@@ -118,6 +119,41 @@ def test_a_router_knows_what_the_cache_knows(backend: str, seed: int) -> None:
                             assert router.matched(asked, ROWS, name) == match.length
             assert evicted, "the memory was too large for this test"
             assert len(router.blocks) * ROWS == cache.stats().prefix_tokens
+
+
+@pytest.mark.parametrize("namespace", [("adapter", 0), 7, "adapter"])
+def test_a_namespace_is_never_taken_for_none(sharing: Context, namespace: Hashable) -> None:
+    """A router may go by tokens and names, and not by our hashes."""
+    with small_cache(sharing) as cache:
+        events = KVEvents(cache)
+        serve(cache, [1] * ROWS, namespace)
+        _, stored = events.poll()
+        assert isinstance(stored, BlockStored)
+        assert stored.lora_name == (namespace if isinstance(namespace, str) else repr(namespace))
+        assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, namespace)
+
+
+def test_with_a_window_a_router_knows_the_most_that_can_match(backend: str) -> None:
+    with open_context(backend) as context:
+        if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+            pytest.skip("the back end has no prefixes")
+        window = {"window": ROWS, "window_tile": ROWS // 2, "max_seq_len": 12 * ROWS}
+        dice = random.Random(1)
+        limit = 24 * 2 * LAYERS * context.info.granule
+        with small_cache(context, memory_limit=limit, **window) as cache:
+            events, router = KVEvents(cache), Router()
+            prompts = [[dice.randrange(2) for _ in range(dice.randrange(1, 9))] for _ in range(40)]
+            equal = less = 0
+            for prompt in prompts:
+                serve(cache, [word for word in prompt for _ in range(ROWS)])
+                router.follow(events.poll())
+                for other in prompts[:8]:
+                    asked = [word for word in other for _ in range(ROWS)]
+                    with cache.match(asked, leave=0) as match:
+                        assert match.length <= router.matched(asked, ROWS)
+                        equal += match.length == router.matched(asked, ROWS)
+                        less += match.length < router.matched(asked, ROWS)
+            assert equal > less > 0
 
 
 def test_an_interrupted_call_tells_nothing(

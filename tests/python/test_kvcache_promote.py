@@ -189,6 +189,45 @@ def test_promotion_takes_what_memory_there_is(backend: str) -> None:
             assert whole(cache, one, 2 * PART + 1)
 
 
+def test_what_found_no_memory_is_promoted_when_there_is_some(backend: str) -> None:
+    """Though the request never fills another part."""
+    with in_slabs(backend) as context:
+        limit = (2 * UNIT + 4) * TENSORS * context.info.granule
+        options = {"promote_tokens": 1, "window_tile": 0, "memory_limit": limit}
+        with cache_over(context, **options) as cache:
+            one, two = in_pieces(cache, PART)
+            grow(cache, one, PART, PART + 1)
+            assert cache.stats().moving_pages == 0, "there is no memory for a copy"
+            cache.free_reqid(two)
+            cache.trim()
+            for low in range(PART + 1, PART + 2 * ROWS):
+                grow(cache, one, low, low + 1)
+            settled(cache, one)
+            assert cache.snapshot()[one].large_pages == UNIT
+            assert whole(cache, one, PART + 2 * ROWS)
+
+
+def test_what_was_given_up_is_promoted_later(backend: str) -> None:
+    with in_slabs(backend) as context:
+        limit = (3 * UNIT + 1) * TENSORS * context.info.granule
+        options = {"promote_tokens": 1, "window_tile": 0, "memory_limit": limit}
+        with cache_over(context, **options) as cache:
+            one, two = in_pieces(cache, PART)
+            grow(cache, one, PART, PART + 1)
+            assert cache.stats().moving_pages == UNIT * TENSORS
+            fork = cache.fork(two, PART - 1)
+            assert fork is not None
+            assert cache.stats().moving_pages == 0, "given up for the fork's page"
+            for reqid in (two, fork):
+                cache.free_reqid(reqid)
+            cache.trim()
+            for low in range(PART + 1, PART + 2 * ROWS):
+                grow(cache, one, low, low + 1)
+            settled(cache, one)
+            assert cache.snapshot()[one].large_pages == UNIT
+            assert whole(cache, one, PART + 2 * ROWS)
+
+
 def _fork(cache: KVCache, reqid: int) -> int | None:
     return cache.fork(reqid)
 

@@ -436,6 +436,30 @@ def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("pages", [8, 9])
+def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pages: int) -> None:
+    """It gives one page of its own back; those that it shares are still its parent's."""
+    limit = pages * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, **WINDOW) as cache:
+        parent = decoded(cache, 41)
+        child = cache.fork(parent)
+        assert child is not None
+        assert mapped(cache, child) == 3
+        assert cache.stats().active_pages == 4 * TENSORS
+        if pages == 8:
+            with pytest.raises(OutOfMemory, match="tokens need 24 for a moment, and 20 can be had"):
+                cache.swap_out(child)
+        else:
+            again = cache.swap_in(cache.swap_out(child))
+            assert again is not None
+            child = again
+        cache.free_reqid(parent)
+        back = cache.swap_in(cache.swap_out(child))
+        assert back is not None
+        (first,) = cache.first_rows([back])
+        assert read_rows(cache, back, first, list(range(first + 1, 42)))
+
+
 # ---- models of both kinds ------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from pyvmem import cli, top
 from pyvmem.errors import AccessDenied, InvalidArgument, NotSupported
-from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError, device_of
+from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError, device_of, engine_name
 
 GIB = 1 << 30
 
@@ -348,6 +348,55 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
     a.close()
 
 
+def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
+    """It would wait for ever."""
+    a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
+    with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes: .* keep {7 * GIB}"):
+        join(folder, "b", least=4 * GIB)
+    join(folder, "b", least=3 * GIB).close()
+    a.close()
+
+
+@pytest.mark.parametrize("name", ["", "m" * 64, "\u00e9" * 32, "a\0b", "a\nb", "\x1b[31m"])
+def test_a_name_that_cannot_be_shown_or_does_not_fit(folder: Path, name: str) -> None:
+    with pytest.raises(InvalidArgument, match="expected 1 to 63 bytes"):
+        join(folder, name)
+
+
+@pytest.mark.parametrize("text", ["m" * 80, "\u00e9" * 80, "a\nb"])
+def test_a_name_made_of_any_text_fits(folder: Path, text: str) -> None:
+    one, two = engine_name(text), engine_name(text, "-2")
+    a, b = join(folder, one), join(folder, two)
+    assert names(folder) == [one, two]
+    with pytest.raises(InvalidArgument, match="is the name of process"):
+        join(folder, two)
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"floor": 2, "limit": 1},
+        {"floor": -1},
+        {"limit": 1 << 63},
+        {"least": 1 << 63},
+        {"virtual": 1 << 70},
+    ],
+)
+def test_numbers_that_make_no_sense(folder: Path, wanted: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument, match=r"0 <= floor <= limit < 2\*\*63"):
+        join(folder, "a", **wanted)
+    assert names(folder) == []
+    join(folder, "a").close()
+
+
+def test_a_folder_where_nothing_can_be_made() -> None:
+    """Its owner may not, be it root."""
+    with pytest.raises(LedgerError, match="cannot be made"):
+        join(Path("/proc/self/task"), "a")
+
+
 def test_another_version_is_refused(folder: Path) -> None:
     join(folder, "a").close()
     path = folder / "host.ledger"
@@ -482,6 +531,21 @@ def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vmem(folder, "limit", "nobody", "1G") == 1
     assert "no engine 'nobody'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("limit", "a", "1G"), ("top", "--once")])
+def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    folder.chmod(0o777)
+    assert vmem(folder, *words) == 1
+    assert "nobody else who may write" in capsys.readouterr().err
+    folder.rmdir()
+    vmem(folder, *words)
+    assert not folder.exists(), "looking makes nothing"
+    folder.write_text("")
+    assert vmem(folder, *words) == 1
+    assert "File exists" in capsys.readouterr().err
 
 
 def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from rank_runner import run_ranks
 
 import pyvmem
 from pyvmem import Caps, Inject
+from pyvmem.engine import Request, RequestCache, State
 from pyvmem.kvcache import PrefixEvicted
 from pyvmem.kvcache.distributed import (
     LockstepTable,
@@ -343,6 +344,48 @@ def test_a_poisoned_cache_can_be_closed(backend: str, page: int, group: None) ->
     assert cache.failed.rank == 0
     cache.close()
     assert not context.is_open
+
+
+def test_requests_of_a_poisoned_cache_end_when_theirs_is_closed(cache: ParallelKVCache) -> None:
+    requests = RequestCache(cache)
+    found = [requests.admit(list(range(8))) for _ in range(3)]
+    running, swapped = found[0], found[1]
+    assert all(isinstance(one, Request) for one in found)
+    requests.swap_out(swapped)
+    cache.context.inject(Inject.MAP)
+    with pytest.raises(pyvmem.DriverError):
+        requests.extend({running: 48})
+    assert isinstance(cache.failed, RankFailed)
+    with pytest.raises(RankFailed):
+        requests.release(running)
+    requests.close()
+    assert not requests.requests
+    assert {one.state for one in found} == {State.ENDED}
+    cache.recover()
+    assert cache.num_free_slots == 4
+    assert cache.stats().active_pages == 0
+
+
+def test_a_close_ends_what_it_can_before_it_raises(
+    cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = RequestCache(cache)
+    found = [requests.admit(list(range(8))) for _ in range(3)]
+    free = cache.free_reqid
+
+    def fails(reqid: int, *args: Any) -> None:
+        if reqid == found[0].slot:
+            raise pyvmem.DriverError("no", errno=errno.EIO)
+        free(reqid, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "free_reqid", fails)
+        with pytest.raises(pyvmem.DriverError, match="no"):
+            requests.close()
+    assert list(requests.requests) == found[:1], "it may be called again"
+    requests.close()
+    assert not requests.requests
+    assert cache.num_free_slots == 4
 
 
 def test_recover_gives_up_what_was_lost(cache: ParallelKVCache) -> None:

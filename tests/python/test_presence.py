@@ -10,7 +10,7 @@ import pytest
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache, small_config
 
 import pyvmem
-from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem import Context, Inject, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget
 from pyvmem.ledger import EngineInfo, Ledger
 from pyvmem.presence import Announced
@@ -93,6 +93,45 @@ def test_a_limit_is_followed_as_requests_end(context: Context, folder: Path) -> 
         cache.free_reqid(reqid)
         assert announced.report()
         assert cache.stats().total_pages == new
+
+
+def test_a_cache_that_cannot_change_its_limit_says_so_and_stays(
+    host: Context, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    from pyvmem.kvcache.distributed import ParallelKVCache
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        page = host.info.granule
+        with (
+            ParallelKVCache(small_config(page, memory_limit=8 * 4 * page), backend="host") as cache,
+            pyvmem.announce(cache, "rank", folder) as announced,
+        ):
+            before = shown(folder, host)[0].limit
+            for pages in (16, 20):
+                order(folder, host, "rank", pages * page)
+                assert announced.report()
+            assert [one.limit for one in shown(folder, host)] == [before]
+            (text,) = [one.message for one in caplog.records]
+            assert "rank keeps its limit" in text
+            assert "the ranks have agreed on their limit" in text
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_failure_to_give_back_is_no_reason_to_leave(context: Context, folder: Path) -> None:
+    with small_cache(context) as cache, pyvmem.announce(cache, "mine", folder) as announced:
+        cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=3 * ROWS)) == 0
+        cache.free_reqid(0)
+        least = 2 * LAYERS * cache.layout.page_size
+        assert announced.report()
+        assert shown(folder, context)[0].used > least
+        context.inject(Inject.UNMAP)
+        order(folder, context, "mine", least)  # its thread meets the failure, and tries again
+        eventually(lambda: [one.used <= least for one in shown(folder, context)] == [True])
+        assert announced.report()
 
 
 def test_caches_of_a_budget_are_one_row(context: Context, folder: Path) -> None:

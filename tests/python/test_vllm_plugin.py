@@ -120,12 +120,32 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
     return EngineArgs
 
 
-def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VMEM_VLLM", raising=False)
+@pytest.mark.parametrize("switch", ["", "0"])
+def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    """Nor does it mind what the other variables say."""
+    monkeypatch.setenv("VMEM_VLLM", switch)
+    monkeypatch.setenv("VMEM_LIMIT", "much")
     args = with_vllm(monkeypatch, "9.9")
     original = args.create_engine_config
     plugin.register()
     assert args.create_engine_config is original
+
+
+@pytest.mark.parametrize(
+    ("switch", "limit", "text"),
+    [
+        ("yes", "1G", "VMEM_VLLM='yes': expected 1 or 0"),
+        ("1", "much", "VMEM_LIMIT='much': expected a size"),
+    ],
+)
+def test_register_refuses_malformed_variables(
+    monkeypatch: pytest.MonkeyPatch, switch: str, limit: str, text: str
+) -> None:
+    monkeypatch.setenv("VMEM_VLLM", switch)
+    monkeypatch.setenv("VMEM_LIMIT", limit)
+    with_vllm(monkeypatch, "0.27.0")
+    with pytest.raises(ValueError, match=text):
+        plugin.register()
 
 
 def test_register_refuses_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +273,13 @@ def test_what_is_no_size(text: str) -> None:
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"VMEM_VLLM": "yes"}, "VMEM_VLLM='yes': expected 1 or 0"),
         ({"VMEM_LIMIT": "much"}, "VMEM_LIMIT='much': expected a size"),
         ({"VMEM_LIMIT": "1G", "VMEM_FLOOR": "2G"}, "is below VMEM_FLOOR=2147483648"),
         ({"VMEM_PAGE_SIZE": "96K"}, "VMEM_PAGE_SIZE=98304: expected a power of two"),
         ({"VMEM_IDLE": "soon"}, "VMEM_IDLE='soon': expected seconds"),
         ({"VMEM_IDLE": "-1"}, "VMEM_IDLE='-1': expected seconds"),
         ({"VMEM_NAME": "a b"}, "VMEM_NAME='a b': expected 1 to 63 letters"),
+        ({"VMEM_NAME": "\u00e9" * 63}, "expected 1 to 63 letters"),
     ],
 )
 def test_malformed_variables(env: dict[str, str], text: str) -> None:

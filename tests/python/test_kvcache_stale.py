@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: MIT
+"""Description: a request whose slot still has what an earlier one shared, slid past or moved away.
+
+That goes before the request's first row. Until then no call may take it for the request's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from conftest import open_context
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    firing_later,
+    full_queue,
+    pending,
+    small_cache,
+)
+from share_helpers import grow, is_zero, start, whole, write_rows
+
+from pyvmem import Caps, FdEvent, KVCache
+
+TENSORS = 2 * LAYERS
+PROMPT = range(1, 5 * ROWS + 4)
+WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
+
+
+def lens(cache: KVCache, **by_reqid: int) -> list[int]:
+    """What every slot holds, but for those named: r0=..., r2=..."""
+    held = [slot.seq_len for slot in cache.snapshot()]
+    for name, rows in by_reqid.items():
+        held[int(name[1:])] = rows
+    return held
+
+
+def slide(cache: KVCache, event: FdEvent) -> None:
+    assert cache.step(lens(cache, r0=3 * ROWS + 1), event) == 0
+    assert cache.snapshot()[0].in_flight
+    cache.free_reqid(0)
+
+
+def sliding(cache: KVCache, event: FdEvent) -> None:
+    """Pages are leaving the window."""
+    start(cache, 3 * ROWS)
+    slide(cache, event)
+
+
+def sliding_shared(cache: KVCache, event: FdEvent) -> None:
+    """Recorded ones are."""
+    start(cache, 3 * ROWS)
+    assert cache.record(0, PROMPT[: 3 * ROWS]) == 3 * ROWS
+    slide(cache, event)
+
+
+def sliding_fork(cache: KVCache, event: FdEvent) -> None:
+    """Another request has them, too."""
+    start(cache, 3 * ROWS)
+    assert cache.fork(0) == 1
+    slide(cache, event)
+
+
+def kept(cache: KVCache, event: FdEvent) -> None:
+    """Recorded rows stay mapped for a next turn."""
+    start(cache, 1)
+    for row in range(1, len(PROMPT)):
+        grow(cache, 0, row, row + 1)
+    eventually(lambda: not cache.snapshot()[0].in_flight)
+    cache.free_reqid(0, tokens=PROMPT)
+    eventually(lambda: not cache.snapshot()[0].in_flight)
+    assert cache._groups[0].table[0].kept
+
+
+def shared(cache: KVCache, event: FdEvent) -> None:
+    """Nothing more can be queued."""
+    start(cache, 3 * ROWS + 2)
+    assert cache.fork(0) == 1
+    with full_queue(cache.context):
+        cache.free_reqid(0)
+        assert cache.snapshot()[0].shared_pages
+        cache.claim(0)
+
+
+def away(cache: KVCache, event: FdEvent) -> None:
+    """Likewise; pages lie in host memory."""
+    start(cache, 3 * ROWS + 2)
+    assert cache.move(0, "host").pages == 4 * TENSORS
+    with full_queue(cache.context):
+        cache.free_reqid(0)
+        assert cache.snapshot()[0].away_pages
+        cache.claim(0)
+
+
+WAYS = {
+    "sliding": (sliding, WINDOW),
+    "sliding, shared": (sliding_shared, WINDOW),
+    "sliding, fork": (sliding_fork, WINDOW),
+    "kept": (kept, {}),
+    "kept, window": (kept, WINDOW),
+    "shared": (shared, {}),
+    "away": (away, {}),
+}
+
+
+@contextmanager
+def stale(backend: str, way: str) -> Iterator[tuple[KVCache, FdEvent]]:
+    """A cache whose slot 0 has just been taken, and whose earlier owner's pages are there."""
+    make, options = WAYS[way]
+    with ExitStack() as stack:
+        context = stack.enter_context(open_context(backend))
+        if make is away and Caps.HOST_PAGES not in context.info.caps:
+            pytest.skip("no host pages")
+        cache = stack.enter_context(small_cache(context, **options))
+        event = stack.enter_context(pending())
+        make(cache, event)
+        if not cache.is_taken(0):
+            cache.claim(0)
+        assert cache._groups[0].table[0].stale
+        cache.check_integrity()
+        yield cache, event
+
+
+def look(cache: KVCache) -> None:
+    slot, stats = cache.snapshot()[0], cache.stats()
+    assert (slot.state, slot.seq_len, slot.granted_pages) == ("active", 0, 0)
+    assert cache.first_rows([0]) == [0]
+    assert cache.readable_rows([0]) == [0]
+    assert cache.capacity(0) == 0
+    assert cache.seq_len(0) == 0
+    assert stats.ahead_pages <= stats.cached_pages
+    assert cache.missing_pages(0, ROWS) == TENSORS
+    assert not cache.is_ready(0, 1)
+    assert cache.is_ready(0, 0)
+
+
+def fork(cache: KVCache) -> None:
+    child = cache.fork(0)
+    assert child is not None
+    assert cache.first_rows([child]) == [0]
+    grow(cache, child, 0, 2 * ROWS, 50)
+    assert whole(cache, child, 2 * ROWS, 50)
+
+
+def swap(cache: KVCache) -> None:
+    back = cache.swap_in(cache.swap_out(0))
+    assert back is not None
+    if back:
+        cache.free_reqid(back)
+        cache.claim(0)
+
+
+def swap_out(cache: KVCache) -> None:
+    cache.swap_out(0).close()
+
+
+def move(cache: KVCache) -> None:
+    if Caps.HOST_PAGES in cache.context.info.caps:
+        assert tuple(cache.move(0, "host")) == (0, 0)
+        assert tuple(cache.move(0, "device")) == (0, 0)
+
+
+def record(cache: KVCache) -> None:
+    assert cache.record(0, []) == 0
+
+
+def truncate(cache: KVCache) -> None:
+    assert cache.truncate(0, 0) == 0
+
+
+def free(cache: KVCache) -> None:
+    cache.free_reqid(0)
+
+
+def free_recorded(cache: KVCache) -> None:
+    cache.free_reqid(0, tokens=PROMPT)
+
+
+def next_turn(cache: KVCache) -> None:
+    """Another request with the same beginning."""
+    found = cache.alloc_prefix([*PROMPT, 7])
+    assert found is not None
+    reqid, rows = found
+    assert reqid
+    grow(cache, reqid, rows, len(PROMPT) + 2)
+    cache.free_reqid(reqid)
+
+
+def admit(cache: KVCache) -> None:
+    assert cache.can_admit([ROWS])
+    assert cache.can_admit([0])
+
+
+def trim(cache: KVCache) -> None:
+    cache.trim(prefixes=True)
+
+
+def reclaim(cache: KVCache) -> None:
+    cache.reclaim_free(wait=True)
+
+
+def nothing(cache: KVCache) -> None:
+    assert cache.step(lens(cache)) == 0
+    assert cache.step_async(lens(cache)) == 0
+
+
+def ahead(cache: KVCache) -> None:
+    assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0
+
+
+CALLS = [
+    look, fork, swap, swap_out, move, record, truncate, free, free_recorded, next_turn, admit, trim,
+    reclaim, nothing, ahead,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_takes_nothing_of_the_earlier_owner_for_the_requests(
+    backend: str, way: str, call: Callable[[KVCache], None]
+) -> None:
+    with stale(backend, way) as (cache, event):
+        with firing_later(event):
+            call(cache)
+            cache.check_integrity()
+        if not cache.is_taken(0):
+            cache.claim(0)
+        cache.check_integrity()
+        assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0
+        assert cache.first_rows([0]) == [0]
+        assert is_zero(cache, 0, 0, 2 * ROWS + 1)
+        write_rows(cache, 0, 0, list(range(70, 70 + 2 * ROWS + 1)))
+        assert whole(cache, 0, 2 * ROWS + 1, 70)
+        cache.check_integrity()
+        cache.free_reqid(0)
+        cache.step(lens(cache))
+        cache.trim(prefixes=True)
+        eventually(lambda: cache.trim(prefixes=True) == 0)
+        left = sum(slot.seq_len for slot in cache.snapshot())
+        assert bool(cache.stats().mapped_bytes) == bool(left)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_it_has_of_the_earlier_owner_can_be_taken_back(backend: str, way: str) -> None:
+    """All memory but what other requests have is for whoever is short."""
+    with stale(backend, way) as (cache, event), firing_later(event):
+        page, stats = cache.layout.page_size, cache.stats()
+        cache.set_limit(max(stats.active_pages + 6 * TENSORS, stats.mapped_bytes // page))
+        other = next(slot.reqid for slot in cache.snapshot() if slot.state != "active")
+        cache.claim(other)
+        want = lens(cache)
+        want[other] = 6 * ROWS
+        assert cache.can_admit([6 * ROWS])
+        assert cache.step(want) == 0
+        cache.check_integrity()
