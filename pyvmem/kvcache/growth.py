@@ -535,10 +535,11 @@ class Pager(Journaled):
         """
         first: VMemError | None = None
         for job in list(self.growths):
-            if job.done():
-                error = self._complete(job, stream, whole)
-            elif not self._is_needed(job, lens):
+            needed, over = self._is_needed(job, lens), job.done()
+            if not needed and not (over and all(map(is_over, job.handover))):
                 continue
+            if over:
+                error = self._complete(job, stream, whole)
             else:
                 with self.counters.waiting():
                     error = self._complete(job, stream, whole)
@@ -587,6 +588,13 @@ class Pager(Journaled):
             if slot.stale:
                 self.reclaimer.raise_errors()
 
+    def is_slow(self, slot: Slot) -> bool:
+        """Whether what the slot would be granted next must wait for an earlier owner's GPU work."""
+        if slot.granted < min(slot.mapped, slot.dirty) and slot.events:
+            slot.events = prune(slot.events)
+            return bool(slot.events)
+        return False
+
     def is_held_up(self, slot: Slot) -> bool:
         """Whether `release` would wait; where a stale slot is why, its unmapping is begun.
 
@@ -634,7 +642,7 @@ class Pager(Journaled):
 
     def could_have(self, pages: int) -> bool:
         """`can_have`, as far as it can be told without a wait."""
-        reclaimer, more = self.reclaimer, self.unsettled
+        reclaimer, more = self.reclaimer, self.unsettled({})
         if reclaimer.share is not None:
             more += reclaimer.share.unsettled() // self.layout.page_size
         if pages <= reclaimer.obtainable({}) + more:
@@ -642,12 +650,19 @@ class Pager(Journaled):
         reclaimer.ask_others(pages - more, {})
         return False
 
-    @property
-    def unsettled(self) -> int:
-        """Physical pages that `can_have` would wait for: of idle growths, and copies given up."""
+    def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
+        """Physical pages that `can_have` would wait for: of idle growths, and of copies.
+
+        Args:
+            keep: slots that are to have at least so many pages per tensor.
+            promoting: of copies that would be given up, and not only of those that were.
+        """
         idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
-        spare = sum(max(0, slot.mapped - max(slot.granted, slot.shared)) for slot in idle)
-        return (spare + self.mover.promoting()) * self.layout.num_tensors
+        kept = [max(slot.granted, slot.shared, keep.get(slot, 0)) for slot in idle]
+        pages = sum(max(0, slot.mapped - least) for slot, least in zip(idle, kept, strict=True))
+        pages += sum(move.here() for move in self.mover.given_up)
+        pages += self.mover.promoting() if promoting else 0
+        return pages * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
         """Whether so many physical pages are free, once what belongs to no request was reclaimed.
@@ -779,7 +794,7 @@ class Pager(Journaled):
         except VMemError as error:
             self._undo(job, error)
             return error
-        for event in job.handover:
+        for event in job.handover if job.awaited else ():  # the slot has them for its next owner
             order_after(event, stream, device)
         self.journal.keep(job, "handover", "granted")
         job.handover = []

@@ -285,20 +285,26 @@ class Mover:
             self.finish(slot, stream)
 
     def promoting(self) -> int:
-        """Pages per tensor of the device that `stop_promoting` would bring back."""
+        """Pages per tensor of the device that copies which `stop_promoting` gives up have."""
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
-    def stop_promoting(self) -> bool:
-        """Gives up what makes larger pages, and waits: its memory is back, its slots can grow."""
+    def stop_promoting(self, *, wait: bool = True) -> bool:
+        """Gives up what makes larger pages; whether there was some.
+
+        `wait`: for the copies: their memory is back, their slots can grow. Otherwise moves of slots
+        with another batch in flight go on.
+        """
         slots = [slot for slot, move in self.moves.items() if move.promotes]
+        found = bool(slots or self.given_up)
         for slot in slots:
-            self.abandon(slot)
-        for move in self.given_up:
+            if wait or slot.job is None:
+                self.abandon(slot)
+        for move in self.given_up if wait else ():
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
         self._reclaimer.poll()  # the unmaps that marked the copies
-        return bool(slots)
+        return found
 
     def sweep(self) -> None:
         """Takes back the scratch pages of moves that were given up, and whose copies are over."""
