@@ -383,6 +383,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     for group, rows, total, _ in begun:
         _commit(group, rows, total)
     for group in groups:
+        if names and group.pager.ahead:
+            group.pager.grow_ahead()
         if group.table.lockstep:
             group.prefixes.leases.end_all()  # a collector must not decide when they end
         if group.reclaim_due:

@@ -576,7 +576,8 @@ class Growth:
     Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
     `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. `large` holds the pieces that are large pages. The counts are of physical
+    nothing is filled. `large` holds the pieces that are large pages. One that is `ahead` nobody
+    asked for: it grants nothing, and its failure is told to nobody. The counts are of physical
     pages.
     """
 
@@ -590,6 +591,7 @@ class Growth:
     mapping: Any = None
     filling: Any = None
     granted: bool = False
+    ahead: bool = False
     new_pages: int = 0
     reused_pages: int = 0
     zeroed_pages: int = 0
