@@ -323,8 +323,9 @@ class Pager(Journaled):
     def grow_ahead(self) -> None:
         """Begins to map the next pages of requests that are near the end of theirs.
 
-        From memory that is free, above the watermark; nothing is taken back for it. The pages are
-        as any beyond what is granted: for the requests in a later step, or for who is short.
+        From memory that is free, above the watermark, and with mappings that are not scarce;
+        nothing is taken back for it. The pages are as any beyond what is granted: for the requests
+        in a later step, or for who is short.
         """
         reclaimer, layout = self.reclaimer, self.layout
         kept = reclaimer.low_pages
@@ -335,7 +336,7 @@ class Pager(Journaled):
         columns = table.index.columns if table.touched else self.columns
         near = columns.near(self.ahead, room, large=large)
         runs, calls = self.runs, len(near) * layout.num_tensors
-        if not near or (runs.limit and runs.used + calls > runs.limit):
+        if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // _CROWDED):
             return
         try:
             if not large:

@@ -438,7 +438,8 @@ class SlotIndex:
         losing: the other free ones, likewise: to grow one means to wait for a batch that unmaps.
         cached: those without an owner that have pages, least recently used first.
         stale: those without an owner whose pages must all go, by number.
-        ahead: active ones that are not plain, with pages that their owner was not granted.
+        ahead: active ones that are not plain, without a batch in flight, with pages that their
+            owner was not granted.
         returning: pages per tensor on their way back.
         columns: what slots say, for C.
     """
@@ -547,7 +548,7 @@ def _entry(slot: Slot) -> _Entry:
         spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
     age = (order, index)
     if slot.active:
-        left = mapped > slot.granted and not slot.lost
+        left = mapped > slot.granted and not slot.lost and job is None
         return _Entry(ahead=age if left else None, spare=spare, returning=returning)
     stale = slot.stale
     fit = None if slot.broken else (mapped, order, index)
