@@ -42,6 +42,7 @@ struct pyvmem_columns {
   uint64_t *joined; /* pages that are */
   uint8_t *active;  /* 1: a request's */
   uint8_t *plain;   /* 1: and growing it takes a map call and nothing else */
+  uint8_t *named;   /* 1: the last scan asked for rows of it */
   uint64_t surplus; /* pages of plain slots that are mapped and not granted */
 };
 
@@ -78,6 +79,8 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total);
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
                       const uint64_t *head, uint64_t *goals);
+uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
+                     const uint64_t *held, uint64_t ahead, uint64_t room, int large, uint64_t *needs, uint32_t *found);
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops);
 int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,

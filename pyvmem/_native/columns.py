@@ -92,6 +92,7 @@ class Columns:
         calls, joined: as in `kvcache.growth.Runs`.
         active: 1 where a slot is a request's; `file` writes it.
         plain: 1 where growing the slot takes a map call and nothing else; `file` writes it.
+        named: 1 where the last `scan` got a length above 0.
         place: struct pyvmem_place.
         runs: struct pyvmem_runs, for `plan` and `goals`.
     """
@@ -99,7 +100,7 @@ class Columns:
     __slots__ = (
         *("_at", "_beyond", "_growth", "_keep", "_needs", "_rows", "_total"),
         *("active", "calls", "capacity", "granted", "head", "held", "joined", "mapped", "needs"),
-        *("place", "plain", "runs"),
+        *("named", "place", "plain", "runs"),
     )
 
     def __init__(self, count: int) -> None:
@@ -109,6 +110,7 @@ class Columns:
         self.capacity, self.mapped, self.granted = column(), column(), column()
         self.head, self.calls, self.joined = column(), column(), column()
         self.active, self.plain = bytearray(count), bytearray(count)
+        self.named = bytearray(count)
         self.needs, first, second = column(), column(), column()
         self.held = first
         self._needs = _pointer(self.needs)
@@ -119,7 +121,7 @@ class Columns:
         self._at: Any = ffi.new("struct pyvmem_columns *")
         for name in (
             *("capacity", "mapped", "granted", "head", "calls", "joined"),
-            *("active", "plain"),
+            *("active", "plain", "named"),
         ):
             self._point(self._at, name, _pointer(getattr(self, name)))
         self._growth: Any = ffi.new("struct pyvmem_growth *")
@@ -166,8 +168,25 @@ class Columns:
         places: list[int] = ffi.unpack(self._beyond, found) if found else []
         return first if swap else second, self._total[0], places
 
+    def near(self, ahead: int, room: int, *, large: bool) -> list[int]:
+        """The slots whose pages end within `ahead` rows after those that they hold, for `plan`.
+
+        Args:
+            ahead: rows.
+            room: pages per tensor that they may lack together.
+            large: slots that are not plain, too.
+        """
+        (first, at_first), (_, at_second) = self._rows
+        held = at_first if self.held is first else at_second
+        count = len(self.capacity)
+        found = lib.pyvmem_near(
+            self.place, self._at, count, held, ahead, room, large, self._needs, self._beyond
+        )
+        self._growth.count = found
+        return ffi.unpack(self._beyond, found) if found else []
+
     def plan(self, ops: Any) -> Grown | None:
-        """Writes the map calls for the slots that the last `scan` found.
+        """Writes the map calls for the slots that the last `scan`, or `near`, found.
 
         Args:
             ops: struct vmem_op[], with room for one operation a slot.

@@ -105,9 +105,7 @@ class Background:
                 with self._turn:
                     if not self._queue:
                         return
-                    self._now = self._queue[
-                        0
-                    ]  # `works_on` sees it always
+                    self._now = self._queue[0]  # `works_on` sees it always
                     self._queue.popleft()
                     try:
                         self._now.make()

@@ -117,6 +117,7 @@ class Policy:
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
         promote: requests whose rows fill 2 MiB pages get them, where the back end has them and a
             slot is long enough to gain; not in layers with a window.
+        ahead_tokens: `KVCacheConfig.ahead_tokens`.
         options: further fields of `KVCacheConfig`, which win over all of the above.
     """
 
@@ -127,6 +128,7 @@ class Policy:
     page_size: int = 0
     layers_per_tensor: int = 0
     promote: bool = True
+    ahead_tokens: int = 8
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,6 +138,7 @@ class Policy:
             ("memory", 1 << 62),
             ("page_size", 1 << 30),
             ("layers_per_tensor", 1 << 14),
+            ("ahead_tokens", 1 << 30),
         ):
             bounded(name, getattr(self, name), int(name == "max_batch"), high)
         try:
@@ -209,6 +212,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
         "max_batch": policy.max_batch,
         "max_seq_len": policy.max_seq_len or model.max_seq_len,
         "memory_limit": memory,
+        "ahead_tokens": policy.ahead_tokens,
     }
     best = advised(model, policy, info, memory).best.choice
     values |= {"group_size": best.group_size, "page_size": best.page_size, **policy.options}

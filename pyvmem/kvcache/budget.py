@@ -30,7 +30,7 @@ import operator
 import os
 import weakref
 from _thread import RLock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -416,6 +416,7 @@ class Share:
         self.reclaimer = pager.reclaimer
         self.layout = pager.layout
         self.floor = floor
+        self._own: Collection[Reclaimer] = ()
 
     @property
     def used(self) -> int:
@@ -429,7 +430,8 @@ class Share:
 
     def room(self) -> int:
         """Bytes that the cache could take now, as far as the others are concerned."""
-        kept = sum(max(one.used, one.floor) for one in self._rest())
+        others = (one for one in self.budget._shares if one.pager is not self.pager)
+        kept = sum(max(one.used, one.floor) for one in others)
         return self.budget.granted_bytes - kept - self.used
 
     def total(self) -> int:
@@ -479,36 +481,61 @@ class Share:
         for one in self._rest():
             one.pager.finish_idle()
 
-    def stop_promoting(self) -> bool:
+    def poll(self) -> None:
+        """Notes which batches of the other caches are finished."""
+        for one in self._rest():
+            one.reclaimer.poll()
+            one.pager.poll()
+
+    def stop_promoting(self, *, wait: bool = True) -> bool:
         """Cancels promotions in the other caches; whether there were any."""
-        stopped = [one.pager.mover.stop_promoting() for one in self._rest()]
+        stopped = [one.pager.mover.stop_promoting(wait=wait) for one in self._rest()]
         return any(stopped)
 
-    def unsettled(self) -> int:
+    def unsettled(self, *, promoting: bool = True) -> int:
         """Bytes above their floors that the other caches would give back after a wait."""
         return sum(
-            min(one.pager.unsettled * one.layout.page_size, one._excess()) for one in self._rest()
+            min(one.pager.unsettled({}, promoting=promoting) * one.layout.page_size, one._excess())
+            for one in self._rest()
         )
 
-    def begin_unmaps(self, nbytes: int) -> None:
-        """Lets the others begin to unmap pages of no request until so many bytes are on the way."""
+    def leaving(self) -> int:
+        """Bytes that come back from the other caches with prefixes that were evicted."""
+        return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
+
+    def beside(self, own: Collection[Reclaimer]) -> Share:
+        """The same share, to which the caches of these are no others."""
+        found = Share(self.budget, self.pager, self.floor)
+        found._own = own
+        return found
+
+    def begin_unmaps(self, nbytes: int, *, now: bool = True) -> None:
+        """Lets the others begin to unmap pages of no request until so many bytes are on the way.
+
+        `now`: see `Reclaimer.unmap`.
+        """
         for one in self._by_excess():
             reclaimer, column = one.reclaimer, one._column
-            reclaimer.release_stale(now=True)
+            reclaimer.release_stale(now=now)
             for slot in one.reclaimer.table.victims():
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
                 if not slot.spare:  # a large page that its owner has a part of
                     continue
-                if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=True):
+                if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break
 
-    def evict(self, nbytes: int) -> None:
-        """Lets the others take out recorded prefixes of so many bytes that no request uses."""
+    def evict(self, nbytes: int) -> int:
+        """Lets the others take out recorded prefixes of so many bytes that no request uses.
+
+        Returns the bytes that come back, now or when batches under way are over.
+        """
+        back = 0
         for one in self._by_excess():
-            columns = min(one._excess() // one._column, -(-nbytes // one._column))
+            columns = min(one._excess() // one._column, -(-(nbytes - back) // one._column))
             if columns > 0:
-                nbytes -= one.reclaimer.evict(columns) * one._column
+                back += one.reclaimer.evict(columns) * one._column
+        return back
 
     def check(self) -> list[str]:
         """Contradictions in the budget's records, in words."""
@@ -517,7 +544,8 @@ class Share:
     # ---- the arithmetic --------------------------------------------------------------------------
 
     def _rest(self) -> Iterator[Share]:
-        return (one for one in self.budget._shares if one is not self)
+        shares = self.budget._shares
+        return (one for one in shares if one is not self and one.reclaimer not in self._own)
 
     def _by_excess(self) -> list[Share]:
         return sorted(self._rest(), key=Share._excess, reverse=True)

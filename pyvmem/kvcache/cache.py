@@ -389,13 +389,15 @@ class KVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
+        Waits for no GPU work and no map call. What must come back first is begun: pages of no
+        request are unmapped after the GPU work on them, also in the other caches of a budget;
+        prefixes are evicted; copies for a promotion are given up. A later call begins the growth
+        with these pages, or the `step` waits for them. So it is where GPU work of an earlier owner
+        holds up a slot, and where an earlier call is still mapping pages of the request.
+
         Shortage is known at once, with one exception: what is not mapped yet when this returns, a
-        call in between may take, such as a `fork`, and the `step` then says -1. That is so of pages
-        of no owner, which are unmapped in the background after the GPU work on them, for a later
-        call to begin the growth with; of a slot that GPU work of an earlier owner holds up, which
-        is left to the `step`; of more than an earlier call is still mapping for the request, which
-        is left to a later call; and of a context shared with others. Waits only for what others of
-        a budget or recorded prefixes must give.
+        call in between may take, such as a `fork`, or another user of the context, and the `step`
+        then says -1.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does

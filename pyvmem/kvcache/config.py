@@ -70,6 +70,7 @@ _BOUNDS = {
     "max_mappings": (0, 1 << 40),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),
+    "ahead_tokens": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
 }
 
@@ -164,6 +165,13 @@ class KVCacheConfig:
             cached), the next ones that it gets, and unmapped when memory is short. Where mappings
             run out before memory (`ContextInfo.max_mappings`), runs get longer by themselves.
             0: page by page, whatever the limit.
+        ahead_tokens: a `KVCache.step` begins to map, in the background, the next pages of a request
+            that it names and whose pages end within so many tokens, at most those of a page. So no
+            later step waits for a call of the driver, stalled or not, that is over by then. From
+            free memory above the watermark alone: nothing is taken back for it, and its failure is
+            told to nobody. The pages are no request's (`CacheStats.ahead_pages`) until a step needs
+            them. Not on several ranks.
+            0: a request grows when a step or a `KVCache.step_async` asks for it.
         join_at: with more than this part of the context's mappings used, a `step` maps again in one
             piece what grew in pieces, where its back end can (`pyvmem.Caps.CONSOLIDATE`): it waits
             for all work on the device first, and other threads must not launch work on the cache
@@ -224,6 +232,7 @@ class KVCacheConfig:
     join_at: float = 0.75
     max_mappings: int = 0
     state: bool = False
+    ahead_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():

@@ -232,6 +232,7 @@ class Pager(Journaled):
         granted_pages: pages per tensor granted to requests, all slots together, shared ones and
             those that left a window included.
         runs: how long the runs are that requests grow by.
+        ahead: rows before the end of its pages at which a request gets the next ones.
     """
 
     def __new__(cls, reclaimer: Reclaimer, *args: Any) -> Self:
@@ -258,6 +259,11 @@ class Pager(Journaled):
         self._ops = self._planner.mapping.array
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
+        self.ahead = 0
+        if not (self.layout.state or reclaimer.table.lockstep):
+            # So a request that gets pages ahead has nothing mapped that it was not granted, and no
+            # step that needs no more than it has meets the growth under way.
+            self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
         self._large = Kind(self.layout.large_pages, DEVICE)
         self._outcome = Outcome()  # of `extend`, of which a call makes one
 
@@ -314,7 +320,35 @@ class Pager(Journaled):
 
     # ---- requests ------------------------------------------------------------------------------
 
-    def extend(self, *, background: bool) -> bool:
+    def grow_ahead(self) -> None:
+        """Begins to map the next pages of requests that are near the end of theirs.
+
+        From memory that is free, above the watermark, and with mappings that are not scarce;
+        nothing is taken back for it. The pages are as any beyond what is granted: for the requests
+        in a later step, or for who is short.
+        """
+        reclaimer, layout = self.reclaimer, self.layout
+        kept = reclaimer.low_pages
+        room = (min(reclaimer.free, reclaimer.outlook) - kept) // layout.num_tensors
+        if room <= 0:
+            return
+        table, large = reclaimer.table, layout.large_pages > 0
+        columns = table.index.columns if table.touched else self.columns
+        near = columns.near(self.ahead, room, large=large)
+        runs, calls = self.runs, len(near) * layout.num_tensors
+        if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // _CROWDED):
+            return
+        try:
+            if not large:
+                self.extend(background=True, ahead=True)
+                return
+            want = [one for one in self.wants(near) if one[0].job is None and not one[0].lost]
+            if want:
+                self.grow(want, background=True, reclaim=False, ahead=True)
+        except VMemError as error:
+            _log.debug("growth ahead: %s", error)
+
+    def extend(self, *, background: bool, ahead: bool = False) -> bool:
         """Grows the slots that the last scan found, where that takes one map call and no more.
 
         In the background it is begun, else it is done when this returns. This is what most steps
@@ -327,7 +361,7 @@ class Pager(Journaled):
         if self.layout.large_pages:
             return False
         reclaimer, columns, mapping = self.reclaimer, self.columns, self._planner.mapping
-        self.runs.look()
+        self.runs.look(reclaimer.low_pages if ahead else 0)
         grown = columns.plan(self._ops)
         if grown is None:
             return False
@@ -339,7 +373,7 @@ class Pager(Journaled):
             if background and grown.ops:
                 mapping.wrote(grown.ops)
                 ticket = Ticket(self.mapper.context)
-                job = self._job(slots, grown, ticket)
+                job = self._job(slots, grown, ticket, ahead)
                 entries.append((self._unbegin, job, grown, held))
                 drain(map(put, slots, repeat("mapped"), grown.goals))
                 drain(map(put, slots, repeat("job"), repeat(job)))
@@ -369,7 +403,7 @@ class Pager(Journaled):
             raise
         counters = self.counters
         counters.grown += grown.added * tensors
-        counters.reused += grown.reused * tensors
+        counters.reused += 0 if ahead else grown.reused * tensors
         if reclaimer.held > counters.peak_mapped:
             counters.peak_mapped = reclaimer.held
         return True
@@ -383,8 +417,8 @@ class Pager(Journaled):
         for index, capacity in zip(grown.slots, grown.capacity, strict=True):
             self.capacity[index] = capacity
 
-    def _job(self, slots: list[Slot], grown: _native.Grown, ticket: Ticket) -> Growth:
-        """The growth that `extend` begins; `settle` grants its pages."""
+    def _job(self, slots: list[Slot], grown: _native.Grown, ticket: Ticket, ahead: bool) -> Growth:
+        """The growth that `extend` begins; `settle` grants its pages, unless it is `ahead`."""
         pieces = list(zip(slots, grown.mapped, grown.goals, strict=True))
         if grown.ops < len(slots):
             pieces = [piece for piece in pieces if piece[2] > piece[1]]
@@ -392,8 +426,9 @@ class Pager(Journaled):
         return Growth(
             slots,
             pieces,
-            grants=list(zip(slots, owners, grown.pages, strict=True)),
+            grants=[] if ahead else list(zip(slots, owners, grown.pages, strict=True)),
             mapping=ticket,
+            ahead=ahead,
             new_pages=grown.added * self.layout.num_tensors,
             reused_pages=grown.reused * self.layout.num_tensors,
         )
@@ -414,6 +449,7 @@ class Pager(Journaled):
         reclaim: bool = True,
         source: Source | None = None,
         after: Sequence[Any] = (),
+        ahead: bool = False,
     ) -> bool:
         """Starts to give each slot so many pages per tensor; `settle` completes it.
 
@@ -427,17 +463,18 @@ class Pager(Journaled):
             reclaim: unmap pages of no owner, and wait for that, when memory is short.
             source: what the new pages begin with, in each slot.
             after: GPU work that writes it; waited for here.
+            ahead: see `grow_ahead`; of slots that have what they have mapped.
 
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        goals = self.runs.goals(want)
+        goals = self.runs.goals(want, self.reclaimer.low_pages if ahead else 0)
         while True:
-            job = Growth([slot for slot, _ in want])
+            job = Growth([slot for slot, _ in want], ahead=ahead)
             writers: list[Any] = []
             late = self._planner.plan(want, job, writers, source=source, goals=goals)
             grants = job.grants
-            if late:
+            if late or ahead:
                 job.grants = []  # no owner's before its old contents are about to be zeroed
             if not len(self._planner.mapping):
                 self._begin(job, granted=not (tentative or late or job.handover))
@@ -535,14 +572,15 @@ class Pager(Journaled):
         """
         first: VMemError | None = None
         for job in list(self.growths):
-            if job.done():
-                error = self._complete(job, stream, whole)
-            elif not self._is_needed(job, lens):
+            needed, over = self._is_needed(job, lens), job.done()
+            if not needed and not (over and all(map(is_over, job.handover))):
                 continue
+            if over:
+                error = self._complete(job, stream, whole)
             else:
                 with self.counters.waiting():
                     error = self._complete(job, stream, whole)
-            first = first or self._failure(error)
+            first = first or self._failure(job, error)
         if first is not None:
             raise first
 
@@ -578,7 +616,7 @@ class Pager(Journaled):
             job = slot.job
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
-            if (error := self._failure(error)) is not None:
+            if (error := self._failure(job, error)) is not None:
                 raise error
         if slot.stale:
             self.reclaimer.unmap(slot, 0, now=True)
@@ -586,6 +624,13 @@ class Pager(Journaled):
                 self.reclaimer.finish(slot.job)
             if slot.stale:
                 self.reclaimer.raise_errors()
+
+    def is_slow(self, slot: Slot) -> bool:
+        """Whether what the slot would be granted next must wait for an earlier owner's GPU work."""
+        if slot.granted < min(slot.mapped, slot.dirty) and slot.events:
+            slot.events = prune(slot.events)
+            return bool(slot.events)
+        return False
 
     def is_held_up(self, slot: Slot) -> bool:
         """Whether `release` would wait; where a stale slot is why, its unmapping is begun.
@@ -607,7 +652,7 @@ class Pager(Journaled):
         for job in [job for job in self.growths if not job.awaited]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
-            if (error := self._failure(error)) is not None:
+            if (error := self._failure(job, error)) is not None:
                 self.reclaimer.errors.append(error)
 
     def can_have(self, pages: int, keep: Mapping[Slot, int]) -> bool:
@@ -634,7 +679,7 @@ class Pager(Journaled):
 
     def could_have(self, pages: int) -> bool:
         """`can_have`, as far as it can be told without a wait."""
-        reclaimer, more = self.reclaimer, self.unsettled
+        reclaimer, more = self.reclaimer, self.unsettled({})
         if reclaimer.share is not None:
             more += reclaimer.share.unsettled() // self.layout.page_size
         if pages <= reclaimer.obtainable({}) + more:
@@ -642,12 +687,19 @@ class Pager(Journaled):
         reclaimer.ask_others(pages - more, {})
         return False
 
-    @property
-    def unsettled(self) -> int:
-        """Physical pages that `can_have` would wait for: of idle growths, and copies given up."""
+    def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
+        """Physical pages that `can_have` would wait for: of idle growths, and of copies.
+
+        Args:
+            keep: slots that are to have at least so many pages per tensor.
+            promoting: of copies that would be given up, and not only of those that were.
+        """
         idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
-        spare = sum(max(0, slot.mapped - max(slot.granted, slot.shared)) for slot in idle)
-        return (spare + self.mover.promoting()) * self.layout.num_tensors
+        kept = [max(slot.granted, slot.shared, keep.get(slot, 0)) for slot in idle]
+        pages = sum(max(0, slot.mapped - least) for slot, least in zip(idle, kept, strict=True))
+        pages += sum(move.here() for move in self.mover.cancelled)
+        pages += self.mover.promoting() if promoting else 0
+        return pages * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
         """Whether so many physical pages are free, once what belongs to no request was reclaimed.
@@ -779,7 +831,7 @@ class Pager(Journaled):
         except VMemError as error:
             self._undo(job, error)
             return error
-        for event in job.handover:
+        for event in job.handover if job.awaited else ():  # the slot has them for its next owner
             order_after(event, stream, device)
         self.journal.keep(job, "handover", "granted")
         job.handover = []
@@ -793,11 +845,11 @@ class Pager(Journaled):
     def poll(self) -> None:
         """Notes which growths that no owner waits for are finished."""
         for job in [job for job in self.growths if not job.awaited and job.done()]:
-            error = self._failure(self._complete(job, None, whole=True))
+            error = self._failure(job, self._complete(job, None, whole=True))
             if error is not None:
                 self.reclaimer.errors.append(error)
 
-    def _failure(self, error: VMemError | None) -> VMemError | None:
+    def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
         """What a caller is to be told of how a growth ended.
 
         One in the background takes its pages late, so others of its context may have been faster.
@@ -805,7 +857,7 @@ class Pager(Journaled):
         have theirs.
         """
         short = isinstance(error, OutOfMemory) and not self.reclaimer.table.lockstep
-        return None if short else error
+        return None if short or job.ahead else error
 
     def grant(self, slot: Slot, pages: int) -> None:
         """Makes pages that are mapped the owner's."""
@@ -984,10 +1036,14 @@ class Runs:
 
     # ---- growth ----------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Tells `Columns.plan` what there is, for the growth that comes next."""
+    def look(self, kept: int = 0) -> None:
+        """Tells `Columns.plan` what there is, for the growth that comes next.
+
+        `kept`: physical pages that it must leave.
+        """
         runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
         free = reclaimer.limit - reclaimer.held if reclaimer.share is None else reclaimer.free
+        free -= kept
         runs.free = free // self._layout.num_tensors if free > 0 else 0
         if runs.longest == 1:
             return
@@ -999,12 +1055,15 @@ class Runs:
         runs.active = self._active
         runs.left = max(1, self.limit * 3 // 4 - used) if crowded else 0
 
-    def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
-        """Pages per tensor to map for each slot, at least what it shall have; None: just that."""
+    def goals(self, want: Sequence[tuple[Slot, int]], kept: int = 0) -> list[int] | None:
+        """Pages per tensor to map for each slot, at least what it shall have; None: just that.
+
+        `kept`: see `look`.
+        """
         runs = self._columns.runs
         if runs.longest == 1:
             return None
-        self.look()
+        self.look(kept)
         # What is mapped for nobody does not run ahead.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []

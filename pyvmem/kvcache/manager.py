@@ -383,6 +383,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     for group, rows, total, _ in begun:
         _commit(group, rows, total)
     for group in groups:
+        if names and group.pager.ahead:
+            group.pager.grow_ahead()
         if group.table.lockstep:
             group.prefixes.leases.end_all()  # a collector must not decide when they end
         if group.reclaim_due:
@@ -398,6 +400,8 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
         _, _, short = group.pager.scan(seq_lens)
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
+        if group.mover.cancelled:
+            group.mover.sweep()
         begun.append((group, short))
         lacking = lacking or bool(short)
     if lacking and not _begin_growing(begun):
@@ -459,74 +463,145 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     if len(begun) == 1 and not busy and group.pager.extend(background=True):
         return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
-    if not group.table.lockstep:
-        if group.reclaimer.share is None:
-            found = _leave_to_a_step(group, wants[0][1])
-        else:
-            found = _leave_all_to_a_step(wants)
-        if found is not None:
-            return found
-    return grow(wants, background=True)
+    if group.table.lockstep:
+        return grow(wants, background=True)
+    return _grow_or_leave(wants)
 
 
-def _leave_to_a_step(group: Group, want: _Want) -> bool | None:
-    """What `step_async` says where pages must come back first, which it begins; None: none must."""
-    reclaimer = group.reclaimer
-    all_wants = want + _left_to_a_step(group, want)
-    missing = _lacking(group, all_wants) - reclaimer.free
-    if missing <= 0:
-        return None
-    if reclaimer.bring_back(missing, dict(all_wants)):
-        _note_left(group, want)
-        return True
-    if len(all_wants) > len(want) and not group.pager.can_have(
-        reclaimer.free + missing, dict(all_wants)
-    ):
-        return False
-    return None
+def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
+    """Grows without a wait what can grow now; what brings the other pages back is begun.
 
-
-def _leave_all_to_a_step(wants: Sequence[tuple[Group, _Want]]) -> bool | None:
-    """The same of groups that share a budget, as far as they have the pages themselves.
-
-    What other caches of the budget must give back is waited for.
+    A later call begins with the rest, or the `step` waits for it. False where the pages cannot
+    come, as far as the records tell.
     """
-    first = wants[0][0].reclaimer
-    assert first.share is not None
-    each = [(group, want + _left_to_a_step(group, want)) for group, want in wants]
-    need = own = 0
-    above: list[int] = []  # pages of each group that must be its own: it is at its ceiling
-    for group, want in each:
-        reclaimer, size = group.reclaimer, group.layout.page_size
-        lacking, idle = _lacking(group, want), reclaimer.idle(dict(want))
-        above.append(max(0, lacking - (reclaimer.limit - reclaimer.held)))
-        if above[-1] > idle:
-            return None
-        need += lacking * size
-        own += idle * size
-    missing = need - first.share.room()
-    if missing <= 0 and not any(above):
-        return None
-    if missing > own:
-        left = any(len(want) > len(new) for (_, want), (_, new) in zip(each, wants, strict=True))
-        return False if left and need > _reach([group for group, _ in wants]) else None
-    for (group, want), least in zip(each, above, strict=True):
-        back = missing - sum(
-            one.reclaimer.returning * one.layout.page_size for one, _ in each if one is not group
-        )
-        pages = max(least, -(-back // group.layout.page_size))
-        if pages > 0:
-            group.reclaimer.begin_unmaps(pages, dict(want))
-    if not any(group.reclaimer.unmaps for group, _ in each):
-        return None
-    for group, new in wants:
-        _note_left(group, new)
+    now: list[tuple[Group, _Want]] = []
+    for group, want in wants:
+        now.append((group, [one for one in want if not group.pager.is_held_up(one[0])]))
+    before = [(group, _left_to_a_step(group, want)) for group, want in wants]
+    ready = _joined(now, before)
+    everything = _joined(wants, before)
+    if not _fit(everything):
+        if not _can_come(everything):
+            return False
+        _begin_to_reclaim(everything)
+    if _fit(ready):
+        if _grow_each(_prompt(now, slow=False), True, wait=False):
+            _grow_each(_prompt(now, slow=True), True, wait=False)
+        else:  # the driver has less than the records say; perhaps enough comes back
+            first = wants[0][0].reclaimer
+            _begin_to_reclaim(everything, more=first.room)
+            givers = [group.reclaimer for group, _ in wants]
+            givers += [] if first.share is None else first.share.others()
+            if not any(one.unmaps for one in givers):
+                return False
+    for group, want in wants:
+        group.pager.runs.refused = ""
+        left = [(slot, (slot.owner, pages)) for slot, pages in want if slot.mapped < pages]
+        group.left.update(left)
     return True
 
 
-def _note_left(group: Group, want: _Want) -> None:
-    """A later call begins the growth, or `step` waits for the pages."""
-    group.left.update((slot, (slot.owner, pages)) for slot, pages in want)
+def _joined(
+    wants: Sequence[tuple[Group, _Want]], more: Sequence[tuple[Group, _Want]]
+) -> list[tuple[Group, _Want]]:
+    return [(group, want + others) for (group, want), (_, others) in zip(wants, more, strict=True)]
+
+
+def _prompt(wants: Sequence[tuple[Group, _Want]], *, slow: bool) -> list[tuple[Group, _Want]]:
+    """Those that GPU work of an earlier owner holds up, or those that it does not.
+
+    A growth ends as a whole, so that these are to have one of their own.
+    """
+    return [
+        (group, [one for one in want if group.pager.is_slow(one[0]) == slow])
+        for group, want in wants
+    ]
+
+
+def _bytes_lacking(wants: Sequence[tuple[Group, _Want]]) -> int:
+    return sum(_lacking(group, want) * group.layout.page_size for group, want in wants)
+
+
+def _fit(wants: Sequence[tuple[Group, _Want]]) -> bool:
+    """Whether all pages that are to be mapped are free."""
+    return _bytes_lacking(wants) <= wants[0][0].reclaimer.room and all(
+        _lacking(group, want) <= group.reclaimer.limit - group.reclaimer.held
+        for group, want in wants
+    )
+
+
+def _can_come(wants: Sequence[tuple[Group, _Want]]) -> bool:
+    """Whether they could be, once all that belongs to no request is back."""
+    need, own = _bytes_lacking(wants), 0
+    for group, want in wants:
+        reclaimer, keep = group.reclaimer, dict(want)
+        back = reclaimer.returning + reclaimer.spare(keep) * group.layout.num_tensors
+        back += group.pager.unsettled(keep)
+        if _lacking(group, want) > reclaimer.limit - reclaimer.held + back:
+            return False
+        own += back * group.layout.page_size
+    first = wants[0][0].reclaimer
+    if first.share is None or need <= first.room + own:
+        return need <= first.room + own
+    others = first.share.beside([group.reclaimer for group, _ in wants])
+    if need <= others.within_reach() + others.unsettled() + own:
+        return True
+    first.share.ask(need - own)
+    return False
+
+
+def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> None:
+    """Begins what brings back pages that slots lack; waits for nothing.
+
+    In the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, each the cache's
+    own before those of others of its budget; then promotions are given up.
+
+    Args:
+        wants: the slots, and the pages per tensor that each is to have.
+        more: bytes beside these.
+    """
+    first = wants[0][0].reclaimer
+    others = None if first.share is None else first.share.beside([g.reclaimer for g, _ in wants])
+    for group, _ in wants:
+        group.pager.poll()
+    if others is not None:
+        others.poll()
+        others.take(_bytes_lacking(wants) + more - first.room)
+    for group, want in wants:
+        own, size = group.reclaimer, group.layout.page_size
+        rest = _missing(wants, more) + own.returning * size
+        pages = max(_lacking(group, want) - (own.limit - own.held), -(-rest // size))
+        if pages > 0:
+            own.begin_unmaps(pages, dict(want), now=False)
+    missing = _missing(wants, more)
+    if others is not None and missing > 0:
+        others.begin_unmaps(missing, now=False)
+        missing -= others.returning() + others.leaving() + others.unsettled(promoting=False)
+    for group, want in wants:
+        own, size, tensors = group.reclaimer, group.layout.page_size, group.layout.num_tensors
+        coming = own.leaving + group.pager.unsettled(dict(want), promoting=False)
+        above = _lacking(group, want) - (own.limit - own.held) - own.returning - coming
+        missing -= coming * size
+        if above > 0:
+            missing -= own.evict(-(-above // tensors)) * tensors * size
+    if missing > 0:
+        column = wants[0][0].page_bytes
+        missing -= first.evict(-(-missing // column)) * column
+    if others is not None and missing > 0:
+        missing -= others.evict(missing)
+    if missing > 0:
+        for group, _ in wants:
+            group.mover.stop_promoting(wait=False)
+        if others is not None:
+            others.stop_promoting(wait=False)
+    for group, _ in wants:
+        group.reclaim_due = True
+
+
+def _missing(wants: Sequence[tuple[Group, _Want]], more: int) -> int:
+    """Bytes that slots lack beyond those that are free or that slots of their cache give back."""
+    back = sum(group.reclaimer.returning * group.layout.page_size for group, _ in wants)
+    return _bytes_lacking(wants) + more - wants[0][0].reclaimer.room - back
 
 
 def _left_to_a_step(group: Group, want: _Want) -> _Want:
@@ -547,48 +622,33 @@ def _lacking(group: Group, want: _Want) -> int:
 
 
 def _not_promised(group: Group, want: _Want) -> _Want:
-    """What no growth under way will give, but for what must be waited for."""
+    """What no growth under way will give."""
     pager = group.pager
-    if want and not group.table.lockstep:
-        # What an earlier owner's GPU work holds up is left to `step`, which must wait for it.
-        want = [(slot, pages) for slot, pages in want if not _is_left(group, slot)]
-    if want and (pager.growths or group.reclaimer.unmaps):
+    if want and pager.growths:
         promised = {
             (slot, owner): pages for job in pager.growths for slot, owner, pages in job.grants
         }
         want = [
             (slot, pages) for slot, pages in want if promised.get((slot, slot.owner), 0) < pages
         ]
-    if want and pager.growths and not group.table.lockstep:
-        # More than a growth under way gives: its map call may be slow, so that is for a later call.
-        growing = [one for one in want if isinstance(one[0].job, Growth) and not one[0].job.done()]
-        others = _left_to_a_step(group, growing)
-        if growing and _lacking(group, growing + others) <= group.reclaimer.free:
-            _note_left(group, growing)
-            named = {slot for slot, _ in growing}
-            want = [one for one in want if one[0] not in named]
     return want
 
 
-def _is_left(group: Group, slot: Slot) -> bool:
-    """Whether a slot can only grow after a wait, be it for a map call that the request began."""
-    job = slot.job
-    if isinstance(job, Growth) and job.filling is None and not job.handover:
-        mine = any(one is slot and owner == slot.owner for one, owner, _ in job.grants)
-        return not mine and not job.done()
-    return group.pager.is_held_up(slot)
+def _grow(
+    group: Group, want: _Want, *, background: bool, tentative: bool = False, wait: bool = True
+) -> bool:
+    """Begins to give slots their pages, once nothing is in flight over them.
 
-
-def _grow(group: Group, want: _Want, *, background: bool, tentative: bool = False) -> bool:
-    """Begins to give slots their pages, once nothing is in flight over them."""
+    `wait`: for pages of no request, where it takes them. Without it nothing is in flight there.
+    """
     pager, reclaimer = group.pager, group.reclaimer
     for slot, _ in want:
         if slot.job is not None or slot.mapped > slot.granted:  # else there is nothing to wait for
             pager.release(slot)
     lacking = _lacking(group, want)
-    if lacking > reclaimer.free and not pager.can_have(lacking, dict(want)):
+    if lacking > reclaimer.free and not (wait and pager.can_have(lacking, dict(want))):
         return False  # known before anything is planned
-    return pager.grow(want, background=background, tentative=tentative)
+    return pager.grow(want, background=background, tentative=tentative, reclaim=wait)
 
 
 def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
@@ -676,8 +736,11 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     return f"of {total} in the context, " + ", ".join(texts)
 
 
-def _grow_each(wants: Sequence[tuple[Group, _Want]], background: bool) -> bool:
+def _grow_each(
+    wants: Sequence[tuple[Group, _Want]], background: bool, *, wait: bool = True
+) -> bool:
     grown: list[tuple[Group, _Want]] = []
+    tentative = len(wants) > 1
 
     def disown() -> None:
         for group, want in grown:
@@ -687,7 +750,7 @@ def _grow_each(wants: Sequence[tuple[Group, _Want]], background: bool) -> bool:
         for group, want in wants:
             if want:
                 group.journal.on_abort(partial(_disown, group, want))
-                if not _grow(group, want, background=background, tentative=True):
+                if not _grow(group, want, background=background, tentative=tentative, wait=wait):
                     disown()
                     return False
                 grown.append((group, want))

@@ -284,20 +284,26 @@ class Mover:
             self.finish(slot, work)
 
     def promoting(self) -> int:
-        """Pages per tensor of the device that `stop_promoting` would bring back."""
+        """Pages per tensor of the device behind the copies that `stop_promoting` cancels."""
         return sum(move.here() for move in self.moves.values() if move.promotes)
 
-    def stop_promoting(self) -> bool:
-        """Cancels promotions, and waits: their memory is back, their slots can grow."""
+    def stop_promoting(self, *, wait: bool = True) -> bool:
+        """Cancels promotions; whether there were any.
+
+        `wait`: for the copies: their memory is back, their slots can grow. Otherwise moves of slots
+        with another batch in flight go on.
+        """
         slots = [slot for slot, move in self.moves.items() if move.promotes]
+        found = bool(slots or self.cancelled)
         for slot in slots:
-            self.abandon(slot)
-        for move in self.cancelled:
+            if wait or slot.job is None:
+                self.abandon(slot)
+        for move in self.cancelled if wait else ():
             if move.ticket is not None:
                 QuietTicket(move.ticket).wait()
         self.sweep()
         self._reclaimer.poll()  # the unmaps that marked the copies
-        return bool(slots)
+        return found
 
     def sweep(self) -> None:
         """Takes back the scratch pages of cancelled moves whose copies are over."""

@@ -34,7 +34,7 @@ without the part that another prefix has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -424,10 +424,14 @@ class SharedPages(Journaled):
                 found += block.users[low:high].count(users)
         return found
 
-    def returns(self, span: Span) -> int:
+    def returns(self, span: Span, going: Sequence[Span] = ()) -> int:
         """Pages of the device that come back with the span, now or after batches under way.
 
         Those that no request uses; of large ones, those that nothing else refers to.
+
+        Args:
+            span: what is let go.
+            going: what else is, soon.
         """
         found = 0
         for block, low, high in span.parts:
@@ -439,9 +443,31 @@ class SharedPages(Journaled):
                 continue
             begin, end = low - low % unit, high + -high % unit
             own = [0] * (low - begin) + [1] * (high - low) + [0] * (end - high)
+            for other, first, last in (part for one in going for part in one.parts):
+                if other is block:
+                    for page in range(max(begin, first), min(end, last)):
+                        own[page - begin] += 1
             for first in range(begin, end, unit):
                 there = block.refs[first : first + unit]
                 found += unit * (there == own[first - begin : first - begin + unit])
+        return found
+
+    def leaving(self, spans: Sequence[Span]) -> int:
+        """Pages of the device that come back when these holds are taken back: nothing else has any.
+
+        Of a large page, all parts.
+        """
+        held: dict[Block, list[int]] = {}
+        for block, low, high in (part for span in spans for part in span.parts):
+            if not block.away:
+                counts = held.setdefault(block, [0] * block.pages)
+                counts[low:high] = map(add, counts[low:high], _ONE)
+        found = 0
+        for block, counts in held.items():
+            unit = block.kind.unit
+            for at in range(0, block.pages, unit):
+                there = counts[at : at + unit]
+                found += unit * (any(there) and there == block.refs[at : at + unit])
         return found
 
     def release(self, span: Span, away: dict[Tier, int]) -> int:

@@ -700,10 +700,7 @@ class PrefixCache:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
-            group.reclaimer.release_kept(span)
-            group.reclaimer.counters.evicted += span.pages * group.layout.num_tensors
-            back += group.reclaimer.shared.returns(span) * column
-            group.reclaimer.unref(span)
+            back += group.reclaimer.let_go(span) * column
         return back
 
     def _unpin_all(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyvmem.errors import (
@@ -68,17 +68,29 @@ class Share(Protocol):
     def finish_idle(self) -> None:
         """Waits for the other caches' growths that no request waits for."""
 
-    def stop_promoting(self) -> bool:
+    def poll(self) -> None:
+        """Notes which batches of the other caches are finished."""
+
+    def stop_promoting(self, *, wait: bool = True) -> bool:
         """Cancels promotions in the other caches; whether there were any."""
 
-    def unsettled(self) -> int:
+    def unsettled(self, *, promoting: bool = True) -> int:
         """What the other caches would give back after a wait, above their floors."""
 
-    def begin_unmaps(self, nbytes: int) -> None:
+    def leaving(self) -> int:
+        """What comes back from the other caches with prefixes that were evicted."""
+
+    def beside(self, own: Collection[Reclaimer]) -> Share:
+        """The same share, to which the caches of these are no others."""
+
+    def begin_unmaps(self, nbytes: int, *, now: bool = True) -> None:
         """Makes the others begin to unmap unowned pages until so much is on its way."""
 
-    def evict(self, nbytes: int) -> None:
-        """Makes the others evict recorded prefixes of so many bytes that no request uses."""
+    def evict(self, nbytes: int) -> int:
+        """Makes the others evict recorded prefixes of so many bytes that no request uses.
+
+        Returns what comes back.
+        """
 
     def beyond(self) -> int:
         """How much more the budget might get, as of the last look; a hint."""
@@ -489,14 +501,14 @@ class Reclaimer(Journaled):
             prefixes: evict some where the slots do not have enough.
         """
         size, share = self.layout.page_size, self.share
-        before = self._room()
+        before = self.room
         goal = before + pages * size
         lent = (pages - own) * size if share is not None else 0
         reclaimers = [self] if share is None else [self, *share.others()]
         if share is not None:
             share.take(lent)
         failed = sum(len(one.errors) for one in reclaimers)
-        while (missing := goal - self._room()) > 0:
+        while (missing := goal - self.room) > 0:
             self.begin_unmaps(-(-missing // size), keep)
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
@@ -505,45 +517,38 @@ class Reclaimer(Journaled):
             if not any(one.unmaps for one in reclaimers):
                 break
             with self.counters.waiting():
-                wait_for_unmaps(reclaimers, lambda: self._room() >= goal)
+                wait_for_unmaps(reclaimers, lambda: self.room >= goal)
             if sum(len(one.errors) for one in reclaimers) > failed:
                 break  # what could not be unmapped would be retried for ever
-        if prefixes and (missing := goal - self._room()) > 0:
-            self.evict(-(-missing // (self.layout.num_tensors * size)))
-        if prefixes and share is not None and (missing := min(goal - self._room(), lent)) > 0:
-            share.evict(missing)
-        back = self._room() - before
+        if prefixes and (missing := goal - self.room) > 0:
+            back = self.evict(-(-missing // (self.layout.num_tensors * size)))
+            missing = min(missing - back * self.layout.num_tensors * size, lent)
+            if share is not None and missing > 0:
+                share.evict(missing)
+            with self.counters.waiting():
+                wait_for_unmaps(reclaimers, lambda: self.room >= goal)
+        back = self.room - before
         _log.debug("reclaimed %d of the %d bytes that were wanted", back, pages * size)
         return back > 0
 
-    def bring_back(self, pages: int, keep: Mapping[Slot, int]) -> bool:
-        """Begins to unmap slots' spare pages, without a wait; False where that is not enough.
+    @property
+    def leaving(self) -> int:
+        """Physical pages of evicted prefixes that come back with slots that are being emptied."""
+        return self.shared.leaving(self._going()) * self.layout.num_tensors
 
-        What a slot has beyond an unmap in flight can be unmapped only after that: then less than
-        enough has begun, and the next call goes on.
+    def _going(self) -> list[Span]:
+        """The shared pages that are being unmapped, or will be as soon as that can begin."""
+        stale = [slot.span for slot in self.table.index.stale if not slot.kept]
+        return [unmap.span for unmap in self.unmaps] + stale
 
-        Args:
-            pages: physical pages, of a cache without a budget.
-            keep: slots that are to have at least so many pages per tensor.
+    def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
+        """Begins to unmap until so many physical pages are on their way back.
+
+        `now`: see `unmap`. What a slot has beyond an unmapping under way can be unmapped only after
+        that: then less has begun than is enough.
         """
-        if pages > self.idle(keep):
-            return False
-        self.begin_unmaps(pages, keep)
-        return self.returning >= pages or bool(self.unmaps)
-
-    def idle(self, keep: Mapping[Slot, int]) -> int:
-        """Physical pages that come back, or would once unmapped: all but recorded prefixes.
-
-        Args:
-            keep: slots that are to have at least so many pages per tensor.
-        """
-        recorded = self.shared.pages - self.shared.used - self.leased()
-        return self.returning + (self.spare(keep) - recorded) * self.layout.num_tensors
-
-    def begin_unmaps(self, pages: int, keep: Mapping[Slot, int]) -> None:
-        """Begins to unmap until so many physical pages are on their way back."""
         tensors = self.layout.num_tensors
-        self.release_stale(now=True)
+        self.release_stale(now=now)
         pending = self.returning
         for slot in self.table.victims():
             if pending >= pages:
@@ -551,12 +556,13 @@ class Reclaimer(Journaled):
             take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
             if take <= 0:
                 continue
-            if not self.try_unmap(slot, slot.mapped - take, now=True):
+            if not self.try_unmap(slot, slot.mapped - take, now=now):
                 return
             pending += take * tensors
 
-    def _room(self) -> int:
-        """Bytes that rise by what comes back."""
+    @property
+    def room(self) -> int:
+        """Bytes that rise by what comes back; the cache's ceiling in a budget is left out."""
         if self.share is None:
             return (self.limit - self.held) * self.layout.page_size
         return self.share.room()
@@ -628,8 +634,20 @@ class Reclaimer(Journaled):
                 complete &= slot.job is None and self.try_unmap(slot, 0, now)
         return complete
 
+    def let_go(self, span: Span) -> int:
+        """Drops an evicted span.
+
+        Returns:
+            The pages per tensor that come back, now or when batches under way are over.
+        """
+        self.release_kept(span)
+        self.counters.evicted += span.pages * self.layout.num_tensors
+        back = self.shared.returns(span, self._going())
+        self.unref(span)
+        return back
+
     def release_kept(self, span: Span) -> None:
-        """Unmaps the kept slots that have pages of a span, and waits, so that none refers to it."""
+        """Begins to unmap the kept slots that have pages of a span, or `release_stale` does."""
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in span.parts:
             gone.setdefault(block, []).append((low, high))
@@ -639,11 +657,9 @@ class Reclaimer(Journaled):
                 for block, first, last in slot.span.parts
                 for low, high in gone.get(block, ())
             ):
-                with self.counters.waiting():
-                    if slot.job is not None:
-                        self.finish(slot.job)
-                    if self.try_unmap(slot, 0, now=True) and slot.job is not None:
-                        self.finish(slot.job)
+                slot.kept = False
+                if slot.job is None:
+                    self.try_unmap(slot, 0)
 
     def spare_slots(self, count: int) -> bool:
         """Starts to unmap kept slots, the longest free first, until so many free ones are not kept.

@@ -432,7 +432,8 @@ class SlotIndex:
         losing: the other free ones, likewise: to grow one means to wait for a batch that unmaps.
         cached: those without an owner that have pages, least recently used first.
         stale: those whose pages must all go, taken or not, by number.
-        ahead: active ones that are not plain, with pages that their owner was not granted.
+        ahead: active ones that are not plain, without a batch in flight, with pages that their
+            owner was not granted.
         returning: pages per tensor on their way back.
         columns: what slots say, for C.
     """
@@ -542,7 +543,7 @@ def _entry(slot: Slot) -> _Entry:
     age = (order, index)
     stale = slot.stale
     if slot.active:
-        left = mapped > slot.granted and not slot.lost
+        left = mapped > slot.granted and not slot.lost and job is None
         return _Entry(
             ahead=age if left else None,
             stale=(index,) if stale and not slot.lost else None,
@@ -575,7 +576,8 @@ class Growth:
     Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
     `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. `large` holds the pieces that are large pages. The counts are of physical
+    nothing is filled. `large` holds the pieces that are large pages. One that is `ahead` nobody
+    asked for: it grants nothing, and its failure is told to nobody. The counts are of physical
     pages.
     """
 
@@ -589,6 +591,7 @@ class Growth:
     mapping: Any = None
     filling: Any = None
     granted: bool = False
+    ahead: bool = False
     new_pages: int = 0
     reused_pages: int = 0
     zeroed_pages: int = 0

@@ -59,11 +59,13 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"deferred_reclaim": False},
     {"deferred_reclaim": False, "zero_fill": False},
     {"eager_pages": 2},
+    {"ahead_tokens": 5, "low_watermark": 0.1},
     {"low_watermark": 0.3, "reclaim_steps": 5},
     {"overread_rows": 3, "group_size": 2},
     {"large": True},
     {"large": True, "promote_tokens": 1, "window_tile": 2},
     {"large": True, "deferred_reclaim": False},
+    {"large": True, "promote_tokens": 1, "window_tile": 2, "ahead_tokens": 3},
 )
 
 
@@ -430,6 +432,7 @@ class Soak:
         try:
             if kind == "layers":
                 options: dict[str, Any] = {"max_seq_len": 80, "max_batch": 6}
+                options["ahead_tokens"] = rng.choice((0, 0, 3))
                 page = context.info.granule
                 if LARGE * page in context.info.page_sizes and rng.random() < 0.5:
                     options |= {"large_page_size": LARGE * page, "promote_tokens": 1}

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from conftest import open_context
 from gpu_stand_ins import CURRENT, TORCH, gpu
+from kvcache_helpers import eventually
 
 import pyvmem
 from pyvmem import Caps, Context, KVCache, streams
@@ -69,7 +70,7 @@ def context(backend: str) -> Iterator[Context]:
         yield opened
 
 
-def cache_of(context: Context, pages: int, slots: int, layers: int = 2) -> KVCache:
+def cache_of(context: Context, pages: int, slots: int, layers: int = 2, **options: Any) -> KVCache:
     page = context.info.granule
     return KVCache(
         KVCacheConfig(
@@ -81,6 +82,7 @@ def cache_of(context: Context, pages: int, slots: int, layers: int = 2) -> KVCac
             max_seq_len=pages * ROWS,
             page_size=page,
             memory_limit=2 * layers * 4 * pages * page,
+            **options,
         ),
         context,
     )
@@ -104,6 +106,29 @@ def test_a_step(context: Context, growing: int) -> None:
         assert cache.stats().mapped_bytes > mapped
         assert grown.count <= 15, grown
         assert len(grown.files) <= 5, grown
+
+
+@pytest.mark.parametrize("growing", [1, 100])
+def test_a_step_with_growth_ahead(context: Context, growing: int) -> None:
+    """The next pages are there when they are needed; a step that looks for more finds none."""
+    with cache_of(context, pages=64, slots=128, layers=1, ahead_tokens=4) as cache:
+        lens = [0] * 128
+        for _ in range(growing):
+            lens[cache.alloc_reqid() or 0] = ROWS // 2
+        assert cache.step(lens) == 0
+        joins = Caps.CONSOLIDATE in context.info.caps
+        idle = calls_of(lambda: cache.step(lens))
+        assert idle.count <= 16 + joins, idle
+        near = [(ROWS - 1) * (length > 0) for length in lens]
+        begun = calls_of(lambda: cache.step(near))
+        assert cache.stats().ahead_pages == 2 * growing
+        assert begun.count <= 30 + joins, begun
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+        assert cache.step(near) == 0
+        grown = calls_of(lambda: cache.step([(ROWS + 1) * (length > 0) for length in lens]))
+        assert cache.stats().ahead_pages == 0
+        assert grown.count <= 21 + joins, grown
+        assert len(grown.files) <= 6, grown
 
 
 @pytest.mark.parametrize("growing", [1, 100])

@@ -277,6 +277,42 @@ def step_after_step_async(engine: Engine) -> Steps:
 
 
 @scenario
+def step_maps_ahead(engine: Engine) -> Steps:
+    cache = engine.cache(ahead_tokens=3, growth_fraction=0.0)
+    return _growing(engine, cache, {engine.start(cache, 3): ROWS, engine.start(cache, 1): ROWS - 1})
+
+
+@scenario
+def step_after_mapping_ahead(engine: Engine) -> Steps:
+    """It needs what the one before began."""
+    cache = engine.cache(ahead_tokens=3, growth_fraction=0.0)
+    return _growing(engine, cache, {engine.start(cache, ROWS): 2 * ROWS, engine.start(cache, 1): 2})
+
+
+@scenario
+def step_maps_large_pages_ahead(engine: Engine) -> Steps:
+    cache = engine.cache(large_page_size=2 * engine.page, max_seq_len=6 * ROWS, ahead_tokens=3)
+    return _growing(engine, cache, {engine.start(cache, 3): 2 * ROWS})
+
+
+@scenario
+def step_async_evicts(engine: Engine) -> Steps:
+    """What is recorded is in a free slot, and must go."""
+    cache = engine.cache(pages=4)
+    reqid = engine.start(cache, 3)
+    engine.free(cache, engine.start(cache, 2 * ROWS), tokens=list(range(2 * ROWS)))
+    return _ahead(engine, cache, {reqid: 4 * ROWS})
+
+
+@scenario
+def step_async_takes_from_another_cache(engine: Engine) -> Steps:
+    one, other = _two(engine, 4)
+    reqid = engine.start(one, 3)
+    engine.free(other, engine.start(other, 2 * ROWS), tokens=list(range(ROWS)))
+    return _ahead(engine, one, {reqid: 4 * ROWS})
+
+
+@scenario
 def step_makes_large_pages(engine: Engine) -> Steps:
     cache = engine.cache(large_page_size=2 * engine.page, max_seq_len=6 * ROWS)
     return _growing(engine, cache, {engine.start(cache, 3): 5 * ROWS})
@@ -1284,6 +1320,12 @@ def layered_step_tidies(engine: Engine) -> Steps:
 def layered_step_async(engine: Engine) -> Steps:
     cache = _layered(engine)
     return _ahead(engine, cache, {engine.start(cache, 3): UNIT})
+
+
+@scenario
+def layered_step_maps_ahead(engine: Engine) -> Steps:
+    cache = _layered(engine, ahead_tokens=3)
+    return _growing(engine, cache, {engine.start(cache, 3): UNIT})
 
 
 @scenario

@@ -21,6 +21,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "short of memory": {"limit": 14},
     "nothing kept": {"deferred_reclaim": False},
     "eager": {"eager_pages": 2, "limit": 16},
+    "ahead": {"ahead_tokens": 5, "limit": 16},
     "watermark": {"low_watermark": 0.4, "limit": 16, "reclaim_steps": 5},
     "over-read": {"overread_rows": 3, "limit": 18},
     "over-read in decoding": {"overread_rows": 3, "overread_decode": True, "limit": 18},

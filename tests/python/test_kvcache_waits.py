@@ -24,6 +24,8 @@ from kvcache_helpers import (
     stamp,
     started,
 )
+from move_helpers import PART, UNIT, cache_over, in_pieces, in_slabs
+from share_helpers import whole
 
 from pyvmem import Context, FdEvent, InvalidArgument
 from pyvmem.engine import Request, RequestCache
@@ -243,6 +245,172 @@ def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
         assert cache.step(want) == 0
         assert cache.step_async([8 * rows if slot == other else 0 for slot in range(4)]) == -1
         cache.check_integrity()
+
+
+# ---- pages that others must give back ------------------------------------------------------------
+
+
+def test_a_step_ahead_waits_for_no_prefix_to_be_evicted(context: Context, work: FdEvent) -> None:
+    """The prefix is in the slot of a request whose work goes on."""
+    limit = 5 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        one, other = started(cache, 3 * ROWS), started(cache, ROWS)
+        cache.free_reqid(one, stream=work, tokens=list(range(3 * ROWS)))
+        want = lens(cache, **{f"r{other}": 4 * ROWS})
+        for _ in range(3):
+            assert promptly(lambda: cache.step_async(want), work) == 0
+            assert not cache.is_ready(other, 4 * ROWS)
+            assert cache.stats().prefix_pages == TENSORS, "no more goes than is wanted"
+            cache.check_integrity()
+        more = lens(cache, **{f"r{other}": 6 * ROWS})
+        assert promptly(lambda: cache.step_async(more), work) == -1
+        work.set()
+        assert cache.step(want) == 0
+        assert rows_are(cache, other, 0, ROWS, 1.0)
+
+
+def test_a_step_ahead_evicts_what_nobody_is_at_and_grows(context: Context, work: FdEvent) -> None:
+    """A request's last prefix is in no slot any more."""
+    limit = 5 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        one, other = started(cache, 3 * ROWS), started(cache, ROWS)
+        cache.free_reqid(one, tokens=list(range(3 * ROWS)))
+        cache.reclaim_free(wait=True)
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+        want = lens(cache, **{f"r{other}": 4 * ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(other, 4 * ROWS))
+        assert cache.stats().prefix_pages == TENSORS
+        assert cache.step(want) == 0
+
+
+def test_a_step_ahead_waits_neither_for_slots_nor_for_prefixes(
+    context: Context, work: FdEvent
+) -> None:
+    """What slots give goes first, and only what is missing then is evicted."""
+    limit = 8 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
+        one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)
+        cache.free_reqid(one, stream=work, tokens=list(range(3 * ROWS)))
+        cache.free_reqid(two, stream=work)
+        want = lens(cache, **{f"r{other}": 6 * ROWS})  # 5 more: 2 are free, 2 of a slot
+        for _ in range(2):
+            assert promptly(lambda: cache.step_async(want), work) == 0
+            assert cache.stats().prefix_pages == 2 * TENSORS
+        work.set()
+        assert cache.step(want) == 0
+        assert cache.stats().prefix_pages == 2 * TENSORS
+        assert rows_are(cache, other, 0, ROWS, 1.0)
+
+
+def test_a_step_ahead_leaves_a_lease_alone(context: Context, work: FdEvent) -> None:
+    limit = 5 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache:
+        one, other = started(cache, 3 * ROWS), started(cache, ROWS)
+        tokens = list(range(3 * ROWS))
+        cache.free_reqid(one, stream=work, tokens=tokens)
+        with cache.match(tokens, leave=0) as match:
+            assert match.length == 3 * ROWS
+            want = lens(cache, **{f"r{other}": 4 * ROWS})
+            assert promptly(lambda: cache.step_async(want), work) == -1
+            assert promptly(lambda: cache.step(want), work) == -1
+        work.set()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_ahead_waits_for_no_other_cache_of_its_budget(
+    context: Context, work: FdEvent, recorded: bool
+) -> None:
+    page = context.info.granule
+    budget = Budget(context, 5 * TENSORS * page)
+    config = small_config(page, memory_limit=0)
+    with KVCache(config, budget=budget) as cache, KVCache(config, budget=budget) as giver:
+        tokens = list(range(3 * ROWS)) if recorded else None
+        reqid = started(cache, ROWS)
+        giver.free_reqid(started(giver, 3 * ROWS), stream=work, tokens=tokens)
+        want = lens(cache, **{f"r{reqid}": 4 * ROWS})
+        for _ in range(3):
+            assert promptly(lambda: cache.step_async(want), work) == 0
+            assert not cache.is_ready(reqid, 4 * ROWS)
+            if recorded:
+                assert giver.stats().prefix_pages == TENSORS
+        more = lens(cache, **{f"r{reqid}": 6 * ROWS})
+        assert promptly(lambda: cache.step_async(more), work) == -1
+        work.set()
+        eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(reqid, 4 * ROWS))
+        assert cache.step(want) == 0
+        assert rows_are(cache, reqid, 0, ROWS, 1.0)
+        giver.check_integrity()
+        cache.check_integrity()
+
+
+def test_a_step_ahead_waits_for_no_promotion(backend: str, work: FdEvent) -> None:
+    """The copies that are given up end after the work on their request."""
+    with in_slabs(backend) as context:
+        limit = (3 * UNIT + 1) * TENSORS * context.info.granule
+        with cache_over(context, memory_limit=limit) as cache:
+            one, two = in_pieces(cache, PART)
+            assert cache.promote(one, stream=work) == 1
+            assert cache.stats().free_pages == TENSORS
+            want = lens(cache, **{f"r{two}": PART + 3 * ROWS})
+            for _ in range(2):
+                assert promptly(lambda: cache.step_async(want), work) == 0
+                assert not cache.is_ready(two, PART + 3 * ROWS)
+            work.set()
+            eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(two, PART + 3 * ROWS))
+            assert cache.step(want) == 0
+            assert whole(cache, one, PART)
+            assert whole(cache, two, PART, 500)
+
+
+def test_a_step_ahead_promises_a_busy_slot_no_more_than_there_is(
+    context: Context, work: FdEvent
+) -> None:
+    limit = 4 * TENSORS * context.info.granule
+    with small_cache(context, max_batch=2, memory_limit=limit, deferred_reclaim=False) as cache:
+        other = started(cache, 2 * ROWS)
+        busy(cache, work)
+        reqid = cache.alloc_reqid()
+        want = lens(cache, **{f"r{other}": 2 * ROWS, f"r{reqid}": 3 * ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == -1
+        want[reqid or 0] = 2 * ROWS
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        work.set()
+        assert cache.step(want) == 0
+
+
+@pytest.mark.parametrize("zero_fill", [True, False])
+def test_what_is_begun_for_a_busy_slot_holds_nobody_up(
+    context: Context, work: FdEvent, zero_fill: bool
+) -> None:
+    """Neither the other requests of the same call, nor who takes the slot afterwards."""
+    with small_cache(context, max_batch=2, zero_fill=zero_fill) as cache:
+        other = started(cache, ROWS)
+        busy(cache, work)
+        reqid = promptly(cache.alloc_reqid, work)
+        want = lens(cache, **{f"r{other}": 3 * ROWS, f"r{reqid}": ROWS})
+        assert promptly(lambda: cache.step_async(want), work) == 0
+        alone = lens(cache, **{f"r{other}": 3 * ROWS})
+        assert promptly(lambda: cache.step(alone), work) == 0
+        assert promptly(lambda: cache.free_reqid(reqid) is None, work)
+        assert promptly(cache.alloc_reqid, work) == reqid
+        with waiting(lambda: cache.step(want), work) as found:
+            pass
+        assert found == [0]
+
+
+def test_a_budget_that_reclaims_waits_for_nothing(context: Context, work: FdEvent) -> None:
+    """A recorded prefix is in the slot of a request whose work goes on."""
+    page = context.info.granule
+    budget = Budget(context, 5 * TENSORS * page)
+    with KVCache(small_config(page, memory_limit=0), budget=budget) as cache:
+        reqid = started(cache, 3 * ROWS)
+        cache.free_reqid(reqid, stream=work, tokens=list(range(3 * ROWS)))
+        promptly(lambda: budget.reclaim(0) is None, work)
+        assert cache.stats().prefix_pages == 0
+        cache.check_integrity()
+        work.set()
+        eventually(lambda: budget.reclaim(0) is None and not budget.stats().used_bytes)
 
 
 # ---- a driver that stalls ------------------------------------------------------------------------
