@@ -22,6 +22,7 @@ cc -Wall -Werror -o /tmp/static "$example" $(pkg-config --cflags vmem) -l:libvme
 if ldd /tmp/static | grep libvmem; then exit 1; fi
 /tmp/static host
 test -s /usr/share/man/man3/vmem_open.3.gz
+readelf -n "$(ldd /tmp/shared | awk '$1 == "libvmem.so.0" { print $3 }')" | grep -A 1 'Provider: vmem' | grep 'Name: map'
 
 echo "vmem-dkms where no driver is installed: installed, and says that nothing was built"
 install /debs/vmem-dkms_*.deb
