@@ -27,7 +27,7 @@ from typing import Any
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.telemetry import Telemetry
-from pyvmem.top import size
+from pyvmem.top import seconds, size
 
 __all__ = ["add_parser", "draw", "fetch", "run", "watch"]
 
@@ -185,14 +185,13 @@ def add_parser(sub: Any) -> None:
         description="Draws the pages of each request of a program that calls Telemetry.serve.",
     )
     parser.add_argument("where", help="port of this machine, host:port or URL")
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between pictures")
+    parser.add_argument("--interval", type=seconds, default=0.5, help="seconds between pictures")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws until interrupted, until the program ends, or once."""
-    _positive(args.interval)
     try:
         found = fetch(args.where)
     except OSError as error:
