@@ -88,9 +88,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_the_characters(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is not UTF-8, and that the locale does not tell Python to write UTF-8 to."""
 
     def run(args: argparse.Namespace) -> int:
