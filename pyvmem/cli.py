@@ -97,7 +97,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Leaves nothing in standard output's buffer: the interpreter would try, and fail, to write it."""
+    """Drops what cannot be written: the interpreter would try again at its end, and complain."""
     try:
         sys.stdout.flush()
     except OSError:
