@@ -41,7 +41,7 @@ dkms status | grep -q "nvidia-uvm-vmem/.*: installed"
 depmod "$kernel" 2>/dev/null
 modprobe --set-version "$kernel" --showconfig | grep '^install nvidia_uvm /usr/libexec/vmem/load-uvm'
 test -x /usr/libexec/vmem/load-uvm
-# For check_guest.sh, in whose machine a compiler is too slow.
+# For check_guest.sh, in whose machine compiling takes about 35 times as long.
 version=$(modinfo -F version "$(find /lib/modules -name 'nvidia-uvm-vmem.ko*')")
 quiet dkms mktarball -m nvidia-uvm-vmem -v "$version" -k "$kernel/$(uname -m)" --archive built.tar.gz
 mv "/var/lib/dkms/nvidia-uvm-vmem/$version/tarball/built.tar.gz" /debs/given/
