@@ -42,6 +42,8 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     for name, (module, text) in _COMMANDS.items():
         if name == command:
             importlib.import_module(module).add_parser(sub)
+            added = sub.choices[name]
+            added.description = (added.description or "").replace("``", "`") or None
         else:
             sub.add_parser(name, help=text, add_help=False)
     return parser

@@ -21,7 +21,7 @@ _HEADINGS = (
     "maps/s", "waits/s",
 )  # fmt: skip
 
-# What a narrow terminal goes without, the first first.
+# Columns that a narrow terminal leaves out, in this order.
 _LEFT_OUT = ("floor", "waits/s", "maps/s", "hits", "device", "cached", "pid", "short", "in use")
 MOST_SECONDS = 3600.0
 
@@ -39,7 +39,7 @@ def add_parser(sub: Any) -> None:
 
 
 def seconds(text: str) -> float:
-    """An interval of the command line."""
+    """Parses an interval given on the command line."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) <= MOST_SECONDS:
             return value
