@@ -60,6 +60,9 @@ class Engine:
     def __init__(self, model: Any, cache: RequestCache, eos: frozenset[int] = frozenset()) -> None:
         assert isinstance(cache.cache, KVCache), "ranks take their steps together"
         plain_rows(model.config.get_text_config(), "this engine")
+        if not model.is_backend_compatible():
+            name = type(model).__name__
+            raise TypeError(f"{name} computes attention itself: it never asks AttentionInterface")
         AttentionInterface.register("engine", attend)
         model.set_attn_implementation("engine")
         self.model, self.eos = model, eos

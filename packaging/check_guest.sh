@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
 # Run by scripts/check_deb.py in a virtual machine whose disk is the system that check_deb.sh ran in: installs
-# the packages, loads on a software GPU what DKMS has built of them there, uses and purges it. A build in the
-# machine, whose processor is emulated, would take too long. /debs/given has that build, the driver (nvidia.ko,
-# and UVM as NVIDIA published it), and pyvmem with the tests' way to look at the GPU's memory.
+# the packages, loads on a software GPU what DKMS has built of them there, uses and purges it. DKMS compiles
+# nothing here, where the processor is emulated: it takes about 35 times as long (docs/operations/debian.md).
+# /debs/given has that build, the driver (nvidia.ko, and UVM as NVIDIA published it), and pyvmem with the tests' way to look
+# at the GPU's memory.
 set -eu
 kernel=$(uname -r)
 # shellcheck source=packaging/check_lib.sh

@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -37,25 +42,67 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     for name, (module, text) in _COMMANDS.items():
         if name == command:
             importlib.import_module(module).add_parser(sub)
+            added = sub.choices[name]
+            added.description = (added.description or "").replace("``", "`") or None
         else:
             sub.add_parser(name, help=text, add_help=False)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status: 1 for an error, 2 for bad usage."""
+    """Runs the command line and returns the exit status.
+
+    Returns:
+        The command's own; 1 for an error, 2 for bad usage, and what a shell reports of a program
+        that a signal ended: 130 after Ctrl-C, 141 where nobody reads the output any more.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that is not UTF-8 shows what it has no character for as "?".
+        sys.stdout.reconfigure(errors="replace")
     try:
-        args = _parser(command).parse_args(words)
-        status: int = args.run(args)
+        try:
+            args = _parser(command).parse_args(words)
+            status: int = args.run(args)
+        finally:
+            sys.stdout.flush()  # what was printed may meet a full disk only now
     except ImportError as error:
-        print(f"vmem: {command} needs a package that is not installed: {error}", file=sys.stderr)
-        return 1
+        return _failed(f"{command} needs a package that is not installed: {error}")
     except VMemError as error:
         name = error.errno_name or type(error).__name__
-        print(f"vmem: {error.op or command}: {name}: {error}", file=sys.stderr)
-        return 1
+        return _failed(f"{error.op or command}: {name}: {error}")
+    except OSError as error:
+        unread = _unread()
+        _drop_output()
+        if unread:
+            return 128 + signal.SIGPIPE
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return _failed(f"{command}: {where}{error.strerror or error}")
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     return status
+
+
+def _failed(text: str) -> int:
+    print(f"vmem: {text}", file=sys.stderr)
+    return 1
+
+
+def _unread() -> bool:
+    """Whether standard output is a pipe that nobody reads."""
+    with contextlib.suppress(OSError, ValueError):  # it is no file, or closed
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in output.poll(0))
+    return False
+
+
+def _drop_output() -> None:
+    """Drops what cannot be written: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -27,7 +27,7 @@ class ProbeResult:
         backend: its name.
         usable: a context can be opened; proved by mapping, writing, reading and unmapping a page.
         used: ``"auto"`` takes this one.
-        error: positive errno why not, 0 if usable.
+        error: positive errno that says why not, 0 if usable.
         error_name: its symbol.
         caps: what it can do.
         page_sizes: bytes, ascending.
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     device = int(args.device) if args.device.isdigit() else args.device
     results = probe(device, force=args.force)
     if args.report:
-        from pyvmem.bug_report import bug_report  # which needs what this module has
+        from pyvmem.bug_report import bug_report  # it imports this module
 
         print(bug_report(results))
     elif args.json:

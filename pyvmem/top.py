@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +21,10 @@ _HEADINGS = (
     "maps/s", "waits/s",
 )  # fmt: skip
 
+# Columns that a narrow terminal leaves out, in this order.
+_LEFT_OUT = ("floor", "waits/s", "maps/s", "hits", "device", "cached", "pid", "short", "in use")
+MOST_SECONDS = 3600.0
+
 Reading = dict[str, list[EngineInfo]]
 
 
@@ -27,9 +33,17 @@ def add_parser(sub: Any) -> None:
     parser = sub.add_parser("top", help="the engines of this machine and their memory, live")
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between readings")
+    parser.add_argument("--interval", type=seconds, default=1.0, help="seconds between readings")
     parser.add_argument("--ledger", type=Path, help="folder of the ledgers (VMEM_LEDGER)")
     parser.set_defaults(run=run)
+
+
+def seconds(text: str) -> float:
+    """Parses an interval given on the command line."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= MOST_SECONDS:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}: expected seconds above 0, at most an hour")
 
 
 def read(folder: Path) -> Reading:
@@ -41,7 +55,7 @@ def read(folder: Path) -> Reading:
     return found
 
 
-def rows(now: Reading, before: Reading, seconds: float) -> list[tuple[str, ...]]:
+def rows(now: Reading, before: Reading, passed: float) -> list[tuple[str, ...]]:
     """The table's rows; rates are since the reading before."""
     old = {(device, one.name): one for device, some in before.items() for one in some}
     found = []
@@ -49,9 +63,9 @@ def rows(now: Reading, before: Reading, seconds: float) -> list[tuple[str, ...]]
         for one in engines:
             last = old.get((device, one.name))
             rates = ["", ""]
-            if last is not None and seconds > 0:
+            if last is not None and passed > 0:
                 changes = (one.maps - last.maps, one.waits - last.waits)
-                rates = [f"{max(0, change) / seconds:.1f}" for change in changes]
+                rates = [f"{max(0, change) / passed:.1f}" for change in changes]
             found.append(
                 (
                     device,
@@ -74,14 +88,18 @@ def size(nbytes: int) -> str:
     return f"{value:.1f}{unit}" if unit else str(nbytes)
 
 
-def plain(table: list[tuple[str, ...]]) -> str:
-    """The table as text."""
+def plain(table: list[tuple[str, ...]], width: float = math.inf) -> str:
+    """The table as text, with as many of its columns as there is room for."""
     lines = [_HEADINGS, *table]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    kept = set(range(len(widths)))
+    for heading in _LEFT_OUT:
+        if sum(widths[i] + 2 for i in kept) - 2 <= width:
+            break
+        kept.remove(_HEADINGS.index(heading))
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            line[i].ljust(widths[i]) if i < 2 else line[i].rjust(widths[i]) for i in sorted(kept)
         ).rstrip()
         for line in lines
     )
@@ -98,20 +116,15 @@ def run(args: argparse.Namespace) -> int:
         print(plain(rows(read(folder), {}, 0)))
         return 0
     from rich.live import Live
-    from rich.table import Table
+    from rich.text import Text
 
-    def picture(table: list[tuple[str, ...]]) -> Table:
-        view = Table()
-        for i, heading in enumerate(_HEADINGS):
-            view.add_column(heading, justify="left" if i < 2 else "right")
-        for row in table:
-            view.add_row(*row)
-        return view
-
-    before, when = read(folder), time.monotonic()
-    with Live(picture(rows(before, {}, 0)), auto_refresh=False) as live:
+    before, when, passed = read(folder), time.monotonic(), 0.0
+    now = before
+    with Live(auto_refresh=False) as live:
         while True:
+            table = plain(rows(now, before, passed), live.console.width)
+            live.update(Text(table, no_wrap=True), refresh=True)
+            before = now
             time.sleep(args.interval)
             now, moment = read(folder), time.monotonic()
-            live.update(picture(rows(now, before, moment - when)), refresh=True)
-            before, when = now, moment
+            passed, when = moment - when, moment

@@ -8,7 +8,7 @@
     vmem watch 9464                                     # in another terminal
 
 Both draw what `KVCache.stats` and `KVCache.snapshot` say; the second reads it as JSON from a server
-that listens to this machine alone. A row is a slot, a character some of its pages per tensor.
+that listens on localhost only. A row is a slot; a character is some of its pages in each tensor.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from typing import Any
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.telemetry import Telemetry
-from pyvmem.top import size
+from pyvmem.top import seconds, size
 
 __all__ = ["add_parser", "draw", "fetch", "run", "watch"]
 
 WIDTH = 80
-MOST_BYTES = 16 << 20  # of an answer; 100,000 slots are below
+MOST_BYTES = 16 << 20  # of an answer; 100,000 slots take less
 _MARKS = {"#": "granted", "+": "mapped ahead", "=": "shared", ".": "kept, of no request"}
 
 Numbers = Mapping[str, Any]
 
 
 def _bar(slot: Numbers, scale: int) -> str:
-    """A slot's pages: shared ones, the owner's, those beyond."""
+    """A slot's pages: shared, then the owner's, then those mapped ahead."""
     mapped: int = slot["mapped_pages"]
     if slot["state"] != "active":
         return "." * math.ceil(mapped / scale)
@@ -96,9 +96,9 @@ def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> s
 def watch(
     cache: Any, *, interval: float = 0.25, name: str = "cache", file: Any = None
 ) -> Iterator[None]:
-    """Draws a cache's pages while the block runs, in place, by a thread.
+    """Draws a cache's pages in place while the block runs, from a thread.
 
-    On a terminal the picture is renewed; elsewhere (a file, a notebook) it is printed once, at the
+    On a terminal the picture is redrawn; elsewhere (a file, a notebook) it is printed once, at the
     end. Each picture costs one `stats` and one `snapshot`, under the cache's lock. Needs rich.
 
     Args:
@@ -185,14 +185,13 @@ def add_parser(sub: Any) -> None:
         description="Draws the pages of each request of a program that calls Telemetry.serve.",
     )
     parser.add_argument("where", help="port of this machine, host:port or URL")
-    parser.add_argument("--interval", type=float, default=0.5, help="seconds between pictures")
+    parser.add_argument("--interval", type=seconds, default=0.5, help="seconds between pictures")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws until interrupted, until the program ends, or once."""
-    _positive(args.interval)
     try:
         found = fetch(args.where)
     except OSError as error:

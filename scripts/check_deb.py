@@ -4,8 +4,9 @@
 
 The driver's source comes from Debian's contrib there; the nvidia.ko that the module has to fit is
 the one that the driver's tests build. Then the same system is the disk of a virtual machine with a
-software GPU, where the module that DKMS has built in it is loaded, used and purged. Exit status 77:
-this machine cannot make a Debian system.
+software GPU, where the module that DKMS has built in it is loaded, used and purged; it is not
+compiled there again, on an emulated processor. Exit status 77: this machine cannot make a Debian
+system.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ LOGS = RESULTS / "logs"
 # Of files that do not say where they come from, what the repository's history tells of it.
 RECOVERED = RESULTS / "recovered.json"
 MARK = "†"  # stands at what is recovered
+# Of runs that did not measure all they were to: what is whole in them, for which they are kept.
+KEPT = RESULTS / "kept.json"
 # Of the logs, which have no other heading: the machines that their names begin with.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
@@ -35,6 +37,7 @@ PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
 Record = dict[str, Any]
 Origin = dict[str, str]  # commit, date, command
+Kept = dict[str, str]
 
 
 def machine_of(machine: Record) -> str:
@@ -94,8 +97,8 @@ def describe(record: Record) -> tuple[str, Origin]:
     raise ValueError(f"a record of an unknown kind: {', '.join(list(record)[:5])}")
 
 
-def gaps(record: Record, name: str = "name") -> str:
-    """What of a record was not measured and why, or failed."""
+def gaps(record: Record) -> str:
+    """What of a record was not measured and why, or failed; nothing if it is complete."""
     words = []
     for what, part in record.get("parts", {}).items():
         if part.get("status") in ("partial", "failed"):
@@ -103,8 +106,36 @@ def gaps(record: Record, name: str = "name") -> str:
             why = "; ".join(short(reason) for reason in list(reasons)[:2]).replace("|", "\\|")
             words.append(f"`{what}` {part['status']}" + (f": {why}" if why else ""))
     tests = [one for one in record.get("tests", []) if one["result"] != "ok"]
-    words += [f"`{one[name]}` {one['result']}" for one in tests]
-    return ", ".join(words) or "complete"
+    words += [f"`{one['name']}` {one['result']}" for one in tests]
+    return ", ".join(words)
+
+
+def state_of(path: Path, gap: str, kept: Kept) -> str:
+    """A result's gap with what is whole beside it, for which it is kept.
+
+    Raises:
+        ValueError: a gap, and nothing for which the file is kept, or the other way round.
+    """
+    name = path.relative_to(RESULTS).as_posix()
+    why = kept.get(name, "")
+    if bool(gap) != bool(why):
+        what = "has no gap: take it out of"
+        if gap:
+            what = f"is not complete ({gap}): run it again, remove it, or say what is whole in"
+        raise ValueError(f"{name} {what} {KEPT.name}")
+    return f"{gap}; whole: {why}" if gap else ""
+
+
+def failures(runs: list[Record]) -> str:
+    """The tests among runs, oldest first, that failed, and whether they passed when run again."""
+    words = []
+    for number, one in enumerate(runs):
+        if one["result"] == "FAIL":
+            later = [run for run in runs[number + 1 :] if run["entry"] == one["entry"]]
+            passed = [run["commit"] for run in later if run["result"] == "ok"]
+            then = f", passed at {passed[-1]}" if passed else ""
+            words.append(f"`{one['entry']}` failed at {one['commit']}{then}")
+    return "; ".join(words) or "complete"
 
 
 def short(text: str, most: int = 90) -> str:
@@ -112,7 +143,7 @@ def short(text: str, most: int = 90) -> str:
     return text if len(text) <= most else text[:most].rpartition(" ")[0] + " ..."
 
 
-def row(path: Path, recovered: dict[str, Origin]) -> str:
+def row(path: Path, recovered: dict[str, Origin], kept: Kept) -> str:
     """A row for one file of results."""
     text = path.read_text(encoding="utf-8")
     said: Origin
@@ -124,7 +155,7 @@ def row(path: Path, recovered: dict[str, Origin]) -> str:
             "date": days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}",
             "command": "tests/kernel/suite.py --runs",
         }
-        machine, state = "software GPU", gaps({"tests": runs}, "entry")
+        machine, state = "software GPU", failures(runs)
     elif path.suffix == ".jsonl":
         head = json.loads(text.splitlines()[0])
         machine = f"software GPU ({head['architecture']}), driver {head['driver']}"
@@ -133,12 +164,12 @@ def row(path: Path, recovered: dict[str, Origin]) -> str:
     else:
         record: Record = json.loads(text)
         machine, said = describe(record)
-        state = gaps(record)
+        state = state_of(path, gaps(record), kept) or "complete"
     cells = (machine, *origin_of(path, said, recovered), state)
     return f"| [{path.name}]({path.relative_to(ROOT).as_posix()}) | " + " | ".join(cells) + " |"
 
 
-def log_row(path: Path, recovered: dict[str, Origin]) -> str:
+def log_row(path: Path, recovered: dict[str, Origin], kept: Kept) -> str:
     """A row for one log: its machine, its origin, and how it ended.
 
     Raises:
@@ -150,7 +181,7 @@ def log_row(path: Path, recovered: dict[str, Origin]) -> str:
     ends = OUTCOME.findall(text)
     ended = ends[-1].strip(" =").replace("|", "\\|")[:90] if ends else ""
     partial = PARTIAL.findall(text)
-    note = f"partial: {', '.join(f'`{one}`' for one in partial)}" if partial else ""
+    note = state_of(path, ", ".join(f"`{one}` partial" for one in partial), kept)
     said: Origin = {
         name: (found.group(1) or found.group(2)).strip()
         for name, kind in (("commit", COMMIT), ("date", DATE), ("command", COMMAND))
@@ -172,20 +203,22 @@ def part() -> list[str]:
     if strange := unlisted():
         raise ValueError(f"{strange[0]}: results are *.json, *.jsonl, raw/*.json and logs/*")
     recovered: dict[str, Origin] = json.loads(RECOVERED.read_text(encoding="utf-8"))
-    if gone := [name for name in recovered if not (RESULTS / name).is_file()]:
-        raise ValueError(f"{RECOVERED.name} has {gone[0]}, and there is no such file")
-    files = sorted({*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")} - {RECOVERED})
+    kept: Kept = json.loads(KEPT.read_text(encoding="utf-8"))
+    for listing, names in ((RECOVERED, recovered), (KEPT, kept)):
+        if gone := [name for name in names if not (RESULTS / name).is_file()]:
+            raise ValueError(f"{listing.name} has {gone[0]}, and there is no such file")
+    files = sorted({*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")} - {RECOVERED, KEPT})
     raw = ", ".join(f"[{p.name}]({p.relative_to(ROOT).as_posix()})" for p in raw_files())
     return [
         "| file | machine | commit | date | command | state |",
         "| --- | --- | --- | --- | --- | --- |",
-        *(row(path, recovered) for path in files),
+        *(row(path, recovered, kept) for path in files),
         "",
         f"With every sample: {raw}.",
         "",
         "| log | machine | commit | date | command | ended with | notes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *(log_row(path, recovered) for path in sorted(LOGS.iterdir()) if path.is_file()),
+        *(log_row(path, recovered, kept) for path in sorted(LOGS.iterdir()) if path.is_file()),
     ]
 
 

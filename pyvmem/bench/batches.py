@@ -53,7 +53,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 def _apart(n: Native, page: int) -> list[int]:
-    """Pages no two of which are physical neighbours: every second one of a sequence."""
+    """Pages that are not physical neighbours of each other: every second one of a sequence."""
     made = [n.create(page, page) for _ in range(2 * _PAGES)]
     for handle in made[1::2]:
         n.release(handle)

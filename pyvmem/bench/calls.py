@@ -190,8 +190,9 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     costs = setting.overhead("cumem")
     for op, samples in theirs.book.items():
-        # The more an empty call is taken to cost, the faster the baseline looks. For set_access and
-        # map_access the dearest one is subtracted, which includes converting the descriptor.
+        # The more an empty call is assumed to cost, the faster the baseline looks. For
+        # set_access and map_access the dearest one is subtracted, which includes converting the
+        # descriptor.
         cost = {"set_access": costs.refused, "map_access": costs.each + costs.refused}
         page = 0 if op in ("reserve", "free") else theirs.page
         _add(part, op, "cumem", page, samples, cost.get(op, costs.each))

@@ -101,7 +101,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
         metavar="S",
         help=f"stop after so many seconds ({seconds})",
     )
-    add("--quick", action="store_true", help="a tiny model, a few samples: is it working at all?")
+    add("--quick", action="store_true", help="a tiny model and a few samples: does it work at all?")
     add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
 

@@ -129,13 +129,12 @@ class _Mode:
             raise RuntimeError("memory is short")
 
     def _end(self) -> None:
-        """Frees the request; in a mode that unmaps its pages, waits until they are gone."""
+        """Frees the request; in a mode that maps its pages anew, unmaps them first."""
         self.cache.free_reqid(0)
-        limit = time.monotonic() + 10
-        while self.name in ("sync", "pages") and self.cache.stats().mapped_bytes:
-            if time.monotonic() > limit:
+        if self.name in ("sync", "pages"):
+            self.cache.reclaim_free(wait=True)
+            if self.cache.stats().mapped_bytes:
                 raise RuntimeError("pages of a freed request stay mapped")
-            time.sleep(0.001)
 
     def turn(self) -> None:
         """One prefill of a new request."""

@@ -87,7 +87,7 @@ class _Kind(Closable):
         if found != self.tokens:
             raise WrongResult(f"{found} of {self.tokens} tokens were recorded")
         cache.free_reqid(one)
-        self._wait_until_empty()
+        self._unmap()
 
     def close(self) -> None:
         """Gives all memory back."""
@@ -116,7 +116,7 @@ class _Kind(Closable):
         self._check(got[0])
         self.segments = cache.stats().segments
         cache.free_reqid(got[0])
-        self._wait_until_empty()
+        self._unmap()
 
     def time_next_turns(self, found: Samples, rounds: int) -> None:
         """Times requests that go on where the last one ended; the first of them maps the prefix."""
@@ -158,12 +158,11 @@ class _Kind(Closable):
     def _mark(self, tensor: int, page: int) -> bytes:
         return tensor.to_bytes(4, "little") + page.to_bytes(4, "little") + b"prefix.."
 
-    def _wait_until_empty(self) -> None:
-        limit = time.monotonic() + 30
-        while self.cache.stats().empty_slots < 2:
-            if time.monotonic() > limit:
-                raise RuntimeError("pages of a freed request stay mapped")
-            time.sleep(0.001)
+    def _unmap(self) -> None:
+        """Lets a freed request's pages go, so that the next request maps them again."""
+        self.cache.reclaim_free(wait=True)
+        if self.cache.stats().empty_slots < 2:
+            raise RuntimeError("pages of a freed request stay mapped")
 
 
 def _measure(command: Command, part: Part, name: str, deadline: Deadline) -> None:

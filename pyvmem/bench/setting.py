@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What every part of the benchmark works with: our context, the baseline, the sizes to measure."""
+"""What every part of the benchmark shares: our context, the baseline, the sizes to measure."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class Fleet:
         if self.command.backend == "host":
             options["enforce_eager"] = True
         else:
-            # The size of the KV cache is given: this is what must be free when it starts, no more.
+            # The KV cache's size is given, so this is only what must be free at the start.
             options["gpu_memory_utilization"] = 0.5 / count
             # Graphs of decoding, as in serving; no compiler, which takes longer than the runs.
             sizes = [1, 2, 4, *range(8, 129, 8), *range(144, self.max_num_seqs + 1, 16)]

@@ -170,7 +170,7 @@ def in_turns(
 def climb(engines: int, peak: float, output: int, prompt: int = 256) -> list[list[Arrival]]:
     """kvcached's ramps: a rate that rises by one a second every second to `peak`, and falls again.
 
-    The engines start two and a quarter climbs apart, so that their peaks do not coincide.
+    The engines start two and a quarter ramps apart, so that their peaks do not coincide.
     """
     ramp: list[Arrival] = []
     at, owed, step = 0.0, 0.0, 0.01

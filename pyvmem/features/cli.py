@@ -28,7 +28,7 @@ def add_parser(sub: Any) -> None:
         "features", help="what works on the back ends of this machine", description=__doc__
     )
     add = parser.add_argument
-    add("--devices", default="0", help="CUDA ordinals with commas between (default: 0)")
+    add("--devices", default="0", help="CUDA ordinals, separated by commas (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write it there")
     parser.set_defaults(run=run)
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         devices = tuple(int(word) for word in args.devices.split(","))
     except ValueError:
-        print(f"vmem: --devices takes CUDA ordinals with commas between, not {args.devices!r}")
+        print(f"vmem: --devices takes CUDA ordinals separated by commas, not {args.devices!r}")
         return 2
     records = survey(devices)
     backends = [Probed.of(record) for record in records if record["usable"]]

@@ -19,7 +19,7 @@ _MEANING = {
     "VMEM_CAP_ALIAS": "one page at several addresses",
     "VMEM_CAP_READONLY": "read-only mappings",
     "VMEM_CAP_SPARSE": "reservations whose unmapped parts read as zeros",
-    "VMEM_CAP_SPARSE_ATOMIC": "pages that replace these zeros without a moment of neither",
+    "VMEM_CAP_SPARSE_ATOMIC": "pages that replace these zeros with no invalid moment between",
     "VMEM_CAP_HOST_PAGES": "pages in host memory",
     "VMEM_CAP_PEER": "pages in a peer device",
 }

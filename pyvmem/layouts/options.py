@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the commands about layouts and traces have in common on their command lines."""
+"""Command-line options that the commands about layouts and traces share."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def failed_batch(context: Context) -> str:
 
 
 def accounting(context: Context) -> str:
-    """When everything was given back, the context holds nothing, nor does the device."""
+    """After everything is given back, neither the context nor the device holds anything."""
     if context.cuda_device is None:
         _take_and_give_back(context)
         return "by the context's own books; there is no GPU"
@@ -132,7 +132,7 @@ def _take_and_give_back(context: Context) -> None:
 
 
 def device_faults(context: Context) -> str:
-    """A kernel (of a child) that reads what is unmapped or writes what is read-only is stopped."""
+    """A child's kernel that reads unmapped or writes read-only memory is stopped."""
     if context.cuda_device is None:
         raise NotRun("there is no GPU")
     kinds = ["unmapped", *(["readonly"] if Caps.READONLY in context.info.caps else [])]

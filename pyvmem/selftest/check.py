@@ -65,7 +65,7 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Addresses that only kernels need know: CUDA has a limit on those that its copies know."""
+    """Addresses for kernels alone: CUDA limits how many its own copies accept."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,7 @@ def add_parser(sub: Any) -> None:
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the report there")
     add("--report", type=Path, metavar="FILE", help="write one HTML file with everything")
-    add("--samples", type=int, default=200, help="of each time (default: 200); 0: no times")
+    add("--samples", type=int, default=200, help="for each time (default: 200); 0: no times")
     parser.set_defaults(run=run)
 
 
@@ -82,7 +83,7 @@ def _why_not(found: ProbeResult, others: list[str]) -> str:
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything; "passed" says whether all is well, "not_tested" why nothing was tried."""
+    """The whole report; "passed": whether all is well; "not_tested": why nothing was tried."""
     report: dict[str, Any] = {
         "format": FORMAT,
         "tool": "vmem selftest",
@@ -133,7 +134,11 @@ def run(args: argparse.Namespace) -> int:
     """The exit status, as above."""
     names = _native.backend_names()
     if args.backend not in names:
-        print(f"vmem: no back end is called {args.backend!r}; there are {', '.join(names)}")
+        known = ", ".join(names)
+        print(
+            f"vmem: selftest: no back end is called {args.backend!r}; there are {known}",
+            file=sys.stderr,
+        )
         return 2
     report = _report(args)
     if args.json:

@@ -76,14 +76,14 @@ def main(words: list[str]) -> int:
         _touch(cuda, range_.addr, True)
         _touch(cuda, range_.addr + page, kind != "readonly")
     except CudaCallError as error:
-        _end(1, f"a kernel was stopped where it may go: {error}")
+        _end(1, f"a kernel was stopped at an access that is allowed: {error}")
     if kind == "unmapped":
         context.unmap(range_.addr + page, page)
     try:
         _touch(cuda, range_.addr + page, kind == "readonly")
     except CudaCallError as error:
         _end(0, f"stopped: {error}")
-    _end(1, f"a kernel went where it may not: {kind}")
+    _end(1, f"a kernel was not stopped at an access that is not allowed: {kind}")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def read_only(context: Context) -> str:
 
 
 def sparse(context: Context) -> str:
-    """Where nothing is mapped in a sparse reservation a copy of a neighbour reads as before."""
+    """A page of a sparse reservation holds what is written, and zeros when it is mapped again."""
     if Caps.SPARSE not in context.info.caps:
         raise NotRun("this back end has no sparse reservations")
     page = context.info.granule

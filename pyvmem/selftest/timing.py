@@ -55,7 +55,7 @@ def _ours(context: Context, samples: int) -> dict[str, Any]:
 
 
 def _cumem(device: int, samples: int) -> dict[str, Any]:
-    """The same growth with cuMemMap and cuMemSetAccess, on allocations that are there already."""
+    """The same growth with cuMemMap and cuMemSetAccess, on allocations made beforehand."""
     times: tuple[list[float], list[float]] = ([], [])
     with Cuda(device) as cuda:
         cumem = CuMem(cuda)

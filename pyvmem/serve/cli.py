@@ -129,7 +129,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.trace_out:
         Path(args.trace_out).touch()  # an unwritable path fails before the work, not after it
     if args.picture:
-        import matplotlib  # noqa: F401  # as is that it cannot be drawn
+        import matplotlib  # noqa: F401  # so does a picture that cannot be drawn
 
         Path(args.picture).touch()
     granule = args.page_size if args.page_size < _GRANULE else 0

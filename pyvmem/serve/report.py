@@ -176,7 +176,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """The model's median step, and how much the slowest tenth takes of all: kernels being made."""
+    """The model's median step, and the slowest tenth's share of all time: compiling kernels."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]

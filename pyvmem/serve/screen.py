@@ -114,7 +114,7 @@ class Screen:
         waiting = len(self._prompts) - self._answered - running
         return (
             f"[{'#' * filled}{'.' * (_BAR - filled)}] {size(stats.mapped_bytes)} mapped, "
-            f"{size(stats.used_bytes)} tokens; {running} running, {waiting} waiting, "
+            f"{size(stats.used_bytes)} of rows; {running} running, {waiting} waiting, "
             f"{self._answered} answered"
         )
 

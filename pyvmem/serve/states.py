@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What a model with layers that have a state is given for its past, for one call of the engine.
+"""The past that a model whose layers have states is given in one call of the engine.
 
-Such a layer runs over a row of a batch as over one request. So the engine calls the model for
-requests of one new token together, a row each, and for every longer one alone; this object hands
-each row the state of its slot, and puts back what the model made of it. Attention reads slots as
-ever: to its layers this object hands on what is new.
+Such a layer takes each row of a batch for one request. So the engine calls the model once for all
+requests of one new token, a row each, and once for every longer one; this object hands each row the
+state of its slot, and stores what the model made of it. Attention reads slots as usual: its layers
+get the new tokens from this object.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of a mask that nobody makes."""
+        """The size of a mask that is never made."""
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:

@@ -126,10 +126,17 @@ def test_overlap(tmp_path: Path, backend: str) -> None:
         assert found[f"iterations/time/{mode}"]["n"] == 90
         assert found[f"iterations/time/{mode}"]["rounds"] == 5
         assert found[f"iterations/spikes/{mode}"]["value"] >= 0
-    # The same lengths need the same pages, whoever maps them.
-    for what in ("grown_pages", "reused_pages", "zeroed_pages"):
-        values = [found[f"iterations/{what}/{mode}"]["value"] for mode in ("async", "sync")]
-        assert values[0] == values[1]
+    # The same lengths need as many pages, whoever maps them. Which of them are new depends on when
+    # the background takes those of a freed slot.
+    needed = []
+    for mode in ("async", "sync"):
+        grown, reused, zeroed = (
+            found[f"iterations/{what}_pages/{mode}"]["value"]
+            for what in ("grown", "reused", "zeroed")
+        )
+        needed.append(grown + reused)
+        assert 0 <= zeroed <= reused
+    assert needed[0] == needed[1]
     if backend == "host":
         assert found["iterations/grown_pages/async"]["value"] > 0
     assert found["iterations/difference"]["value"] <= 0.02

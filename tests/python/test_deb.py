@@ -29,6 +29,14 @@ def test_the_maintainer_is_named_as_debians_tools_do(monkeypatch: pytest.MonkeyP
     assert deb.maintainer() == "A Person <person@example.org>"
 
 
+def test_the_packages_are_built_with_the_probes() -> None:
+    control = (deb.FILES / "control").read_text(encoding="utf-8")
+    found = re.search(r"^Build-Depends:\n((?: .*\n)+)", control, re.M)
+    assert found is not None
+    listed = {line.split()[0].rstrip(",") for line in found.group(1).splitlines()}
+    assert "systemtap-sdt-dev" in listed
+
+
 def test_every_public_function_is_in_the_symbols() -> None:
     text = (deb.FILES / "libvmem0.symbols").read_text(encoding="utf-8")
     names = set(re.findall(r"^ (\w+)@VMEM_", text, re.M))

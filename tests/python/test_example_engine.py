@@ -171,3 +171,20 @@ def test_models_that_it_would_run_wrongly_are_refused() -> None:
         ):
             answers(engine, make_requests(1))
         model.set_attn_implementation(before)
+
+
+def test_a_model_that_attends_by_itself_is_refused() -> None:
+    """It would not ask the engine for attention, and would answer as if it had no cache."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    model = GPTJForCausalLM(config)
+    small = KVCacheConfig(
+        num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32", max_batch=1, max_seq_len=64
+    )
+    with (
+        KVCache(small, backend="host") as cache,
+        RequestCache(cache) as requests,
+        pytest.raises(TypeError, match=r"GPTJForCausalLM .*AttentionInterface"),
+    ):
+        EXAMPLE["Engine"](model, requests)

@@ -23,6 +23,8 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(readme_index, "RESULTS", folder)
     monkeypatch.setattr(readme_index, "LOGS", folder / "logs")
     monkeypatch.setattr(readme_index, "RECOVERED", recovered)
+    monkeypatch.setattr(readme_index, "KEPT", folder / "kept.json")
+    keep(folder)
     return folder
 
 
@@ -30,6 +32,12 @@ def recover(results: Path, **origins: dict[str, str]) -> None:
     """Writes what the history tells of the log h100-x.log."""
     text = json.dumps({f"logs/h100-{name}.log": origin for name, origin in origins.items()})
     (results / "recovered.json").write_text(text, encoding="utf-8")
+
+
+def keep(results: Path, **why: str) -> None:
+    """Writes what is whole in the log h100-x.log."""
+    text = json.dumps({f"logs/h100-{name}.log": one for name, one in why.items()})
+    (results / "kept.json").write_text(text, encoding="utf-8")
 
 
 def log(results: Path, text: str) -> None:
@@ -80,13 +88,37 @@ def test_what_the_history_tells_is_not_kept_in_vain(results: Path) -> None:
 
 def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
     log(results, HEAD + "== live: pages (partial, 1 s)\n")
-    assert readme_index.part()[-1].endswith("| partial: `live` |")
+    keep(results, x="the calls")
+    assert readme_index.part()[-1].endswith("| `live` partial; whole: the calls |")
     part = {"status": "partial", "missing": [{"id": "calls/a", "why": "no | GPU"}] * 2}
     assert readme_index.gaps({"parts": {"calls": part}}) == r"`calls` partial: no \| GPU"
     assert readme_index.gaps({"parts": {"calls": {"status": "failed"}}}) == "`calls` failed"
-    assert readme_index.gaps({"parts": {"calls": {"status": "done"}}}) == "complete"
+    assert readme_index.gaps({"parts": {"calls": {"status": "done"}}}) == ""
     assert readme_index.gaps({"tests": [{"name": "gap", "result": "FAIL"}]}) == "`gap` FAIL"
     assert readme_index.short("a few words " * 20).endswith("words a few ...")
+
+
+def test_a_partial_result_is_kept_for_something_or_not_at_all(results: Path) -> None:
+    log(results, HEAD + "== live: pages (partial, 1 s)\n")
+    with pytest.raises(ValueError, match=r"not complete \(`live` partial\): run it again, remove"):
+        readme_index.part()
+    log(results, HEAD)
+    keep(results, x="the calls")
+    with pytest.raises(ValueError, match=r"has no gap: take it out of kept\.json"):
+        readme_index.part()
+    keep(results, y="the calls")
+    with pytest.raises(ValueError, match=r"kept\.json has logs/h100-y\.log, and there is no such"):
+        readme_index.part()
+
+
+def test_a_failed_test_is_named_with_the_run_that_passed() -> None:
+    def run(entry: str, result: str, commit: str) -> dict[str, str]:
+        return {"entry": entry, "result": result, "commit": commit}
+
+    first, other, again = run("a", "FAIL", "1"), run("b", "ok", "2"), run("a", "ok", "3")
+    assert readme_index.failures([other, again]) == "complete"
+    assert readme_index.failures([first, other, again]) == "`a` failed at 1, passed at 3"
+    assert readme_index.failures([again, first]) == "`a` failed at 1"
 
 
 def test_a_file_without_a_place_in_the_index_is_an_error(results: Path) -> None:

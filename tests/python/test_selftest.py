@@ -119,7 +119,7 @@ def test_a_fault_is_found(
 
 def test_no_such_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["selftest", "--backend", "floppy"]) == 2
-    assert "floppy" in capsys.readouterr().out
+    assert "floppy" in capsys.readouterr().err
 
 
 def _probed(

@@ -123,7 +123,7 @@ class Store(ABC):
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """All of a slot's prompt is launched: memory past it that its kernel may read can go."""
+        """All of a slot's prompt is launched: memory past it, which its kernel may read, can go."""
         return  # there is none
 
     def readable(self, slot: int) -> int:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""Description: every command ends with a message, not a traceback, whatever becomes of its output.
+
+The reader of a pipe goes away, the disk is full, the terminal cannot show a character.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyvmem import cli, top
+
+# A call of each command that ends by itself and prints something.
+CALLS = {
+    "probe": ["probe", "--json"],
+    "features": ["features"],
+    "selftest": ["selftest", "--backend", "host", "--samples", "0"],
+    "bench": ["bench", "api", "--list"],
+    "layouts": ["layouts", "--help"],
+    "top": ["top", "--once"],
+    "watch": ["watch", "--help"],
+    "limit": ["limit", "nobody", "1G"],
+    "serve-demo": ["serve-demo", "--help"],
+}
+
+
+def vmem(words: list[str], stdout: int, **env: str) -> tuple[int, str]:
+    """Exit status and standard error of `vmem`, as a shell starts it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pyvmem", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "", **env},
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """The end of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+def test_every_command_is_tried() -> None:
+    assert CALLS.keys() == cli._COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_nobody_reads(command: str, unread: int) -> None:
+    assert vmem(CALLS[command], unread) == (141, "")
+
+
+def test_nobody_reads_what_is_not_buffered(unread: int) -> None:
+    assert vmem(["probe"], unread, PYTHONUNBUFFERED="1") == (141, "")
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_nobody_reads_what_no_command_prints(option: str, unread: int) -> None:
+    assert vmem([option], unread) == (141, "")
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_the_disk_is_full(command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        status, said = vmem(CALLS[command], full.fileno())
+    assert (status, said) == (1, f"vmem: {command}: No space left on device\n")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "report.json"
+    words = [*CALLS["selftest"], "--json", str(file)]
+    expected = f"vmem: selftest: {file}: No such file or directory\n"
+    assert vmem(words, subprocess.DEVNULL) == (1, expected)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not UTF-8, and that the locale does not tell Python to write UTF-8 to."""
+
+    def run(args: argparse.Namespace) -> int:
+        print("≤ † 中")
+        return 0
+
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding=encoding))
+    monkeypatch.setattr(top, "run", run)
+    assert cli.main(["top"]) == 0
+    assert shown.getvalue() == b"? ? ?\n"
+
+
+def test_an_interrupted_command_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "run", run)
+    assert cli.main(["top"]) == 130
+    assert capsys.readouterr() == ("", "")
