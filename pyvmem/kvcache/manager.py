@@ -724,7 +724,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
         taken, idle = map(sum, zip(*[one.pager.runs.holders() for one in parts], strict=True))
         own = parts[0].prefixes is groups[0].prefixes
         name = "this cache" if own else f"cache {number} of the budget"
-        texts.append(f"{name} has about {taken} for requests and {idle} for pages of none")
+        texts.append(f"{name} has about {taken} for requests and {idle} for unowned pages")
         known += taken + idle
     if total > known:
         texts.append(f"{total - known} are others' in the context, or of recorded prefixes")

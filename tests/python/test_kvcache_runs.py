@@ -349,4 +349,4 @@ def test_a_refusal_says_where_nobody_is_known(
     monkeypatch.setattr(logs, "_last", {})
     with cache_of(2, 60, 40, growth_fraction=0.0, join_at=0.0) as (cache, _):
         fill(cache, 2)
-    assert "nobody else is known who could give way" in caplog.text
+    assert "no other holder is known" in caplog.text
