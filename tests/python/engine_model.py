@@ -139,7 +139,7 @@ class EngineModel:
             assert found.length < len(ids)
             self.counts["hit" if found.length else "miss"] += 1
             life = self.born(found, ids[: found.length])
-            if options["reserve"] and not later:  # what was promised
+            if options["reserve"] and not later and not self.calls:  # what was promised
                 room = min(len(ids) + options["room"], self.longest)
                 assert self.engine.extend({found: room}) is None
                 self.write(life, [*ids[len(life.ids) :], *[0] * (room - len(ids))])
