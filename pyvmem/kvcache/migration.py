@@ -478,9 +478,12 @@ class Promoter:
         self._from = max(config.promote_tokens or _NEVER, self._kept)
         # By slot: the length at which a part more may be promoted.
         self._next = [self._from] * config.max_batch
+        # By slot whose last look found something: the length at which it may find a part more.
+        self._parts_at: dict[int, int] = {}
 
     def forget(self, slot: Slot) -> None:
         """Ends a request."""
+        self._parts_at.pop(slot.index, None)
         self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
         self._next[slot.index] = self._from
         self._mover.part(slot, 0, self._layout.slot_pages)
@@ -504,14 +507,28 @@ class Promoter:
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
+                whole = self._parts_at.get(index, 0)
+                if old[index] < whole and not self._room():
+                    continue
                 held = old[index] - self._kept
                 runs, copies = self._parts(slot, held)
                 self._begin(slot, runs, copies, PriorWork(stream, self._mover.device))
+                page, part = (
+                    -(-(held * rows // unit + 1) * unit // rows) + self._kept
+                    for unit in (size, self._unit * size)
+                )
                 # What begins may be given up, and what finds no memory does not begin: both are
-                # looked at again a page later.
-                unit = 1 if runs or copies else self._unit
-                end = -(-(held * rows // (unit * size) + 1) * unit * size // rows)
-                self._next[index] = max(self._from, end + self._kept)
+                # looked at again a page later, if there is memory then.
+                if runs or copies:
+                    self._parts_at[index] = part
+                else:
+                    self._parts_at.pop(index, None)
+                self._next[index] = max(self._from, page if runs or copies else part)
+
+    def _room(self) -> int:
+        """Parts that there is memory for, beyond the watermark."""
+        need = self._unit * self._layout.num_tensors
+        return max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
 
     def promote(self, slot: Slot, held: int, work: PriorWork, *, wait: bool) -> int:
         """See `KVCache.promote`; of the first `held` rows."""
@@ -530,9 +547,7 @@ class Promoter:
 
         Of those that are copied only as many as there is memory for, beyond the watermark.
         """
-        need = self._unit * self._layout.num_tensors
-        room = max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
-        large = [(low, low + self._unit, self._large) for low in copies[:room]]
+        large = [(low, low + self._unit, self._large) for low in copies[: self._room()]]
         move = Move(slot, large, [(low, low + self._unit) for low in runs], promotes=True)
         if not move.stretches and not move.runs:
             return 0

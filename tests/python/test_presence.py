@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_change_its_limit_says_so_and_stays(
                 order(folder, host, "rank", pages * page)
                 assert announced.report()
             assert [one.limit for one in shown(folder, host)] == [before]
-            (text,) = [one.message for one in caplog.records]
+            (text,) = [one.message for one in caplog.records if one.name == "pyvmem.presence"]
             assert "rank keeps its limit" in text
             assert "the ranks have agreed on their limit" in text
     finally:
