@@ -148,7 +148,7 @@ def device_ordinal(device: Any) -> int:
 
     Raises:
         TypeError: none of these.
-        ValueError: a string that names no CUDA device.
+        InvalidArgument: a string that names no CUDA device.
     """
     if isinstance(device, int):
         return device
@@ -156,7 +156,9 @@ def device_ordinal(device: Any) -> int:
         name, _, number = device.partition(":")
         if name in ("cuda", "cpu") and (not number or number.isdigit()):
             return int(number) if number else _current_device(name)
-        raise ValueError(f"device = {device!r}: expected 'cuda', 'cuda:N' or 'cpu'")
+        raise InvalidArgument(
+            f"device = {device!r}: expected 'cuda', 'cuda:N' or 'cpu'", errno=errno.EINVAL
+        )
     kind, index = getattr(device, "type", None), getattr(device, "index", None)
     if kind in ("cuda", "cpu"):  # torch.device
         return index if isinstance(index, int) else _current_device(kind)

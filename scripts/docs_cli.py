@@ -71,6 +71,10 @@ def main() -> int:
     os.environ["COLUMNS"] = WIDTH
     print("# Command line\n")
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
+    print(
+        "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 where nobody reads "
+        "the output any more. A command that has others names them.\n"
+    )
     for command, (_, text) in cli._COMMANDS.items():
         parser = subparsers(cli._parser(command))[command]
         print("\n".join(section(f"vmem {command}", parser, text, 2)))

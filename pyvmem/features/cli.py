@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         devices = tuple(int(word) for word in args.devices.split(","))
     except ValueError:
-        print(f"vmem: --devices takes CUDA ordinals separated by commas, not {args.devices!r}")
+        expected = "CUDA ordinals separated by commas"
+        print(f"vmem: features: --devices takes {expected}, not {args.devices!r}", file=sys.stderr)
         return 2
     records = survey(devices)
     backends = [Probed.of(record) for record in records if record["usable"]]

@@ -87,6 +87,14 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert vmem(words, subprocess.DEVNULL) == (1, expected)
 
 
+@pytest.mark.parametrize("device", ["-1", "gpu", "cuda:x"])
+def test_a_device_that_is_none(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["probe", f"--device={device}"]) == 1
+    assert capsys.readouterr().err == (
+        f"vmem: probe: EINVAL: device = '{device}': expected 'cuda', 'cuda:N' or 'cpu'\n"
+    )
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is not UTF-8, and that the locale does not tell Python to write UTF-8 to."""

@@ -431,4 +431,4 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert host["peer_pages"] == ["VMEM_CAP_PEER", "2 devices"]
     assert "no: VMEM_CAP_PEER" in text
     assert cli.main(["features", "--devices", "zero"]) == 2
-    assert "not 'zero'" in capsys.readouterr().out
+    assert "not 'zero'" in capsys.readouterr().err
