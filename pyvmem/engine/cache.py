@@ -376,19 +376,9 @@ class RequestCache(Closable):
         self._require(request, State.RUNNING)
         work = self._work(stream)
         work.record()
-        look = partial(
-            waits.before_fork,
-            reqid=request.slot,
-            count=count,
-            length=length,
-            work=work,
-            into=None,
-        )
-
-        def call(slot: int) -> list[Request] | Shortage:
-            return self._fork(request, slot, count, length, work)
-
-        return self._begin("fork_async", request, call, look)
+        wanted: dict[str, Any] = {"count": count, "length": length, "work": work}
+        look = partial(waits.before_fork, reqid=request.slot, into=None, **wanted)
+        return self._begin("fork_async", request, partial(self._fork, request, **wanted), look)
 
     def _fork(
         self, request: Request, slot: int, count: int, length: int | None, work: PriorWork
@@ -465,11 +455,8 @@ class RequestCache(Closable):
         self._require(request, State.RUNNING)
         work = self._work(stream)
         work.record()
-
-        def call(slot: int) -> None:
-            self._swap_out(request, slot, work)
-
         look = partial(waits.before_swap_out, reqid=request.slot, work=work)
+        call = partial(self._swap_out, request, work=work)
         return self._begin("swap_out_async", request, call, look)
 
     def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
@@ -504,12 +491,8 @@ class RequestCache(Closable):
         self._refuse_busy(request)
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
-
-        def call(_: int) -> Shortage | None:
-            return self._swap_in(request, stream)
-
         look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
-        return self._begin("swap_in_async", request, call, look)
+        return self._begin("swap_in_async", request, lambda _: self._swap_in(request, stream), look)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
         assert request.rows is not None

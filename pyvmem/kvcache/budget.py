@@ -271,7 +271,7 @@ class Budget(Closable):
             self.total_bytes = total
 
     def reclaim(self, limit: int) -> None:
-        """Begins to unmap what belongs to no request until `limit` bytes are left; waits for none.
+        """Begins to unmap what no request owns until `limit` bytes are left; waits for none.
 
         Floors are kept. What requests hold stays.
         """
@@ -460,7 +460,7 @@ class Share:
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """`room`, once the others have given back what belongs to no request, and the ledger."""
+        """`room`, once the others have given back what no request owns, and the ledger."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
@@ -469,7 +469,7 @@ class Share:
         return self.room() + sum(one._givable() for one in self._rest())
 
     def others(self) -> list[Reclaimer]:
-        """What takes pages back from the other caches."""
+        """The reclaimers of the other caches."""
         return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
@@ -510,7 +510,7 @@ class Share:
         return found
 
     def begin_unmaps(self, nbytes: int, *, now: bool = True) -> None:
-        """Lets the others begin to unmap pages of no request until so many bytes are on the way.
+        """Makes the others begin to unmap unowned pages until so many bytes are on the way.
 
         `now`: see `Reclaimer.unmap`.
         """
@@ -526,7 +526,7 @@ class Share:
                     break
 
     def evict(self, nbytes: int) -> int:
-        """Lets the others take out recorded prefixes of so many bytes that no request uses.
+        """Makes the others evict recorded prefixes of so many bytes that no request uses.
 
         Returns the bytes that come back, now or when batches under way are over.
         """

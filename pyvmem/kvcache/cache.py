@@ -1132,8 +1132,7 @@ class KVCache(MustClose):
         Raises:
             Busy: tensors of the cache live; nothing changed, and the cache can still be used.
         """
-        if stream is not None:
-            check(stream)
+        check(stream)
         with self.lock, self.journal:
             if self._closed:
                 return

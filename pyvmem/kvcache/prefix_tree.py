@@ -345,7 +345,7 @@ class Order(Generic[S]):
     def rebuild(
         self, roots: Iterable[Node[S]], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]
     ) -> None:
-        """Makes pins, locks and order again.
+        """Rebuilds pins, locks and order.
 
         Args:
             roots: of the tree.
@@ -406,7 +406,7 @@ class Order(Generic[S]):
 def walk(
     root: Node[S], data: bytes, end: int, width: int
 ) -> tuple[Node[S], list[tuple[S, int]], int]:
-    """Down the tree for as far as it agrees with `data`.
+    """Walks down the tree as far as it agrees with `data`.
 
     Args:
         root: where to begin.
@@ -777,7 +777,7 @@ class PrefixTree(Generic[S]):
         return right
 
     def _forget_root(self, node: Node[S]) -> None:
-        """Where a node is the root of a namespace without a prefix, it goes."""
+        """Drops the root of a namespace that has no prefix left."""
         if node.parent is None and node.is_leaf and not node._locks and node is not self.root:
             if self._log is not None:
                 self._log.append((self.roots.__setitem__, node.namespace, node))
