@@ -487,12 +487,13 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
     if _fit(ready):
         if _grow_each(_prompt(now, slow=False), True, wait=False):
             _grow_each(_prompt(now, slow=True), True, wait=False)
-        else:  # the driver has less than the records say; perhaps enough comes back
+        elif _fit(ready):  # the driver has less than the records say; perhaps enough comes back
             first = wants[0][0].reclaimer
-            _begin_to_reclaim(everything, more=first.room)
+            room = first.room
+            _begin_to_reclaim(everything, more=room)
             givers = [group.reclaimer for group, _ in wants]
             givers += [] if first.share is None else first.share.others()
-            if not any(one.unmaps for one in givers):
+            if first.room <= room and not any(one.unmaps for one in givers):
                 return False
     for group, want in wants:
         group.pager.runs.refused = ""
