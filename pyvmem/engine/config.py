@@ -25,6 +25,7 @@ from pyvmem.kvcache import (
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import (
+    AHEAD_TOKENS,
     DTYPE_BYTES,
     Shape,
     bounded,
@@ -128,7 +129,7 @@ class Policy:
     page_size: int = 0
     layers_per_tensor: int = 0
     promote: bool = True
-    ahead_tokens: int = 8
+    ahead_tokens: int = AHEAD_TOKENS
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ FEATURES: tuple[Feature, ...] = (
         "demand",
         "Pages on demand under contiguous tensors, mapped while the model runs",
         "vAttention",
-        "alloc_reqid, step, step_async, free_reqid",
+        "alloc_reqid, step, step_async, free_reqid, KVCacheConfig(ahead_tokens=)",
     ),
     Feature(
         "small_pages",

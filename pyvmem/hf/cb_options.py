@@ -21,7 +21,7 @@ from pyvmem.hf.shapes import plain_rows, row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.config import AHEAD_TOKENS, invalid
 
 __all__ = [
     "MAX_SLOTS",
@@ -191,7 +191,13 @@ def make_requests(
     windows = [shape.window for shape in shapes]
     if options.keep_windows:
         shapes = [dataclasses.replace(shape, window=0) for shape in shapes]
-    policy = {"dtype": dtype, "max_batch": slots, "max_seq_len": longest, **options.kvcache}
+    policy = {
+        "dtype": dtype,
+        "max_batch": slots,
+        "max_seq_len": longest,
+        "ahead_tokens": AHEAD_TOKENS,
+        **options.kvcache,
+    }
     checked = KVCacheConfig(1, 1, 1, **{**policy, "group_size": 1})
     token_bytes = checked.itemsize * sum(map(_elements, shapes))
     ordinal = None if device.type == "cpu" else device.index or 0

@@ -20,7 +20,7 @@ from pyvmem.hf.shapes import Handed, handed_over, stored_shapes
 from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateShape
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import Shape, classes_of, invalid
+from pyvmem.kvcache.config import AHEAD_TOKENS, Shape, classes_of, invalid
 
 __all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
 
@@ -158,7 +158,7 @@ class Rows:
             dtype=first.dtype,
             max_batch=settings.max_batch,
             max_seq_len=settings.max_length,
-            **settings.options,
+            **{"ahead_tokens": AHEAD_TOKENS, **settings.options},
         )
         if cache.context.cuda_device != device:
             cache.close()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "AHEAD_TOKENS",
     "DTYPE_BYTES",
     "PREFILL_TOKENS",
     "EmptyShape",
@@ -33,6 +34,10 @@ __all__ = [
     "longest_of",
     "text_config",
 ]
+
+AHEAD_TOKENS = 8
+"""What engines and plugs take for `KVCacheConfig.ahead_tokens`: at 20 ms a token these outlast a
+call of the driver that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request is a prefill, or a chunk of one; others are

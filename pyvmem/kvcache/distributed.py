@@ -582,6 +582,11 @@ class ParallelKVCache(MustClose):
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`; 0 or -1 on every rank alike.
 
+        It completes all that a `step_async` began, also for requests that it does not need: waits
+        for the map calls, and lets `stream` (the CPU, where that is none) wait for the zeros, which
+        follow the GPU work of those who had the slots before. `KVCacheConfig.ahead_tokens` has no
+        effect.
+
         Raises:
             TooManyMappings: this rank has none left: go on to `check_step`, where the others wait
                 and every rank takes the step back. With a sliding window that is a failure.
@@ -611,6 +616,10 @@ class ParallelKVCache(MustClose):
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`. A second one before `step` first completes the one before.
+
+        Unlike that it waits, since every rank must answer alike: for all that an earlier one began;
+        for the GPU work of earlier owners of the slots that grow; and where memory is short for
+        that of freed requests, and for copies of promotions, until enough pages are back.
 
         Where this rank has no mapping left, nothing is begun, and the `step` says so.
         """

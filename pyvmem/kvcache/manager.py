@@ -480,19 +480,14 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
     before = [(group, _left_to_a_step(group, want)) for group, want in wants]
     ready = _joined(now, before)
     everything = _joined(wants, before)
-    if not _fit(everything):
-        if not _can_come(everything):
-            return False
-        _begin_to_reclaim(everything)
+    if not _fit(everything) and not (_can_come(everything) and _begin_to_reclaim(everything)):
+        return False
     if _fit(ready):
         if _grow_each(_prompt(now, slow=False), True, wait=False):
             _grow_each(_prompt(now, slow=True), True, wait=False)
-        else:  # the driver has less than the records say; perhaps enough comes back
+        elif _fit(ready):  # the driver has less than the records say; perhaps enough comes back
             first = wants[0][0].reclaimer
-            _begin_to_reclaim(everything, more=first.room)
-            givers = [group.reclaimer for group, _ in wants]
-            givers += [] if first.share is None else first.share.others()
-            if not any(one.unmaps for one in givers):
+            if not _begin_to_reclaim(everything, more=first.room):
                 return False
     for group, want in wants:
         group.pager.runs.refused = ""
@@ -550,7 +545,7 @@ def _can_come(wants: Sequence[tuple[Group, _Want]]) -> bool:
     return False
 
 
-def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> None:
+def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> bool:
     """Begins what brings back pages that slots lack; waits for nothing.
 
     In the order of `Reclaimer.make_room`: pages of slots, then recorded prefixes, each the cache's
@@ -559,6 +554,9 @@ def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> No
     Args:
         wants: the slots, and the pages per tensor that each is to have.
         more: bytes beside these.
+
+    Returns:
+        False where that is not enough, and nothing is under way that more can be begun after.
     """
     first = wants[0][0].reclaimer
     others = None if first.share is None else first.share.beside([g.reclaimer for g, _ in wants])
@@ -591,11 +589,16 @@ def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> No
         missing -= others.evict(missing)
     if missing > 0:
         for group, _ in wants:
+            missing -= group.mover.promoting() * group.page_bytes
             group.mover.stop_promoting(wait=False)
         if others is not None:
+            missing -= others.unsettled() - others.unsettled(promoting=False)
             others.stop_promoting(wait=False)
     for group, _ in wants:
         group.reclaim_due = True
+    givers = [group.reclaimer for group, _ in wants]
+    givers += [] if others is None else others.others()
+    return missing <= 0 or any(one.unmaps for one in givers)
 
 
 def _missing(wants: Sequence[tuple[Group, _Want]], more: int) -> int:

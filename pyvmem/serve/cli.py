@@ -140,7 +140,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
     from pyvmem.hf.shapes import NO_ATTENTION, plain_rows
     from pyvmem.kvcache.cache import cache_of
-    from pyvmem.kvcache.config import classes_of, layer_shapes
+    from pyvmem.kvcache.config import AHEAD_TOKENS, classes_of, layer_shapes
     from pyvmem.serve import model as models
     from pyvmem.serve.report import page_name
 
@@ -169,6 +169,7 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
         page_size=args.page_size,
         group_size=group,
         memory_limit=args.memory_limit,
+        ahead_tokens=AHEAD_TOKENS,
         window_tile=256,  # as much as any kernel reads there
     ) as cache:
         if not args.json:
