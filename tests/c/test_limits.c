@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: more scattered pages than the kernel allows mappings, more memory than there is. */
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -60,6 +61,43 @@ static void scattered_pages(void) {
   munmap(p, 4096);
   OK(vmem_check(vm));
   OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
+  OK(vmem_close(vm));
+}
+
+/* Batches that wait in the queue count: each would fit alone, both would not. */
+static void queued_pages(void) {
+  vmem_t vm = open_host(KIB(4));
+  int fd = eventfd(0, EFD_CLOEXEC);
+  uint64_t va, max = sysctl_max(), one = 1;
+  struct vmem_after after = {.kind = VMEM_AFTER_FD, .handle = (uint64_t)fd};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = KIB(4), .count = max * 3 / 10, .stride = KIB(8)};
+  struct vmem_stats before, now;
+  vmem_ticket first, second;
+  if (max > 300000) {
+    OK(vmem_close(vm));
+    return;
+  }
+  OK(vMemReserve(vm, GIB(4), NULL, &va));
+  before = stats_of(vm);
+  op.addr = va;
+  OK(vmem_submit(vm, &op, 1, &after, 1, 0, &first));
+  op.addr = va + GIB(2);
+  EQ(vmem_submit(vm, &op, 1, NULL, 0, 0, &second), -ENOSPC);
+  EQ(write(fd, &one, sizeof(one)), sizeof(one));
+  OK(vmem_wait(vm, first, -1));
+  EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
+  op = (struct vmem_op){.op = VMEM_OP_UNMAP, .addr = va, .bytes = KIB(4), .count = op.count, .stride = KIB(8)};
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  op.op = VMEM_OP_POPULATE;
+  op.addr = va + GIB(2);
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  OK(vmem_check(vm));
+  op.op = VMEM_OP_UNMAP;
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  now = stats_of(vm);
+  EQ(now.segments, before.segments);
+  EQ(now.quarantined_bytes, 0);
+  close(fd);
   OK(vmem_close(vm));
 }
 
@@ -159,4 +197,4 @@ static void mappings(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(mappings), TEST(scattered_pages), TEST(mappings_of_others), TEST(more_memory_than_there_is))
+MAIN(TEST(mappings), TEST(scattered_pages), TEST(mappings_of_others), TEST(queued_pages), TEST(more_memory_than_there_is))

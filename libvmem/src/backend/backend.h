@@ -47,9 +47,9 @@ struct vm_be_copy {
   uint64_t dst, src, bytes;
 };
 
-/* What scattered mappings cost, now and (at most) more. */
+/* What scattered mappings cost: now, at most with what is under way, and (at most) more. */
 struct vm_be_load {
-  uint64_t segments, more_segments; /* runs and holes between them: the VMAs of a process */
+  uint64_t segments, planned_segments, more_segments; /* runs and holes between them: the VMAs of a process */
 };
 
 enum vm_bind_kind {

@@ -9,12 +9,17 @@
 #include "backend/backend.h"
 #include "base/context.h"
 
+/* Pieces of reservations, and live map calls. */
+struct vm_room {
+  uint64_t segments, mappings;
+};
+
 struct vm_driver {
   /* What scattered mappings cost, against the limits of the driver and the process; under vm_ctx.lock. */
-  uint64_t segments; /* pieces of all reservations as the back end sees them, holes included */
-  uint64_t mappings; /* live map calls in reservations */
-  uint64_t aliases;  /* the same of slabs' own mappings */
-  uint64_t planned;  /* the most that unfinished plans add to `mappings` */
+  uint64_t segments;      /* pieces of all reservations as the back end sees them, holes included */
+  uint64_t mappings;      /* live map calls in reservations */
+  uint64_t aliases;       /* the same of slabs' own mappings */
+  struct vm_room planned; /* the most that unfinished plans add to these */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
 };
@@ -57,11 +62,11 @@ int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_r
 
 /* ---- room.c (lock held) ------------------------------------------------------------------------ */
 
-/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. The mappings are
- * planned from then on. */
-int vm_room_take(struct vm_ctx *c, uint64_t more_segments, uint64_t more_mappings, bool limited);
-/* The planned mappings are counted by now, or will never be made. */
-static inline void vm_room_end(struct vm_ctx *c, uint64_t mappings) { c->driver->planned -= mappings; }
+/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. They are planned from
+ * then on. */
+int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited);
+/* What was planned is counted by now, or will never be made. */
+void vm_room_end(struct vm_ctx *c, struct vm_room planned);
 /* Whether to try again after `err`: the count was old and has been made anew. Lock not held. */
 bool vm_recount(struct vm_ctx *c, int err);
 

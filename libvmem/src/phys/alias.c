@@ -8,13 +8,14 @@
 /* Lock held; dropped around driver calls. */
 static int make_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind) {
   uint64_t addr, priv;
-  int err = vm_room_take(c, 2, 1, true);
+  const struct vm_room room = {2, 1};
+  int err = vm_room_take(c, room, true);
   if (err) return err;
   s->alias_making = true;
   pthread_mutex_unlock(&c->lock);
   err = vm_drv_alias(c, s->priv, s->bytes, kind, &addr, &priv);
   pthread_mutex_lock(&c->lock);
-  vm_room_end(c, 1);
+  vm_room_end(c, room);
   s->alias_making = false;
   pthread_cond_broadcast(&c->done_cond);
   if (err) return err;

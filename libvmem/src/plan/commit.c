@@ -39,8 +39,8 @@ static void end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct v
 /* What the plan copies from may be changed again, and its mappings are counted, or will never be. */
 static void end_reservations(struct vm_ctx *c, struct vm_plan *p) {
   for (size_t i = 0; i < p->sources.n; i++) vm_access_end(c, VM_AT(p->sources, struct vm_access, i));
-  vm_room_end(c, p->mappings);
-  p->mappings = 0;
+  vm_room_end(c, p->room);
+  p->room = (struct vm_room){0, 0};
 }
 
 static void release(struct vm_ctx *c, const struct vm_list *pieces) {

@@ -301,21 +301,22 @@ static uint64_t keep_bytes(const struct vm_ctx *c) {
 }
 
 /* What cutting a piece out adds: an end inside a run makes it two; both ends inside one call make that two mappings. */
-static void add_cuts(struct vm_ctx *c, uint64_t *segments, uint64_t *mappings, const struct vm_piece *piece) {
+static void add_cuts(struct vm_ctx *c, struct vm_room *room, const struct vm_piece *piece) {
   bool front = vm_space_cuts(c, piece->space, piece->addr);
   bool back = vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
-  *segments += front + back;
-  *mappings += front && back;
+  room->segments += front + back;
+  room->mappings += front && back;
 }
 
 /* A map adds its run and the hole after it; an unmap adds a piece at each end that cuts a run. */
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
-  uint64_t mappings = p->maps.n + p->replaces.n, segments = 2 * mappings;
+  uint64_t mappings = p->maps.n + p->replaces.n;
+  struct vm_room room = {2 * mappings, mappings};
   bool maps = mappings; /* an unmap that cuts one mapping in two gives memory back: the limit does not stop it */
   int err;
-  for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &segments, &mappings, VM_AT(p->replaced, struct vm_piece, i));
-  for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &segments, &mappings, VM_AT(p->unmaps, struct vm_piece, i));
-  if (!(err = vm_room_take(c, segments, mappings, maps))) p->mappings = mappings;
+  for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &room, VM_AT(p->replaced, struct vm_piece, i));
+  for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &room, VM_AT(p->unmaps, struct vm_piece, i));
+  if (!(err = vm_room_take(c, room, maps))) p->room = room;
   return err ? err : vm_plan_ops_room(c, p);
 }
 

@@ -51,7 +51,7 @@ struct vm_plan {
   bool shows;              /* pages of a handle, which by the time it runs may be mapped and filled elsewhere */
   bool same;               /* the replaces map the same pages again: vmem_consolidate */
   struct vm_move *move;    /* the replaces show the same contents in other pages: vmem_compact */
-  uint64_t mappings;       /* planned (backend/room.c) */
+  struct vm_room room;     /* planned (backend/room.c) */
   uint64_t grow_id;        /* slabs made for this plan; 0 = none */
   uint64_t keep;           /* free bytes that stay in the pool if the plan is cancelled */
   uint32_t release;        /* handle that vMemRelease drops with this plan; 0 = none */

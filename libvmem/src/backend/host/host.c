@@ -120,7 +120,7 @@ static int host_room(void *be, const struct vm_be_load *load) {
   struct host *h = be;
   uint64_t segments = load->segments, more = load->more_segments, have, max;
   pthread_mutex_lock(&h->lock);
-  have = segments + h->other_vmas;
+  have = segments + load->planned_segments + h->other_vmas;
   max = h->max_vmas;
   h->segments = segments;
   if (have + more + VMA_MARGIN > max / 4 * 3 && segments > h->counted_at + VMA_RECOUNT) h->recount_due = true;
