@@ -310,16 +310,21 @@ def free(
     goes_on = tokens is not None and groups[0].prefixes.record_last(
         slots[0], tokens, event, namespace
     )
-    for group, slot in zip(groups, slots, strict=True):
-        group.mover.abandon(slot)
-    for group, slot in zip(groups, slots, strict=True):
-        group.release(slot, event)
+    _release(groups, slots, event)
     if goes_on:
         for group, slot, pages in zip(groups, slots, first, strict=True):
             group.keep(slot, pages)
     for group in groups:
         group.prepare()
         group.reclaim_idle()
+
+
+def _release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
+    """`Group.release` in all groups: what calls the context comes before the first."""
+    for group, slot in zip(groups, slots, strict=True):
+        group.mover.abandon(slot)
+    for group, slot in zip(groups, slots, strict=True):
+        group.release(slot, event)
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
@@ -1486,8 +1491,7 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
         for tensor, address in enumerate(addresses):
             group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
     swapped = SwappedRequest(groups, length, rows, heads)
-    for group, slot in zip(groups, slots, strict=True):
-        group.release(slot, None)  # the work is over
+    _release(groups, slots, None)  # the work is over
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
     for group in groups:
         group.reclaim_idle()

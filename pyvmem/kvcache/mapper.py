@@ -173,6 +173,7 @@ class Scratch:
             self._kept = addresses
         else:
             self._mapper.close(addresses)
+        self._mapper.journal.named(addresses)  # or nobody's by now
 
     def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
         """Takes back addresses and unmaps their first `nbytes`; retried later where that fails."""

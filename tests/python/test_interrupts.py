@@ -1391,6 +1391,35 @@ def layered_swap_out(engine: Engine) -> Steps:
     return _swapping_out(engine, cache, engine.start(cache, UNIT + 3))
 
 
+def _layered_promoting(engine: Engine) -> tuple[LayeredCache, int]:
+    """A request whose pages are being copied into larger ones in every group."""
+    large = 2 * engine.page
+    if large not in engine.context.info.page_sizes:
+        raise NotHere("no such page size")
+    backend = engine.context.info.backend
+    engine.context.close()
+    engine.context = open_context(backend, slab_size=16 * engine.page)
+    cache = _layered(engine, large_page_size=large)
+    one, two = engine.start(cache, UNIT // 4), engine.start(cache, UNIT // 4)
+    for rows in range(UNIT // 2, 2 * UNIT + 1, UNIT // 4):
+        engine.grow(cache, one, rows)
+        engine.grow(cache, two, rows)
+    assert cache.promote(one) > 0
+    return cache, one
+
+
+@scenario
+def layered_swap_out_ends_a_promotion(engine: Engine) -> Steps:
+    cache, reqid = _layered_promoting(engine)
+    return _swapping_out(engine, cache, reqid)
+
+
+@scenario
+def layered_free_ends_a_promotion(engine: Engine) -> Steps:
+    cache, reqid = _layered_promoting(engine)
+    return _freeing(engine, cache, reqid)
+
+
 @scenario
 def layered_swap_in(engine: Engine) -> Steps:
     cache = _layered(engine)
