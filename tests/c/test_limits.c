@@ -197,4 +197,5 @@ static void mappings(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(mappings), TEST(scattered_pages), TEST(mappings_of_others), TEST(queued_pages), TEST(more_memory_than_there_is))
+MAIN(TEST(mappings), TEST(scattered_pages), TEST(mappings_of_others), TEST(queued_pages),
+     TEST(more_memory_than_there_is))
