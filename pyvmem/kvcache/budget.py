@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Physical memory that several caches share, with a floor and a ceiling each.
 
-Several engines share a budget, each in a thread that calls again as soon as its call returns. With
-`threading.RLock` the thread that has just released it takes it again before another has woken up:
-measured on two groups, a call that maps nothing waited for a thousand of another cache's calls.
+Several engines may share a budget, each in a thread that makes calls back to back. With
+`threading.RLock`, the thread that has just released the lock takes it again before another wakes
+up: measured with two caches, a call that maps nothing waited for a thousand calls of the other
+cache.
 
 What a cache has and what is reserved for it, in bytes:
 
@@ -13,14 +14,14 @@ What a cache has and what is reserved for it, in bytes:
 
 At all times the sum of ``max(used, floor)`` over the caches is at most the budget's total.
 
-One lock serves all caches of a budget, instead of one for each. So a cache that is short can look
-into the others and take from them, there is no deadlock, and whether a call gets its memory
-depends on the sequence of the calls alone. The lock goes to the first waiter (`Turns`).
+One lock serves all caches of a budget. So a cache that is short of memory can inspect the others
+and reclaim from them without deadlock, and whether a call gets its memory depends only on the
+sequence of calls. The lock goes to the first waiter (`Turns`).
 
-A call holds it while it waits for GPU work: a cache's calls may take as long as the GPU work on the
-free slots of another cache. That work must therefore end without a further call to any cache of the
-budget, as launched work does. An `FdEvent` that a thread sets after its next call would never be
-set.
+A call holds the lock while it waits for GPU work, so a cache's calls may take as long as the GPU
+work on the free slots of another cache. That work must therefore end without a further call to any
+cache of the budget, as launched work does. An `FdEvent` that a thread sets after its next call
+would never be set.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def cache_lock() -> RLock:
-    """A re-entrant lock that is free in a forked child, whichever thread had it."""
+    """A re-entrant lock that is free in a forked child, whichever thread held it."""
     lock = RLock()
     _locks.add(lock)
     return lock
@@ -83,9 +84,10 @@ def cache_lock() -> RLock:
 class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
     """A lock for `with` blocks. The first waiter holds the gate, and the others wait for the gate.
 
-    So the lock goes to the first waiter; among the others the operating system chooses. Both
-    locks are re-entrant, since Python's collector may run a finalizer at any line, and that
-    may close a cache and come here again. Leaving the block is C's, where no signal comes between.
+    So the lock goes to the first waiter; among the others the operating system chooses. Both locks
+    are re-entrant, since Python's garbage collector may run a finalizer at any line, which may
+    close a cache and enter here again. Leaving the block runs in C, where no signal can interrupt
+    it.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,8 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
         taken: list[bool] = []
         try:
             if self._is_owned():  # type: ignore[attr-defined]
-                # One call of C's takes it and notes that: no exception from outside comes between.
+                # One C call takes the lock and records that: no exception from outside comes
+                # between.
                 taken.extend(map(self.acquire, (True,)))
             else:
                 with self._gate:
@@ -151,31 +154,32 @@ class Budget(Closable):
 
     A cache takes up to its ceiling, `KVCacheConfig.memory_limit`, as long as the floors of the
     others, `KVCacheConfig.memory_floor`, stay free for them. Where that is not enough, the others
-    give back what no request owns (pages of free slots, then recorded prefixes), down to their
-    floors. What a request owns is never taken.
+    give back unowned pages (of free slots, then of recorded prefixes), down to their floors. Pages
+    that a request owns are never taken.
 
     With a ledger the total is a ceiling: the budget is one engine among those of other processes,
-    such as vLLM's, and has what the ledger grants it. A cache that is short posts that in the
-    ledger and returns -1 or False as for any shortage: a later call finds what others gave back.
-    When another engine is short, the caches give back what no request owns, down to their floors;
-    a thread does so, under the lock, while no cache is called. `vmem top` shows the budget,
-    `vmem limit` lowers its ceiling. `pyvmem.announce` shows an engine that allocates on its own.
+    such as vLLM's, and may use what the ledger grants it. A cache that is short posts the shortage
+    in the ledger and returns -1 or False as usual: a later call finds what others gave back. When
+    another engine is short, the caches give back unowned pages, down to their floors; a thread does
+    so, under the lock, while no cache is called. `vmem top` shows the budget, `vmem limit` lowers
+    its ceiling. `pyvmem.announce` registers an engine that allocates on its own.
 
-    Thread-safe. Calls of its caches take turns, also those that wait for GPU work.
+    Thread-safe. Calls of its caches take turns, even those that wait for GPU work.
 
     Args:
         context: the context that all its caches use; it must outlive them.
         total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
             now, on host all that is available.
-        ledger: of the context's device, the budget's from here on; None: no other process is asked.
+        ledger: the ledger of the context's device, owned by the budget from here on; None: memory
+            is not shared with other processes.
         name: in the ledger; "": pyvmem and the process id.
-        floor_bytes: what the other engines of the ledger leave to this one.
+        floor_bytes: what the other engines of the ledger must leave to this one.
 
     Raises:
         InvalidArgument: a negative total, or less than a page; a floor above the total or without
-            a ledger; a name that an engine of the ledger has.
+            a ledger; a name that another engine of the ledger has.
         LedgerError: the ledger is full.
-        NotSupported: a ledger, and a GPU in MIG mode.
+        NotSupported: a ledger for a GPU in MIG mode.
     """
 
     def __init__(
@@ -229,7 +233,7 @@ class Budget(Closable):
 
     @property
     def granted_bytes(self) -> int:
-        """What the caches may use together now: the total, or as much as the ledger granted."""
+        """Bytes that the caches may use together now: the total, or what the ledger granted."""
         return self.total_bytes if self._ledger is None else self._ledger.granted
 
     def close(self) -> None:
@@ -271,7 +275,7 @@ class Budget(Closable):
             self.total_bytes = total
 
     def reclaim(self, limit: int) -> None:
-        """Begins to unmap what no request owns until `limit` bytes are left; waits for none.
+        """Begins to unmap unowned pages until `limit` bytes are left; does not wait.
 
         Floors are kept. What requests hold stays.
         """
@@ -280,7 +284,7 @@ class Budget(Closable):
             self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
-        """What every cache has. Polls the batches in flight, waits for none."""
+        """What every cache has. Polls the batches in flight, does not wait."""
         with self.lock, self.journal:
             self._poll()
             return BudgetStats(
@@ -314,7 +318,7 @@ class Budget(Closable):
         Raises:
             BadHandle: the budget is closed.
             InvalidArgument: the floors together exceed the budget.
-            OutOfMemory: requests of the other caches have what the floor would keep.
+            OutOfMemory: requests of the other caches own what the floor would reserve.
         """
         with self.lock, self.journal:
             if self._left:
@@ -364,7 +368,7 @@ class Budget(Closable):
             ledger = self._ledger
             if ledger is None:
                 return False
-            if not self.context.is_open:  # its pages went with it
+            if not self.context.is_open:  # its pages are gone too
                 ledger.close()
                 return False
             self._poll()
@@ -377,14 +381,14 @@ class Budget(Closable):
             return True
 
     def _give_back(self, ledger: OnLedger, nbytes: int) -> None:
-        """Gives the ledger what can be given now, and begins to unmap what is missing."""
+        """Returns to the ledger what it can now, and begins to unmap the rest."""
         self._reclaim(nbytes - (ledger.granted - self._reserved()))
         ledger.give(min(nbytes, ledger.granted - self._reserved()))
         self.context.trim(0)
 
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
-            everyone = Share(self, self._shares[0].pager, 0)  # to whom all the others are others
+            everyone = Share(self, self._shares[0].pager, 0)  # every cache is one of its `others`
             everyone.begin_unmaps(nbytes)
             if (missing := nbytes - everyone.returning()) > 0:
                 everyone.evict(missing)
@@ -429,7 +433,7 @@ class Share:
         return self.reclaimer.limit * self.layout.page_size
 
     def room(self) -> int:
-        """Bytes that the cache could take now, as far as the others are concerned."""
+        """Bytes that the cache could take now without reclaiming from others."""
         others = (one for one in self.budget._shares if one.pager is not self.pager)
         kept = sum(max(one.used, one.floor) for one in others)
         return self.budget.granted_bytes - kept - self.used
@@ -439,18 +443,18 @@ class Share:
         return self.budget.total_bytes
 
     def beyond(self) -> int:
-        """What the ledger had room for when it was last looked at; 0 without one."""
+        """Bytes that the ledger had left when last read; 0 without one."""
         return 0 if self.budget._ledger is None else self.budget._ledger.hint
 
     def take(self, nbytes: int) -> None:
-        """Has the ledger grant so much more, as far as it can."""
+        """Asks the ledger to grant that many more bytes, as far as it can."""
         if self.budget._ledger is not None:
             self.budget._ledger.take(nbytes)
 
     def ask(self, nbytes: int) -> None:
-        """Posts a shortage in the ledger, where so much is more than the budget can find.
+        """Posts a shortage in the ledger if the budget cannot find that many bytes.
 
-        What the ledger has room for is a part of what is asked for: the others subtract it.
+        The posted amount includes what the ledger has left: the others subtract that.
         """
         if self.budget._ledger is not None:
             self.budget._ledger.ask(nbytes - self._inside())
@@ -460,7 +464,7 @@ class Share:
         return [] if self.budget._ledger is None else self.budget._ledger.others()
 
     def within_reach(self) -> int:
-        """`room`, once the others have given back what no request owns, and the ledger."""
+        """`room` after the other caches and the ledger have given what they can."""
         ledger = self.budget._ledger
         return self._inside() + (0 if ledger is None else ledger.beyond())
 
@@ -473,7 +477,7 @@ class Share:
         return [one.reclaimer for one in self._rest()]
 
     def returning(self) -> int:
-        """Bytes that are on their way back from the other caches, above their floors."""
+        """Bytes that the other caches are unmapping, above their floors."""
         return sum(one._returning() for one in self._rest())
 
     def finish_idle(self) -> None:
@@ -500,17 +504,17 @@ class Share:
         )
 
     def leaving(self) -> int:
-        """Bytes that come back from the other caches with prefixes that were evicted."""
+        """Bytes that evicted prefixes of the other caches will free."""
         return sum(one.reclaimer.leaving * one.layout.page_size for one in self._rest())
 
     def beside(self, own: Collection[Reclaimer]) -> Share:
-        """The same share, to which the caches of these are no others."""
+        """The same share, with these reclaimers' caches not counted among `others`."""
         found = Share(self.budget, self.pager, self.floor)
         found._own = own
         return found
 
     def begin_unmaps(self, nbytes: int, *, now: bool = True) -> None:
-        """Makes the others begin to unmap unowned pages until so many bytes are on the way.
+        """Makes the others begin to unmap unowned pages until so many bytes will be freed.
 
         `now`: see `Reclaimer.unmap`.
         """
@@ -520,15 +524,15 @@ class Share:
             for slot in one.reclaimer.table.victims():
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
-                if not slot.spare:  # a large page that its owner has a part of
+                if not slot.spare:  # a large page that its owner partly uses
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break
 
     def evict(self, nbytes: int) -> int:
-        """Makes the others evict recorded prefixes of so many bytes that no request uses.
+        """Makes the others evict that many bytes of recorded prefixes that no request uses.
 
-        Returns the bytes that come back, now or when batches under way are over.
+        Returns the bytes that this frees, now or when batches under way finish.
         """
         back = 0
         for one in self._by_excess():
@@ -552,11 +556,11 @@ class Share:
 
     @property
     def _column(self) -> int:
-        """Bytes of a page in every tensor: what slots and prefixes give back in."""
+        """Bytes of a page in every tensor: the unit in which slots and prefixes free memory."""
         return self.layout.page_size * self.layout.num_tensors
 
     def _excess(self) -> int:
-        """Bytes above the floor that are not on their way back."""
+        """Bytes above the floor that are not being unmapped."""
         returning = self.reclaimer.returning * self.layout.page_size
         return max(0, self.used - returning - self.floor)
 
@@ -569,15 +573,15 @@ class Share:
 
 
 class OnLedger(Participant):
-    """What a budget has of a device; the caller holds the budget's lock. Bytes.
+    """A budget's part of a device, in bytes; the caller holds the budget's lock.
 
         0 ......... used by caches, or kept by their floors ......... granted .......... limit
         | what the budget cannot give back                | headroom | the ledger's room, |
         |                                                 |          | others may take it |
 
-    Memory is taken from the ledger before a cache maps it: where a call finds too little, and ahead
-    of need by the thread, so that few calls meet the file's lock. The thread gives back what
-    another engine is short of, or what a lowered limit forbids, also while no cache is called.
+    Memory is taken from the ledger before a cache maps it: when a call finds too little, and ahead
+    of need by the thread, so that few calls take the file's lock. The thread gives back what
+    another engine is short of or what a lowered limit forbids, even while no cache is called.
 
     Args:
         ledger: of the context's device; closed by `close`.
@@ -606,7 +610,7 @@ class OnLedger(Participant):
         self.headroom = max(page, min(_HEADROOM, limit // 16) // page * page)
         self._limit = limit
         self._asked = False
-        self.hint = 0  # the ledger's room when it was last looked at
+        self.hint = 0  # what the ledger had left when last read
 
     @property
     def granted(self) -> int:
@@ -624,7 +628,7 @@ class OnLedger(Participant):
         return self.hint
 
     def take(self, nbytes: int) -> None:
-        """Asks for so many more bytes and some headroom; gets that or as much as there is."""
+        """Asks for so many more bytes and some headroom; gets that or what is left."""
         if nbytes <= 0:
             return
         free = self._free_bytes()
@@ -635,7 +639,7 @@ class OnLedger(Participant):
             self.ask(0)
 
     def ask(self, nbytes: int) -> None:
-        """Posts what a request is short of for the other engines; 0: no longer short."""
+        """Tells the other engines how much a request is short; 0: no longer short."""
         account = self.account
         nbytes = min(nbytes, self._limit - self.granted, account.limit - account.used)
         if nbytes > 0 or self._asked:
@@ -643,7 +647,7 @@ class OnLedger(Participant):
             self._asked = nbytes > 0
 
     def others(self) -> list[tuple[str, int]]:
-        """Other engines that have mappings of the driver, in words, and how many."""
+        """Other engines that have driver mappings, described, and how many."""
         account = self.account
         mine = account.ledger.word(account.slot, "identity")
         return [
@@ -659,12 +663,12 @@ class OnLedger(Participant):
         return self.account.excess(self._free_bytes())
 
     def give(self, nbytes: int) -> None:
-        """Gives back what no cache uses and no floor of theirs keeps."""
+        """Gives back what no cache uses and no floor reserves."""
         if nbytes > 0:
             self.account.give(nbytes)
 
     def balance(self, spare: int) -> None:
-        """Keeps the headroom between a half and twice what it should be; `spare`: what it is."""
+        """Keeps the headroom between half and twice its target; `spare`: the present headroom."""
         if spare < self.headroom // 2:
             self.take(self.headroom // 2 - spare)
         elif spare > 2 * self.headroom:
@@ -672,7 +676,7 @@ class OnLedger(Participant):
 
 
 def available_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that a cache may take by default: of a GPU's free memory a part, on host all."""
+    """Memory that a cache may take by default: part of a GPU's free memory; on host, all."""
     free = free_bytes(cuda_device, unknown)
     return free if cuda_device is None else int(free * _PART_OF_CARD)
 

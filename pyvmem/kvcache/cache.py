@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """`KVCache`: what an engine calls.
 
-It takes the lock, checks that the cache is open, and hands the call to manager.py, which does it in
+It takes the lock, checks that the cache is open, and hands the call to manager.py, which runs it in
 every group of layers: one here, several in a `LayeredCache`.
 
-`KVCache` chooses slots itself and takes its limit when it is made. A program written for another
-cache may name slots itself (`KVCache.claim`) or reserve memory after the tensors exist
+`KVCache` chooses slots itself, and its limit is set when it is made. A program written for another
+cache may choose slots itself (`KVCache.claim`) or reserve memory after the tensors exist
 (`KVCache.set_limit`).
 """
 
@@ -68,12 +68,12 @@ __all__ = [
 class GroupView:
     """One group of equal layers of a cache: its tensors, where they lie, and reports.
 
-    Requests are the cache's. Raises BadHandle once that is closed.
+    Requests belong to the cache. Raises BadHandle once the cache is closed.
 
     Attributes:
         config: of these layers.
-        layout: the sizes and offsets, for those who plan or draw.
-        context: the context that the pages are of.
+        layout: the sizes and offsets, for planning or drawing.
+        context: the context that the pages belong to.
         reservation: the addresses of all tensors; `layout` tells what lies where.
     """
 
@@ -140,7 +140,7 @@ class GroupView:
             return integrity.snapshot(group)
 
     def drop(self) -> None:
-        """Drops the tensors, so that only the caller's own keep the reservation."""
+        """Drops the tensors, so that only the caller's own tensors keep the reservation."""
         self._tensors = []
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
@@ -184,9 +184,9 @@ class GroupView:
 class KVCache(MustClose):
     """Keys and values of many requests, contiguous in virtual memory, mapped as they grow.
 
-    Every request has a slot (its reqid) in every tensor. `step` tells how many tokens each slot
-    must hold and maps what is missing; a request that is not in this step has 0 there. What a
-    request holds, it keeps until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
+    Every request has a slot (its reqid) in every tensor. `step` takes the number of tokens that
+    each slot must hold and maps what is missing; a request that is not in this step has 0 there. A
+    request keeps its rows until `truncate`, `free_reqid` or `swap_out`. An engine's loop:
 
         reqid = cache.alloc_reqid(len(prompt))
         if cache.step(seq_lens) == -1: ...     # preempt a request and try again
@@ -194,9 +194,9 @@ class KVCache(MustClose):
         cache.step_async(next_seq_lens)        # maps while the model runs
         cache.free_reqid(reqid)
 
-    Requests may share pages, read-only: `fork`, `record`, `alloc_prefix`. Where memory is short, an
-    engine preempts one, by `free_reqid` or `swap_out`; `can_admit` tells before. What a running
-    request's pages are may change under its addresses: `promote`, `move`.
+    Requests may share pages, read-only: `fork`, `record`, `alloc_prefix`. When memory is short, an
+    engine preempts a request by `free_reqid` or `swap_out`; `can_admit` checks beforehand. The
+    pages behind a running request's addresses can be replaced: `promote`, `move`.
 
     Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
     given. A context manager.
@@ -206,7 +206,7 @@ class KVCache(MustClose):
         context: a context to share; it must outlive the cache. None: one is opened and owned.
         backend: of the owned context.
         device: of the owned context: CUDA ordinal, torch or cuda.core device.
-        budget: memory to share with other caches of its context, which is the cache's, too.
+        budget: memory to share with other caches; the cache uses the budget's context.
 
     Raises:
         InvalidArgument: a value that the context cannot serve, such as the page size.
@@ -215,16 +215,17 @@ class KVCache(MustClose):
 
     caches: tuple[GroupView, ...]
     """The groups of equal layers: one, or those of a `LayeredCache`, in the order in which its
-    layers name them. For tensors, layouts and reports."""
+    layers first use them. For tensors, layouts and reports."""
 
     lock: AbstractContextManager[Any]
     """Held by every call. Re-entrant: ``with cache.lock, cache.journal:`` makes several calls one.
-    No other thread's call comes in between, and an exception from outside (Ctrl-C) is settled for
-    all of them together."""
+    No other thread's call comes in between, and an exception from outside (Ctrl-C) completes or
+    undoes all of them together."""
 
     journal: Journal
-    """What takes back a call that was not completed. A caller of several as one notes here how its
-    own records follow: `Journal.undo`, `Journal.keep`, `Journal.keep_dict`, `Journal.on_abort`."""
+    """Undoes a call that was not completed. A caller that makes several calls one registers here
+    how to undo changes of its own records: `Journal.undo`, `Journal.keep`, `Journal.keep_dict`,
+    `Journal.on_abort`."""
 
     def __init__(
         self,
@@ -239,13 +240,13 @@ class KVCache(MustClose):
 
     @classmethod
     def over(cls, manager: Manager) -> Self:
-        """The calls of a cache for a manager that something in this package has made."""
+        """A cache over a manager that another module of this package has made."""
         cache = cls.__new__(cls)
         cache._begin(manager)
         return cache
 
     def _begin(self, manager: Manager) -> None:
-        """The cache makes these groups, and calls them from now on."""
+        """Takes over the manager and its groups."""
         self._manager = manager
         try:
             manager.make()
@@ -273,9 +274,9 @@ class KVCache(MustClose):
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
         """Takes a free slot for a request of `seq_len` tokens (0: not known yet).
 
-        Best fit: the free slot with the fewest mapped pages that are enough, else the one with the
-        most; of equal ones that which has been free for longest. Nothing is mapped by this call;
-        with `eager_pages`, the next slot is prepared in the background.
+        Best fit: the free slot with the fewest mapped pages that suffice, else the one with the
+        most; on a tie, the one that has been free longest. This call maps nothing; with
+        `eager_pages`, the next slot is prepared in the background.
 
         Returns:
             The reqid, an index into `step`'s list; None when every slot is taken.
@@ -289,20 +290,22 @@ class KVCache(MustClose):
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
     ) -> None:
-        """Gives a slot back, together with what it holds.
+        """Frees a slot and what it holds.
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
-        work on `stream` so far. Waits only for a move's copies beside another batch of the slot.
+        work on `stream` so far. Waits only for the copies of a move while another batch of the slot
+        is in flight.
 
         Args:
             reqid: as `alloc_reqid` returned it.
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
-                nothing. What else it may be, and what holds beside CUDA graphs: `pyvmem.streams`.
+                nothing. For other accepted objects and the rules with CUDA graphs, see
+                `pyvmem.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
-                begin with them; they stay mapped in the slot, where a next turn goes on
-                (`KVCacheConfig.keep_mapped`). None: record nothing. They may be more than its rows:
-                the last token that was sampled has none yet.
+                begin with them; they stay mapped in the slot, where a next turn continues
+                (`KVCacheConfig.keep_mapped`). None: record nothing. There may be more tokens than
+                rows: the last sampled token has no row yet.
             namespace: as in `record`.
 
         Raises:
@@ -317,21 +320,22 @@ class KVCache(MustClose):
         """Drops a request's rows from `length` on, and the pages that hold nothing else.
 
         With the request's present length, it drops what a prefill mapped past the rows for its
-        kernel to read (`KVCacheConfig.overread_rows`): once a prompt is in, others can have that.
+        kernel to read (`KVCacheConfig.overread_rows`): once the prompt is computed, other requests
+        can have that memory.
 
-        For tokens that were not accepted (speculative decoding), and for a request that goes back.
-        Nothing else makes a running request shorter: a smaller number in `step` takes nothing away.
+        For rejected tokens (speculative decoding), and for a request that is rolled back. Nothing
+        else shortens a running request: a smaller number in `step` removes nothing.
 
-        Pages of the request's own stay mapped without an owner: the request gets them again when it
-        grows, others when they need them, after the GPU work on `stream` so far. Nothing waits.
-        Shared pages lose the request's reference, and pages outside the device go back; that
-        waits for the work on `stream`. A page shared with others that `length` lies within is
-        copied, since the request may write past its last row.
+        The request's own pages stay mapped, unowned: the request gets them back when it grows,
+        others when they need them, after the GPU work on `stream` so far. Nothing waits. Shared
+        pages lose the request's reference, and pages outside the device are freed; that waits for
+        the work on `stream`. If `length` lies within a shared page, the page is copied, since the
+        request may write past its last row.
 
-        Rows that the request gets again by a `step` hold what it wrote there before where their
-        page was kept, which is the one that row ``length - 1`` ends in and those that decoding
-        reads after it (`KVCacheConfig.overread_decode`), or was promised to it by a `step_async`;
-        all others are zero, or, without `KVCacheConfig.zero_fill`, anything.
+        Rows that the request regains by a `step` hold their earlier contents where their page was
+        kept: the one in which row ``length - 1`` ends, those that decoding reads after it
+        (`KVCacheConfig.overread_decode`), and those that a `step_async` promised. All others are
+        zero, or undefined without `KVCacheConfig.zero_fill`.
 
         Args:
             reqid: the request.
@@ -339,14 +343,14 @@ class KVCache(MustClose):
             stream: the stream (or event) of the last work on these rows, as in `free_reqid`.
 
         Returns:
-            0; or -1, with nothing changed but that pages of no request may have been reclaimed:
-            memory is short for the copy of a shared page.
+            0; or -1 when memory is short for the copy of a shared page: nothing changed, except
+            that unowned pages may have been reclaimed.
 
         Raises:
             InvalidArgument: no such reqid, not taken, a length out of range, or one whose sliding
                 window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back);
-                or the request has a state (`KVCacheConfig.state`), and some of its tokens would be
-                left: a state cannot go back.
+                or the request has a state (`KVCacheConfig.state`) and would keep some of its
+                tokens: a state cannot be rolled back.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
@@ -364,17 +368,17 @@ class KVCache(MustClose):
 
         Args:
             seq_lens: for every reqid the tokens that the slot must hold, 0 for free slots. A
-                request keeps its rows: 0, or a number below the rows that it holds, asks for
-                nothing more in this step and takes nothing away (`truncate` does).
+                request keeps its rows: 0, or a number below the rows that it holds, neither adds
+                nor removes any (`truncate` removes).
             stream: the stream that will use the pages (None: torch's current one). Fills may still
                 run when this returns; the stream waits for them. Given an event, and on host, the
-                CPU does. Where pages that `promote` or `move` have copied take their places, the
-                call waits for the work on it so far.
+                CPU waits. Where pages copied by `promote` or `move` replace the old ones, the call
+                waits for the work on the stream so far.
 
         Returns:
             0, with everything mapped; or -1, with nothing changed, when memory, or the context's
-            number of mappings, is short although all that belongs to no request was reclaimed.
-            Finishes what `step_async` began; how long that took is in `stats`.
+            number of mappings, is short even after everything unowned was reclaimed. Finishes what
+            `step_async` began; how long that took is in `stats`.
 
         Raises:
             InvalidArgument: wrong length, a negative or too large number, or a number for a free
@@ -389,20 +393,20 @@ class KVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
 
-        Waits for no GPU work and no map call. What must come back first is begun: pages of no
-        request are unmapped after the GPU work on them, also in the other caches of a budget;
-        prefixes are evicted; copies for a promotion are given up. A later call begins the growth
-        with these pages, or the `step` waits for them. So it is where GPU work of an earlier owner
-        holds up a slot, and where an earlier call is still mapping pages of the request.
+        Waits for no GPU work and no map call. It begins to reclaim what the growth needs: unowned
+        pages are unmapped after the GPU work on them, in the other caches of a budget as well;
+        prefixes are evicted; copies for a promotion are cancelled. A later call begins the growth
+        with these pages, or the `step` waits for them. The same holds where GPU work of an earlier
+        owner delays a slot, and where an earlier call is still mapping pages of the request.
 
-        Shortage is known at once, with one exception: what is not mapped yet when this returns, a
-        call in between may take, such as a `fork`, or another user of the context, and the `step`
-        then says -1.
+        A shortage is reported at once, with one exception: memory not yet mapped when this returns
+        may be taken by a call in between, such as a `fork`, or by another user of the context; the
+        `step` then returns -1.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
-                not wait for what it does not need: so even a slow call of the driver is hidden.
-            stream: accepted for symmetry; the `step` that follows orders its own stream.
+                not wait for what it does not need: this hides even a slow driver call.
+            stream: unused, accepted for symmetry; the `step` that follows orders its own stream.
 
         Returns:
             0, or -1 with nothing changed, as `step`.
@@ -428,9 +432,9 @@ class KVCache(MustClose):
 
         Both share the pages that are full below `length`, read-only from then on: a write to one
         faults. Only the last, partly filled page is copied, in every tensor. So neither may write
-        rows below `length` again, and each may append as if it were alone. (Who must write them
-        again gives them up first: `truncate`.) A state (`KVCacheConfig.state`) is copied. Of layers
-        with a window, the pages that it still holds are shared; the others are in neither.
+        rows below `length` again, and each may append as if it were alone. (To rewrite rows,
+        `truncate` first.) A state (`KVCacheConfig.state`) is copied. In layers with a window, the
+        pages still in the window are shared; the fork does not have the others.
 
         Waits for the GPU work on `stream` where pages were written since the last fork.
 
@@ -438,17 +442,17 @@ class KVCache(MustClose):
             reqid: the parent; it goes on as before.
             length: tokens that the new request begins with; None: all that the parent holds.
             stream: the stream (or event) of the parent's last work, as in `free_reqid`.
-            into: the reqid that the new request shall have; None: any that is free.
+            into: a free reqid for the new request; None: any.
 
         Returns:
             The new reqid, which holds `length` tokens; None when no slot is free or memory is
-            short. Then nothing changed, except that pages of no request may have been reclaimed
-            and that the parent's full pages may be read-only already.
+            short. Then nothing changed, except that unowned pages may have been reclaimed and the
+            parent's full pages may already be read-only.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or it holds fewer tokens than `length`, or
-                more and has a state, which cannot go back, or a window of so many tokens would
-                begin in rows that are gone; `into` is not free.
+            InvalidArgument: no such reqid, or not taken; it holds fewer tokens than `length`, or
+                more and has a state, which cannot be rolled back; a window at `length` would begin
+                in rows that are gone; `into` is not free.
             NotSupported: the back end cannot map pages twice, or read-only.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; as for None.
@@ -466,7 +470,7 @@ class KVCache(MustClose):
     ) -> list[int] | None:
         """`fork` for `count` new requests, with one batch for all: all of them or none.
 
-        `into` names as many different free reqids, in the order of what is returned.
+        `into` names as many different free reqids, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
         return waits.when_clear(
@@ -483,38 +487,38 @@ class KVCache(MustClose):
 
     @property
     def sharing_unit(self) -> int:
-        """Tokens that prefixes are recorded and matched in: the fewest that fill whole pages.
+        """Tokens per unit in which prefixes are recorded and matched: the fewest that fill pages.
 
-        ``lcm(row_bytes, page_size) / row_bytes``, since the row that crosses a page's end would
-        have to be written into a page that others share.
+        ``lcm(row_bytes, page_size) / row_bytes``, since a row that crosses a page border would have
+        to be written into a shared page.
         """
         return self._groups[0].prefixes.unit
 
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
     ) -> int:
-        """Records the rows of a running request under their tokens, for later ones to begin with.
+        """Records the rows of a running request under their tokens, for later requests to reuse.
 
         Their pages become read-only. For a finished request `free_reqid` with `tokens` does the
-        same without mapping anything again. What is recorded stays until memory is short or `trim`
-        asks for it: least recently used first, and only when no page of a free slot is left.
+        same without remapping. Recorded prefixes are evicted when memory is short or `trim` asks
+        for it: least recently used first, and only when no page of a free slot is left.
 
         Waits for the GPU work on `stream` where something new is recorded.
 
         Args:
             reqid: the request.
             tokens: the ids whose keys and values its first rows hold (`TokenIds` says in which
-                forms). Those past the rows that it holds, such as a last token that was not
-                computed yet, are left out, and those past the last whole `sharing_unit`.
+                forms). Tokens past its rows, such as a last token that is not computed yet, and
+                those past the last whole `sharing_unit` are ignored.
             stream: as in `free_reqid`.
             namespace: what the rows depend on besides the ids, such as an adapter, an image or a
-                tenant; only matches with the same one find them.
+                tenant; only matches with the same namespace find them.
 
         Returns:
-            The tokens, from the first on, that are recorded now; 0 where layers have a state
-                (`KVCacheConfig.state`), which no recorded prefix could bring back. Where layers
-                have a window, those after which it is there: all, or fewer, if the rows before the
-                end have left it; then nothing new is recorded.
+            How many tokens, from the first, are recorded now; 0 where layers have a state
+            (`KVCacheConfig.state`), which a recorded prefix cannot restore. Where layers have a
+            window, only tokens whose window is still there count: all, or fewer if the rows before
+            the end have left the window; then nothing new is recorded.
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
@@ -533,19 +537,20 @@ class KVCache(MustClose):
         )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """How much of a prompt is recorded, as a lease: what matches is kept from eviction.
+        """Looks up how much of a prompt is recorded, and leases it: what matches is not evicted.
 
-        Where layers have a window, a match ends where the window before its end is recorded, too:
-        where a request was recorded, or where prompts parted and a request that was recorded later
-        still had the rows before. Elsewhere it is shorter, or nothing.
+        Where layers have a window, a match must end where the window before its end is recorded:
+        where a request was recorded, or where prompts diverged and a request recorded later still
+        had the rows before. Otherwise it is shorter, or empty.
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
-        with ``trim(prefixes=True)``; memory that it keeps counts as no request's, but cannot be
+        with ``trim(prefixes=True)``; memory that it keeps counts as unowned, but cannot be
         reclaimed. Counts as a use of the prefix.
 
         Args:
             tokens: the prompt.
-            leave: tokens at its end that are not matched: an engine must compute the last one.
+            leave: tokens at the end of the prompt to leave unmatched: an engine must compute the
+                last one.
             namespace: as in `record`.
 
         Raises:
@@ -562,20 +567,19 @@ class KVCache(MustClose):
         Args:
             tokens: the prompt, or what `match` returned for it.
             leave: as in `match`; not used with a match.
-            stream: the stream that will read the rows; it is made to wait for the work that wrote
-                them.
+            stream: the stream that will read the rows; it waits for the work that wrote them.
             namespace: as in `record`; not used with a match.
 
         Returns:
-            The reqid and the tokens that it holds already; 0 where nothing is recorded, or where no
-            slot could be emptied without a wait for GPU work of its earlier owner; None, with
+            The reqid and the tokens that it already holds (0 where nothing is recorded, or where no
+            slot could be emptied without waiting for GPU work of its earlier owner); None, with
             nothing changed, when every slot is taken or memory is short. With 0 and None a match
             keeps its lease.
 
         Raises:
-            InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or another
-                cache's match.
-            PrefixEvicted: the match has lost its lease, and the prefix is not recorded any more.
+            InvalidArgument: bad tokens or namespace, more tokens than `max_seq_len`, or a match of
+                another cache.
+            PrefixEvicted: the match has lost its lease, and the prefix is no longer recorded.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
         reader = work_of(stream)
@@ -592,8 +596,8 @@ class KVCache(MustClose):
     def prefix_changes(self) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 
-        The first call reports what is recorded, and has changes kept from now on: keep calling,
-        or they pile up.
+        The first call reports what is recorded and starts collecting changes: keep calling, or they
+        pile up.
         """
         with self.lock, self.journal:
             return self._open()[0].prefixes.tree.take_changes()
@@ -603,8 +607,8 @@ class KVCache(MustClose):
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """Copies a request's rows to host memory and frees it, for `swap_in` later.
 
-        Waits for the GPU work on `stream`, then for the copy. (To preempt by computing again,
-        `free_reqid` is all there is to do.)
+        Waits for the GPU work on `stream`, then for the copy. (To preempt by recomputation, just
+        call `free_reqid`.)
 
         Args:
             reqid: the request; free afterwards.
@@ -612,8 +616,8 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
-            OutOfMemory: rows have left a window, and there is not memory enough for all pages of so
-                many tokens, which `swap_in` needs for a moment; nothing changed.
+            OutOfMemory: rows have left a window, and memory is short for all pages of so many
+                tokens, which `swap_in` needs for a moment; nothing changed.
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -632,7 +636,7 @@ class KVCache(MustClose):
 
         Returns:
             The reqid, which holds the request's tokens; None when no slot is free or memory is
-            short although all of no request was reclaimed: then `swapped` is as before.
+            short even after everything unowned was reclaimed: then `swapped` is as before.
 
         Raises:
             InvalidArgument: another cache's. BadHandle: closed, or swapped in before.
@@ -648,45 +652,44 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """Whether new requests of so many tokens would all fit now, beside the present ones.
+        """Whether new requests of these lengths would all fit now, beside the present ones.
 
-        Counts free slots, mappings that the context may still make, and all that is free or could
-        be reclaimed, recorded prefixes that no request uses and no match leases included. Says
-        nothing of memory that others take from the device. Waits for fills that are in flight.
+        Counts free slots, mappings that the context may still make, and all memory that is free or
+        reclaimable, including recorded prefixes that no request uses and no match leases. Does not
+        account for memory that others take from the device. Waits for fills in flight.
 
         Args:
             seq_lens: tokens of each request, with those of its prefix.
-            matches: for each request, the match that it will begin with, or None: the pages of that
-                are there, and need not be found. None: no request has one. A lease that was lost is
-                taken again. An engine that asks with the match is never refused for ever by an idle
-                cache that could serve the request.
+            matches: for each request, the match that it will begin with, or None: pages of a match
+                are there already and are not counted again. None: no request has one. A lost lease
+                is taken again. With the match given, an idle cache that could serve the request
+                never refuses it forever.
 
         Raises:
-            InvalidArgument: a length that is negative or above `max_seq_len`; not one match, or
-                None, for each; a match longer than its request, or another cache's.
+            InvalidArgument: a length that is negative or above `max_seq_len`; not one match or None
+                per request; a match longer than its request, or of another cache.
             PrefixEvicted: as in `alloc_prefix`.
         """
         with self.lock, self.journal:
             return manager.can_admit(self._open(), seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
-        """Unmaps all pages of no request and gives the pool's free memory back to the device.
+        """Unmaps all unowned pages and returns the pool's free memory to the device.
 
         Waits for the GPU work on freed slots. An idle cache does the same by itself
         (`KVCacheConfig.idle_seconds`).
 
         Args:
-            prefixes: evict the recorded prefixes that no request uses, too.
+            prefixes: also evict the recorded prefixes that no request uses.
             compact: also move pages of running requests and recorded prefixes together, so that the
-                memory between them goes back (`Context.compact`). None: where nobody can be using
-                what moves, which is so in a context of the cache's own while no request is taken,
-                or when the last `step` named none; elsewhere nothing moves. True: in any case; that
-                waits for all work of the device, and none may be launched on the cache until this
-                returns. False: never.
+                memory between them goes back (`Context.compact`). None: only where nothing can be
+                using what moves, that is, in a context of the cache's own while no request is
+                active or when the last `step` named none. True: always; this waits for all work on
+                the device, and none may be launched on the cache until it returns. False: never.
             stream: with `compact`, the stream of the last work on running requests, as in `step`.
 
         Returns:
-            Bytes that the context has given back to the device meanwhile.
+            Bytes that the context returned to the device during the call.
 
         Raises:
             NotSupported: `compact` is True in a context that is not the cache's own.
@@ -710,17 +713,17 @@ class KVCache(MustClose):
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
         """Gives the full parts of a request large pages; its addresses and rows stay as they are.
 
-        For requests that grew in small pages; a prefill has large pages at once. Parts whose pages
-        are one physical run are mapped in one piece, the others are copied in the background, after
-        the work on `stream` so far, while the GPU goes on reading the old ones. Where the copies
-        are over, the next `step` replaces the pages: it waits for the work on its stream, since
-        no work may touch them in that moment. Shared pages stay as they are, and so does what
-        there is no memory for.
+        For requests that grew in small pages; a prefill gets large pages at once. Parts whose pages
+        are one physical run are remapped in one piece; the others are copied in the background,
+        after the work on `stream` so far, while the GPU keeps reading the old ones. Once the copies
+        are done, the next `step` replaces the pages: it waits for the work on its stream, since no
+        work may touch them at that moment. Shared pages, and parts for which memory is short, stay
+        as they are.
 
         Args:
             reqid: the request. The work that writes its rows must have been launched, and no row of
                 a full part may be written again while `SlotInfo.moving_pages` is not 0.
-            wait: for all that, in this call.
+            wait: wait in this call until all of that is done.
             stream: as in `free_reqid`.
 
         Returns:
@@ -750,20 +753,20 @@ class KVCache(MustClose):
     ) -> Moved:
         """Moves pages of a request to another memory; its addresses and rows stay as they are.
 
-        All or nothing. New pages of the request always lie in the device, also after a move. Shared
-        pages stay where they are. What of the request is on its way already is ended first, which
-        waits (`SlotInfo.moving_pages`).
+        All or nothing. New pages of the request always lie in the device, even after a move. Shared
+        pages stay where they are. Moves and promotions of the request already under way are
+        completed first, which waits (`SlotInfo.moving_pages`).
 
         Args:
             reqid: the request. The work that writes its rows must have been launched.
             location: "device", "host" or "peer", or a `pyvmem.Location`.
             device: of a peer: a CUDA ordinal, torch or cuda.core device.
-            tokens: a range, or the first and the last + 1 token; pages move that hold nothing else.
-                None: all that it holds.
+            tokens: a range, or the first and the last + 1 token; only pages that hold nothing else
+                move. None: all that it holds.
             stream: the stream (or event) of the last work on the request; waited for.
             wait: False: full pages are copied in the background, after the work on `stream` so
-                far, and the first `step` after that replaces them, as in `promote`; nor may their
-                rows be written meanwhile.
+                far, and the first `step` after that replaces them, as in `promote`; their rows must
+                not be written meanwhile.
 
         Returns:
             The pages that moved or are on their way, and those that stay because they are shared.
@@ -817,10 +820,10 @@ class KVCache(MustClose):
         return CommonPages(self._manager, tokens)
 
     def set_limit(self, pages: int) -> None:
-        """Changes the physical pages that the cache may have; nothing is mapped or unmapped.
+        """Changes how many physical pages the cache may have; nothing is mapped or unmapped.
 
         Raises:
-            InvalidArgument: negative, less than what is behind the cache now, or than its floor.
+            InvalidArgument: negative, or less than the cache holds now or than its floor.
             NotSupported: the layers are of several groups, or the ranks of a `ParallelKVCache` have
                 agreed on their limit.
         """
@@ -860,7 +863,7 @@ class KVCache(MustClose):
     def capacity(self, reqid: int) -> int:
         """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
 
-        Of several groups of layers, that with the fewest.
+        With several groups of layers, that of the group with the fewest.
 
         Raises:
             InvalidArgument: no such reqid, or it is not taken.
@@ -873,7 +876,7 @@ class KVCache(MustClose):
     def is_ready(self, reqid: int, seq_len: int) -> bool:
         """Whether a `step` of a request to so many tokens would neither map nor wait for that.
 
-        True once what `step_async` began is over, before any `step` has granted it; also where it
+        True once what `step_async` began has ended, even before a `step` grants it; also if it
         failed, which the next `step` raises.
 
         Args:
@@ -948,18 +951,19 @@ class KVCache(MustClose):
         return self._groups[0].table.lockstep
 
     def wait_before(self, look: waits.Look) -> None:
-        """Waits, without the lock, for what a call would wait for; `look`: of which call.
+        """Waits, without the lock, for what a call would wait for; `look`: which call.
 
-        A call waits so by itself. Within `lock` it would wait with it: who makes several calls one
-        asks first: ``cache.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
+        A single call does this by itself. Inside `lock` it would wait while holding the lock, so a
+        caller that makes several calls one waits first:
+        ``cache.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
         """
         waits.clear(self._manager, look)
 
     def owner(self, reqid: int) -> int | None:
-        """Which of its owners a slot has, a number that it never had before; None: it is free.
+        """The number of a slot's present owner, never used before for this slot; None: it is free.
 
-        With `owners` and `seq_len`, for callers that keep records of requests beside the cache:
-        they only read numbers, even while the `journal` settles an interrupted call.
+        `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
+        only read numbers, even while the `journal` settles an interrupted call.
         """
         return self.owners([reqid])[0]
 
@@ -988,7 +992,7 @@ class KVCache(MustClose):
         """K and V of every `group_size` layers, in turn; with `tensors_per_layer` 1, one of each.
 
         Each is ``[max_batch, max_seq_len, group_size, num_kv_heads, head_dim]``. Only mapped rows
-        may be touched. A living tensor keeps the cache from closing. Those of a `LayeredCache` come
+        may be touched. A live tensor keeps the cache from closing. A `LayeredCache` lists them
         class by class.
         """
         return [tensor for view in self.caches for tensor in view.tensors]
@@ -1008,7 +1012,7 @@ class KVCache(MustClose):
     def layer_views(self) -> list[tuple[GroupView, GroupView | None] | None]:
         """For each layer the groups whose tensors hold its keys and values.
 
-        None: it has none; in the place of values: it has a latent.
+        None: it has none; None in place of the values: it has a latent.
         """
         view = self.caches[0]
         values = view if view.config.tensors_per_layer == 2 else None
@@ -1020,15 +1024,15 @@ class KVCache(MustClose):
     def num_free_pages(self) -> int:
         """Physical pages that the cache could take without reclaiming any.
 
-        A request can have these and `CacheStats.cached_pages` too: those are reclaimed when needed.
-        Of a budget: as far as the other caches leave it now.
+        A request can also get `CacheStats.cached_pages`, which are reclaimed when needed. With a
+        budget: what the other caches leave now.
         """
         with self.lock, self.journal:
             return manager.free_pages(self._open())
 
     @property
     def layout(self) -> Layout:
-        """The sizes and offsets of the cache, for those who plan or draw.
+        """The sizes and offsets of the cache, for planning or drawing.
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
@@ -1036,12 +1040,12 @@ class KVCache(MustClose):
 
     @property
     def budget(self) -> Budget | None:
-        """The memory that it shares with other caches; None: it has its own."""
+        """The memory that it shares with other caches; None: it has its own memory."""
         return self._manager.budget
 
     @property
     def context(self) -> Context:
-        """The context that the pages are of."""
+        """The context that the pages belong to."""
         return self._manager.context
 
     @property
@@ -1054,11 +1058,11 @@ class KVCache(MustClose):
 
     @property
     def safe_overread(self) -> bool:
-        """Whether rows without memory read as zeros, also while memory grows beside the reader.
+        """Whether unmapped rows read as zeros, even while memory grows concurrently.
 
         With `KVCacheConfig.sparse` and a back end on which a page replaces the zeros in one step
-        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages on ``uvm`` alone, where
-        they replace small ones in one step, too.
+        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages only on ``uvm``, where
+        they also replace small ones in one step.
         """
         return all(view.safe_overread for view in self.caches)
 
@@ -1074,7 +1078,7 @@ class KVCache(MustClose):
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """For each reqid, the first row that has memory: those before it left the window.
 
-        Of several groups of layers, the last of their first rows.
+        With several groups of layers, the last of their first rows.
 
         Raises InvalidArgument for a reqid that does not exist.
         """
@@ -1083,7 +1087,7 @@ class KVCache(MustClose):
             return each[0] if len(each) == 1 else list(map(max, *each))
 
     def stats(self) -> CacheStats:
-        """The present state and the counters; of several groups of layers, all together.
+        """The present state and the counters, summed over groups of layers.
 
         Slots, steps and prefix tokens, which are the same in all groups, are the first one's. Peaks
         are the sum of the groups' peaks.
@@ -1094,7 +1098,7 @@ class KVCache(MustClose):
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
-        """Every slot's pages as they are now; of several groups of layers, their sums."""
+        """Every slot's pages as they are now, summed over groups of layers."""
         with self.lock, self.journal:
             each = [view.snapshot() for view in self.caches]
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
@@ -1106,7 +1110,7 @@ class KVCache(MustClose):
         in flight, the context's own check runs too.
 
         Raises:
-            IntegrityError: with every contradiction found.
+            IntegrityError: lists every contradiction found.
         """
         with self.lock, self.journal:
             groups = self._open()
@@ -1121,16 +1125,16 @@ class KVCache(MustClose):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """Waits for what is in flight and for GPU work on freed slots, then gives everything back.
+        """Waits for what is in flight and for GPU work on freed slots, then frees everything.
 
-        Pages that the GPU may touch cannot be taken away, so work that never ends is waited for
-        until a signal ends the wait (Ctrl-C); the call may then be repeated.
+        Pages that the GPU may touch cannot be unmapped, so if the work never ends, this waits until
+        a signal (Ctrl-C) ends the wait; the call may then be repeated.
 
         Args:
             stream: the last work on slots that are still taken, as in `free_reqid`.
 
         Raises:
-            Busy: tensors of the cache live; nothing changed, and the cache can still be used.
+            Busy: tensors of the cache are alive; nothing changed, and the cache can still be used.
         """
         check(stream)
         with self.lock, self.journal:
@@ -1151,7 +1155,7 @@ class KVCache(MustClose):
         """
         if len(self._groups) > 1:
             raise NotSupported(
-                f"{what}: the layers are of {len(self._groups)} groups; see caches",
+                f"{what}: the layers are in {len(self._groups)} groups; see caches",
                 errno=errno.EOPNOTSUPP,
                 op="KVCache",
             )
@@ -1161,8 +1165,8 @@ class KVCache(MustClose):
 class LayeredCache(KVCache):
     """A `KVCache` with a group for each class of equal layers, behind one reqid and one `step`.
 
-    The groups share a budget. What changes a request is all or nothing over all of them; the slot
-    that a request gets fits the group of the first layer best. Prefixes are recorded in one tree,
+    The groups share a budget. A call that changes a request takes effect in all of them or in none;
+    slots are chosen by best fit in the group of the first layer. Prefixes are recorded in one tree,
     in units that fill whole pages in every group (prefix_cache.py).
 
     Args:
@@ -1172,16 +1176,16 @@ class LayeredCache(KVCache):
         backend: as for `KVCache`.
         device: as for `KVCache`.
         budget: memory to share with other caches of its context; None: one of `memory_limit`.
-        **policy: the fields of `KVCacheConfig` that `LayerShape` has not, for all groups.
-            `group_size` divides the layers of each class. Large pages are for classes that keep
-            the rows of all tokens: a window would give its rows back in such pieces.
+        **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
+            `group_size` divides the layers of each class. Only classes that keep the rows of all
+            tokens use large pages: a window would release its rows in pieces of that size.
 
     Attributes:
         layers: as given.
-        config: the first group's; the policy is that of all.
+        config: the first group's; the policy is the same for all.
 
     Raises:
-        InvalidArgument: no layer, a value that is refused, a `memory_limit` beside a budget, or one
+        InvalidArgument: no layer, an invalid value, a `memory_limit` together with a budget, or one
             of less than a page in every tensor.
         VMemError: as for `KVCache`.
     """
@@ -1251,7 +1255,7 @@ class LayeredCache(KVCache):
         places = self._place(layer)
         shape = self.layers[operator.index(layer)]
         if not isinstance(shape, StateShape):
-            raise invalid(f"layer {layer} has keys and values, and no state")
+            raise invalid(f"layer {layer} has keys and values, not a state")
         names = [name for name in ("conv", "recurrent") if getattr(shape, name)]
         found = {}
         for name, sizes, place in zip(names, shape.states, places, strict=False):
@@ -1284,7 +1288,7 @@ def cache_of(
     budget: Budget | None = None,
     **policy: Any,
 ) -> KVCache:
-    """A `KVCache` where all layers are equal, else a `LayeredCache`; its arguments."""
+    """A `KVCache` where all layers are equal, else a `LayeredCache`, whose arguments it takes."""
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
     if kind is not None and len(counts) == 1 and count == len(layers):
@@ -1294,7 +1298,7 @@ def cache_of(
 
 
 def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
-    """The policy without what only a class with all its layers can check."""
+    """The policy without fields that can only be checked per class."""
     for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
         if name in policy:
             raise invalid(f"{name} is given by the layers")

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 AHEAD_TOKENS = 8
-"""What engines and plugs take for `KVCacheConfig.ahead_tokens`: at 20 ms a token these outlast a
-call of the driver that stalls for 100 ms."""
+"""The `KVCacheConfig.ahead_tokens` that engines and plugs use: at 20 ms a token, long enough to
+hide a driver call that stalls for 100 ms."""
 
 PREFILL_TOKENS = 16
 """A step that adds more tokens than this to a request is a prefill, or a chunk of one; others are
@@ -54,7 +54,7 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 
-# Far above any model; what they stop is arithmetic on nonsense, before addresses are asked for.
+# Far above any model: they catch nonsense before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
     "num_kv_heads": (1, 1 << 16),
@@ -81,7 +81,7 @@ _BOUNDS = {
 
 
 def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
-    """An `InvalidArgument` of the cache itself, in the form that libvmem's own take."""
+    """An `InvalidArgument` raised by the cache itself, in the same form as libvmem's."""
     return InvalidArgument(message, errno=errno.EINVAL, op="KVCache", bytes=size, limit=limit)
 
 
@@ -107,100 +107,101 @@ class KVCacheConfig:
         tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
             latent and the rotary part together), which `KVCache.k` returns.
         window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
-            before it are unmapped while a request runs, and no kernel may read them. A `step` with
-            a larger number than before says that the work for the rows so far was launched on its
-            stream. The window that a request has at the end of its last whole sharing unit
-            (`KVCache.sharing_unit`) stays, too: there its rows can be recorded as a prefix.
-        window_tile: rows before the window that stay: the most that a kernel reads there, since it
-            reads whole tiles, and the tokens that an engine may take back. Promotion by itself
-            (`promote_tokens`) leaves so many of the last rows alone.
+            before it are unmapped while a request runs, and no kernel may read them. By growing a
+            request, a `step` states that the work on its rows so far was launched on the step's
+            stream. The window before the end of a request's last whole sharing unit
+            (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
+            prefix.
+        window_tile: rows before the window that stay mapped: the most that a kernel reads there,
+            since it reads whole tiles, and the most tokens that an engine may take back. Background
+            promotion (`promote_tokens`) leaves this many of the last rows alone.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
-        max_batch: slots, that is, requests at a time.
+        max_batch: slots, the most requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
         page_size: bytes of a page, a power of two; 0 takes the context's granule.
-        large_page_size: bytes of the pages that whole aligned parts of a growing request get, and
-            that `KVCache.promote` makes of small ones; the rest has `page_size`. A power of two
-            above `page_size`, such as 2 MiB: fewer driver calls, and one entry of the GPU's page
-            tables for each (on ``uvm`` not with `sparse`). Where none can be had, small pages take
-            its place. 0: small pages only.
-            A large page is shared and given back as a whole.
-        promote_tokens: requests of more tokens have their full parts made large in the background;
-            0: only where `KVCache.promote` asks for it.
+        large_page_size: size in bytes of the pages that back whole aligned parts of a growing
+            request, and that `KVCache.promote` makes out of small ones; the rest uses `page_size`.
+            A power of two above `page_size`, such as 2 MiB: fewer driver calls, and one GPU
+            page-table entry each (on ``uvm`` not with `sparse`). Where none is available, small
+            pages take its place. 0: small pages only. A large page is shared and given back as a
+            whole.
+        promote_tokens: requests with more tokens than this get large pages for their full parts in
+            the background; 0: only when `KVCache.promote` is called.
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements.
-        memory_limit: most bytes of physical memory behind the cache, rounded down to pages. 0: 0.9
-            of what is free on the GPU when the cache is made, on host all that is available.
-        memory_floor: bytes that the other caches of its `Budget` leave for it.
-        host_limit: most bytes of host memory that `KVCache.move` puts pages into, of all layers
+        memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
+            0.9 of what is free on the GPU when the cache is made; on host, all that is available.
+        memory_floor: bytes that the other caches of its `Budget` must leave to it.
+        host_limit: the most host memory that `KVCache.move` uses, in bytes, for all layers
             together; 0: no limit but the machine's.
         peer_limit: the same for all peer devices together.
-        zero_fill: hand pages to another request only after zeroing them.
+        zero_fill: zero pages before they go to another request.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is over.
         keep_mapped: what `KVCache.free_reqid` records stays mapped in the freed slot, read-only,
             while slots are not scarce and until it is evicted: the next turn of a conversation
-            takes that slot without a call of the driver.
-        reclaim_steps: unmap pages of slots that were free for so many steps; 0: never by age.
-        eager_pages: keep one free slot with so many pages per tensor mapped, made in the
+            takes that slot without a driver call.
+        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: never by
+            age.
+        eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
             background.
-        low_watermark: with less than this part of the memory free, pages of free slots are unmapped
-            in the background, least recently used first; 0 to 1.
-        overread_rows: rows past a request's length that are mapped, too, since a kernel may read
-            them: 191 for FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for
-            all others (`pyvmem.attention.overread_rows`). A step that adds more than
-            `PREFILL_TOKENS` tokens to a request maps them, zero or the request's own; what the
-            request grows by afterwards uses them up. They count as waste wherever memory is
-            reported. `KVCache.truncate` to the rows held gives them up.
-        overread_decode: they stay ahead of the length whatever a step adds: for a kernel that reads
-            tiles in decoding, too.
-        sparse: reads of rows that have no page give zeros, also past the end of every mapped page,
-            where the back end can do that (`pyvmem.Caps.SPARSE`). Writes there fault (host) or
-            vanish (GPU). It lets a kernel read past the mapped rows while memory grows only with
-            `pyvmem.Caps.SPARSE_ATOMIC`, and with large pages on ``uvm`` alone
-            (`KVCache.safe_overread`); elsewhere a page that is being mapped is invalid for a
-            moment, which kills the process's context.
-        packed_slots: slots follow each other without a gap, so that every tensor is contiguous
+        low_watermark: with less than this fraction of the memory free, pages of free slots are
+            unmapped in the background, least recently used first; 0 to 1.
+        overread_rows: rows to map past a request's length, since a kernel may read them: 191 for
+            FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for all others
+            (`pyvmem.attention.overread_rows`). A step that adds more than `PREFILL_TOKENS` tokens
+            to a request maps them, zeroed or with the request's own contents; the request then
+            grows into them. They count as waste in every report. `KVCache.truncate` to the present
+            length releases them.
+        overread_decode: keep `overread_rows` ahead of the length in every step, for a kernel that
+            reads whole tiles in decoding as well.
+        sparse: reads of unmapped rows return zeros, where the back end can do that
+            (`pyvmem.Caps.SPARSE`). Writes there fault (host) or are dropped (GPU). A kernel may
+            read past the mapped rows while memory grows only with `pyvmem.Caps.SPARSE_ATOMIC`, and
+            with large pages on ``uvm`` alone (`KVCache.safe_overread`); elsewhere a page is invalid
+            for a moment while it is being mapped, and a read of it kills the process's context.
+        packed_slots: place slots without gaps, so that every tensor is contiguous
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
-            Otherwise slots lie on 2 MiB where that costs few addresses: a run of small pages can
-            then become one big mapping.
-        growth_fraction: with ample memory, a request that lacks a page gets up to this part of what
-            it has, a power of two of pages and 2 MiB of a tensor at most: driver calls and mappings
-            become fewer. Pages beyond its need are mapped and no request's (`CacheStats`:
-            cached), the next ones that it gets, and unmapped when memory is short. Where mappings
-            run out before memory (`ContextInfo.max_mappings`), runs get longer by themselves.
-            0: page by page, whatever the limit.
-        ahead_tokens: a `KVCache.step` begins to map, in the background, the next pages of a request
-            that it names and whose pages end within so many tokens, at most those of a page. So no
-            later step waits for a call of the driver, stalled or not, that is over by then. From
-            free memory above the watermark alone: nothing is taken back for it, and its failure is
-            told to nobody. The pages are no request's (`CacheStats.ahead_pages`) until a step needs
-            them. Not on several ranks.
-            0: a request grows when a step or a `KVCache.step_async` asks for it.
-        join_at: with more than this part of the context's mappings used, a `step` maps again in one
-            piece what grew in pieces, where its back end can (`pyvmem.Caps.CONSOLIDATE`): it waits
+            Otherwise slots are aligned to 2 MiB where that costs few addresses, so that a run of
+            small pages can become one big mapping.
+        growth_fraction: with ample memory, a request that lacks a page gets up to this fraction of
+            what it has, rounded to a power of two of pages and at most 2 MiB per tensor: fewer
+            driver calls and mappings. Pages beyond its need are mapped but unowned (`CacheStats`:
+            cached); the request gets them next, and they are unmapped when memory is short. Where
+            mappings run out before memory (`ContextInfo.max_mappings`), runs get longer
+            automatically. 0: page by page, whatever the limit.
+        ahead_tokens: `KVCache.step` starts mapping, in the background, the next pages of each
+            request that it names whose pages end within this many tokens (at most a page's worth).
+            No later step then waits for a driver call, stalled or not, that has finished by then.
+            It uses only free memory above the watermark: nothing is reclaimed for it, and its
+            failure is not reported. The pages are unowned (`CacheStats.ahead_pages`) until a step
+            needs them. Not on several ranks. 0: a request grows only when `KVCache.step` or
+            `KVCache.step_async` needs it to.
+        join_at: with more than this fraction of the context's mappings used, a `step` remaps in one
+            piece what grew in pieces, where the back end can (`pyvmem.Caps.CONSOLIDATE`). It waits
             for all work on the device first, and other threads must not launch work on the cache
-            meanwhile. 1: only a `step` that would otherwise say -1; 0: never.
-        max_mappings: of the context that the cache opens (`Context`); 0: its default. For several
-            caches on one machine, whose defaults may add up to more than the driver has.
-        idle_seconds: after so long without a call that takes, gives or steps a request, unmap the
-            pages of no request and give the pool's memory back to the device; 0: never. None: 0.5
-            where the context is the cache's own. A context shared with others, whose free memory
-            they may be about to use, is left alone then, and so are several ranks, which have no
-            clock in common.
-        idle_prefixes: recorded prefixes go then too.
-        state: the layers keep no row for a token, but one for a request, which it has as a whole
-            from its first token on and which every token writes: linear attention's, a state
-            space's, a convolution's. What requests hold is counted in tokens as elsewhere. Forks
-            copy it; it cannot go back, and no recorded prefix has it (`KVCache.match`).
-        idle_compact: what lives moves together then, so that the memory between goes back, slab by
-            slab: a call that comes in waits for one at most. None: while no request is taken, or
-            when the last `step` named none (zeros alone): so nobody can be reading what moves. A
-            request that was named may have work in the GPU's queue, or about to be launched, for
-            as long as its prefill takes. True: whatever the last `step` named: the engine promises
-            to launch no work on the cache between `idle_seconds` after its last call and its next
-            `step`. False: never. Only in a context of the cache's own, where nobody else has
-            reservations.
+            meanwhile. 1: only a `step` that would otherwise return -1; 0: never.
+        max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its
+            default. For several caches on one machine, whose defaults may add up to more than the
+            driver allows.
+        idle_seconds: after this long without a call that allocates, frees or steps a request, unmap
+            unowned pages and return the pool's memory to the device; 0: never. None: 0.5 where the
+            cache owns its context; never in a shared context, whose other users may be about to use
+            its free memory, and never on several ranks, which have no common clock.
+        idle_prefixes: evict recorded prefixes then as well.
+        state: the layers keep one row per request instead of one per token: the whole row is there
+            from the first token on, and every token updates it. For linear attention, state spaces
+            and convolutions. What requests hold is still counted in tokens. Forks copy the state;
+            it cannot be rolled back, and recorded prefixes do not include it (`KVCache.match`).
+        idle_compact: compact live pages then, so that the memory between them returns to the
+            device, slab by slab: an incoming call waits for one slab at most. None: only while no
+            request is active, or when the last `step` named none (all zeros), so that nothing can
+            be reading what moves. A request that was named may have work queued on the GPU, or
+            about to be launched, for as long as its prefill takes. True: whatever the last `step`
+            named; the engine promises to launch no work on the cache from `idle_seconds` after its
+            last call until its next `step`. False: never. Only in a context that the cache owns,
+            where nothing else has reservations.
     """
 
     num_layers: int
@@ -297,13 +298,14 @@ class KVCacheConfig:
     def from_hf(cls, config: Any, **overrides: Any) -> KVCacheConfig:
         """The configuration for a transformers model whose layers are all alike.
 
-        Where every layer slides, `window` is the model's; of a model of both kinds all rows are
-        kept (`layer_shapes` tells its layers apart, for `LayeredCache`). MLA's latent is one tensor
-        a layer; transformers itself stores keys and values: for these, give the three fields.
+        Where every layer has a sliding window, `window` is the model's; for a model with both kinds
+        all rows are kept (`layer_shapes` tells its layers apart, for `LayeredCache`). MLA's latent
+        is one tensor per layer; transformers itself stores keys and values: for those, pass the
+        three fields.
 
         Args:
-            config: a transformers ``PreTrainedConfig`` (or anything with its attributes); of a
-                multi-modal model, the part that ``get_text_config`` names.
+            config: a transformers ``PreTrainedConfig`` (or anything with its attributes); for a
+                multi-modal model, the part that ``get_text_config`` returns.
             **overrides: any field of this class, taken instead of the model's own value.
 
         Raises:
@@ -347,9 +349,9 @@ def text_config(config: Any) -> Any:
 
 
 def _attribute(text: Any, name: str) -> Any:
-    """None where a configuration has it not.
+    """None where a configuration does not have it.
 
-    Raises InvalidArgument where its layers differ in it, which transformers tells by an error.
+    Raises InvalidArgument where its layers differ in it, which transformers reports as an error.
     """
     try:
         return getattr(text, name, None)
@@ -362,7 +364,7 @@ def _attribute(text: Any, name: str) -> Any:
 
 
 def _first(text: Any, field: str, *names: str) -> Any:
-    """The first of these attributes that is there."""
+    """The first of these attributes that is set."""
     for name in names:
         value = _attribute(text, name)
         if value is not None:
@@ -375,7 +377,7 @@ def _num_layers(text: Any) -> Any:
 
 
 def _num_kv_heads(text: Any) -> Any:
-    """Of all ranks. Falcon tells by a flag that there is one."""
+    """Over all ranks. Falcon has a flag that says there is one."""
     own = _attribute(text, "num_key_value_heads")
     if own is None and _attribute(text, "multi_query"):
         return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
@@ -399,9 +401,9 @@ def _latent(text: Any) -> Any:
 
 
 def dtype_of(config: Any) -> Any:
-    """The type that a model's weights, and so its keys and values, have.
+    """The type of a model's weights, and so of its keys and values.
 
-    Raises InvalidArgument where neither the text's part nor the whole tells it.
+    Raises InvalidArgument where neither the text part nor the whole configuration has it.
     """
     text = text_config(config)
     for one in (text, config):
@@ -439,7 +441,7 @@ class LayerShape:
 
     Attributes:
         num_kv_heads: key/value heads of the layer (on this device).
-        head_dim: elements of a key's head. MLA: of the latent, its rotary part included, and one
+        head_dim: elements of a key's head. MLA: those of the latent with its rotary part, as one
             head.
         v_head_dim: elements of a value's head; None: as `head_dim`; 0: no values (MLA).
         window: tokens that the layer attends to, the present one included; 0: all.
@@ -471,8 +473,8 @@ class StateShape:
 
     Attributes:
         conv: channels and tokens of the convolution's input; (): none.
-        recurrent: shape of the state, in float32 whatever the cache's type is, since it adds up
-            over all tokens; (): none.
+        recurrent: shape of the state, always float32, since it accumulates over all tokens; ():
+            none.
         dtype: of `conv`; "": the cache's.
     """
 
@@ -504,8 +506,8 @@ class StateShape:
 class EmptyShape:
     """A layer that keeps nothing.
 
-    One without attention (Nemotron-H's), or one that attends over another layer's keys and values
-    (Gemma 3n's last ones).
+    One without attention (Nemotron-H), or one that attends to another layer's keys and values (the
+    last ones of Gemma 3n).
     """
 
 
@@ -514,7 +516,7 @@ Shape = LayerShape | StateShape | EmptyShape
 
 
 class LayerClass(NamedTuple):
-    """Tensors with rows of one size and one window: what one `KVCache` is made for."""
+    """Tensors with the same row size and window: what one `KVCache` holds."""
 
     num_kv_heads: int
     head_dim: int
@@ -524,7 +526,7 @@ class LayerClass(NamedTuple):
     dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `KVCacheConfig` but the number of layers; "dtype" where it is its own."""
+        """`KVCacheConfig` fields except the number of layers; "dtype" where it has its own."""
         fields = self._asdict()
         return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 
@@ -532,7 +534,7 @@ class LayerClass(NamedTuple):
 class Place(NamedTuple):
     """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1).
 
-    Of a `StateShape` the first of two is where its first state lies.
+    For a `StateShape`, the first of the two places is that of its first state.
     """
 
     part: int
@@ -545,8 +547,8 @@ def classes_of(
 ) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None] | None]]:
     """Sorts layers into classes.
 
-    Keys and values of one size belong together; of two sizes, they are classes of their own.
-    Classes with a state come after all others.
+    Keys and values of the same size share a class; otherwise each gets its own. Classes with a
+    state come after all others.
 
     Returns:
         Every class with the number of its layers, and for every layer where its keys and its values
@@ -562,7 +564,7 @@ def classes_of(
         return order.setdefault(key, len(order)), member
 
     places: dict[int, tuple[Place, Place | None] | None] = {}
-    # Rows first: a cache's first group speaks for it.
+    # Rows first: a cache's first group represents it.
     for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
         if isinstance(shape, EmptyShape):
             places[layer] = None
@@ -600,8 +602,8 @@ _EMPTY = ("moe", "mlp")
 def layer_shapes(config: Any) -> list[Shape]:
     """What `LayeredCache` takes, for every layer of a transformers model.
 
-    Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window,
-    and so have those that attend in chunks, of a chunk's tokens: no token sees more. MLA
+    Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window.
+    So do layers that attend in chunks: their window is a chunk, the most that a token sees. MLA
     (``kv_lora_rank``) has one latent tensor, as an engine that absorbs the up-projections stores
     it; transformers itself stores keys and values. Linear attention, state spaces and short
     convolutions have a `StateShape`, for models with the fields of Qwen3-Next's, Kimi Linear's,
@@ -609,8 +611,8 @@ def layer_shapes(config: Any) -> list[Shape]:
     layer's keys, are an `EmptyShape`.
 
     Args:
-        config: a ``PreTrainedConfig``, or anything with its attributes; of a multi-modal model the
-            part that ``get_text_config`` names.
+        config: a ``PreTrainedConfig``, or anything with its attributes; for a multi-modal model,
+            the part that ``get_text_config`` returns.
 
     Raises:
         InvalidArgument: an attribute is missing, or a layer keeps something else.
@@ -638,7 +640,7 @@ def _refuse_cross_attention(config: Any, text: Any) -> None:
     """Raises InvalidArgument for models that attend to something besides their own tokens."""
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
-        raise invalid(f"{name}: a decoder that attends to an encoder keeps the encoder's rows, too")
+        raise invalid(f"{name}: a decoder that attends to an encoder also keeps the encoder's rows")
     crossed = _attribute(text, "cross_attention_layers")
     if crossed:
         raise invalid(
@@ -670,7 +672,7 @@ def _shape(own: Any, layer: int, kind: str) -> Shape:
         state = _state(own, kind)
         if state is not None:
             return state
-        why = "its configuration does not tell the state in a way that is known here"
+        why = "its configuration does not describe the state in a way that is known here"
     elif kind.startswith("hybrid"):
         why = "it keeps keys and values and a state beside them, which is not known here"
     else:
@@ -717,7 +719,7 @@ def _state(text: Any, kind: str) -> StateShape | None:
 
 
 class _Own:
-    """A configuration with what one layer has instead."""
+    """A configuration with one layer's overrides."""
 
     def __init__(self, text: Any, own: Mapping[str, Any]) -> None:
         self._text = text
@@ -729,13 +731,13 @@ class _Own:
 
 
 def _layer_config(text: Any, layer: int) -> Any:
-    """The configuration of one layer: ``per_layer_config`` has what it has instead (Gemma 4)."""
+    """The configuration of one layer: ``per_layer_config`` holds its overrides (Gemma 4)."""
     every = getattr(text, "per_layer_config", None)
     if not every:
         return text
     if not isinstance(every, Mapping):
         return every[layer]  # transformers' own: whole configurations
-    # A file's keys are text, with zeros before the number.
+    # Keys read from a file are strings with leading zeros.
     own: Any = next((one for key, one in every.items() if int(key) == layer), {})
     return _Own(text, own if isinstance(own, Mapping) else vars(own))
 
@@ -746,5 +748,5 @@ def _rows(own: Any, window: int) -> LayerShape:
         return LayerShape(1, _latent(own), 0, window)
     heads = _num_kv_heads(own)
     if window and _attribute(own, "model_type") == "mimo_v2_flash":
-        heads *= 2  # which its code says, and not its configuration
+        heads *= 2  # known from its code, not from its configuration
     return LayerShape(heads, _head_dim(own), _attribute(own, "v_head_dim"), window)

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: MIT
 """`ParallelKVCache`: one cache a rank, the same answers on every rank, no communication per step.
 
-What the ranks agree on, once, when the caches are made: how many pages each has (the least of what
-the ranks could take from their devices; every rank holds that memory from then on). After that a
-rank decides alone, and decides as the others do, because answers depend on the calls alone:
+The ranks agree once, when the caches are made, on how many pages each has: the minimum of what they
+could take from their devices; every rank holds that memory from then on. After that each rank
+decides alone, and all decide alike, because answers depend only on the calls:
 
 - a slot is chosen by the order in which slots were freed (`LockstepTable`), not by its pages;
-- there is memory exactly when the pages that requests own fit into the budget. Which pages of no
-  owner are unmapped for that, and when, may differ between ranks and never changes an answer;
-- recorded prefixes are evicted when all slots have given all that they have, and then in the order
-  of their use, which calls alone change;
-- what a `step_async` began is waited for by the calls that share, swap or admit.
+- memory suffices exactly when the pages that requests own fit into the budget. Which unowned pages
+  are unmapped for that, and when, may differ between ranks and never changes an answer;
+- recorded prefixes are evicted only when free slots have no page left, in the order of their use,
+  which only calls change;
+- calls that share, swap or admit wait for what a `step_async` began.
 
-The driver's mappings are no such matter: how many a request's pages take depends on where they lie.
-A rank that has none left for a `step` raises TooManyMappings, and `check_step` takes the step back
-on every rank, as `agreed_step` does by itself.
+The driver's mappings are different: how many a request's pages take depends on where they lie. A
+rank that has none left for a `step` raises TooManyMappings, and `check_step` undoes the step on
+every rank; `agreed_step` does both.
 
 `num_free_pages` and most of `stats` do depend on what the background has finished: an engine that
-admits requests by memory asks `available_pages` or `can_admit`.
+admits requests by memory must use `available_pages` or `can_admit`.
 
-A rank that fails all the same (its driver, or its host memory in `swap_out`) is *poisoned*: the
-call raises there, and the others learn of it in the engine's next collective, by `check_step` or by
+A rank that still fails (its driver, or its host memory in `swap_out`) is *poisoned*: the call
+raises there, and the others learn of it in the engine's next collective, through `check_step` or
 `status` and `agree`.
 """
 
@@ -78,20 +78,20 @@ _ERRNOS = 4096  # a status is (rank + 1) * _ERRNOS + errno
 
 
 class RankFailed(VMemError):
-    """A rank failed in a call that the others may have done; no rank's cache may be used.
+    """A rank failed in a call that others may have completed; no rank's cache may be used.
 
-    `VMemError.errno` is the failed rank's, where it had one; the text has the failure itself on the
-    rank that failed.
+    `VMemError.errno` is the failed rank's, where it had one; on the failed rank the text includes
+    the failure itself.
 
     Attributes:
-        rank: the failed rank of the group; of several the last.
+        rank: the failed rank in the group; the last one if several failed.
     """
 
     rank: int = -1
 
 
 class RanksDiffer(VMemError):
-    """The ranks made different calls, or had different answers; no rank's cache may be used."""
+    """The ranks made different calls or got different answers; no rank's cache may be used."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Failure:
         """A new exception."""
         if self.rank < 0:
             return RanksDiffer(
-                "the ranks made different calls or had different answers since the last recovery; "
+                "the ranks made different calls or got different answers since the last recovery; "
                 "recover() or close() on every rank",
                 op="ParallelKVCache",
             )
@@ -173,7 +173,7 @@ class Ranks:
 
 
 class LockstepTable(SlotTable):
-    """Chooses by the order in which slots were freed: a matter of the calls alone.
+    """Chooses slots by the order in which they were freed, which depends only on the calls.
 
     `SlotTable` looks at mapped pages, at batches in flight and at GPU work, all of which depend on
     when something ends. The slot freed last is also the one that loses its pages last, and the one
@@ -187,28 +187,28 @@ class LockstepTable(SlotTable):
         free = self.free
         if not free:
             return None
-        # Those that were never taken have 0, and go by their numbers.
+        # Slots that were never taken have 0 and are ordered by number.
         return free.at(-1) if free.entries[-1][0] else free.at(0)
 
     def emptiest(self, count: int) -> list[Slot]:
-        """The free slots that were freed first; to take them is to wait until they are empty."""
+        """The free slots that were freed first; taking them waits until they are empty."""
         return list(islice(self.free, count))
 
     def reset_order(self) -> None:
-        """Forgets which slot was freed when; all that can be used are free."""
+        """Forgets the order in which slots were freed; all usable slots are free."""
         for slot in self.slots:
             slot.freed_order = slot.freed_at = 0
         self.rebuild()
 
 
-_WARM_STEPS = 16  # memory is taken in so many parts; what came before a refusal is kept
+_WARM_STEPS = 16  # memory is taken in so many parts; those before a refusal are kept
 
 
 def shard_kv_heads(num_kv_heads: int, world_size: int) -> int:
     """Key/value heads of one rank.
 
-    As engines do: divided where they divide; with more ranks than heads, each rank has one head and
-    every head is on ``world_size / num_kv_heads`` ranks.
+    As in engines: the heads are divided evenly; with more ranks than heads, each rank has one head
+    and every head is on ``world_size / num_kv_heads`` ranks.
 
     Raises:
         InvalidArgument: neither number divides the other.
@@ -232,11 +232,11 @@ def rank_config(model: Any, world_size: int, **overrides: Any) -> KVCacheConfig:
     Args:
         model: a transformers configuration.
         world_size: ranks that the KV heads are divided among; see `shard_kv_heads`.
-        **overrides: as for `from_hf`; `num_kv_heads` means those of the whole model, `memory_limit`
-            is of one rank.
+        **overrides: as for `from_hf`; `num_kv_heads` counts those of the whole model,
+            `memory_limit` is per rank.
 
     Raises:
-        InvalidArgument: as `from_hf`; heads that can neither be divided nor replicated.
+        InvalidArgument: as `from_hf`; the heads can neither be divided nor replicated.
     """
     whole = KVCacheConfig.from_hf(model, **overrides)
     return replace(whole, num_kv_heads=shard_kv_heads(whole.num_kv_heads, world_size))
@@ -274,7 +274,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
 def agree_on_pages(
     ranks: Ranks, config: KVCacheConfig, page: int, pages: int, failure: Failure | None
 ) -> int:
-    """The least number of pages over the ranks. A collective.
+    """The minimum number of pages over the ranks. A collective.
 
     Raises:
         RankFailed: a rank had a failure.
@@ -297,7 +297,7 @@ def _too_many(text: str) -> TooManyMappings:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the cache refused an argument. What libvmem refuses of the cache is a failure."""
+    """Whether the cache itself refused an argument; a refusal by libvmem is a failure."""
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
         return error.op.startswith("KVCache")
     return isinstance(error, TypeError)
@@ -311,7 +311,7 @@ _T = TypeVar("_T")
 def _told(
     method: Callable[Concatenate[KVCache, _P], _T],
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """A call of the cache whose answer is this rank's own; not where a rank has failed."""
+    """A cache call with an answer for this rank only; raises if a rank has failed."""
 
     def tell(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return method(self._usable(), *args, **kwargs)
@@ -323,27 +323,27 @@ def _told(
 class ParallelKVCache(MustClose):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
 
-    It has the calls of a `KVCache`, and hands them to the one that it holds.
+    It has the calls of a `KVCache` and forwards them to the one that it holds.
 
-    Making one, `check_step`, `together` and `recover` are collectives; nothing else communicates.
-    Calls that share and swap are among these, and what they return is a rank's own: a
+    Construction, `check_step`, `together` and `recover` are collectives; nothing else communicates.
+    Every rank also makes the calls that share and swap, and what they return belongs to the rank: a
     `SwappedRequest` is swapped in on every rank, or closed on every rank. An `InvalidArgument`
-    changes nothing and poisons nothing: every rank has it, for the same call.
+    changes nothing and poisons nothing: every rank gets it for the same call.
 
-    The cache's own refusals come before anything changes and on every rank alike: they are compared
-    as answers are. Every other exception *poisons*: from then on every call raises it, until
-    `recover`, and the other ranks learn of it in `check_step`.
+    The cache refuses arguments before anything changes and on every rank alike: refusals are
+    compared like answers. Every other exception *poisons* the rank: from then on every call raises
+    it, until `recover`, and the other ranks learn of it in `check_step`.
 
-    One kind of shortage depends on where a rank's pages lie: of mappings. A rank whose `step` lacks
-    them alone raises TooManyMappings, is *crowded*, and goes on to `check_step`, where every rank
-    takes the step back.
+    One kind of shortage depends on where a rank's pages lie: that of mappings. A rank whose `step`
+    lacks only mappings raises TooManyMappings, is *crowded*, and goes on to `check_step`, where
+    every rank undoes the step.
 
     Args:
-        config: the same on every rank, but for `memory_limit`. `num_kv_heads` is one rank's
-            (`rank_config`). With `memory_limit` 0 that is 0.9 of the device's free memory. The
-            memory is taken at once and kept until `close`.
-        group: torch.distributed group of the ranks; None: the default group.
-        backend: of the context that the cache opens, for itself alone.
+        config: the same on every rank, but for `memory_limit`. `num_kv_heads` is per rank
+            (`rank_config`). A `memory_limit` of 0 means 0.9 of the device's free memory. The memory
+            is taken at once and kept until `close`.
+        group: the ranks' torch.distributed group; None: the default group.
+        backend: of the context that the cache opens for itself.
         device: of this rank; None: torch's current CUDA device, 0 on ``host``.
 
     Raises:
@@ -362,7 +362,7 @@ class ParallelKVCache(MustClose):
         self._failure: Failure | None = None
         self._digest = 0
         self._crowded = ""
-        self._ahead = False  # a `step_async` was answered with 0, and no `step` has followed
+        self._ahead = False  # a `step_async` returned 0, and no `step` has followed
         self._before: tuple[Sequence[int], Any] | None = (
             None  # the last step's rows before, its stream
         )
@@ -408,7 +408,7 @@ class ParallelKVCache(MustClose):
             raise
 
     def _make(self, config: KVCacheConfig) -> None:
-        """Gives back memory that other ranks could not match, and makes the cache over the rest."""
+        """Returns memory that other ranks could not match, and makes the cache with the rest."""
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
@@ -435,11 +435,11 @@ class ParallelKVCache(MustClose):
                 group.reclaimer.forget_crowding()
                 result = method(*args, **kwargs)
                 group.reclaimer.forget_crowding()
-                group.reclaimer.raise_errors()  # of the background; the answer may be due to them
+                group.reclaimer.raise_errors()  # from the background; they may explain the answer
             except BaseException as error:
                 if isinstance(error, TooManyMappings) and name == "step":
                     self._crowded = str(error)
-                    self._note(name, 0)  # as on those who could; what they call next differs
+                    self._note(name, 0)  # as on the ranks that could; what they call next differs
                 elif _is_refusal(error):
                     self._note(name, type(error).__name__)
                 else:
@@ -455,7 +455,7 @@ class ParallelKVCache(MustClose):
         self._failure = Failure.of(self._ranks.rank, error, where)
 
     def _open(self) -> Group:
-        """The group, for a call that holds the lock; raises if this rank can make none."""
+        """The group, for a call that holds the lock; raises if this rank may make no calls."""
         if not self._closed and self._failure is not None:
             raise self._failure.error()
         if not self._closed and self._crowded:
@@ -478,35 +478,35 @@ class ParallelKVCache(MustClose):
         stream: Any = None,
         wait: bool = True,
     ) -> Moved:
-        """NotSupported: a tier may be full on one rank alone, which is no answer for all."""
+        """Raises NotSupported: a tier may be full on only one rank, so answers would differ."""
         raise NotSupported(
-            "move: the ranks of a group have agreed on the memory of their devices alone",
+            "move: the ranks of a group have agreed only on the memory of their devices",
             errno=errno.EOPNOTSUPP,
             op="KVCache.move",
         )
 
     @property
     def failed(self) -> VMemError | None:
-        """Why no call can be made; None: all is well, as far as this rank knows."""
+        """Why no call can be made; None: this rank knows of no failure."""
         return self._failure.error() if self._failure else None
 
     def status(self) -> list[int]:
-        """Three whole numbers for an all_reduce (MAX) of the engine's own, then for `agree`.
+        """Three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
 
-        Below 2**32 in magnitude, or 4096 times the number of ranks: int64 or float64.
+        Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
         """
         with self.lock, self.journal:
             own = self._failure.status if self._failure else _CROWDED * bool(self._crowded)
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
-        """Reads what became of `status` in the all_reduce.
+        """Evaluates the result of the all_reduce over `status`.
 
         Raises:
-            TooManyMappings: a rank had none left for the last `step`, which every rank has taken
-                back: it is as if it had said -1. What no request owns was unmapped.
+            TooManyMappings: a rank had none left for the last `step`, which every rank has undone,
+                as if it had returned -1. Unowned pages were unmapped.
             RankFailed: a rank failed; from now on every call raises this.
-            RanksDiffer: the calls or the answers of the ranks differ; likewise.
+            RanksDiffer: the ranks' calls or answers differ; likewise.
         """
         status, digest, negative = (int(value) for value in maxima)
         with self.lock, self.journal:
@@ -524,14 +524,14 @@ class ParallelKVCache(MustClose):
             if failure is None:
                 return
             if self._failure is None or self._failure.status != failure.status:
-                self._failure = failure  # else the own one, which knows more
+                self._failure = failure  # else this rank's own failure, which has more detail
             raise self._failure.error()
 
     def check_step(self) -> None:
         """`status`, one all_reduce of three numbers, and `agree`. A collective.
 
-        Between the calls of an iteration and the launch of the model, unless the engine reduces
-        `status` itself.
+        Call it between an iteration's cache calls and the launch of the model, unless the engine
+        reduces `status` itself.
 
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
@@ -540,13 +540,13 @@ class ParallelKVCache(MustClose):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ends the block with `check_step` on every rank, also where the block raised.
+        """Ends the block with `check_step` on every rank, even where the block raised.
 
             with cache.together():
                 answer = cache.step(seq_lens)
 
-        An exception inside, of whatever kind, fails the rank; only the cache's own
-        `InvalidArgument` and `PrefixEvicted`, which all ranks have alike, come out as they are.
+        Any exception inside fails the rank, except the cache's own `InvalidArgument` and
+        `PrefixEvicted`: all ranks get these alike, so they propagate unchanged.
 
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
@@ -582,14 +582,14 @@ class ParallelKVCache(MustClose):
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step`; 0 or -1 on every rank alike.
 
-        It completes all that a `step_async` began, also for requests that it does not need: waits
-        for the map calls, and lets `stream` (the CPU, where that is none) wait for the zeros, which
-        follow the GPU work of those who had the slots before. `KVCacheConfig.ahead_tokens` has no
-        effect.
+        It completes all that a `step_async` began, even for requests that it does not need: it
+        waits for the map calls and makes `stream` (or the CPU, without one) wait for the
+        zero-fills, which follow the GPU work of the slots' earlier owners.
+        `KVCacheConfig.ahead_tokens` has no effect.
 
         Raises:
             TooManyMappings: this rank has none left: go on to `check_step`, where the others wait
-                and every rank takes the step back. With a sliding window that is a failure.
+                and every rank undoes the step. With a sliding window this is a failure.
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
         with self.lock, self.journal:
@@ -601,7 +601,7 @@ class ParallelKVCache(MustClose):
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """`step` and `check_step` in one: a collective; 0 or -1 on every rank alike.
 
-        -1 also where one rank alone has no mapping left. Nothing is called between the two.
+        Also -1 if only one rank has no mapping left. No call comes between the two.
 
         Raises:
             RankFailed, RanksDiffer: as `agree`, on every rank.
@@ -617,11 +617,12 @@ class ParallelKVCache(MustClose):
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """As `KVCache.step_async`. A second one before `step` first completes the one before.
 
-        Unlike that it waits, since every rank must answer alike: for all that an earlier one began;
-        for the GPU work of earlier owners of the slots that grow; and where memory is short for
-        that of freed requests, and for copies of promotions, until enough pages are back.
+        Unlike `KVCache.step_async` it waits, since every rank must answer alike: for all that an
+        earlier one began; for the GPU work of earlier owners of the slots that grow; and, when
+        memory is short, for the GPU work of freed requests and for copies of promotions until
+        enough pages are back.
 
-        Where this rank has no mapping left, nothing is begun, and the `step` says so.
+        Where this rank has no mapping left, nothing is begun, and the `step` raises.
         """
         with self.lock, self.journal:
             answer = self._settled(self._begin_async, seq_lens, stream)
@@ -635,10 +636,10 @@ class ParallelKVCache(MustClose):
             return 0
 
     def _take_back(self) -> None:
-        """Undoes the last step: requests have their earlier rows and pages.
+        """Undoes the last step: requests have their earlier rows and pages again.
 
-        All that no request owns goes, recorded prefixes included: a rank that could step may have
-        evicted some for it, and one that could not has not.
+        Everything unowned is unmapped, including recorded prefixes: a rank that completed the step
+        may have evicted some for it, while one that did not has not.
         """
         assert self._before is not None
         rows, stream = self._before
@@ -687,11 +688,11 @@ class ParallelKVCache(MustClose):
         return self._settled(self._usable().record, reqid, tokens, stream, namespace)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
-        """See `KVCache.match`. A use of what matches: every rank makes this call, too.
+        """See `KVCache.match`. It counts as a use of the prefix, so every rank makes this call.
 
         The lease ends with `alloc_prefix`, `PrefixMatch.release`, or the next `step` that answers
-        0, whichever comes first, and not when the match is collected: ranks collect at their own
-        times. Every rank releases alike.
+        0, whichever comes first, and not when the match is garbage-collected, which ranks do at
+        different times. Every rank must release it alike.
         """
         return self._call(self._usable().match, tokens, leave, namespace)
 
@@ -705,7 +706,7 @@ class ParallelKVCache(MustClose):
         """See `KVCache.swap_out`.
 
         Raises:
-            MemoryError: of this rank's host: it alone failed, as in `step`.
+            MemoryError: this rank's host is out of memory; only this rank failed, as in `step`.
         """
         with self.lock, self.journal:
             swapped = self._settled(self._usable().swap_out, reqid, stream)
@@ -723,10 +724,10 @@ class ParallelKVCache(MustClose):
         return self._settled(self._usable().can_admit, seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
-        """Unmaps all pages of no request, as `KVCache.trim`; returns 0.
+        """Unmaps all unowned pages, as `KVCache.trim`; returns 0.
 
-        The memory stays the cache's, ready in its context: the ranks have agreed on it. So there is
-        nothing for `compact` to do.
+        The cache keeps the memory in its context, since the ranks have agreed on it. So `compact`
+        has nothing to do.
         """
         check(stream)
         return self._settled(self._trim, prefixes)
@@ -736,10 +737,10 @@ class ParallelKVCache(MustClose):
         return 0
 
     def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """`_call`, when what a `step_async` began is done.
+        """`_call`, once what a `step_async` began is done.
 
-        What a growth in flight has promised is no page of an owner yet: memory would be short, or
-        not, as the background is slow or fast.
+        Pages promised by a growth in flight have no owner yet: whether memory is short would depend
+        on how fast the background is.
         """
         with self.lock, self.journal:
             if self._ahead:
@@ -749,11 +750,11 @@ class ParallelKVCache(MustClose):
 
     @property
     def available_pages(self) -> int:
-        """Physical pages that requests can still have; the same on every rank."""
+        """Physical pages that requests can still get; the same on every rank."""
         now = self.stats()
         return now.total_pages - now.active_pages
 
-    # ---- what a rank is asked alone --------------------------------------------------------------
+    # ---- calls of one rank -----------------------------------------------------------------------
 
     k, v = _told(KVCache.k), _told(KVCache.v)
     stats, snapshot = _told(KVCache.stats), _told(KVCache.snapshot)
@@ -798,17 +799,17 @@ class ParallelKVCache(MustClose):
     # ---- failures ------------------------------------------------------------------------------
 
     def recover(self, stream: Any = None) -> None:
-        """Gives everything up and makes the ranks the same again. A collective.
+        """Frees everything and makes the ranks the same again. A collective.
 
-        Every request is freed and to be computed again, swapped ones are closed, and no prefix is
-        recorded: a call that one rank failed in the others may have done. What failed undos cost
-        one rank, every rank gives up: a slot that cannot be used, pages that are lost.
+        Every request is freed and must be recomputed, swapped ones are closed, and no prefix stays
+        recorded: others may have completed the call in which one rank failed. What one rank lost to
+        a failed undo (an unusable slot, lost pages), every rank stops using.
 
         Args:
             stream: the last work on the slots, as in `free_reqid`.
 
         Raises:
-            RankFailed: a rank could not be made ready; every rank stays poisoned.
+            RankFailed: a rank could not be reset; every rank stays poisoned.
         """
         check(stream)
         with self.lock, self.journal:
@@ -853,7 +854,7 @@ class ParallelKVCache(MustClose):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """As `KVCache.close`, on this rank; the context goes too."""
+        """As `KVCache.close`, on this rank; also closes the context."""
         if self._cache is not None:
             self._cache.close(stream)
         self._closed = True
@@ -863,7 +864,7 @@ class ParallelKVCache(MustClose):
 
 def _no_way_back() -> NotSupported:
     return NotSupported(
-        "a rank has no mapping left for a step, which cannot be taken back: a window has slid",
+        "a rank has no mapping left for a step, which cannot be undone: a window has slid",
         errno=errno.EOPNOTSUPP,
         op="ParallelKVCache",
     )

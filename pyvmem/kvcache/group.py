@@ -46,7 +46,7 @@ __all__ = ["Group", "Parts", "make_parts", "pool_low"]
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
 _FEW_PARTS = 4
-_NEWCOMERS = 8  # of so many slots one stays free of recorded rows, if any is free
+_NEWCOMERS = 8  # one in so many slots stays free of recorded rows, if any is free
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Parts:
 def make_parts(
     config: KVCacheConfig, context: Context, journal: Journal, budget: Budget | None = None
 ) -> Parts:
-    """Reserves the addresses; the journal gives them back if no group is made."""
+    """Reserves the addresses; the journal frees them if no group is made."""
     info = context.info
     page_size = config.page_size or info.granule
     large = config.large_page_size
@@ -97,10 +97,10 @@ def make_parts(
 
 
 def pool_low(config: KVCacheConfig) -> int:
-    """Free bytes that the worker of an owned context keeps ready, so that no step meets the driver.
+    """Free bytes that an owned context's worker keeps ready, so that no step calls the driver.
 
     A page in every tensor for an eighth of the slots, but at most 256 MiB and a sixteenth of the
-    memory limit: what lies ready is memory that the cache does not use.
+    memory limit: the cache cannot use what is kept ready.
     """
     page_size = config.page_size or _DEFAULT_GRANULE
     tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
@@ -128,21 +128,22 @@ def _limit_pages(
 
 
 class Group:
-    """Equal layers of a cache, which has one group of them or more; not thread-safe by itself.
+    """Equal layers of a cache, which has one or more such groups; not thread-safe by itself.
 
     Attributes:
         used_tokens: the sum of `rows`.
         token_bytes, page_bytes: of a token's rows, and of a page, in all tensors.
         clock: steps so far.
-        mover: other pages under the same addresses.
+        mover: replaces pages at the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
-        promoter: None: there are no large pages, or the rows are written again all the time.
+        promoter: None: there are no large pages, or the rows are rewritten all the time.
         window: what slides; None: every row is kept.
-        moves_on: one of these has something to do after a step.
+        moves_on: the promoter or the window has something to do after a step.
         reclaim_due: `reclaim_idle` is to be called by the next step.
-        named: the last step named a request, which GPU work may be using; of the first group.
-        rested: where not, the work before that step, as far as it is not known to be over.
+        named: the last step named a request, which GPU work may be using; kept for the first group
+            only.
+        rested: if not, the work before that step that is not known to be over.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Group:
     # ---- numbers from outside --------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """A slot by its number, which a request has, with `taken`; else InvalidArgument."""
+        """A slot by its number; InvalidArgument if none or, with `taken`, if it is free."""
         slots, index = self.table.slots, operator.index(reqid)
         if not 0 <= index < len(slots):
             last = len(slots) - 1
@@ -265,7 +266,7 @@ class Group:
         return self.table.best_fit(pages or max(1, self._eager_pages))
 
     def check_back(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument where a request cannot go back to so few tokens."""
+        """Raises InvalidArgument where a request cannot be truncated to so few tokens."""
         if self.window is not None:
             self.window.check(slot, length)
         held = self.rows[slot.index]
@@ -293,7 +294,7 @@ class Group:
         return self.clock, counters.steps_async, counters.short, self.table.changes
 
     def rest(self, stream: Any) -> None:
-        """Notes that the last step named no request; `stream`: of the work so far."""
+        """Records that the last step named no request; `stream`: of the work so far."""
         event = record(stream, self.device) if any(slot.active for slot in self.table) else None
         self.rested = [] if event is None else [event]
         self.named = False
@@ -320,7 +321,7 @@ class Group:
             self.reclaim_due = True
 
     def enter(self, slot: Slot, length: int) -> None:
-        """Notes that a slot holds so many rows, whatever `step` said."""
+        """Records that a slot holds so many rows, independent of `step`."""
         rows, index = self.pager.columns.held, slot.index
         before = rows[index]
         self.journal.entries += (
@@ -366,7 +367,8 @@ class Group:
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `KVCache.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
-        # Past what is granted it is an earlier owner's: its pages go before this one's first row.
+        # A head past what is granted is an earlier owner's: those pages are unmapped before this
+        # owner's first row.
         heads = [slot.head if slot.head <= slot.granted else 0 for slot in self._slots(reqids)]
         return [-(-head * size // row) for head in heads]
 
@@ -387,7 +389,7 @@ class Group:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of rows in the device that hold tokens; shared ones once, those that slid not."""
+        """Bytes of rows in the device that hold tokens; shared ones once, none that slid out."""
         return self._use()[1]
 
     def _use(self) -> tuple[int, int]:
@@ -424,7 +426,7 @@ class Group:
         return [(low, high) for low, high, kind in stretches if kind.away]
 
     def _bytes_away(self, slot: Slot) -> int:
-        """Bytes per tensor of a request's rows there: its last page may be filled in part."""
+        """Bytes per tensor of a request's rows there: its last page may be only partly filled."""
         size, end = self.layout.page_size, self.layout.bytes_for(self.rows[slot.index])
         return sum(max(0, min(high * size, end) - low * size) for low, high in self._own_away(slot))
 
@@ -474,16 +476,16 @@ class Group:
         """Takes empty slots that begin with the rows of a request, in one batch, or none.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
-        rows after them to new pages. What has left the parent's window is not there in any of them.
+        rows after them to new pages. None of them has what left the parent's window.
 
         Args:
             parent: a request without a batch in flight over its slot.
             slots: free and without a page.
             full: the parent's pages up to here are shared from now on; no large page is split.
-            pages: where those that each slot gets end.
+            pages: where each slot's pages end.
             nbytes: of the rows, per tensor, that each slot begins with.
-            ahead: more pages than these rows need are mapped where requests grow by runs.
-            large: new pages are large ones where these fit.
+            ahead: map more pages than these rows need, where requests grow by runs.
+            large: new pages are large where large ones fit.
         """
         sharing, pager, reclaimer = self.sharing, self.pager, self.reclaimer
         head = parent.head
@@ -547,15 +549,16 @@ class Group:
     def attach_copy(self, slot: Slot, span: Span, rows: int) -> bool:
         """`attach` in one slot, where the span may end in the middle of a large page.
 
-        What the span has of that page is copied into pages of the slot's own.
+        The span's part of that page is copied into pages of the slot's own.
 
         Args:
             slot: empty, from `Sharing.make_empty`.
-            span: the pages; they begin a slot, or what is there with a window.
+            span: the pages; they start at the slot's first page or, with a window, at its first
+                mapped page.
             rows: tokens that they hold.
 
         Returns:
-            Whether memory was enough; where not, the slot is free again.
+            Whether memory sufficed; if not, the slot is free again.
         """
         layout = self.layout
         if self.window is not None:
@@ -612,12 +615,12 @@ class Group:
     def keep(self, slot: Slot, first: int) -> None:
         """Keeps a freed slot's shared pages mapped, read-only, for a request that begins with them.
 
-        Not on ranks, which could not agree when that is done, not where policy keeps no pages, not
-        where other pages make the slot stale, too, and not where mappings run out before memory.
+        Not on several ranks, which could not agree when to do so; not where policy keeps no pages,
+        where other pages also make the slot stale, or where mappings run out before memory.
 
         Args:
-            slot: freed in this call, whose shared pages are recorded.
-            first: its shared pages from this one on were its own until now, and are writable.
+            slot: a slot freed in this call, whose shared pages are recorded.
+            first: its shared pages from this one on were its own until now and are still writable.
         """
         runs, span = self.pager.runs, slot.span
         if (
@@ -638,7 +641,7 @@ class Group:
         self.reclaimer.try_keep(slot, ops)
 
     def resume(self, slot: Slot, span: Span) -> None:
-        """Takes a kept slot and maps what it lacks of the span; see `Sharing.begins`."""
+        """Takes a kept slot and maps the rest of the span; see `Sharing.begins`."""
         have, head = slot.span.pages, slot.head
         end = head + span.pages
         self._free_on_abort([slot])
@@ -663,16 +666,16 @@ class Group:
         if self.window is not None:
             self.window.begin(slot, head)
 
-    # ---- on the side -----------------------------------------------------------------------------
+    # ---- housekeeping ----------------------------------------------------------------------------
 
     def keep_watermark(self) -> None:
-        """With too little memory free, begins to unmap pages of free slots."""
+        """Begins to unmap pages of free slots when too little memory is free."""
         reclaimer = self.reclaimer
         if reclaimer.outlook < reclaimer.low_pages:
             reclaimer.release_below(reclaimer.low_pages)
 
     def reclaim_idle(self) -> None:
-        """Begins to unmap what policy does not keep: see `KVCacheConfig`."""
+        """Begins to unmap what the policy does not keep: see `KVCacheConfig`."""
         if self.reclaimer.unmaps:
             self.reclaimer.poll()
         config = self.config

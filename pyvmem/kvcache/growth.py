@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""Giving pages to requests: what a growth maps, how long its runs are, and how it ends.
+"""Growing requests: what a growth maps, how long its runs are, and how it ends.
 
-A driver call makes one mapping of a physical run, and a context may have so many mappings
-(`ContextInfo.max_mappings`): on ``stock`` 237,568, which in single pages of 64 KB are 15 GB. So a
+A driver call makes one mapping of a physical run, and a context's mappings are limited
+(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB in single pages of 64 KB. So a
 request that lacks a page gets more than it needs:
 
     0 ................. granted ...... mapped
     | what it has       | surplus      |            mapped ends at a multiple of the run's length
 
 The surplus is mapped and has no owner (slots.py): a later step grants it without a driver call, and
-where memory is short it is unmapped like the pages of a free slot. Nothing fails for want of it.
-How long a run is, as a power of two:
+where memory is short it is unmapped like the pages of a free slot. No call fails because of it.
 
-- a part of what the request has (`KVCacheConfig.growth_fraction`);
-- once an eighth of the mappings is used, at least so much that those left, but for a quarter kept
-  for forks and for pieces that the pool's holes make, are enough for twice the free memory;
-- at most 2 MiB, and for all requests together no more than half of the free memory, or all of it
-  in the second case.
+The length of a run, a power of two:
 
-Where that is not enough, requests are *joined* at a step: what was mapped in pieces and is one
-physical run (growing slots prefer 2 MiB of their own) is mapped again in one piece. On ``stock``
-the addresses have no memory for a moment, so the whole device is waited for first.
+- a fraction of what the request has (`KVCacheConfig.growth_fraction`);
+- once an eighth of the mappings is used, at least so much that the remaining ones can map twice the
+  free memory, with a quarter of the limit kept for forks and for a fragmented pool;
+- at most 2 MiB, and for all requests together at most half of the free memory, or all of it in the
+  second case.
+
+Where that is not enough, requests are *joined* at a step: what was mapped in pieces but is one
+physical run (growing slots prefer 2 MiB of their own) is remapped in one piece. On ``stock`` the
+addresses have no memory for a moment, so the step first waits for the whole device.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ _log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """Rows that new pages begin with, at the same places of their slot.
+    """Initial contents of new pages: rows at the same offsets in their slot.
 
     Attributes:
         addr: where page 0 of the slot is, or would be, in tensor 0.
         stride: bytes between tensors.
-        nbytes: from there to the end of the rows; what is beyond is zero.
+        nbytes: from there to the end of the rows; the rest is zero.
     """
 
     addr: int
@@ -90,19 +91,19 @@ class Source(NamedTuple):
 
 
 class Planner:
-    """Writes the two batches of a `Growth`, each into memory that is used again and again.
+    """Writes the two batches of a `Growth`, each into memory that is reused.
 
     Args:
         layout: where everything lies.
         count: slots of the cache.
-        zero_fill: pages that an earlier owner may have written are zeroed before they are granted.
+        zero_fill: zero pages that an earlier owner may have written before granting them.
 
     Attributes:
         mapping: what the last `plan` wrote.
     """
 
     def __init__(self, layout: Layout, count: int, *, zero_fill: bool) -> None:
-        # Of a slot: small pages, large ones, small ones again, and a fill.
+        # Per slot: small pages, large ones, small ones again, and a fill.
         self.mapping = OpBatch((4 if layout.large_pages else 2) * count)
         self._filling = OpBatch(count)
         self._layout = layout
@@ -117,15 +118,15 @@ class Planner:
         source: Source | None = None,
         goals: Sequence[int] | None = None,
     ) -> list[Piece]:
-        """Writes `mapping`: new pages, and zero-fills of old ones that need not wait.
+        """Writes `mapping`: new pages, and zero-fills of reused ones that need not wait.
 
         Args:
-            want: slots and the pages per tensor that each shall have.
+            want: slots and the pages per tensor that each needs.
             job: gets pieces, grants, handover and counts.
             after: gets the GPU work that the returned fills must follow.
             large: whether whole aligned parts become large pages, where the cache has them.
             source: what the new pages hold; None: zeros.
-            goals: pages per tensor to map for each, what it shall have or more.
+            goals: pages per tensor to map for each: what it needs or more.
 
         Returns:
             The pieces for `filling`.
@@ -176,7 +177,7 @@ class Planner:
         source: Source | None,
         job: Growth,
     ) -> None:
-        """New pages [low, high): large ones for whole aligned parts, and with contents."""
+        """Adds new pages [low, high), with contents: large ones for whole aligned parts."""
         layout = self._layout
         size, first, last = layout.page_size, high, high
         if unit:
@@ -222,17 +223,16 @@ class Planner:
 
 
 class Pager(Journaled):
-    """Grows slots, in the calling thread or in the background, and knows what requests own.
+    """Grows slots, in the calling thread or in the background, and tracks what requests own.
 
     Attributes:
-        columns: the rows that slots hold, and those that they may.
-        capacity: per slot, the longest sequence that the granted pages are enough for; 0 for free
-            slots.
+        columns: the rows that slots hold, and those that they may hold.
+        capacity: per slot, the longest sequence that fits the granted pages; 0 for free slots.
         growths: batches that no `settle` has seen finished.
         granted_pages: pages per tensor granted to requests, all slots together, shared ones and
             those that left a window included.
         runs: how long the runs are that requests grow by.
-        ahead: rows before the end of its pages at which a request gets the next ones.
+        ahead: how many rows before the end of its pages a request gets the next ones.
     """
 
     def __new__(cls, reclaimer: Reclaimer, *args: Any) -> Self:
@@ -261,15 +261,15 @@ class Pager(Journaled):
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self.ahead = 0
         if not (self.layout.state or reclaimer.table.lockstep):
-            # So a request that gets pages ahead has nothing mapped that it was not granted, and no
-            # step that needs no more than it has meets the growth under way.
+            # So a request that gets pages ahead has no mapped page that was not granted, and a step
+            # that needs no more than it has does not meet the growth under way.
             self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
         self._large = Kind(self.layout.large_pages, DEVICE)
         self._outcome = Outcome()  # of `extend`, of which a call makes one
 
     @property
     def used_pages(self) -> int:
-        """Pages per tensor that requests have, wherever these lie; shared ones once."""
+        """Pages per tensor that requests own, in any memory; shared ones once."""
         reclaimer, shared = self.reclaimer, self.reclaimer.shared
         own = self.granted_pages - reclaimer.slid - shared.uses - shared.away_uses
         return own + shared.used
@@ -277,9 +277,9 @@ class Pager(Journaled):
     # ---- numbers from outside --------------------------------------------------------------------
 
     def scan(self, seq_lens: Sequence[int]) -> tuple[array[int], int, list[int]]:
-        """What a step to these numbers comes to.
+        """Validates a step's lengths and finds the slots that lack pages.
 
-        A number below the rows held, 0 among them, asks for nothing: the rows stay.
+        A number below the rows held, such as 0, asks for nothing: the rows stay.
 
         Returns:
             The rows that every slot holds afterwards, their sum, and the slots that lack pages for
@@ -295,7 +295,7 @@ class Pager(Journaled):
         columns = table.index.columns if table.touched else self.columns
         found = columns.scan(lens)
         if isinstance(found, int):
-            try:  # numpy's or torch's integers, or what is no number of tokens
+            try:  # numpy's or torch's integers, or no integers at all
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
@@ -323,9 +323,9 @@ class Pager(Journaled):
     def grow_ahead(self) -> None:
         """Begins to map the next pages of requests that are near the end of theirs.
 
-        From memory that is free, above the watermark, and with mappings that are not scarce;
-        nothing is taken back for it. The pages are as any beyond what is granted: for the requests
-        in a later step, or for who is short.
+        Uses only free memory above the watermark, and only while mappings are not scarce; nothing
+        is reclaimed for it. Like all pages beyond what is granted, they go to the requests in a
+        later step, or to whichever request is short of memory.
         """
         reclaimer, layout = self.reclaimer, self.layout
         kept = reclaimer.low_pages
@@ -349,14 +349,14 @@ class Pager(Journaled):
             _log.debug("growth ahead: %s", error)
 
     def extend(self, *, background: bool, ahead: bool = False) -> bool:
-        """Grows the slots that the last scan found, where that takes one map call and no more.
+        """Grows the slots that the last scan found, where one map call is enough.
 
-        In the background it is begun, else it is done when this returns. This is what most steps
-        come to, so it is not put together from the transactions of mapper.py: planned in C, written
-        into the records, and run in C, which says in one go that it happened.
+        In the background it has begun when this returns, else it is done. Most steps take this
+        path, so it does not use the transactions of mapper.py: C plans it, the records are written,
+        and C runs it and reports that it happened in one call.
 
         Returns:
-            False where there is more to it, or something is short: see `grow`. Nothing changed.
+            False where it takes more, or something is short: see `grow`. Nothing changed.
         """
         if self.layout.large_pages:
             return False
@@ -409,7 +409,7 @@ class Pager(Journaled):
         return True
 
     def _shorten(self, slots: list[Slot], grown: _native.Grown, before: int, held: int) -> None:
-        """Undoes `extend`; the columns are made anew after an undo."""
+        """Undoes `extend`; the columns are rebuilt after an undo."""
         put_all(slots, "mapped", grown.mapped)
         put_all(slots, "granted", grown.granted)
         put(self, "granted_pages", before)
@@ -451,19 +451,20 @@ class Pager(Journaled):
         after: Sequence[Any] = (),
         ahead: bool = False,
     ) -> bool:
-        """Starts to give each slot so many pages per tensor; `settle` completes it.
+        """Begins to grow each slot to so many pages per tensor; `settle` completes it.
 
-        No slot may have a batch in flight. New pages are taken at once: in the background they are
-        promised, else mapped, when this returns. Inactive slots get the pages mapped, not granted.
+        No slot may have a batch in flight. New pages are taken at once: when this returns they are
+        mapped or, in the background, promised. Inactive slots get the pages mapped, not granted.
 
         Args:
-            want: slots and the pages that each shall have.
+            want: slots and the pages that each needs.
             background: on the worker thread; else mapped when this returns.
-            tentative: granted by `settle` alone, although it is mapped: it may yet be given up.
-            reclaim: unmap pages of no owner, and wait for that, when memory is short.
+            tentative: only `settle` grants the pages, although they are mapped: the growth may
+                still be cancelled.
+            reclaim: unmap unowned pages, and wait for that, when memory is short.
             source: what the new pages begin with, in each slot.
             after: GPU work that writes it; waited for here.
-            ahead: see `grow_ahead`; of slots that have what they have mapped.
+            ahead: see `grow_ahead`; for slots that own all that they have mapped.
 
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
@@ -475,7 +476,7 @@ class Pager(Journaled):
             late = self._planner.plan(want, job, writers, source=source, goals=goals)
             grants = job.grants
             if late or ahead:
-                job.grants = []  # no owner's before its old contents are about to be zeroed
+                job.grants = []  # not granted before the zeroing of old contents has begun
             if not len(self._planner.mapping):
                 self._begin(job, granted=not (tentative or late or job.handover))
                 break
@@ -519,16 +520,16 @@ class Pager(Journaled):
         *,
         large: bool,
     ) -> None:
-        """Adds new pages from one on to a fork's batch, with the rows that the parent has there.
+        """Adds new pages from `first` on to a fork's batch, with the parent's rows.
 
         Args:
             ops: the batch.
-            job: gets the pieces; the records get them here.
+            job: gets the pieces; this also writes them into the records.
             first: the first page.
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
-            nbytes: where the rows that are copied end, per tensor.
-            large: a whole large page's worth becomes one.
+            nbytes: where the copied rows end, per tensor.
+            large: a whole large page's worth becomes a large page.
         """
         layout = self.layout
         large_pages = layout.large_pages if large else 0
@@ -542,7 +543,7 @@ class Pager(Journaled):
         self.reclaimer.held += job.new_pages
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
-        """Writes a growth into the records; `granted`: as one that is complete."""
+        """Writes a growth into the records; `granted`: as a complete one."""
         journal = self.journal
         if job.pieces:
             slots, _, mapped = zip(*job.pieces, strict=True)
@@ -564,8 +565,9 @@ class Pager(Journaled):
 
         Args:
             stream: the work that comes next.
-            whole: filled, and earlier owners' work is over, whatever stream comes next.
-            lens: of all slots; what none of these lengths needs is not waited for.
+            whole: wait until the pages are filled and earlier owners' work is over, whatever stream
+                comes next.
+            lens: lengths of all slots; growths that none of them needs are not waited for.
 
         Raises:
             VMemError: the first failure; what failed was undone, the rest is granted.
@@ -585,7 +587,7 @@ class Pager(Journaled):
             raise first
 
     def _is_needed(self, job: Growth, lens: Sequence[int] | None) -> bool:
-        """Whether an owner waits for a growth; for an eager allocation nobody does."""
+        """Whether an owner waits for a growth; an eager allocation has none."""
         if lens is None or job.granted:
             return bool(job.grants)
         capacity = self.capacity
@@ -595,7 +597,7 @@ class Pager(Journaled):
         )
 
     def is_mapped(self, slot: Slot, pages: int) -> bool:
-        """Whether a growth that is over has so many pages for the slot's owner, not granted yet."""
+        """Whether a finished growth has so many pages for the slot's owner, not granted yet."""
         job = slot.job
         return (
             isinstance(job, Growth)
@@ -604,7 +606,7 @@ class Pager(Journaled):
         )
 
     def release(self, slot: Slot) -> None:
-        """Waits until no batch is in flight over the slot's addresses, and it is not stale.
+        """Waits until no batch is in flight over the slot's addresses and the slot is not stale.
 
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
@@ -626,16 +628,16 @@ class Pager(Journaled):
                 self.reclaimer.raise_errors()
 
     def is_slow(self, slot: Slot) -> bool:
-        """Whether what the slot would be granted next must wait for an earlier owner's GPU work."""
+        """Whether the slot's next pages must wait for an earlier owner's GPU work."""
         if slot.granted < min(slot.mapped, slot.dirty) and slot.events:
             slot.events = prune(slot.events)
             return bool(slot.events)
         return False
 
     def is_held_up(self, slot: Slot) -> bool:
-        """Whether `release` would wait; where a stale slot is why, its unmapping is begun.
+        """Whether `release` would wait; begins to unmap the slot if it is stale.
 
-        What it would wait for may be an earlier owner's GPU work.
+        It may wait for an earlier owner's GPU work.
         """
         job = slot.job
         if job is None:
@@ -660,7 +662,7 @@ class Pager(Journaled):
 
         Args:
             pages: physical pages.
-            keep: slots that are to have at least so many pages per tensor.
+            keep: slots that are to keep at least so many pages per tensor.
         """
         share = self.reclaimer.share
         self.finish_idle()
@@ -678,7 +680,7 @@ class Pager(Journaled):
         return False
 
     def could_have(self, pages: int) -> bool:
-        """`can_have`, as far as it can be told without a wait."""
+        """`can_have`, as far as is known without a wait."""
         reclaimer, more = self.reclaimer, self.unsettled({})
         if reclaimer.share is not None:
             more += reclaimer.share.unsettled() // self.layout.page_size
@@ -692,7 +694,7 @@ class Pager(Journaled):
 
         Args:
             keep: slots that are to have at least so many pages per tensor.
-            promoting: of copies that would be given up, and not only of those that were.
+            promoting: count copies that would be cancelled, not only those that were.
         """
         idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
         kept = [max(slot.granted, slot.shared, keep.get(slot, 0)) for slot in idle]
@@ -702,10 +704,10 @@ class Pager(Journaled):
         return pages * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
-        """Whether so many physical pages are free, once what belongs to no request was reclaimed.
+        """Reclaims unowned pages; returns whether so many physical pages are free then.
 
         Raises:
-            VMemError: pages of no request could not be unmapped.
+            VMemError: unowned pages could not be unmapped.
         """
         reclaimer = self.reclaimer
         while (missing := pages - reclaimer.free) > 0:
@@ -732,8 +734,8 @@ class Pager(Journaled):
     ) -> bool:
         """Runs or submits the mapping batch, with the growth in the records; False: no memory.
 
-        `more`: it maps more than is wanted, for which nothing is taken back.
-        `wait_to_grant`: `settle` grants the pages.
+        `more`: it maps more than is needed; nothing is reclaimed for that. `wait_to_grant`:
+        `settle` grants the pages.
         """
         reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
@@ -778,12 +780,12 @@ class Pager(Journaled):
             free = reclaimer.free
             if not self.can_have(pages, keep):
                 return False
-            if reclaimer.free > free:  # copies were given up
+            if reclaimer.free > free:  # copies were cancelled
                 continue
             own = max(0, pages - (reclaimer.limit - reclaimer.held))
             if not reclaimer.make_room(missing, keep, own):
                 reclaimer.raise_errors()
-                if self.reclaimer.table.lockstep:  # the other ranks have them
+                if self.reclaimer.table.lockstep:  # the other ranks have these pages
                     raise OutOfMemory(
                         f"{missing} pages that no request owns did not come back",
                         errno=errno.ENOMEM,
@@ -794,7 +796,7 @@ class Pager(Journaled):
             self._finish(job.slots)
 
     def _finish(self, slots: Sequence[Slot]) -> None:
-        """Waits for the unmapping of slots that lost pages beyond those they are to have."""
+        """Waits until pages beyond what these slots keep are unmapped."""
         for slot in slots:
             if slot.job is not None:
                 self.reclaimer.finish(slot.job)
@@ -802,7 +804,7 @@ class Pager(Journaled):
     def fewer_mappings(
         self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
     ) -> bool:
-        """Brings mappings back: joins what can be joined, else unmaps pages of no request.
+        """Frees mappings: joins what can be joined, else unmaps unowned pages.
 
         `keep`: see `Reclaimer.make_room`; None: nothing is unmapped.
         """
@@ -821,7 +823,8 @@ class Pager(Journaled):
     def _complete(self, job: Growth, stream: Any, whole: bool = False) -> VMemError | None:
         """Waits for a growth, grants its pages or undoes it.
 
-        `whole`: on the CPU, for its fills and for earlier owners' work too; no stream is known.
+        `whole`: wait on the CPU for its fills and for earlier owners' work as well; no stream is
+        known.
         """
         device = None if whole else self.device
         try:
@@ -831,7 +834,7 @@ class Pager(Journaled):
         except VMemError as error:
             self._undo(job, error)
             return error
-        for event in job.handover if job.awaited else ():  # the slot has them for its next owner
+        for event in job.handover if job.awaited else ():  # the slot keeps them for its next owner
             order_after(event, stream, device)
         self.journal.keep(job, "handover", "granted")
         job.handover = []
@@ -850,17 +853,17 @@ class Pager(Journaled):
                 self.reclaimer.errors.append(error)
 
     def _failure(self, job: Growth, error: VMemError | None) -> VMemError | None:
-        """What a caller is to be told of how a growth ended.
+        """The error to raise for how a growth ended, if any.
 
-        One in the background takes its pages late, so others of its context may have been faster.
-        It was undone, and whoever needs the pages finds that by itself. Not on ranks: the others
-        have theirs.
+        A background growth takes its pages late, so other users of its context may have taken them
+        first. It was undone, and a step that needs the pages tries again. Not on several ranks: the
+        others have their pages.
         """
         short = isinstance(error, OutOfMemory) and not self.reclaimer.table.lockstep
         return None if short or job.ahead else error
 
     def grant(self, slot: Slot, pages: int) -> None:
-        """Makes pages that are mapped the owner's."""
+        """Gives mapped pages to the slot's owner."""
         if pages <= slot.granted:
             return
         self.granted_pages += pages - slot.granted
@@ -868,7 +871,7 @@ class Pager(Journaled):
         self._set_capacity(slot, pages)
 
     def _grant_all(self, job: Growth) -> None:
-        """`grant` to those owners of a growth that are still there."""
+        """`grant` for the owners of a growth that are still there."""
         found = [
             (slot, pages, pages - slot.granted)
             for slot, owner, pages in job.grants
@@ -895,7 +898,7 @@ class Pager(Journaled):
         self._set_capacity(slot, pages)
 
     def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
-        """What a slot has once pages at its end are gone, and shared ones are its own."""
+        """Sets what a slot has once pages at its end are gone, and shared ones are its own."""
         slot.dirty = min(max(slot.dirty, slot.granted), mapped)
         self.granted_pages += granted - slot.granted
         slot.span, slot.mapped, slot.granted = span, mapped, granted
@@ -907,9 +910,9 @@ class Pager(Journaled):
         The shared ones get references of the slot and of the request.
 
         Args:
-            slot: without a page, or with the first ones of the span.
+            slot: a free slot with no page, or with the first ones of the span.
             span: the shared pages.
-            pages: that the request has, all together.
+            pages: pages that the request owns in total.
             mapped: pages that the slot has from now on.
             head: the page that the span begins at; those before it left a window.
         """
@@ -928,7 +931,7 @@ class Pager(Journaled):
         self._set_capacity(slot, pages)
 
     def revoke(self, slot: Slot) -> None:
-        """Takes an owner's pages out of the counts, before the slot is freed."""
+        """Removes an owner's pages from the counts, before the slot is freed."""
         self.granted_pages -= slot.granted
         self._set_capacity(slot, 0)
 
@@ -938,7 +941,7 @@ class Pager(Journaled):
         capacity[index] = self.layout.capacity(pages) if pages else 0
 
     def rebuild(self) -> None:
-        """Counts again, by the slots, what is granted."""
+        """Recounts what is granted, slot by slot."""
         self.granted_pages = 0
         for slot in self.reclaimer.table:
             self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
@@ -950,9 +953,9 @@ class Pager(Journaled):
         self.journal.put_all(job.slots, "job", [None] * len(job.slots))
 
     def _undo(self, job: Growth, error: VMemError) -> None:
-        """Takes a failed growth back into the records; libvmem has undone the mapping."""
+        """Undoes a failed growth in the records; libvmem has undone the mapping."""
         if job.filling is not None:
-            _failed(job.filling)  # waited for alone: it touches pages that were there before
+            _failed(job.filling)  # only waited for: it touches pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, high in job.pieces:
                 slot.mapped = low
@@ -965,7 +968,7 @@ class Pager(Journaled):
 
 
 def _failed(ticket: Any) -> bool:
-    """Waits for a batch and tells whether it failed."""
+    """Waits for a batch; returns whether it failed."""
     try:
         ticket.wait()
     except VMemError:
@@ -973,20 +976,20 @@ def _failed(ticket: Any) -> bool:
     return False
 
 
-_RUN_BYTES = 2 << 20  # pages of the GPU's page tables: longer runs save little
-_CROWDED = 8  # with a part of 1 / _CROWDED of the mappings used, runs get longer
-_LOOKS = 64  # the count of mappings is read again after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # driver calls of one step that joins, unless it would have to say -1
-_LEAST = 4  # calls of a tensor that joining is worth while for
+_RUN_BYTES = 2 << 20  # what one entry of the GPU's page tables covers: longer runs save little
+_CROWDED = 8  # with 1 / _CROWDED of the mappings used, runs get longer
+_LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
+_JOINS = 512  # driver calls of one step that joins, unless it would have to return -1
+_LEAST = 4  # map calls of a tensor from which joining is worthwhile
 
 
 class Runs:
-    """Chooses lengths and joins; one for a cache.
+    """Chooses run lengths and joins runs; one per cache.
 
     Attributes:
-        limit: mappings that the context may have; 0: any number.
-        joins: above `join_at` used mappings `join` is to be called; False: never.
-        refused: why the last growth found no mapping; "": nobody has to be told.
+        limit: the most mappings that the context may have; 0: no limit.
+        joins: whether to call `join` with more than `join_at` mappings used.
+        refused: why the last growth found no mapping; "": nothing to report.
     """
 
     def __init__(
@@ -1010,12 +1013,12 @@ class Runs:
         self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
         self._used = self._seen = 0  # mappings, and pages grown when they were counted
         self._count()
-        # Hints: an exception from outside may leave them wrong, and only choices hang on them.
-        # By slot: map calls of each tensor since its pages were last one piece for each run, and
-        # the pages that are.
+        # Hints: an exception from outside may leave them wrong; only choices depend on them. By
+        # slot: map calls of each tensor since its pages were last joined, and the pages that are
+        # joined.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
-        self._active = self._changes = -1  # requests, and the table's changes when counted
+        self._active = self._changes = -1  # requests, and table changes when they were counted
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
         columns.runs.longest = self._longest if self._fraction else 1
         columns.runs.fraction = self._fraction
@@ -1024,7 +1027,7 @@ class Runs:
 
     @property
     def used(self) -> int:
-        """Mappings of the context, or a few more: each page that has come since may be one."""
+        """Mappings of the context, or a few more: each page mapped since may be one."""
         grown = self._counters.grown - self._seen
         return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
 
@@ -1037,9 +1040,9 @@ class Runs:
     # ---- growth ----------------------------------------------------------------------------------
 
     def look(self, kept: int = 0) -> None:
-        """Tells `Columns.plan` what there is, for the growth that comes next.
+        """Tells `Columns.plan` what is free, for the next growth.
 
-        `kept`: physical pages that it must leave.
+        `kept`: physical pages that the growth must leave free.
         """
         runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
         free = reclaimer.limit - reclaimer.held if reclaimer.share is None else reclaimer.free
@@ -1056,7 +1059,7 @@ class Runs:
         runs.left = max(1, self.limit * 3 // 4 - used) if crowded else 0
 
     def goals(self, want: Sequence[tuple[Slot, int]], kept: int = 0) -> list[int] | None:
-        """Pages per tensor to map for each slot, at least what it shall have; None: just that.
+        """Pages per tensor to map for each slot, at least what it needs; None: exactly that.
 
         `kept`: see `look`.
         """
@@ -1064,7 +1067,7 @@ class Runs:
         if runs.longest == 1:
             return None
         self.look(kept)
-        # What is mapped for nobody does not run ahead.
+        # Slots without an owner get no surplus.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []
         for place, (slot, pages) in enumerate(want):
@@ -1085,7 +1088,7 @@ class Runs:
         return goals
 
     def ahead(self, count: int, pages: int, mapped: int, head: int) -> list[int]:
-        """`goals` of so many new requests that shall have `pages` each, and have some mapped."""
+        """`goals` of so many new requests that need `pages` each and have some mapped."""
         goals = [pages] * count
         if self._columns.runs.longest == 1:
             return goals
@@ -1093,15 +1096,15 @@ class Runs:
         return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:
-        """Notes new pages, where the number of mappings is limited."""
+        """Records new pages, where the number of mappings is limited."""
         for slot, low, _ in pieces:
             self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
             self._joined[slot.index] = min(self._joined[slot.index], low)
 
     def needed(self, lengths: Sequence[int]) -> int:
-        """Mappings of new requests of so many pages per tensor: runs of 2 MiB, and one more each.
+        """Mappings for new requests of so many pages per tensor: runs of 2 MiB, and one more each.
 
-        0 where any number can be had.
+        0 where mappings are not limited.
         """
         table = self._table
         if not self.limit or table.lockstep or len(table.free) == len(table):
@@ -1110,7 +1113,7 @@ class Runs:
         return runs * self._layout.num_tensors
 
     def obtainable(self) -> int:
-        """Mappings that come back with the pages of free slots, and what joining gives."""
+        """Mappings that unmapping free slots and joining would free."""
         found = 0
         for slot in self._table:
             calls = min(self._calls[slot.index], slot.mapped)
@@ -1120,7 +1123,7 @@ class Runs:
         return found * self._layout.num_tensors
 
     def holders(self) -> tuple[int, int]:
-        """Mappings that pages of requests take, about, and those of pages of no request."""
+        """Approximate mappings of pages that requests own, and of unowned pages."""
         found = [0, 0]
         for slot in self._table:
             found[not slot.active] += min(self._calls[slot.index], slot.mapped)
@@ -1134,13 +1137,13 @@ class Runs:
     # ---- joining ---------------------------------------------------------------------------------
 
     def join(self, stream: Any) -> None:
-        """Joins what makes the most room, where too many mappings are used; a part in each step."""
+        """Joins what frees the most mappings, where too many are used; some in each step."""
         self._stream = stream
         if self._count() > self.join_at:
             self._join(self._used - self.join_at + self.limit // 16, _JOINS)
 
     def relieve(self) -> bool:
-        """Joins all that can be joined, now; whether there are fewer mappings."""
+        """Joins all that can be joined, now; returns whether there are fewer mappings."""
         if not self.joins:
             return False
         before = self._count()
@@ -1148,7 +1151,7 @@ class Runs:
         return self._used < before
 
     def _join(self, spare: int, most: int) -> None:
-        """Joins slots, most pieces first: for `spare` mappings fewer, in `most` calls or so."""
+        """Joins slots, most pieces first, to free `spare` mappings in about `most` calls."""
         tensors = self._layout.num_tensors
         slots = [slot for slot in self._table if self._can_join(slot)]
         if not slots:
@@ -1162,7 +1165,7 @@ class Runs:
                 spare -= (self._calls[slot.index] - 1) * tensors
                 try:
                     most -= self._join_slot(slot)
-                except Busy:  # somebody reads the range
+                except Busy:  # the range is being read
                     continue
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
@@ -1171,7 +1174,7 @@ class Runs:
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
-        _log.debug("consolidation: %d mappings, were %d", self._count(), before)
+        _log.debug("consolidation: %d mappings, down from %d", self._count(), before)
 
     def _can_join(self, slot: Slot) -> bool:
         return (
@@ -1183,11 +1186,11 @@ class Runs:
         )
 
     def _pieces(self, slot: Slot) -> int:
-        """Runs of a slot's tensor that joining would leave, those that are joined left out."""
+        """Runs per tensor that joining a slot would leave, not counting joined ones."""
         return -(-(slot.mapped - self._first(slot)) // self._chunk)
 
     def _first(self, slot: Slot) -> int:
-        """The first page to join: the 2 MiB that were joined last may go on."""
+        """The first page to join: the last joined run of 2 MiB may have grown."""
         joined = min(self._joined[slot.index], slot.mapped)
         return max(joined // self._chunk * self._chunk, slot.shared)
 
@@ -1206,5 +1209,5 @@ class Runs:
         return calls
 
     def _wait(self) -> None:
-        """Waits for all work on the device, of whatever stream."""
+        """Waits for all work on the device, on every stream."""
         wait_for_device(self._stream, self._device)

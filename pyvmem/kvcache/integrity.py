@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Statistics, snapshots and the integrity check: reads a cache, changes nothing."""
+"""Statistics, snapshots and the integrity check: read-only."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def check_together(groups: Sequence[Group]) -> list[str]:
 def _check_pages(group: Group, slot: Slot) -> list[str]:
     """Compares a slot's pages with the context's own view, in every tensor.
 
-    What a batch in flight is changing is not looked at: [low, high) of its pieces may be either.
+    Skips what a batch in flight is changing: [low, high) of its pieces may be mapped or not.
     """
     layout = group.layout
     size = layout.page_size
@@ -249,7 +249,7 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
         end = job.high
     elif isinstance(job, Growth) and not job.granted:
         sure = min([slot.mapped, *(low for other, low, _ in job.pieces if other is slot)])
-    # A stale slot's pages may be as its earlier owner had them.
+    # A stale slot's pages may still be its earlier owner's.
     shared, how = min(slot.shared, sure), "mapped" if slot.writer else "read-only"
     ranges = [
         (0, gone, "not mapped"),

@@ -12,8 +12,8 @@ So the same pages of one slot in every tensor are `num_tensors` pieces, `tensor_
 operation of a batch. A row need not divide a page (384 bytes in 64 KiB): rows cross page borders,
 and a slot of n pages holds ``n * page_size // row_bytes`` whole rows.
 
-Where a request has a state (`KVCacheConfig.state`), a slot is one row, which it has as a whole from
-its first token on: it holds tokens as it does elsewhere, and no number of them asks for more pages.
+Where a request has a state (`KVCacheConfig.state`), a slot is one row, whole from the first token
+on: the request still counts its tokens, but more tokens never need more pages.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _spaced(used: int, page_size: int, large: int) -> int:
-    """The distance of slots of so many bytes.
+    """The distance between slots of `used` bytes.
 
-    Slots that start on 2 MiB let a run of small pages become one big mapping; taken where it costs
-    at most an eighth more addresses. Large pages need slots that start on their size.
+    Slots aligned to 2 MiB let a run of small pages become one big mapping; done where it costs at
+    most an eighth more addresses. Large pages need slots aligned to their size.
     """
     if large:
         return _round_up(used, large)
@@ -51,22 +51,23 @@ class Layout:
 
     Attributes:
         page_size: bytes of a page.
-        large_pages: pages that a large page stands for; 0: there are none.
+        large_pages: small pages in a large page; 0: there are no large pages.
         num_tensors: for every `group_size` layers two, K, then V; or one (`tensors_per_layer`).
         row_bytes: one token, or the state, in one tensor.
-        state: a slot is one row, whatever tokens the request holds.
+        state: a slot is one row, however many tokens the request holds.
         max_rows: tokens that a slot can hold.
         slot_pages: pages per tensor of a full slot.
         slot_bytes: distance between slots of one tensor.
         tensor_bytes: distance between tensors.
         total_bytes: of the reservation.
-        overread: rows past every length that are mapped, too.
-        guard: further rows past the length that a prefill leads to.
-        capacity: the longest sequence that so many pages per tensor are enough for.
+        overread: rows past every length that are also mapped.
+        guard: further rows mapped past the length after a prefill.
+        capacity: the longest sequence that fits in so many pages per tensor.
 
     Raises:
-        InvalidArgument: the addresses needed exceed what a process has; slots are to be packed and
-            a full one is not whole pages, or not whole large ones; large pages are not larger.
+        InvalidArgument: the addresses needed exceed what a process has; packed slots that are not
+            whole pages, or not whole large ones; a large page size that is not larger than the page
+            size.
     """
 
     def __init__(self, config: KVCacheConfig, page_size: int) -> None:
@@ -114,7 +115,7 @@ class Layout:
             )
 
     def bytes_for(self, seq_len: int) -> int:
-        """Bytes per tensor that `seq_len` tokens are kept in, from the slot's first on."""
+        """Bytes per tensor that `seq_len` tokens take, from the start of the slot."""
         return self.row_bytes * (min(1, seq_len) if self.state else seq_len)
 
     def pages_for(self, seq_len: int) -> int:
@@ -125,7 +126,7 @@ class Layout:
         return -(-rows * self.row_bytes // self.page_size)
 
     def guarded(self, seq_len: int) -> int:
-        """The tokens that `pages_for` is to be asked about for a prefill up to `seq_len`."""
+        """The argument for `pages_for` for a prefill up to `seq_len` tokens."""
         return max(seq_len, min(seq_len + self.guard, self.max_rows)) if seq_len > 0 else 0
 
     def pages_for_step(self, held: int, seq_len: int) -> int:
@@ -140,7 +141,7 @@ class Layout:
         return self.max_rows if rows >= self.max_rows else max(0, rows - self.overread)
 
     def window_page(self, seq_len: int) -> int:
-        """The first page that a request of so many tokens needs, to go on; 0 without a window."""
+        """The first page that a request of so many tokens still needs; 0 without a window."""
         config = self.config
         if not config.window:
             return 0
@@ -152,7 +153,7 @@ class Layout:
         return tensor * self.tensor_bytes + slot * self.slot_bytes + page * self.page_size
 
     def describe(self, place: Any, base: int) -> None:
-        """Writes it into a struct pyvmem_place, for `Columns`; `base`: of the reservation."""
+        """Writes the layout into a struct pyvmem_place for `Columns`; `base`: the reservation's."""
         place.base = base
         place.tensors = self.num_tensors
         place.prefill = PREFILL_TOKENS

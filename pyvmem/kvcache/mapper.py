@@ -6,8 +6,8 @@
         slot.mapped = keep
         change.submit(ops, after=slot.events)       # the act
 
-Where the act fails, or an exception comes from outside before it is made, the records are as
-before; once it is made they are as intended, whatever comes next (journal.py).
+If the act fails, or an exception from outside comes before it, the records are as before; after it
+they are as intended, whatever happens next (journal.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Transaction:
 
     @property
     def ticket(self) -> Ticket:
-        """The batch's ticket, which the records name before it is submitted."""
+        """The batch's ticket; the records refer to it before the batch is submitted."""
         if self._ticket is None:
             self._ticket = Ticket(self._context)
         return self._ticket
@@ -79,7 +79,7 @@ class Mapper:
     """A cache's access to its context.
 
     Attributes:
-        transaction: makes a change of the records and of the mappings, both or neither.
+        transaction: changes records and mappings together, both or neither.
     """
 
     def __init__(self, context: Context, journal: Journal) -> None:
@@ -88,39 +88,39 @@ class Mapper:
         self.transaction = partial(Transaction, context, journal)
 
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
-        """A batch whose intent is in the records already, or that needs none."""
+        """Runs a batch whose intent is already in the records, or that needs none."""
         with self.transaction() as change:
             change.run(ops, after)
 
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
-        """A handle to mapped pages; dropped at the end of the call unless the records name it."""
+        """A handle to mapped pages; dropped at the end of the call unless the records use it."""
         pages = Pages(self.context, Outcome(), size * count)
         self.journal.held.append(pages)
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
-        """Drops a handle that the records name no longer."""
+        """Drops a handle that the records no longer refer to."""
         self.journal.must(pages.abandon)
 
     def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
-        """Drops part of a handle, which the records name no longer; nothing changed on failure."""
+        """Drops a part of a handle that the records no longer use; on failure nothing changed."""
         outcome = Outcome()
         self.journal.act(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
-        """Addresses; given back at the end of the call unless the records name them."""
+        """Reserves addresses; freed at the end of the call unless the records refer to them."""
         found = Reservation(self.context, Outcome())
         self.journal.held.append(found)
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     def close(self, addresses: Reservation) -> None:
-        """Gives addresses back that the records name no longer, with what is mapped there."""
+        """Frees addresses that the records no longer refer to, with what is mapped there."""
         self.journal.must(addresses.abandon)
 
-    # ---- what changes no records -----------------------------------------------------------------
+    # ---- calls that change no records ------------------------------------------------------------
 
     def query(self, addr: int) -> RangeInfo:
         """See `Context.query`."""
@@ -132,9 +132,9 @@ class Mapper:
 
 
 class Scratch:
-    """Temporary reservations; the last one is kept, since most moves are of one size.
+    """Temporary reservations; the last one is kept, since most moves have the same size.
 
-    They are plain where the back end has that: visible addresses are scarce, and only libvmem
+    They are plain where the back end supports that: visible addresses are scarce, and only libvmem
     accesses these.
 
     Args:
@@ -149,10 +149,10 @@ class Scratch:
         self._full: list[Reservation] = []  # pages in them could not be unmapped
 
     def take(self, nbytes: int) -> Reservation:
-        """Addresses with no memory behind them, at least so many bytes.
+        """Unmapped addresses, at least so many bytes.
 
         Raises:
-            VMemError: none can be had.
+            VMemError: none are available.
         """
         self.retry()
         kept = self._kept
@@ -173,10 +173,10 @@ class Scratch:
             self._kept = addresses
         else:
             self._mapper.close(addresses)
-        self._mapper.journal.named(addresses)  # or nobody's by now
+        self._mapper.journal.named(addresses)  # or unowned by now
 
     def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
-        """Takes back addresses and unmaps their first `nbytes`; retried later where that fails."""
+        """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later."""
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:

@@ -21,44 +21,44 @@ class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
 
     Attributes:
-        total_pages: pages that the cache may have; always free + cached + active. Of a `Budget`:
-            now, so less while other caches have more than their floors.
+        total_pages: pages that the cache may have; always free + cached + active. With a `Budget`,
+            the present number: lower while other caches hold more than their floors.
         free_pages: pages that it could take without reclaiming any.
-        cached_pages: mapped pages that no request owns: of free slots, beyond what an active slot
-            was granted, promised by a growth in flight, on their way back, or of recorded prefixes
+        cached_pages: unowned pages that are mapped: those of free slots, beyond what an active slot
+            was granted, promised by a growth in flight, being unmapped, or of recorded prefixes
             that no request uses.
         ahead_pages: of the cached ones, those mapped for running requests beyond what they need
             (`KVCacheConfig.growth_fraction`).
         active_pages: pages that requests own; one that several share is counted once.
         shared_pages: pages, active or cached, that are mapped read-only or recorded.
-        large_pages: pages, active or cached, that large ones stand for.
-        moving_pages: cached pages that pages on their way are copied to.
+        large_pages: pages, active or cached, that are part of large ones.
+        moving_pages: cached pages that are the targets of copies under way.
         host_pages, peer_pages: pages that lie in host memory and in peer devices; no other number
             here counts them.
         prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
         mapped_bytes: cached and active pages.
-        used_bytes: rows that requests hold; shared ones once.
-        wasted_bytes: active pages without the rows that hold tokens (internal fragmentation).
+        used_bytes: bytes of rows that requests hold; shared ones once.
+        wasted_bytes: bytes of active pages that hold no token (internal fragmentation).
         peak_mapped_bytes, peak_used_bytes, peak_wasted_bytes: the highest so far.
         active_slots, cached_slots, empty_slots, broken_slots: slots by state; cached ones are free
             and have pages.
-        segments: pieces of mappings in the cache's addresses as the back end sees them; the fewer,
-            the longer its runs.
+        segments: separate mappings in the cache's addresses as the back end sees them; fewer means
+            longer runs.
         mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
         steps, steps_async: calls that returned 0.
         short: calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
-        reused_pages: pages granted to a request that were mapped already.
-        moved_pages: pages that took the place of others under the same addresses.
-        promoted_pages: pages that `KVCache.promote` gave a large page, or mapped in one piece.
-        evicted_pages: pages of recorded prefixes that were taken out.
+        reused_pages: pages granted to a request that were already mapped.
+        moved_pages: pages that replaced others at the same addresses.
+        promoted_pages: pages that `KVCache.promote` replaced by large ones or mapped in one piece.
+        evicted_pages: pages of evicted prefixes.
         prefix_queries, prefix_query_tokens: prompts that were looked up, and their tokens.
-        prefix_hits, prefix_hit_tokens: those of which something was recorded, and how much.
-        prefix_resumed: requests that went on in a slot where all of their prefix was mapped.
+        prefix_hits, prefix_hit_tokens: the prompts with a recorded prefix, and the tokens found.
+        prefix_resumed: requests that resumed in a slot where their whole prefix was still mapped.
         waits: times that a call waited for mapping, filling or reclaiming.
-        wait_ns: time spent so.
+        wait_ns: time spent in them.
         wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
-            ``2**k`` nanoseconds, the last one all that were longer, too.
+            ``2**k`` nanoseconds; the last item also counts all longer ones.
         last_wait_ns: the last `step`'s part of it.
         driver_calls: map, unmap, fill and slab calls since the cache was made (of its whole
             context).
@@ -125,9 +125,9 @@ class SlotInfo:
         state: "active", "cached" (free, with pages), "empty" (free, without) or "broken".
         seq_len: tokens whose rows it holds.
         granted_pages: pages that the owner may use, without those that left its window.
-        mapped_pages: pages there, or promised by a growth in flight.
+        mapped_pages: pages mapped, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.
-        large_pages: of the mapped ones, those that large pages stand for.
+        large_pages: of the mapped ones, those that are part of large pages.
         away_pages: of the mapped ones, those that do not lie in the device.
         moving_pages: of the mapped ones, those that a later `step` replaces.
         in_flight: a batch over the slot's addresses is not finished.
@@ -167,7 +167,7 @@ _SAME = (
 
 
 def together(each: Sequence[CacheStats], room: int) -> CacheStats:
-    """Of groups with the same requests and one budget; `_SAME` are those of the first.
+    """Sums over groups with the same requests and one budget; `_SAME` fields are the first's.
 
     `room`: pages that the budget has for them.
     """

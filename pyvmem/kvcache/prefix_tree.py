@@ -2,22 +2,22 @@
 """A radix tree over token ids: recorded prefixes, and the longest match of a prompt.
 
 The order of use holds every node that may be evicted, and a node always follows its children: a use
-moves the whole path to the end, the deepest node first. So the first of the order has no children,
-and eviction needs no search. Pinned nodes and their ancestors stand outside it.
+moves the whole path to the end, the deepest node first. So the first node in the order has no
+children, and eviction needs no search. Pinned nodes and their ancestors are not in it.
 
-Ids are compared in whole *units*, the tokens that can be shared with one another request: fewer
-would begin in the middle of a page. A node holds a run of units, and the caller's *span* for them
+Ids are compared in whole *units*, the smallest number of tokens that requests can share: fewer
+would end in the middle of a page. A node holds a run of units, and the caller's *span* for them
 (the pages that hold their keys and values). The first unit of a run tells children apart:
 
     root --[system prompt: 6 units]--+--[question A: 2 units]
                                      +--[question B: 3 units]--[next turn: 4 units]
 
-Every namespace (`TokenIds.namespace`) has a root of its own; order, counts and eviction are of all.
-A run that a new prefix leaves in its middle is split; both halves get a part of the span. The node
-stays the lower half, so that what was said of it (its end, a pin) stays true. Eviction takes
-leaves, least recently used first (`Order`).
+Every namespace (`TokenIds.namespace`) has its own root; order, counts and eviction cover all of
+them. A run is split where a new prefix diverges in its middle; both halves get a part of the span.
+The old node becomes the lower half, so that its end and its pins stay valid. Eviction takes leaves,
+least recently used first (`Order`).
 
-The tree knows nothing of memory and calls no driver. No locks: the caller's.
+The tree knows nothing about memory and calls no driver. The caller locks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ MAX_ID = (1 << 32) - 1
 class TokenIds:
     """A sequence of token ids in the form that `PrefixTree` compares. Immutable.
 
-    Made once for a prompt and used in several calls, it saves their conversion, which takes longer
-    than the comparison: `vmem bench prefixes` measures both.
+    Made once per prompt and used in several calls, it saves converting the ids again, which takes
+    longer than comparing them: `vmem bench prefixes` measures both.
 
     Args:
         tokens: ids from 0 to 2**32 - 1: a list or another sequence of whole numbers, an
@@ -63,11 +63,11 @@ class TokenIds:
             is copied, which waits for its stream), or a `TokenIds`.
         namespace: what the keys and values depend on besides the ids: an adapter, an image, a
             tenant. Equal ids of different namespaces are different prefixes. None, the default, is
-            a namespace too; of a `TokenIds` that is given without one, its own is taken.
+            a namespace too; a `TokenIds` passed without one keeps its own.
 
     Raises:
         InvalidArgument: an id out of range, no whole number, more than one dimension, or text; a
-            namespace that cannot be hashed, or another one than that of the `TokenIds` given.
+            namespace that cannot be hashed, or that differs from that of the given `TokenIds`.
     """
 
     __slots__ = ("data", "namespace")
@@ -81,14 +81,14 @@ class TokenIds:
 
     @classmethod
     def of(cls, tokens: Any, namespace: Hashable = None) -> TokenIds:
-        """`tokens` itself where it is one already, of that namespace."""
+        """`tokens` itself if it is a `TokenIds` of that namespace already."""
         if isinstance(tokens, cls) and (namespace is None or namespace == tokens.namespace):
             return tokens
         return cls(tokens, namespace)
 
     @classmethod
     def from_bytes(cls, data: bytes, namespace: Hashable = None) -> TokenIds:
-        """Ids that are there as native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
+        """Ids from native 32-bit words. InvalidArgument: not a multiple of 4 bytes."""
         if len(data) % ID_BYTES:
             raise invalid(f"{len(data)} bytes are not a whole number of ids of {ID_BYTES} bytes")
         out = object.__new__(cls)
@@ -120,7 +120,7 @@ class TokenIds:
 
 
 def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
-    """The namespace of ids that are given with one, or bring their own."""
+    """The namespace passed with the ids, or their own."""
     try:
         hash(namespace)
     except TypeError:
@@ -134,7 +134,7 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
 def _encode(tokens: Any) -> bytes:
     if isinstance(tokens, TokenIds):
         return tokens.data
-    if hasattr(tokens, "is_floating_point"):  # torch's; numpy has no bfloat16 to refuse it by
+    if hasattr(tokens, "is_floating_point"):  # torch's; numpy does not know bfloat16
         if tokens.is_floating_point():
             raise invalid(f"token ids must be whole numbers, not a tensor of {tokens.dtype}")
         tokens = tokens.detach().cpu().numpy()
@@ -163,7 +163,7 @@ def _encode_numpy(tokens: Any) -> bytes:
 
 
 def _wrong(tokens: Sequence[Any]) -> Exception:
-    """What to raise for a sequence that is refused: names the first element at fault."""
+    """The error for an invalid sequence; names the first bad element."""
     for place, value in enumerate(tokens):
         try:
             array("I", [value])
@@ -183,10 +183,10 @@ def _brief(value: Any) -> str:
 
 
 class Change(NamedTuple):
-    """Units that came or went.
+    """Units that were recorded or evicted.
 
     Attributes:
-        stored: they came.
+        stored: they were recorded.
         ids: the prefix that ends with them.
         first: the first of them; those before it are as they were.
     """
@@ -197,7 +197,7 @@ class Change(NamedTuple):
 
 
 class Span(Protocol):
-    """What a tree keeps for a run of units: the caller's, opaque but for this."""
+    """The caller's payload for a run of units, opaque except for this."""
 
     @property
     def pages(self) -> int:
@@ -224,7 +224,7 @@ class Node(Generic[S]):
         parent: None for a root, and for a node that left the tree.
         units: length of the run.
         end: tokens from the first of the prefix to the last of this run.
-        pins: `PrefixTree.pin` calls on this node without their `unpin`.
+        pins: `PrefixTree.pin` calls on this node not yet undone by `unpin`.
     """
 
     __slots__ = (
@@ -260,7 +260,7 @@ class Node(Generic[S]):
 
     @property
     def is_leaf(self) -> bool:
-        """Nothing recorded goes on from it."""
+        """No recorded prefix continues from it."""
         return not self._children
 
     @property
@@ -306,7 +306,8 @@ class Match(Generic[S]):
 
     Attributes:
         length: tokens, a multiple of the unit.
-        parts: the spans in order, each with the units used of it: all, but perhaps of the last.
+        parts: the spans in order, each with the number of its units that match: all, except perhaps
+            in the last.
         node: the last span's node; the root for no match.
     """
 
@@ -320,7 +321,7 @@ class Inserted(Generic[S]):
     """What `PrefixTree.insert` did.
 
     Attributes:
-        node: the node that holds the last whole unit; the root where there is not one.
+        node: the node that holds the last whole unit; the root if there is none.
         length: tokens of the prefix that the tree now holds, a multiple of the unit.
         start: of these, those that it held before; `length` when nothing is new.
     """
@@ -393,7 +394,7 @@ class Order(Generic[S]):
             step = step.parent
 
     def unlock(self, node: Node[S]) -> None:
-        """Takes a pin back; `touch` must follow, which puts the free part of the path in."""
+        """Removes a pin; `touch` must follow, which puts the unlocked part of the path back."""
         node.pins -= 1
         step: Node[S] | None = node
         while step is not None:
@@ -406,7 +407,7 @@ class Order(Generic[S]):
 def walk(
     root: Node[S], data: bytes, end: int, width: int
 ) -> tuple[Node[S], list[tuple[S, int]], int]:
-    """Walks down the tree as far as it agrees with `data`.
+    """Walks down the tree as far as it matches `data`.
 
     Args:
         root: where to begin.
@@ -415,8 +416,8 @@ def walk(
         width: bytes of a unit.
 
     Returns:
-        The last node; the spans on the way, each with the units of it that agree; the bytes that
-        agree.
+        The last node; the spans on the way, each with the number of its units that match; the bytes
+        that match.
     """
     node, at = root, 0
     parts: list[tuple[S, int]] = []
@@ -439,7 +440,7 @@ def walk(
 def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     """Units that a run and the ids have in common; the first one is known to be.
 
-    Bisection: each half is compared as a whole, and only one of the halves is looked at again.
+    Bisection: compares half of the range at once, then continues in one half.
     """
     low, high = 1, min(len(run), end - at) // width
     while low < high:
@@ -451,25 +452,26 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     return low
 
 
-_MAX_UNIT = 1 << 30  # tokens; a bound that stops arithmetic on nonsense
+_MAX_UNIT = 1 << 30  # tokens; a bound that catches nonsense
 
 
 class PrefixTree(Generic[S]):
     """Prefixes and the spans that hold them. Not thread-safe.
 
-    Every method that takes tokens takes what `TokenIds` takes. Tokens past the last whole unit
-    are left out.
+    Every method that takes tokens takes what `TokenIds` takes. Tokens past the last whole unit are
+    ignored.
 
     Args:
         unit: tokens in a unit, at least 1.
-        log: a journal's entries (journal.py), which get how each change is taken back; None: no
-            such changes are asked for.
+        log: a journal's entries (journal.py), which record how to undo each change; None: changes
+            are never undone.
 
     Attributes:
         root: the empty prefix without a namespace.
-        roots: by namespace; those of others come with their first prefix and go with their last.
+        roots: by namespace; those other than `root` exist while they have a prefix.
         nodes, tokens, pages: in the tree.
-        changes: what came and went, for a reader that empties it; None: there is none.
+        changes: what was recorded and evicted, for a reader that empties the list; None: there is
+            no reader.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
@@ -499,8 +501,8 @@ class PrefixTree(Generic[S]):
 
         Args:
             tokens: the prompt.
-            limit: compare so many tokens at most. An engine that must compute the last token gives
-                the length less one.
+            limit: the most tokens to compare. An engine that must compute the last token passes the
+                length less one.
             pin: pin `Match.node`. A run that matches in part is split there, so that the pin keeps
                 no more than what matched.
 
@@ -575,7 +577,7 @@ class PrefixTree(Generic[S]):
         self._order.lock(node)
 
     def unpin(self, node: Node[S]) -> None:
-        """Takes one `pin` back. Counts as a use.
+        """Undoes one `pin`. Counts as a use.
 
         Raises:
             InvalidArgument: the node is not pinned.
@@ -590,18 +592,17 @@ class PrefixTree(Generic[S]):
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
-        """Gives a node another span, of as many pages; the caller owns the one that it had."""
+        """Gives a node another span with as many pages; the caller then owns the old one."""
         self._keep(node, "_span")
         node._span = span
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until so many pages are out of the tree.
 
-        The last leaf is cut, not taken whole, where its first units are not needed for that, unless
-        `whole` says otherwise.
+        The last leaf loses only as many units at its end as needed, unless `whole`.
 
-        Returns their spans, in the order of eviction; fewer pages than asked for when the rest is
-        pinned. The caller owns them. InvalidArgument: `pages` is negative.
+        Returns their spans, in the order of eviction; fewer pages than requested when the rest is
+        pinned. The caller then owns the spans. InvalidArgument: `pages` is negative.
         """
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
@@ -635,17 +636,17 @@ class PrefixTree(Generic[S]):
             yield from nodes
 
     def eviction_order(self) -> list[Node[S]]:
-        """The nodes that may be evicted, first the one that is next."""
+        """The nodes that may be evicted, the next one first."""
         return list(self._order.nodes)
 
     def check(self) -> list[str]:
-        """Compares the tree with itself: every contradiction found, in words. Cost: all nodes."""
+        """Checks the tree's invariants; returns every contradiction, as text. Cost: all nodes."""
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def rebuild(self, pins: Iterable[Node[S]]) -> None:
-        """Counts and orders again after changes were taken back; `pins` names a node for each."""
+        """Rebuilds counts and order after changes were undone; `pins` names a node for each pin."""
         nodes = list(self)
         self.nodes = len(nodes)
         self.tokens = sum(node.units for node in nodes) * self.unit
@@ -653,7 +654,7 @@ class PrefixTree(Generic[S]):
         self._order.rebuild(list(self.roots.values()), nodes, pins)
 
     def _keep(self, node: Node[S], *names: str) -> None:
-        """Notes attributes of a node before they change."""
+        """Records attributes of a node before they change."""
         if self._log is not None:
             for name in names:
                 self._log.append((setattr, node, name, getattr(node, name)))
@@ -680,7 +681,7 @@ class PrefixTree(Generic[S]):
         del children[first]
 
     def _note_gone(self, node: Node[S], stay: int) -> None:
-        """Notes that a leaf keeps only its first `stay` units."""
+        """Records that a leaf keeps only its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
             self._note(Change(False, node.tokens(), first))
@@ -694,7 +695,7 @@ class PrefixTree(Generic[S]):
         changes.append(change)
 
     def take_changes(self) -> list[Change]:
-        """What came and went since the last call; the first one reports all that there is."""
+        """The changes since the last call; the first call reports everything recorded."""
         found = self.changes
         if found is None:
             found = [
@@ -760,7 +761,7 @@ class PrefixTree(Generic[S]):
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
-        """Takes out a leaf, or only so many units at its end as `pages` are of its pages."""
+        """Removes a leaf, or only the units at its end that hold `pages` pages."""
         held = leaf.span.pages
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
@@ -784,7 +785,7 @@ class PrefixTree(Generic[S]):
             self.roots.pop(node.namespace, None)
 
     def _own(self, node: Node[S]) -> None:
-        """Refuses a node that left the tree, or is another tree's."""
+        """Raises InvalidArgument for a node that left the tree or belongs to another one."""
         if self.roots.get(node.namespace) is not node.top():
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Sharing"]
 
 _Held: TypeAlias = "tuple[Pages, int, int, Kind]"
-"""A handle to pages [low, high) of a slot, which are of one kind."""
+"""A handle to pages [low, high) of a slot, all of one kind."""
 
 
 class Sharing:
@@ -49,7 +49,7 @@ class Sharing:
         self._allowed: dict[Feature, ContextInfo] = {}  # for which info of the context each was
 
     def require(self, feature: Feature, what: str) -> None:
-        """Raises NotSupported where the cache cannot have the feature that `what` is a call of."""
+        """Raises NotSupported where the cache lacks the feature that the call `what` needs."""
         info = self.mapper.context.info
         if self._allowed.get(feature) is not info:
             feature.require(info, what)
@@ -58,14 +58,14 @@ class Sharing:
     # ---- a slot's own pages become shared --------------------------------------------------------
 
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
-        """Makes a taken slot's pages up to `pages` shared: mapped read-only in their place.
+        """Makes a taken slot's pages up to `pages` shared: remaps them read-only in place.
 
-        No GPU work may touch them, and no batch be in flight over them. `pages` splits no large
-        page (`Places.floor`). `unit_pages` is what `Span.split` counts in.
+        No GPU work may touch them, and no batch may be in flight over them. `pages` must not split
+        a large page (`Places.floor`). `unit_pages` is the unit that `Span.split` counts in.
 
         Raises:
-            NotRecoverable: they could be mapped neither read-only nor as before; the request has
-                lost its rows. VMemError: nothing changed.
+            NotRecoverable: the pages could be mapped neither read-only nor as before; the request
+                has lost its rows. VMemError: nothing changed.
         """
         low = slot.shared
         if pages <= low:
@@ -87,13 +87,13 @@ class Sharing:
     def donate(
         self, slot: Slot, pages: int, handles: list[_Held], event: Any, unit_pages: int
     ) -> None:
-        """Makes pages shared of a slot that is freed next, so that they need no new mapping.
+        """Shares pages of a slot that is about to be freed, so that they need no new mapping.
 
         Args:
             slot: taken, without a batch in flight.
-            pages: how many; of a large page all go.
+            pages: how many; a large page is shared as a whole.
             handles: what `gather` returned for them.
-            event: the GPU work that writes them, which those who map them wait for.
+            event: the GPU work that writes them; whoever maps them waits for it.
             unit_pages: as for `share`.
         """
         low, pages = slot.shared, slot.places.ceil(pages)
@@ -103,7 +103,7 @@ class Sharing:
         self.pager.grant(slot, slot.shared)  # the rest of a large page is the owner's now, too
 
     def adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
-        """Records that pages of a request, past those it shares already, are shared now."""
+        """Records that a request's pages, past those it already shares, are now shared."""
         shared = self.reclaimer.shared
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None
@@ -127,7 +127,7 @@ class Sharing:
         return found
 
     def batch(self, room: int) -> OpBatch:
-        """An empty batch for so many operations; the same one again and again."""
+        """An empty batch for so many operations; reused by every call."""
         if room > self._room:
             self._room = 2 * room
             self._ops = OpBatch(self._room)
@@ -154,13 +154,13 @@ class Sharing:
     # ---- shared pages in more slots --------------------------------------------------------------
 
     def make_empty(self, count: int, into: Sequence[Slot] | None = None) -> Sequence[Slot] | None:
-        """Free slots without a page, emptied where there is no other; None when too few are free.
+        """Free slots without pages, emptied if necessary; None when too few are free.
 
         Waits for the GPU work on slots that it must empty.
 
         Args:
             count: how many.
-            into: so many free slots; None: those that suit best.
+            into: that many free slots; None: the best fit.
 
         Raises:
             VMemError: pages of an earlier owner could not be unmapped; `is_shortage` of some.
@@ -174,10 +174,10 @@ class Sharing:
         return slots
 
     def empty(self, slot: Slot) -> None:
-        """Unmaps all of a free slot, and waits for that and for the GPU work on it.
+        """Unmaps all pages of a free slot; waits for that and for the GPU work on it.
 
         Raises:
-            OutOfMemory: it could not begin; nothing changed. VMemError: it could not be unmapped.
+            OutOfMemory: the unmapping could not begin; nothing changed. VMemError: it failed.
         """
         self.pager.release(slot)
         if slot.mapped:
@@ -190,8 +190,8 @@ class Sharing:
     def is_shortage(self, error: BaseException) -> bool:
         """Whether a failure of `make_empty` or `attach` counts as a shortage of memory.
 
-        They need none of the cache's, only some for records and page tables. So one of several
-        ranks may lack it alone, and there it is an error.
+        They need none of the cache's memory, only some for records and page tables. So with several
+        ranks only one may be short of it, and there it is an error.
         """
         return isinstance(error, (OutOfMemory, TooManyBatches)) and not self.table.lockstep
 
@@ -214,9 +214,9 @@ class Sharing:
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """Whether a kept slot has the first pages of a span, or all, and nothing is under way.
+        """Whether a kept slot starts with some or all of a span's pages, with nothing in flight.
 
-        `head`: the page that the span is to begin at.
+        `head`: the page at which the span must begin.
         """
         own = slot.span
         return (
@@ -233,6 +233,6 @@ class Sharing:
         """Makes the work that reads the pages wait for the GPU work that wrote them."""
         for block, *_ in span.parts:
             if block.events:
-                block.events = prune(block.events)  # whatever happens, those are over
+                block.events = prune(block.events)  # correct even if the call fails: those are over
                 for event in block.events:
                     order_after(event, reader, self.device)

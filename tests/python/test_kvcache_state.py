@@ -62,7 +62,7 @@ def test_the_tensors_are_a_row_for_each_request(host: pyvmem.Context) -> None:
         assert cache.k(2).shape == (4, 512, 2, 16)
         with pytest.raises(InvalidArgument, match="layer 0 has a state; see states"):
             cache.k(0)
-        with pytest.raises(InvalidArgument, match="layer 2 has keys and values, and no state"):
+        with pytest.raises(InvalidArgument, match="layer 2 has keys and values, not a state"):
             cache.states(2)
         with pytest.raises(InvalidArgument, match="layer 4 is not between 0 and 3"):
             cache.states(4)

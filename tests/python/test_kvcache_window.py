@@ -527,7 +527,7 @@ def test_layers_that_are_refused() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, the model has 4"),
         (
             {"layer_types": ["linear_attention"] * 4},
-            "layer 0 is linear_attention: its configuration does not tell the state",
+            "layer 0 is linear_attention: its configuration does not describe the state",
         ),
         (
             {"layer_types": ["full_attention", *["sliding_attention"] * 3]},

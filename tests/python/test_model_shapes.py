@@ -40,14 +40,14 @@ NOT_MADE = {"gemma4_assistant"}
 """Whose own defaults transformers refuses."""
 
 REFUSED = {
-    "bart": "a decoder that attends to an encoder keeps the encoder's rows",
+    "bart": "a decoder that attends to an encoder also keeps the encoder's rows",
     "deepseek_v32": "layer 0 is indexed_attention: what it keeps is not known here",
     "falcon_h1": "layer 0 is hybrid: it keeps keys and values and a state beside them",
-    "mamba": "layer 0 is linear_attention: its configuration does not tell the state",
-    "minimax": "layer 1 is linear_attention: its configuration does not tell the state",
+    "mamba": "layer 0 is linear_attention: its configuration does not describe the state",
+    "minimax": "layer 1 is linear_attention: its configuration does not describe the state",
     "mllama": "layer 3 attends to an image alone",
     "musicgen": "Multiple valid text configs",
-    "recurrent_gemma": "layer 0 is linear_attention: its configuration does not tell the state",
+    "recurrent_gemma": "layer 0 is linear_attention: its configuration does not describe the state",
     "zamba2": "layer 6 is hybrid: it keeps keys and values and a state beside them",
 }
 # fmt: off
