@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention over the slots of a cache, by kernels that others wrote.
+"""Attention over the slots of a cache, with third-party kernels.
 
     attend = Attention(cache)                       # picks a kernel; print(attend.choice)
     batch = attend.batch(reqids, q_lens, kv_lens)   # once a step, after cache.step
@@ -8,12 +8,12 @@
         out = attend(q, layer, batch)
 
 A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
-gathered; a paged kernel takes a slot, too, by a block table that just counts. What a kernel reads
-past a request's length is known (`KERNELS`), and a call that could meet a row without memory is
-refused before it is made. `attention` does the same in one call.
+gathered; a paged kernel takes a slot with the trivial block table 0, 1, 2, ... What a kernel reads
+past a request's length is known (`KERNELS`), and a call that could read an unmapped row is refused.
+`attention` does the same in one call.
 
 Layers may differ, in a `pyvmem.kvcache.LayeredCache`: in heads, head size, window, or in keeping a
-latent (MLA); every form of layers has kernels of its own. Needs torch.
+latent (MLA); kernels are chosen per form of layer. Needs torch.
 """
 
 from __future__ import annotations
@@ -66,19 +66,20 @@ class Attention:
     """Kernels, and the tensors of a cache that they work on.
 
     Args:
-        cache: must outlive this object, which must be closed first. Its layers with a state, and
-            those that keep nothing, are left to the model.
+        cache: must outlive this object, which must be closed first. The model handles layers with a
+            state and those that keep nothing.
         kernel: "auto", or one of `KERNELS` for all layers.
         windows: for each layer, tokens that a token sees, where that is fewer than the cache keeps;
             None: what it keeps.
-        v_head_dim: of a cache with one tensor a layer (MLA's latent), how many elements of a row,
-            from the first on, are the values.
-        scales: of 8-bit keys and values, for each layer two numbers, or two of one for each KV
-            head; None: 1. See `pyvmem.attention.scales`.
+        v_head_dim: for a cache with one tensor per layer (MLA's latent): how many elements of a
+            row, from the first, are the values.
+        scales: for 8-bit keys and values: per layer a pair (keys, values), each a number or one per
+            KV head; None: 1. See `pyvmem.attention.scales`.
 
     Attributes:
-        choice: the kernels for prefills and for decoding, and why not another; the first layer's.
-        choices: the same for each form of layers, in the order in which the layers name them.
+        choice: the first layer's kernels for prefills and for decoding, and why the others were not
+            chosen.
+        choices: the same for each form of layers, in the order of their first layers.
 
     Raises:
         InvalidArgument: the kernel cannot be used on this cache; the text says why.
@@ -114,12 +115,11 @@ class Attention:
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
         """Checks a step's lengths; the same batch serves all layers. See `Batch`.
 
-        Its kernels are `choices`' decode where no request has more than `PREFILL_TOKENS` new
-        tokens, else their names; or decode then, too, where those may read rows that are not
-        mapped.
+        It uses the `decode` kernels of `choices` if no request has more than `PREFILL_TOKENS` new
+        tokens, else the `name` ones, or `decode` if the latter could read unmapped rows.
 
         Raises:
-            OverRead: both may. InvalidArgument: as `Batch`.
+            OverRead: both could. InvalidArgument: as `Batch`.
         """
         decode = [choice.decode for choice in self.choices]
         prefill = [choice.name for choice in self.choices]
@@ -151,8 +151,8 @@ class Attention:
 
         Args:
             layer: of the cache.
-            key: ``[tokens, num_kv_heads, head_dim]``; of a latent the whole rows.
-            value: ``[tokens, num_kv_heads, v_head_dim]``; of a latent None.
+            key: ``[tokens, num_kv_heads, head_dim]``; for a latent, whole rows.
+            value: ``[tokens, num_kv_heads, v_head_dim]``; for a latent, None.
             batch: of this object.
 
         Raises:
@@ -172,7 +172,7 @@ class Attention:
             else:
                 scales = self._scales[layer]
                 made = quantised(new, scales.value if at else scales.key)
-                # Indexing knows no 8-bit floats.
+                # Indexing does not support 8-bit floats.
                 tensor.view(torch.uint8)[where] = made.view(torch.uint8)
 
     def __call__(
@@ -181,8 +181,8 @@ class Attention:
         """Causal attention of the new tokens over their own requests.
 
         Args:
-            q: ``[tokens, num_heads, head_dim]``, in the cache's type (8-bit caches: bfloat16); a
-                multiple of the KV heads.
+            q: ``[tokens, num_heads, head_dim]``, in the cache's type (8-bit caches: bfloat16);
+                `num_heads` is a multiple of the KV heads.
             layer: of the cache; its new rows must have been written.
             batch: of this object.
             scale: of the scores; None: ``head_dim ** -0.5``.
@@ -223,10 +223,10 @@ class Attention:
         return one
 
     def close(self) -> None:
-        """Lets go of the cache's tensors, so that the cache can be closed."""
+        """Drops the cache's tensors, so that the cache can be closed."""
         self._layers = []
         if any("flex" in (choice.name, choice.decode) for choice in self.choices):
-            gc.collect()  # the compiler's traces hold their inputs in cycles of references
+            gc.collect()  # the compiler's traces hold their inputs in reference cycles
 
     def _check(self, name: str, rows: torch.Tensor, want: tuple[int, ...]) -> None:
         kind = str(rows.dtype).removeprefix("torch.")
@@ -255,11 +255,11 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """`Attention` in one call, for those who need no speed: lengths are checked every time.
+    """`Attention` in one call, where speed does not matter: checks the lengths every time.
 
     Args:
         q: the requests' new tokens, one request after the other, ``[tokens, heads, head_dim]``.
-        cache: whose rows, with the new tokens' already written.
+        cache: holds the rows; those of the new tokens must already be written.
         layer: of the cache.
         reqids: see `Batch`.
         q_lens: see `Batch`.

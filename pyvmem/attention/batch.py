@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which tokens of which requests a call of attention is about, checked once a step."""
+"""The tokens and requests of an attention call, checked once per step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Batch", "OverRead", "Part", "Run"]
 
 
 class OverRead(InvalidArgument):
-    """EINVAL: the kernel may read rows that have no memory: the GPU would fault."""
+    """EINVAL: the kernel could read unmapped rows, and the GPU would fault."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring requests in neighbouring slots, with the same lengths: one ordinary batch.
+    """Adjacent requests in adjacent slots, with equal lengths: one ordinary batch.
 
     Attributes:
-        start: the first one's first token among the batch's.
+        start: index of the first request's first token in the batch.
         slot: the first one's slot. count: requests.
         q_len, kv_len: of each.
     """
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
     Attributes:
         caches: whose rows are read.
-        kernel: of `pyvmem.attention.KERNELS`, that will be called.
+        kernel: the kernel to call, from `pyvmem.attention.KERNELS`.
         reads: what it reads.
         window: tokens that a token sees; 0: all.
     """
@@ -67,11 +67,11 @@ class Batch:
     """New tokens of some requests, one request after the other; the same for all layers.
 
     The last ``q_lens[i]`` of a request's ``kv_lens[i]`` tokens are the new ones: 1 in decoding, all
-    in a prefill, part of them in a chunked one. A token sees its own request up to itself.
+    in a prefill, some in a chunked one. A token sees its own request up to itself.
 
     Args:
-        parts: the layers by form, at least one; the requests must have been stepped to their
-            lengths in the caches of all.
+        parts: the layers by form, at least one; all their caches must have been stepped to these
+            lengths.
         reqids: the requests' slots, no two the same.
         q_lens: new tokens of each, at least 1.
         kv_lens: tokens of each, the new ones included.
@@ -84,8 +84,8 @@ class Batch:
 
     Raises:
         InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
-            a window that begins in rows that are gone: what is not mapped must not be read.
-        OverRead: a kernel may read rows past them, or before the window, that are not mapped.
+            a window that begins in rows that are gone: unmapped rows must not be read.
+        OverRead: a kernel could read unmapped rows past the lengths or before the window.
     """
 
     def __init__(
@@ -102,23 +102,23 @@ class Batch:
         self.reqids: list[int]
         self.q_lens: list[int]
         self.kv_lens: list[int]
-        self.made: dict[Any, Any]  # what kernels have made of these lengths, for all layers
+        self.made: dict[Any, Any]  # what kernels derived from these lengths, for all layers
         self._tables: dict[Blocks, torch.Tensor] = {}
         self._set(reqids, q_lens, kv_lens)
 
     def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
-        """The same number of new tokens of each request, at other lengths, in the same tensors.
+        """Sets other lengths, with as many new tokens per request, in the same tensors.
 
         For a CUDA graph, which is captured once and reads `slots`, `positions`, `ranks`, `index`,
-        `used`, `starts` and `block_table` at every replay; of the kernels FlashAttention-3's calls
-        can be captured, since they take no length from the host. On the current stream.
+        `used`, `starts` and `block_table` at every replay; only FlashAttention-3's calls can be
+        captured, since they take no length from the host. Runs on the current stream.
 
         Args:
             reqids: the requests' slots, as many as before.
             kv_lens: tokens of each, the new ones included.
 
         Raises:
-            InvalidArgument: as for a new one, or another number of requests; nothing is changed.
+            InvalidArgument: as for a new batch, or another number of requests; nothing changed.
         """
         if len(reqids) != len(self.reqids):
             raise invalid(f"{len(reqids)} reqids; the batch has {len(self.reqids)}")
@@ -169,7 +169,7 @@ class Batch:
         self.__dict__.pop("runs", None)
 
     def _check_ends(self, part: Part, cache: GroupView) -> None:
-        """That rows have memory up to where they are read."""
+        """Raises unless rows are mapped up to where they are read."""
         longest = cache.config.max_seq_len
         mapped = cache.readable_rows(self.reqids)
         for reqid, kv_len, rows in zip(self.reqids, self.kv_lens, mapped, strict=True):
@@ -191,7 +191,7 @@ class Batch:
                 )
 
     def _check_firsts(self, part: Part, cache: GroupView) -> None:
-        """That what is read of the window is still there."""
+        """Raises unless the rows read in and before the window are still there."""
         firsts = cache.first_rows(self.reqids)
         for reqid, q_len, kv_len, there in zip(
             self.reqids, self.q_lens, self.kv_lens, firsts, strict=True
@@ -277,7 +277,7 @@ class Batch:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The batch in as few ordinary batches as its order allows."""
+        """The batch split into as few ordinary batches as its order allows."""
         runs: list[Run] = []
         start = 0
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):

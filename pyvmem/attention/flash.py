@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""FlashAttention: version 3 where a package brings it, version 2 of torch itself. CUDA only."""
+"""FlashAttention: version 3 from an installed package, version 2 from torch. CUDA only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DESCALES = ("q_descale", "k_descale", "v_descale")
 def _why_not_here(
     form: Form, device: torch.device, major: int, exactly: bool, dtypes: tuple[str, ...]
 ) -> str:
-    """What both versions need of the GPU and of the layer's shape."""
+    """What both versions require of the GPU and the layer's shape."""
     if device.type != "cuda":
         return "it needs a GPU"
     have = torch.cuda.get_device_capability(device)
@@ -59,7 +59,7 @@ def _why_not_here(
 
 @functools.cache
 def _fa3() -> tuple[Any, str]:
-    """The function that calls it, given a page table or none; or None and why."""
+    """The function that calls it, with or without a page table; or None and the reason."""
     library = os.environ.get("VMEM_FA3", "")
     if not hasattr(torch.ops, _VLLM) or not hasattr(getattr(torch.ops, _VLLM), "fwd"):
         path = Path(library) if library else _in_vllm()
@@ -79,14 +79,14 @@ def _fa3() -> tuple[Any, str]:
 
 
 def fa3_call() -> Any:
-    """FlashAttention-3 for any memory.
+    """FlashAttention-3 over any memory.
 
     ``call(q, k, v, batch, scale, table=None, window=0, descales=None)``; `descales` are those of
-    q, k and v, each float32 ``[requests, num_kv_heads]``. Of `batch` it takes `starts`, `used`,
-    `max_q` and, without a block table, `index`.
+    q, k and v, each float32 ``[requests, num_kv_heads]``. It uses `starts`, `used`, `max_q` and,
+    without a block table, `index` of `batch`.
 
     Raises:
-        RuntimeError: nothing brings it; the text says why.
+        RuntimeError: no package has it; the text says why.
     """
     call, why = _fa3()
     if call is None:
@@ -95,7 +95,7 @@ def fa3_call() -> Any:
 
 
 def _in_vllm() -> Path | None:
-    """The shared object in an installed vLLM, which is not imported."""
+    """The shared object of an installed vLLM, without importing vLLM."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
@@ -104,7 +104,7 @@ def _in_vllm() -> Path | None:
 
 
 def _vllm_call(op: Any) -> tuple[Any, str]:
-    """A call of vLLM's op by the names of its schema, which grows from release to release."""
+    """A call of vLLM's op by argument name, since its schema grows from release to release."""
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
@@ -138,7 +138,7 @@ def _vllm_call(op: Any) -> tuple[Any, str]:
         }
         if table is None:
             values["kv_batch_idx"] = batch.index
-            values["max_seqlen_k"] = k.shape[1]  # the op takes it for the slots' length
+            values["max_seqlen_k"] = k.shape[1]  # the op takes this as the slots' length
         else:
             values["page_table"] = table
             values["max_seqlen_k"] = table.shape[1] * k.shape[1]
@@ -193,9 +193,9 @@ def fa3(
     scales: Scales | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One call; reads whole tiles of up to 192 rows, of blocks only up to the length.
+    """One call; reads whole tiles of up to 192 rows; in blocks, only up to the length.
 
-    `scales`: of 8-bit keys and values. `table`: numbers of blocks, which `k` and `v` are then.
+    `scales`: for 8-bit keys and values. `table`: block numbers; `k` and `v` are then blocks.
     """
     descales = None
     if scales is not None:
@@ -233,8 +233,8 @@ def fa3_paged(
 ) -> torch.Tensor:
     """One call over the slots as blocks, with the trivial block table; reads no row past a length.
 
-    The table is as wide as the batch needs: from its width the op guesses how to split the work.
-    What a CUDA graph captures is as wide as a slot, for every length that may come.
+    The table is as wide as the batch needs, since the op chooses its splits by that width. In a
+    CUDA graph it is as wide as a slot, for every possible length.
     """
     blocks = Blocks.of(k.shape[1], k.stride(0), k.stride(1))
     table = batch.block_table(blocks)
@@ -266,9 +266,9 @@ def why_not_fa2(form: Form, device: torch.device) -> str:
 def fa2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """One call, and no row past a length is read (``seqused_k``).
+    """One call; reads no row past a length (``seqused_k``).
 
-    The op knows no batch of slots: all slots are one long sequence, in which request i starts at
+    The op has no batch of slots: all slots are one long sequence, in which request i starts at
     ``cum_seq_k[i]``.
     """
     pitch = k.stride(0) // k.stride(1)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "flex", "why_not"]
 
-_SHAPES = 128  # of models and batches in one process that it is compiled for; then it raises
-_WIDEST = 256  # head_dim that its tiles are made for on a GPU
-BLOCK = 128  # rows that FlexAttention's block mask is made of, and that it reads at once
+_SHAPES = 128  # shapes of models and batches compiled for in one process; then it raises
+_WIDEST = 256  # the largest head_dim that its tiles support on a GPU
+BLOCK = 128  # rows in a block of FlexAttention's mask, which it reads as a whole
 
 
 def why_not(form: Form, device: torch.device) -> str:
@@ -50,7 +50,7 @@ def flex(
 def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Without a compiler the scores of all rows of a view are computed: it must end in time."""
+    """Uncompiled, it computes the scores of all rows of a view, which must end at the length."""
     from torch.nn.attention.flex_attention import flex_attention
 
     gqa = q.shape[1] != k.shape[2]
@@ -74,7 +74,7 @@ def _eager(
 
 
 def _causal(shift: int, window: int) -> Any:
-    """Hides what a row does not see. By tensors: torch 2.11 takes an earlier call's numbers."""
+    """Masks what a row does not see. Takes tensors: torch 2.11 reuses an earlier call's numbers."""
     last, wide = torch.tensor(shift), torch.tensor(window)
 
     def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
@@ -88,7 +88,7 @@ def _causal(shift: int, window: int) -> Any:
 def _kernel() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Whole, or not at all: uncompiled it would read every row, those without memory too.
+    # Compiled as a whole or not at all: uncompiled it would read every row, even unmapped ones.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
@@ -97,8 +97,8 @@ def _compiled(
 ) -> torch.Tensor:
     """All slots between the first and the last of the batch; those without a request read nothing.
 
-    Queries are padded to the longest request's. Blocks past a request's length are not in its
-    mask, so only its last block is read beyond the length; with a window those before it are not.
+    Queries are padded to the longest request's. The mask leaves out blocks past a request's length
+    and, with a window, those before it, so only the last block is read beyond the length.
     """
     low, high = min(batch.reqids), max(batch.reqids) + 1
     rows = min(k.shape[1], -(-batch.max_kv // BLOCK) * BLOCK)
@@ -143,7 +143,7 @@ def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
     first = torch.clamp(ends[None] - BLOCK + shift[:, None] - wide + 1, min=0) // BLOCK
     number = torch.clamp(-(-seen // BLOCK) - first, min=0)[:, None].contiguous()
     indices = torch.arange(kv_blocks, device=device, dtype=torch.int32)
-    # Those after a row's `number` are not looked at; they must only be blocks that there are.
+    # Entries after a row's `number` are ignored, but must be valid blocks.
     indices = (first[:, None, :, None] + indices).clamp(max=kv_blocks - 1).contiguous()
     mask = BlockMask.from_kv_blocks(
         number,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """FlashInfer: one request at a time in prefills, its paged call with the trivial table otherwise.
 
-Written for flashinfer-python 0.6.14, whose headers come in its wheel; a kernel is compiled when it
-is first called, for which it needs nvcc, a C++ compiler and ninja. Its batched call for contiguous
-rows (ragged) takes a request's length for the distance to the next one, which slots do not have.
+Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
+first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
+(ragged) expects the requests without gaps, which slots have.
 
-What it reads: the single-request call gets a view that ends with the request, so that neither row
-nor tile lies behind it. The paged call loads row by row below the length (``fa2`` kernels).
+What it reads: the single-request call gets a view that ends with the request, so no row or tile
+lies past it. The paged call loads row by row below the length (``fa2`` kernels).
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def flashinfer(
 
 
 class _Wrapper:
-    """FlashInfer's own object for paged calls; planned anew when the batch's lengths change."""
+    """FlashInfer's own object for paged calls; planned again when the batch's lengths change."""
 
     def __init__(self, device: torch.device) -> None:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
         prefill: Any = importlib.import_module("flashinfer.prefill")
         self.it = prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        self.planned: Any = None  # the batch's `made`, which is another one for other lengths
+        self.planned: Any = None  # the batch's `made`, replaced when lengths change
 
 
 @functools.cache
@@ -110,7 +110,7 @@ def _plan(
     window: int,
     dtype: torch.dtype,
 ) -> None:
-    """Lengths in blocks, on the CPU, where it reads them; numbers of blocks on the device."""
+    """Plans with lengths in blocks, read on the CPU, and block numbers on the device."""
     counts = [-(-length // BLOCK) for length in batch.kv_lens]
     last = [
         length - (count - 1) * BLOCK for length, count in zip(batch.kv_lens, counts, strict=True)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""The kernels, none of them ours, and what each needs; asked before the first call, not by failing.
+"""The third-party kernels and their requirements, checked before the first call.
 
 A kernel reads either exactly the valid rows or whole tiles (`Reads`). FlashAttention-3's contiguous
-call loads tiles with TMA, whose bounds are the tensor's and not the request's length, of up to 192
-rows (``tile_size.h`` of its ``hopper`` folder); FlexAttention reads blocks of 128. What lies past
-the length must then be mapped and finite: `KVCacheConfig.overread_rows`, or a sparse cache where
-that is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
-blocks, and SDPA over a view of the valid rows read no more than these.
+call loads tiles of up to 192 rows (``tile_size.h`` of its ``hopper`` folder) with TMA, bounded by
+the tensor and not by the request's length; FlexAttention reads blocks of 128. The rows past the
+length must then be mapped and finite: `KVCacheConfig.overread_rows`, or a sparse cache where that
+is enough (`KVCache.safe_overread`). FlashAttention-2, FlashAttention-3's paged call with small
+blocks, and SDPA over a view of the valid rows read only valid rows.
 
-"auto" takes a kernel for each phase. Decoding takes one that reads exactly: the paged call over the
-trivial block table of a contiguous slot is as fast as the contiguous one or faster. A prefill takes
-the contiguous call, 6 to 25 % faster there, where the cache maps the rows that it may read.
+"auto" chooses a kernel for each phase. For decoding it takes one that reads only valid rows: the
+paged call over the trivial block table of a contiguous slot is at least as fast as the contiguous
+one. For a prefill it takes the contiguous call, which is 6 to 25 % faster there, if the cache maps
+the rows that it may read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Run(Protocol):
     def __call__(self, q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0) -> Any:
         """``[tokens, heads, v_head_dim]`` from queries and a layer's whole K and V.
 
-        Those of `FP8_KERNELS` take ``scales`` too.
+        Those of `FP8_KERNELS` also take ``scales``.
         """
 
 
@@ -59,7 +60,7 @@ def _tiles_before(device: torch.device) -> Reads:
 
 
 def _fa2_reads(device: torch.device) -> Reads:
-    """As above; with heads of 64 and fewer its tiles in decoding have 256 rows."""
+    """As above; for head_dim up to 64, its tiles in decoding have 256 rows."""
     return Reads(before=255)
 
 
@@ -88,7 +89,7 @@ KERNELS: dict[str, _Kernel] = {
     "flex": _Kernel(_why_not_flex, flex.flex, _flex_reads),
     "sdpa": _Kernel(_why_not_sdpa, sdpa.sdpa, lambda device: EXACT),
 }
-# FlashInfer only where it is named: its first call compiles for a minute or more.
+# FlashInfer only if named: its first call compiles for a minute or more.
 _PREFILL = {"cuda": ("fa3", "fa3-paged", "fa2", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", "flex")}
 
@@ -96,19 +97,19 @@ _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", 
 def overread_rows(kernel: str, device: torch.device) -> int:
     """What `KVCacheConfig.overread_rows` must be for a kernel of `KERNELS` on a device.
 
-    If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set, too.
+    If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
     return KERNELS[kernel].reads(device).past
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why not another.
+    """The chosen kernels, and why the others were not.
 
     Attributes:
-        name: of `KERNELS`; for prefills, also in chunks.
+        name: of `KERNELS`; for prefills, chunked ones included.
         why_not: for every kernel, why it cannot be used on this cache; "" where it can.
-        decode: of `KERNELS`; for batches of no more than `PREFILL_TOKENS` new tokens a request.
+        decode: of `KERNELS`; for batches with at most `PREFILL_TOKENS` new tokens per request.
     """
 
     name: str
@@ -130,13 +131,13 @@ def probe(cache: KVCache | Form, device: torch.device) -> dict[str, str]:
 def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") -> Choice:
     """The named kernel for all, or the first usable ones for prefills and for decoding.
 
-    A kernel that reads tiles is usable for prefills alone, unless the cache keeps their rows in
-    decoding, too (`KVCacheConfig.overread_decode`).
+    A kernel that reads whole tiles is usable only for prefills, unless the cache keeps the
+    over-read rows mapped in decoding as well (`KVCacheConfig.overread_decode`).
 
     The choice is logged once a process (logger ``pyvmem.attention``).
 
     Args:
-        cache: whose layers are alike, or the form of some layers.
+        cache: a cache whose layers are alike, or a form of layers.
         device: of its tensors.
         kernel: "auto", or one of `KERNELS`.
 
@@ -200,4 +201,4 @@ def _why_not_decode(name: str, form: Form, device: torch.device) -> str:
     exact = not KERNELS[name].reads(device).past
     if exact or form.keys.config.overread_decode or form.keys.safe_overread:
         return ""
-    return "it reads whole tiles in decoding, too: it needs overread_decode"
+    return "it also reads whole tiles in decoding: it needs overread_decode"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a kernel must know of a layer: where its rows lie, and which of them a token sees."""
+"""What a kernel must know about a layer: where its rows lie, and which of them a token sees."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Form", "forms_of"]
 
 @dataclass(frozen=True)
 class Form:
-    """Layers that every kernel treats alike. Equal where all of this is the same.
+    """Layers that every kernel treats alike. Forms with the same attributes are equal.
 
     Attributes:
         keys: the group of layers whose tensors hold the keys.
-        values: the one that holds the values; the same, unless they have another size.
+        values: the group that holds the values; the same, unless they have another size.
         head_dim: elements of a key's head.
         v_head_dim: elements of a value's head.
         window: tokens that a token sees, itself included; 0: all before it.
@@ -43,7 +43,7 @@ class Form:
 
     @property
     def caches(self) -> tuple[GroupView, ...]:
-        """Those that are read."""
+        """The groups that are read."""
         return (self.keys,) if self.values is self.keys else (self.keys, self.values)
 
 
@@ -55,8 +55,8 @@ def forms_of(
     Args:
         cache: its layers, in order.
         windows: tokens that the layers' tokens see, where that is fewer than the cache keeps; None:
-            what it keeps. Of a layer without keys the number is not looked at.
-        v_head_dim: of the values in a latent.
+            what it keeps. Ignored for a layer without keys.
+        v_head_dim: elements of the values in a latent.
 
     Raises:
         InvalidArgument: a layer with one tensor and no `v_head_dim`, more elements than a row has,

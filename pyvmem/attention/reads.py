@@ -12,8 +12,8 @@ __all__ = ["BLOCK", "EXACT", "Blocks", "Reads"]
 BLOCK = 32
 """Rows in a block of FlashAttention-3's paged call.
 
-With blocks that are not a multiple of its tile it loads row by row up to ``seqused_k``, not by TMA.
-No tile of its has 32 rows or fewer, whatever the head size; some have 64.
+With blocks that are not a multiple of its tile, it loads row by row up to ``seqused_k``, not by
+TMA. None of its tiles has 32 rows or fewer, for any head size; some have 64.
 """
 
 
@@ -22,9 +22,9 @@ class Reads:
     """The rows of a slot that a kernel may read, for a request of some length.
 
     Attributes:
-        block: the length is rounded up to a multiple of so many rows.
-        tile: so many rows more.
-        before: so many rows before a window's first one, since a whole tile is loaded there.
+        block: the length is rounded up to a multiple of this many rows.
+        tile: this many more rows.
+        before: rows read before a window's first one, since a whole tile is loaded there.
     """
 
     block: int = 1
@@ -37,7 +37,7 @@ class Reads:
         return self.block - 1 + self.tile
 
     def end(self, length: int, longest: int) -> int:
-        """The row before which all reads lie; none past a slot's `longest` rows is read."""
+        """The row at which all reads end, at most a slot's `longest` rows."""
         return min(-(-length // self.block) * self.block + self.tile, longest)
 
     def first(self, length: int, new: int, window: int) -> int:
@@ -52,15 +52,15 @@ class Blocks(NamedTuple):
     """A tensor of slots as blocks of rows, and where in it a slot's blocks are.
 
     Block j of the view begins `unit` elements after block j - 1, which is less than a block where
-    slots do not begin on whole ones: then blocks of the view overlap, and a slot's are some of
-    them. Block b of slot s is number ``s * slot + b * step``; its last may reach into the next
-    slot, by rows that are past every length.
+    slots do not start at block boundaries: then blocks of the view overlap, and a slot uses some of
+    them. Block b of slot s is number ``s * slot + b * step``; a slot's last block may reach into
+    the next slot, with rows that are past every length.
 
     Attributes:
         rows: of a block.
         unit: elements.
         slot, step: units between two slots, and between two blocks of a slot.
-        per_slot: blocks that all rows of a slot are in.
+        per_slot: blocks that cover all rows of a slot.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows_per_slot: int, slot_stride: int, row_stride: int, rows: int = BLOCK) -> Blocks:
-        """For slots and rows so many elements apart."""
+        """For slots and rows with these strides in elements."""
         unit = math.gcd(slot_stride, rows * row_stride)
         step = rows * row_stride // unit
         return cls(rows, unit, slot_stride // unit, step, -(-rows_per_slot // rows))
@@ -81,7 +81,7 @@ class Blocks(NamedTuple):
         return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
 
     def wanted(self, length: int) -> int:
-        """Blocks of a table that is wide enough: a power of two, for few widths, or all."""
+        """Width of a sufficient table, in blocks: a power of two, to have few widths, or all."""
         needed = -(-length // self.rows)
         return min(1 << (needed - 1).bit_length(), self.per_slot)
 

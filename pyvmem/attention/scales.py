@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Keys and values of 8 bits: what an element is multiplied with, and how rows are made.
+"""8-bit keys and values: scales, and quantisation of rows.
 
-A stored element times its scale is the number. Scales are a layer's, one for each KV head or one
-for all, fixed when `Attention` is made, as engines take them from a checkpoint. Those of queries
-are found in each call, without the host: the largest element becomes the type's largest.
+The value of a stored element is the element times its scale. Each layer has its scales, one per KV
+head or one for all, fixed when `Attention` is made, as engines read them from a checkpoint. Query
+scales are computed on the device in each call: the largest element maps to the type's maximum.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Scales:
-    """Of one layer; float32, ``[num_kv_heads]``, on the cache's device."""
+    """The scales of one layer; float32, ``[num_kv_heads]``, on the cache's device."""
 
     key: torch.Tensor
     value: torch.Tensor
 
     def of_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """One for all of ``[tokens, heads, head_dim]``; float32, ``[1]``, on their device."""
+        """One scale for all of ``[tokens, heads, head_dim]``; float32, ``[1]``, on their device."""
         largest = q.abs().amax().float().clamp(min=1e-12)
         return (largest / _LARGEST).reshape(1)
 
 
 def quantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Rows ``[tokens, heads, head_dim]`` in 8 bits; what is out of range becomes the largest."""
+    """Rows ``[tokens, heads, head_dim]`` in 8 bits; out-of-range elements are clamped."""
     found = rows.float() / scale.reshape(-1, 1)
     return found.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
 
@@ -46,10 +46,10 @@ def scales_of(
     """Checks the scales of all layers.
 
     Args:
-        given: for each layer, of its keys and of its values: a number, or one for each KV head;
-            None: 1 everywhere.
+        given: for each layer, the scales of its keys and of its values: a number, or one per KV
+            head; None: 1 everywhere.
         heads: KV heads of each layer.
-        device: where they shall be.
+        device: where to put them.
 
     Raises:
         InvalidArgument: too few, or not positive numbers.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "sdpa"]
 
-_SCORES = 1 << 26  # of a block of tokens, where all of them are kept
+_SCORES = 1 << 26  # the most scores of a block of tokens, where all of them are kept
 # torch's matrix product with results of float32 (2.8 and later; GPUs alone have one)
 _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
@@ -21,7 +21,7 @@ _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """One call for requests in neighbouring slots with equal lengths, so mostly one a request."""
+    """One call per run of requests in adjacent slots with equal lengths, so mostly one each."""
     out = q.new_empty((*q.shape[:2], v.shape[3]))
     for run in batch.runs:
         end = run.start + run.count * run.q_len
@@ -38,13 +38,14 @@ def sdpa(
 def causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Of ``[requests, tokens, heads, dim]``, the last tokens of ``[requests, rows, ...]``.
+    """Attention of ``[requests, tokens, heads, dim]``, the last of ``[requests, rows, ...]``.
 
     A token sees the last `window` rows up to its own; 0: all of them.
     """
     new, rows, heads = q.shape[1], k.shape[1], q.shape[2]
     if new == 1 and k.shape[2] == 1:
-        # One KV head: the query heads are rows of one attention, which needs no copy of the keys.
+        # One KV head: the query heads become rows of one attention, which needs no copy of the
+        # keys.
         found = scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=scale)
         return found.reshape(q.shape[0], 1, heads, v.shape[3])
     if new > 1 and v.shape[3] != q.shape[3]:
@@ -55,12 +56,12 @@ def causal(
     mask = None
     narrow = window and rows > window
     if 1 < new < rows or (narrow and new > 1):
-        # A later chunk, where is_causal would align at the upper left, or a window.
+        # A window, or a later chunk, for which is_causal would align at the upper left.
         mask = q.new_ones((new, rows), dtype=torch.bool).tril(rows - new)
         if narrow:
             mask = mask.triu(rows - new - window + 1)
     grouped = heads != k.shape[2]
-    if grouped and v.shape[3] != q.shape[3]:  # of the fast kernels none takes both
+    if grouped and v.shape[3] != q.shape[3]:  # no fast kernel takes both
         k, v = (
             one.repeat_interleave(heads // one.shape[2], 2)
             if one.shape[2] > 1
@@ -87,14 +88,14 @@ def _by_blocks(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """One request's tokens by products of matrices, a block of them at a time.
+    """Attention of one request by matrix products, one block of tokens at a time.
 
     For values narrower than keys, as in a latent: SDPA's fast kernels take no 576 elements, its
     slow one keeps the scores of all tokens and a copy of the rows for each head, and its
     memory-efficient one gave a wrong token after the first 32 of a masked chunk (torch 2.11 on an
-    H100). What this needs besides `out` are a block's scores: 2 ** 26, or one token's if these are
-    more, twice in float32 and once in the type of the values; and where torch has no product of
-    narrower matrices to float32, the keys in it.
+    H100). Besides `out` this needs memory for a block's scores (2 ** 26, or one token's if that is
+    more), twice in float32 and once in the type of the values; and for the keys in float32 where
+    torch cannot multiply narrower matrices to float32.
     """
     (new, heads, dim), (rows, groups) = q.shape, k.shape[:2]
     each = heads // groups
@@ -123,7 +124,7 @@ def _by_blocks(
 
 
 def _products_to_float(x: torch.Tensor) -> bool:
-    """Whether torch multiplies such matrices to float32."""
+    """Whether torch can multiply such matrices to float32."""
     return _TO_FLOAT and x.device.type == "cuda" and x.element_size() < 4
 
 

@@ -177,7 +177,7 @@ def test_a_kernel_that_reads_tiles_needs_rows_behind_the_length(
     text = r"fa3 cannot be used.*overread_rows of 191.* 0$"
     with filled(host, MIXED) as cache, pytest.raises(InvalidArgument, match=text):
         choose(cache, cpu, "fa3")
-    text = "fa3 cannot be used: it reads whole tiles in decoding, too: it needs overread_decode"
+    text = "fa3 cannot be used: it also reads whole tiles in decoding: it needs overread_decode"
     with filled(host, MIXED, overread_rows=191) as cache:
         with pytest.raises(InvalidArgument, match=text):
             choose(cache, cpu, "fa3")
