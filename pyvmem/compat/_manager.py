@@ -133,7 +133,7 @@ class Manager:
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Blocks that no request needs: those that nobody has, and those mapped past a length."""
+        """Blocks that no request needs: unowned ones, and those mapped past a length."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The interface of torch_memory_saver, with which trainers put memory to sleep, over `VMemPool`.
+"""The interface of torch_memory_saver, with which trainers release idle memory, over `VMemPool`.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -95,10 +95,10 @@ class TorchMemorySaver:
             return self._pool
 
     def close(self) -> None:
-        """Gives everything back; the next region opens a new pool. Idempotent.
+        """Frees everything; the next region opens a new pool. Idempotent.
 
         Raises:
-            Busy: tensors of a region live.
+            Busy: tensors of a region are alive.
         """
         with self._lock:
             if self._pool is not None:
@@ -119,7 +119,7 @@ class TorchMemorySaver:
         """Puts what this thread allocates on the device in the block under `tag`, for `pause`.
 
         Args:
-            tag: any number of regions may have the same.
+            tag: several regions may have the same tag.
             enable_cpu_backup: `pause` keeps the contents in host memory, page-locked if possible;
                 otherwise they become zeros.
 
@@ -162,7 +162,7 @@ class TorchMemorySaver:
     # ---- pause and resume ------------------------------------------------------------------------
 
     def pause(self, tag: str | None = None) -> None:
-        """Gives back the memory of a tag's regions, or of all; an unknown tag has none.
+        """Frees the memory of a tag's regions, or of all; an unknown tag has none.
 
         Raises:
             VMemError: as `VMemPool.pause`.
@@ -171,7 +171,7 @@ class TorchMemorySaver:
             self._opened().pause(_name(one, backup), keep=backup)
 
     def resume(self, tag: str | None = None) -> None:
-        """Takes memory for them again, at the same addresses, with the backup's contents or zeros.
+        """Allocates memory for them again at the same addresses, with the backup or zeros.
 
         Raises:
             OutOfMemory: the device is short of memory now; what was not resumed stays paused.

@@ -11,22 +11,22 @@ one page in every tensor.
 
 Deliberate differences:
 
-- Physical memory is named by opaque handles that are checked. A freed id's pages are really
-  unmapped, after its GPU work, and zeroed before the next request sees them.
-- Driver errors raise; none ends the process. A step that fails for want of memory
-  (`OutOfKVBlocks`, also a RuntimeError as in the artifact) has mapped nothing.
+- Physical memory is referred to by opaque, checked handles. A freed id's pages are really unmapped,
+  after its GPU work, and zeroed before the next request sees them.
+- Driver errors raise; none ends the process. A step that fails for lack of memory (`OutOfKVBlocks`,
+  also a RuntimeError as in the artifact) has mapped nothing.
 - `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that are enough, or
   else the one with the most.
 - `step_async` waits for what runs in the background before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
-- `cleanup` gives back the memory, and the addresses as soon as no tensor over them lives.
-- Pages may have any size that the back end has, and the `max_context_length` rows of a request need
-  not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are. If they
-  are not (the artifact refuses such shapes), the distance between two requests, ``stride(0)``, is
-  greater than ``max_context_length * stride(1)``.
+- `cleanup` frees the memory at once, and the addresses when no tensor over them is alive.
+- Pages may have any size that the back end supports, and the `max_context_length` rows of a request
+  need not be a multiple of it. If they are, the tensors are contiguous, as the artifact's are. If
+  they are not (the artifact refuses such shapes), the distance between two requests, ``stride(0)``,
+  is greater than ``max_context_length * stride(1)``.
 - The pages of `map_common_pages` are written through one id; a write through any other faults.
-- It may be used in any number of processes on any number of devices. The back end is "auto", or
-  what `configure` or ``$VMEM_VATTENTION_BACKEND`` names.
+- Any number of processes may use it on any number of devices. The back end is "auto", or the one
+  that `configure` or ``$VMEM_VATTENTION_BACKEND`` names.
 
 After `cleanup` nothing may touch the tensors: there is no memory behind them.
 """

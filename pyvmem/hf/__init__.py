@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Plugs for the library transformers (the extra ``serve``).
+"""Plugs for transformers (the extra ``serve``).
 
 `VMemCache` for ``generate``; `vmem_continuous_batching` for ``generate_batch`` and, by
 ``python -m pyvmem.hf.serve``, for ``transformers serve``.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """`VMemCache`: a transformers cache whose rows are contiguous in virtual memory.
 
-transformers' `DynamicCache` copies the whole past with every token (`torch.cat`), its `StaticCache`
-takes all memory at once and attends over all of it. Here a row lies in a slot of a `pyvmem.KVCache`
-and grows there; the past is never copied, and attention is given a view of exactly the
-valid tokens. Checked with transformers 5.17.0 and 5.23.0.
+transformers' `DynamicCache` copies the whole past with every token (`torch.cat`); its `StaticCache`
+allocates all memory at once and attends over all of it. Here a row lies in a slot of a
+`pyvmem.KVCache` and grows in place; the past is never copied, and attention gets a view of exactly
+the valid tokens. Checked with transformers 5.17.0 and 5.23.0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
-_Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; 5.23
+_Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # for a layer that keeps nothing; 5.23
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
@@ -41,22 +41,22 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         with VMemCache(model.config, max_batch_size=4, max_cache_len=4096) as cache:
             model.generate(**inputs, past_key_values=cache)
 
-    Gives the tokens that `DynamicCache` gives. A batch of n rows (batch times beams) takes n slots.
-    Heads, type and device are those of the first keys; only then is memory asked for. Layers with a
-    sliding window keep the window, and ``window_tile`` tokens before it, which assisted generation
-    may take back. Of MLA the latent is stored, one tensor a layer, where transformers hands it over
-    (5.23). Layers of linear attention, state spaces and short convolutions keep their state in the
-    same slots, a row for each request; such a cache cannot be cropped, so not in assisted
-    generation. Rows are written in place, which autograd records as for a `StaticCache`: without
-    ``torch.no_grad()``, results keep what they were computed from, tensors of the cache included.
-    Can be used again after `reset`. Without `close`, memory goes back when the object is
-    collected.
+    Generates the same tokens as `DynamicCache`. A batch of n rows (batch times beams) takes n
+    slots. Heads, type and device are taken from the first keys; memory is allocated only then.
+    Layers with a sliding window keep the window, and ``window_tile`` tokens before it, which
+    assisted generation may take back. For MLA the latent is stored, one tensor per layer, where
+    transformers passes it to the cache (5.23). Layers of linear attention, state spaces and short
+    convolutions keep their state in the same slots, a row for each request; such a cache cannot be
+    cropped, and so not be used in assisted generation. Rows are written in place, which autograd
+    records as for a `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive,
+    including tensors of the cache. The cache can be reused after `reset`. Without `close`, memory
+    is freed when the object is garbage-collected.
 
     Args:
         config: the model's configuration.
-        max_batch_size: most rows.
-        max_cache_len: most tokens of a row, prompt and answer together; addresses are reserved for
-            them, memory comes as rows grow.
+        max_batch_size: the most rows.
+        max_cache_len: the most tokens of a row, prompt and answer together; their addresses are
+            reserved, memory is mapped as rows grow.
         backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the cache.
         budget: memory of that context to share with other caches, such as a draft model's
@@ -66,8 +66,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     Raises:
         InvalidArgument: a size out of range, or a layer whose state the configuration does not
-            tell. NotSupported: a model with an encoder, with layers that have a state beside keys
-            and values, or without a layer that has these.
+            describe. NotSupported: a model with an encoder, with layers that have a state beside
+            keys and values, or without a layer that has these.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
     @property
     def kvcache(self) -> KVCache | None:
-        """The cache underneath, for its `stats`; None before the first keys. Not to be stepped."""
+        """The underlying cache, for its `stats`; None before the first keys. Do not step it."""
         return self._rows.cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMemCache:
-        """A cache of its own with the same tokens, as prompts that are used again are copied."""
+        """An independent cache with the same tokens, for reusing a prompt."""
         settings = self._rows.settings
         other = VMemCache(
             self._config,
@@ -138,11 +138,11 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         return other
 
     def close(self) -> None:
-        """Gives memory and addresses back. Idempotent. The cache cannot be used afterwards.
+        """Frees memory and addresses. Idempotent. The cache cannot be used afterwards.
 
         Raises:
-            Busy: tensors that `update` returned live elsewhere; drop them and call it again. What
-                the cache held is forgotten in any case.
+            Busy: tensors that `update` returned are still alive; drop them and call it again. The
+                cache's contents are dropped in any case.
         """
         self._rows.close()
         self._finalizer.detach()
@@ -150,14 +150,14 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
 @contextmanager
 def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
-    """Has a draft model keep its keys and values in `cache` while this lasts.
+    """Makes a draft model keep its keys and values in `cache` inside the block.
 
         with drafting(draft, draft_cache):
             model.generate(**inputs, assistant_model=draft, past_key_values=cache)
 
-    ``generate`` makes the draft's cache itself and takes none, so the draft model is asked to use
-    this one. The target's is given as ever; with one `Budget` for both, one takes what the other
-    leaves. The cache is emptied first.
+    ``generate`` creates the draft's cache itself and accepts none, so the draft model is patched to
+    use this one. The target's is passed as usual; with one `Budget` for both, each can use what the
+    other leaves. The cache is emptied first.
     """
     original = assistant._prepare_cache_for_generation
 
@@ -177,7 +177,7 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 
 def _check_layers(config: Any, text: Any) -> None:
-    """Refuses models that need other caches beside keys and values of every layer."""
+    """Refuses models that need more than a cache of keys and values in every layer."""
     served = ATTENTION | {"chunked_attention", *NO_ATTENTION}
     kinds = set(getattr(text, "layer_types", None) or ()) - served
     what = ""

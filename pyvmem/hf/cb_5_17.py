@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The cache that continuous batching of transformers 5.17 is given.
+"""The cache for continuous batching in transformers 5.17.
 
-There, the scheduler itself counts blocks and asks for more of them. A block is one token here, so
-that its arithmetic is about tokens; memory is told in tokens too, by whole pages in every tensor.
-Parallel answers are not forked but begin with the prompt that the first one recorded: the number of
-forks must be promised there before they are made.
+In this version the scheduler itself counts blocks and requests more of them. A block is one token
+here, so that its arithmetic counts tokens; free memory is also reported in tokens, by whole pages
+in every tensor. Parallel answers are not forked but start with the prompt that the first one
+recorded, since 5.17 wants the number of forks before they are made.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SlotCache(SlotCacheBase):
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors
         self.num_blocks = self.num_pages = self.tokens
-        # What offloading looks at before it finds that it is switched off.
+        # Read by offloading before it finds that it is switched off.
         self.num_key_value_heads = layout.config.num_kv_heads
         self.head_dim = layout.config.head_dim
         self.key_cache = [None] * layout.config.num_layers
@@ -50,12 +50,12 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def allocate_blocks(self, n_blocks: int, request_id: str, allocated_blocks: int) -> int | None:
-        """Maps what `n_blocks` tokens more need; None: it cannot be had."""
+        """Maps what `n_blocks` more tokens need; None: memory is short."""
         total = min(allocated_blocks + n_blocks, self.requests.max_seq_len)
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
-        """Tokens that the pages hold which are missing."""
+        """Tokens that the missing pages would hold."""
         pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
@@ -66,7 +66,7 @@ class SlotCache(SlotCacheBase):
         return self._page_tokens * self.requests.granted(request_id)
 
     def get_num_free_blocks(self) -> int:
-        """Tokens that the pages hold which requests could still get."""
+        """Tokens that fit in the pages that requests could still get."""
         return self._page_tokens * (self.requests.pages()[0] // self._tensors)
 
     def free_blocks(self, request_id: str) -> None:

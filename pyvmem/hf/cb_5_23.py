@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The cache that continuous batching of transformers 5.23 is given.
+"""The cache for continuous batching in transformers 5.23.
 
-It answers what scheduler, inputs, offloading and runner ask of ``PagedAttentionCache`` and its
-allocators there (``generation/continuous_batching/cache.py``), which share no abstract base. Their
-blocks are counted here in pages of physical memory; there are no block tables, no read and write
-indices and no trash blocks, as attention takes slots and lengths.
+It implements what scheduler, inputs, offloading and runner use of ``PagedAttentionCache`` and its
+allocators (``generation/continuous_batching/cache.py``), which have no abstract base. Their blocks
+become pages of physical memory here; there are no block tables, no read and write indices and no
+trash blocks, since attention takes slots and lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["SlotCache"]
 
 
 class _Allocator:
-    """What is asked of the one allocator, that of the layers with full attention."""
+    """Stands in for the allocator of the layers with full attention; there is only this one."""
 
     index = 0
     layer_type = FULL
@@ -68,7 +68,7 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Maps what the next `request_len` tokens need, if it can be had."""
+        """Maps what the next `request_len` tokens need, if there is memory."""
         total = state.current_len() + request_len
         if dry_run:
             return self.requests.room(state.request_id, total)
@@ -84,7 +84,7 @@ class SlotCache(SlotCacheBase):
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Pages that requests could get: a part of all, or in bytes."""
+        """Pages that requests could get: as a fraction of all, or in bytes."""
         free, total = self.requests.pages()
         return free / total if relative else free * self.requests.parts[0].layout.page_size
 
@@ -93,11 +93,11 @@ class SlotCache(SlotCacheBase):
         return False
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Frees a request's slot; `no_cache`: what it computed is not kept."""
+        """Frees a request's slot; `no_cache`: do not record what it computed."""
         self.requests.drop(request_id, record=not no_cache)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Frees all slots; `clear_ledgers`: recorded prefixes go too."""
+        """Frees all slots; `clear_ledgers`: evict recorded prefixes as well."""
         self.requests.drop_all(forget=clear_ledgers)
 
     def reset(self) -> None:
@@ -107,7 +107,7 @@ class SlotCache(SlotCacheBase):
     # ---- prefixes and forks ----------------------------------------------------------------------
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        """Tokens, where transformers counts blocks; comes back by `mark_complete_blocks`."""
+        """Tokens, where transformers counts blocks; it passes them to `mark_complete_blocks`."""
         return {FULL: request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:

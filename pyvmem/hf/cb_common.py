@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the caches for all versions of transformers have in common; see cb_5_23.py."""
+"""Common base of the caches for all versions of transformers; see cb_5_23.py."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class SlotCacheBase:
         config: of the text model.
         continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
         device, dtype: of the model.
-        distributed_helper: tells the devices that it is split over.
-        model_supports_logits_to_keep: it computes scores for the last token of each request alone;
-            no version that leaves this out does.
+        distributed_helper: knows the devices that the model is split over.
+        model_supports_logits_to_keep: the model computes scores only for the last token of each
+            request; versions without this argument do not.
         tp_plan: not used.
 
     Attributes:
-        block_option: the version's name for the tokens of a block, in which ``num_blocks`` counts
-            memory.
-        block_tokens: these tokens.
+        block_option: the version's name for the option with the tokens per block, the unit of
+            ``num_blocks``.
+        block_tokens: its value.
         requests: the slots.
-        token_bytes: one token's in all tensors.
+        token_bytes: bytes of a token in all tensors.
         tokens: tokens that all memory could hold.
         max_batch_tokens: tokens of a forward pass.
-        use_prefix_sharing, allow_block_sharing: prompts are recorded for others.
+        use_prefix_sharing, allow_block_sharing: whether prompts are recorded for others.
         max_blocks_per_request: 0: there is no paged kernel for decoding.
     """
 
@@ -83,7 +83,7 @@ class SlotCacheBase:
         self.allow_block_sharing = self.use_prefix_sharing = self.requests.sharing
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Tokens of the prompt that the request has from now on, by sharing."""
+        """Shares a recorded prefix of the prompt with the request; returns its tokens."""
         return self.requests.match(request_id, prompt_ids)
 
     def note_computed(self, state: Any, new: int) -> None:
@@ -104,5 +104,5 @@ class SlotCacheBase:
         read_index: Any,
         write_index: Any,
     ) -> None:
-        """Notes the request's place in the batch; the indices stay empty."""
+        """Records the request's place in the batch; the indices stay empty."""
         self.requests.queue(request_id, past_length, query_length)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Where transformers' continuous batching is entered: its manager, its cache, its attention.
+"""Hooks into transformers' continuous batching: its manager, its cache, its attention.
 
-transformers has a registry for attention functions, which is used, and none for caches: the name
-``PagedAttentionCache`` in its module ``continuous_api`` is looked up when a manager makes its
-cache. It and ``ContinuousBatchingManager`` are replaced there while the plug is installed. Managers
-of models that it was not installed for do what they did before.
+transformers has a registry for attention functions, used here, but none for caches: a manager looks
+up the name ``PagedAttentionCache`` in the module ``continuous_api`` when it makes its cache. That
+name and ``ContinuousBatchingManager`` are replaced there while the plug is installed. Managers of
+other models work as before.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
 _StockCache: Any = _api.PagedAttentionCache
 
-_building = threading.local()  # .cache: what makes the cache, while a manager of ours does so
+_building = threading.local()  # .cache: makes the cache while one of our managers is building it
 _options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
 
 
 def _make_cache(*args: Any, **kwargs: Any) -> Any:
-    """Stands for the class `PagedAttentionCache`."""
+    """Stands in for the class `PagedAttentionCache`."""
     make = getattr(_building, "cache", None)
     return _StockCache(*args, **kwargs) if make is None else make(*args, **kwargs)
 
@@ -63,7 +63,7 @@ def _attention(
     """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: called without a cache of ours, or for attention that is more than causal.
+        NotSupported: called without one of our caches, or for attention that is more than causal.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
@@ -85,10 +85,10 @@ def _attention(
 
 
 def _guard(scheduler: Any, requests: NamedRequests) -> None:
-    """Lets a scheduler refuse a request that memory can never hold.
+    """Makes a scheduler refuse a request that memory can never hold.
 
-    It would come to where nothing is left to preempt, and there transformers ends every request.
-    One without a number of new tokens ends when its slot or all memory is full.
+    Otherwise nothing would be left to preempt, and transformers then ends every request. A request
+    without a number of new tokens ends when its slot or all memory is full.
     """
     add, longest = scheduler.add_waiting_request, requests.longest()
 
@@ -96,7 +96,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = max(1, longest - prompt)
-            state.__post_init__()  # takes the number over
+            state.__post_init__()  # applies the number
         if prompt + state.max_new_tokens > longest:
             raise invalid(
                 f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
@@ -116,7 +116,7 @@ def _adapters(model: Any) -> tuple[str, ...] | None:
 
 
 class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
-    """transformers' manager; with slots for models that the plug is installed for."""
+    """transformers' manager, with slots for models that the plug is installed for."""
 
     def __init__(
         self,
@@ -154,10 +154,10 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As transformers', which see; refuses a request that no slot can hold.
+        """As in transformers; refuses a request that no slot can hold.
 
         Without a number of new tokens, a request ends when its slot or all memory is full. One that
-        all memory could not hold fails alone, with an error in its result.
+        does not fit in all memory fails alone, with an error in its result.
 
         Raises:
             InvalidArgument: prompt and new tokens together are more than ``max_seq_len``.
@@ -200,14 +200,14 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         return processor
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers', which see; gives all memory back unless the manager is kept."""
+        """As in transformers; frees all memory unless the manager is kept."""
         super().stop(*args, **kwargs)
         self._leave_model()
         if self.batch_processor is None:
             self._close_cache()
 
     def destroy(self) -> None:
-        """As transformers', which see; gives all memory back."""
+        """As in transformers; frees all memory."""
         super().destroy()
         self._leave_model()
         self._close_cache()
@@ -217,7 +217,8 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             self._absorbed.close()
 
     def _close_cache(self) -> None:
-        # A thread that did not end in time may still use the cache; it goes with the manager then.
+        # A thread that did not end in time may still use the cache, which is then freed with the
+        # manager.
         if not self.is_running() and self._vmem_cache is not None:
             cache, self._vmem_cache = self._vmem_cache, None
             self.batch_processor = None
@@ -225,7 +226,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
 
 
 def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None:
-    """Enters transformers.
+    """Patches transformers.
 
     Args:
         options_for: a model's options; None: the plug is not installed for it.
@@ -240,6 +241,6 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
 
 
 def unpatch() -> None:
-    """Leaves transformers as it was. Managers that were made stay as they are."""
+    """Removes the patches. Existing managers stay as they are."""
     _api.ContinuousBatchingManager = _Manager
     _api.PagedAttentionCache = _StockCache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What continuous batching over virtual memory is made with, and the cache for a model."""
+"""Options of continuous batching over virtual memory, and the cache for a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 _log = logging.getLogger("pyvmem.hf")
 
-MAX_SLOTS = 256  # unless asked for; transformers' own default is 1024 requests in a batch
+MAX_SLOTS = 256  # the default; transformers' own is 1024 requests in a batch
 _OF_THE_MODEL = {"num_layers", "num_kv_heads", "head_dim", "dtype", "max_batch", "max_seq_len"}
 _POLICY = {one.name for one in dataclasses.fields(KVCacheConfig)} - _OF_THE_MODEL
 
@@ -50,8 +50,8 @@ class Options:
         kernel: of attention.
         backend: None: "host" for a model on the CPU, else "auto".
         context: shared; None: one is opened and owned.
-        keep_windows: rows that left a sliding window stay, so that prefixes are found wherever
-            prompts part, not only where a window was recorded.
+        keep_windows: keep rows that left a sliding window, so that prefixes are found wherever
+            prompts diverge, not only where a window was recorded.
         kvcache: other fields of `KVCacheConfig`.
     """
 
@@ -76,11 +76,11 @@ class Options:
 
 
 def check_model(config: Any, tensor_parallel: int = 1) -> None:
-    """Refuses models that need more than keys and values, or a latent, of every layer.
+    """Refuses models that need more than keys and values, or a latent, in every layer.
 
-    transformers' own continuous batching has full and sliding attention, too, and no other kind
-    (``ATTN_TYPE_TO_ALLOCATOR`` of its ``cache.py``): its batches are one row of all requests'
-    tokens, which a layer with a state would run together.
+    transformers' own continuous batching also supports only full and sliding attention
+    (``ATTN_TYPE_TO_ALLOCATOR`` in its ``cache.py``): its batch is one row with all requests'
+    tokens, which a layer with a state would mix.
 
     Raises:
         NotSupported: states, chunks, layers that share keys, capped scores, or several devices.
@@ -94,10 +94,10 @@ def check_model(config: Any, tensor_parallel: int = 1) -> None:
 
 
 def check_attention(model: Any) -> None:
-    """Refuses models that attend by themselves: they would run a batch's requests together.
+    """Refuses models with their own attention code: it would mix a batch's requests.
 
     Raises:
-        NotSupported: the class does not say that it takes its attention from transformers' registry
+        NotSupported: the class does not declare that it uses transformers' attention registry
             (``_supports_attention_backend``).
     """
     if not getattr(model, "_supports_attention_backend", False):
@@ -109,10 +109,10 @@ def check_attention(model: Any) -> None:
 
 
 def adjust(cb_config: Any) -> None:
-    """Switches off, in place, what has no sense or is not there on slots.
+    """Switches off, in place, options that make no sense or are missing with slots.
 
-    What was asked for is named in a warning, once a process. The decode fast path is a paged
-    kernel; it goes silently, as attention is never paged.
+    Options that the user set are named in a warning, once per process. The decode fast path, a
+    paged kernel, is switched off silently, since attention is never paged.
     """
     cb_config.max_blocks_per_request = 0
     graphs, space = cb_config.use_cuda_graph, cb_config.cpu_offload_space
@@ -153,7 +153,7 @@ def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, 
     """Slots, and tokens of each, for a resolved configuration.
 
     Raises:
-        InvalidArgument: the model does not tell its longest sequence.
+        InvalidArgument: the configuration does not give the longest sequence.
     """
     slots = options.max_batch or min(cb_config.max_requests_per_batch or MAX_SLOTS, MAX_SLOTS)
     longest = options.max_seq_len or getattr(config, "max_position_embeddings", None)
@@ -179,8 +179,8 @@ def make_requests(
         cb_config: transformers' ``ContinuousBatchingConfig``, resolved.
         block_tokens: tokens of a block, in which ``num_blocks`` counts memory.
         device, dtype: of the model.
-        logits_of_all: the model computes scores for every token of a batch, not for the last of
-            each request; memory is left for them.
+        logits_of_all: the model computes scores for every token of a batch, not only the last of
+            each request; leave memory for them.
 
     Raises:
         InvalidArgument: a value that the model or the context cannot serve. NotSupported: a layer
@@ -229,12 +229,12 @@ def make_requests(
 
 
 def _elements(shape: LayerShape) -> int:
-    """Of a token in a layer."""
+    """Elements of a token in a layer."""
     return shape.num_kv_heads * (shape.head_dim + (shape.v_head_dim or 0))
 
 
 def _batch_bytes(config: Any, cb_config: Any, shape: KVCacheConfig, logits_of_all: bool) -> int:
-    """An estimate of what a forward pass needs beside weights and cache."""
+    """Estimated bytes that a forward pass needs besides weights and cache."""
     tokens = cb_config.max_batch_tokens or 8192
     rows = tokens if logits_of_all else shape.max_batch
     scores = rows * config.vocab_size * 4

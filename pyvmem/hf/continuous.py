@@ -4,13 +4,13 @@
     with vmem_continuous_batching(model, max_batch=64):
         model.generate_batch(inputs, generation_config)
 
-transformers' own cache is paged: to attend, it gathers every request's whole past into one tensor,
-or calls a paged kernel. Here a request lies in a slot of a `pyvmem.KVCache`, and the kernels of
-`pyvmem.attention`, none of them paged, read it in place. transformers' scheduler, sampling and
-server stay as they are: chunked prefill, prefix sharing, parallel sampling, and preemption by
-computing again work as before. CUDA graphs, asynchronous batching and offloading to the host are
-switched off, with a warning where they were asked for. A request that all memory could not hold
-fails alone, where transformers would end every request.
+transformers' own cache is paged: attention gathers every request's whole past into one tensor, or
+calls a paged kernel. Here a request lies in a slot of a `pyvmem.KVCache`, and the kernels of
+`pyvmem.attention` read it in place. transformers' scheduler, sampling and server stay as they are:
+chunked prefill, prefix sharing, parallel sampling, and preemption by recomputation work as before.
+CUDA graphs, asynchronous batching and offloading to the host are switched off, with a warning if
+they were requested. A request that does not fit in all memory fails alone, where transformers would
+end every request.
 
 Checked with the versions of `CHECKED`; others are refused.
 """
@@ -70,33 +70,33 @@ def install(
     keep_windows: bool = False,
     **kvcache_options: Any,
 ) -> None:
-    """Makes continuous batching use virtual memory from now on; again: with other options.
+    """Makes continuous batching use virtual memory from now on; call it again for other options.
 
-    Managers that exist are not changed.
+    Existing managers are not changed.
 
     Args:
-        model: for this one only; None: for every model of the process (one that cannot be served
-            so is then refused when its continuous batching begins).
-        max_batch: slots, that is, requests that are worked on at a time; None: what
-            ``ContinuousBatchingConfig.max_requests_per_batch`` says, at most 256.
+        model: only this model; None: every model of the process (an unsupported one is then refused
+            when its continuous batching begins).
+        max_batch: slots, the most requests running at a time; None:
+            ``ContinuousBatchingConfig.max_requests_per_batch``, at most 256.
         max_seq_len: tokens of a slot, for which addresses are reserved; None: the model's
             ``max_position_embeddings``. A longer request is refused when it is added.
         kernel: see `pyvmem.attention.Attention`.
         backend: as of `pyvmem.Context`; None: "host" for a model on the CPU, else "auto".
         context: a context to share; it must outlive the managers.
-        keep_windows: of layers with a sliding window, keep all rows: a recorded prompt is then
-            found by every prompt that begins alike, where otherwise the window at that place must
-            have been recorded. They take as much memory as full attention.
-        **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` is, where it is
-            not given, ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else what
+        keep_windows: keep all rows of layers with a sliding window: a recorded prompt then matches
+            every prompt with the same beginning; otherwise the window at that place must have been
+            recorded. These layers then take as much memory as full attention.
+        **kvcache_options: other fields of `pyvmem.KVCacheConfig`. ``memory_limit`` defaults to
+            ``num_blocks`` blocks of the ``ContinuousBatchingConfig``, or else to what
             ``max_memory_percent`` leaves.
 
     Raises:
         InvalidArgument: an unknown option or value; a model with a manager that was kept
             (``destroy_cached_continuous_batching_manager`` ends it).
         NotSupported: a version of transformers that was not checked, or a model whose attention is
-            more than causal with windows: capped scores, chunks, shared layers, states; or is not
-            transformers' to choose.
+            more than causal with windows: capped scores, chunks, shared layers, states; or whose
+            attention transformers cannot replace.
     """
     global _default
     options = Options(
@@ -122,7 +122,7 @@ def install(
 
 
 def uninstall(model: Any = None) -> None:
-    """Undoes `install` with the same model; what was not installed: nothing."""
+    """Undoes `install` for the same model; does nothing if it was not installed."""
     global _default
     with _lock:
         if model is None:
@@ -137,7 +137,7 @@ def uninstall(model: Any = None) -> None:
 
 @contextmanager
 def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None]:
-    """`install`, whose arguments it takes, for a block of code."""
+    """`install` for a block of code; takes the same arguments."""
     install(model, **options)
     try:
         yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Attention over MLA's latent, with the up-projections absorbed, in an unmodified model.
 
-transformers makes every head's keys and values out of the latents of the whole past, in every
+transformers computes every head's keys and values from the latents of the whole past, in every
 layer and step. Here the up-projection of the keys is applied to the queries and that of the values
 to the result, so that attention runs over the latents themselves: one KV head of ``kv_lora_rank +
 qk_rope_head_dim`` elements, whose first ``kv_lora_rank`` are the values. The numbers are the same
@@ -34,7 +34,7 @@ def is_latent(config: Any) -> bool:
 
 
 def latent_rank(config: Any) -> int:
-    """Elements of the latent that values are made of; 0 without one."""
+    """Elements of the latent that values are computed from; 0 without one."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
@@ -66,10 +66,10 @@ def _is_plain(module: Any) -> bool:
 
 @contextmanager
 def absorbed(model: Any) -> Iterator[None]:
-    """Attention over the latent while this lasts; for a model without one: nothing.
+    """Attention over the latent inside the block; no effect on a model without one.
 
     Raises:
-        NotSupported: a model with MLA whose layers are built in another way.
+        NotSupported: a model with MLA whose layers are built differently.
     """
     if not is_latent(model.config.get_text_config()):
         yield
@@ -81,7 +81,7 @@ def absorbed(model: Any) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            del module.forward  # the class's own is there again
+            del module.forward  # uncovers the class's own
 
 
 def _forward(
@@ -92,7 +92,7 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``[1, tokens, hidden]`` to the same, as DeepSeek-V3's own; the cache is the function's."""
+    """``[1, tokens, hidden]`` to the same, as in DeepSeek-V3; the attention function caches."""
     if past_key_values is not None:
         raise NotSupported(
             "absorbed attention: the cache is the attention function's", op="absorbed"

@@ -24,8 +24,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     """One layer of a `VMemCache`; made by it.
 
     `keys` and `values` are views ``[batch, num_kv_heads, length, head_dim]`` of the virtual
-    tensors, to be read: what somebody else writes there, `reorder_cache` may leave behind. With a
-    sliding window they have what the next token sees, as transformers' own sliding layer has.
+    tensors, for reading only: `reorder_cache` may not carry over what other code writes there. With
+    a sliding window they hold what the next token sees, as in transformers' own sliding layer.
     """
 
     is_compileable = False  # the views grow
@@ -98,10 +98,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return shown
 
     def take_from(self, other: VMemLayer) -> None:
-        """Becomes what another cache's layer is: the same tokens at the same places.
+        """Copies another cache's layer: the same tokens at the same places.
 
-        Detached: autograd's graph would keep the other cache's tensors for as long as what is
-        computed over this one lives.
+        Detached: otherwise autograd's graph would keep the other cache's tensors alive as long as
+        anything computed from this one.
         """
         if other.keys is None or other.values is None:
             return
@@ -128,20 +128,20 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @property
     def tokens(self) -> int:
-        """The same: what pages are to be there for."""
+        """The same: the tokens that need pages."""
         return self._length
 
     def get_max_length(self) -> int:
-        """Most tokens of a row."""
+        """The most tokens of a row."""
         return self._rows.settings.max_length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
 
         Raises:
-            InvalidArgument: a positive number, as transformers 5.23 refuses it too; or the window
-                of what is left begins in rows that are gone (`KVCacheConfig.window_tile`); or other
-                layers have a state.
+            InvalidArgument: a positive number, as in transformers 5.23; the window of what is left
+                begins in rows that are gone (`KVCacheConfig.window_tile`); or other layers have a
+                state.
         """
         if tokens_to_remove > 0:
             raise invalid(
@@ -168,7 +168,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         raise NotSupported("VMemCache has no offloading by layers", op="VMemLayer.prefetch")
 
     def forget(self) -> None:
-        """Drops every tensor; as before the first `update`."""
+        """Drops every tensor: the layer is as before the first `update`."""
         self._k = self._v = self.keys = self.values = None
         self._length = 0
         self.is_initialized = False

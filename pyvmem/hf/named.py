@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""`NamedRequests`: an engine's requests by its own names, on the interface for serving engines.
+"""`NamedRequests`: an engine's requests by name, on the interface for serving engines.
 
-Continuous batching asks of a cache: is there room for so many tokens of this request, free it,
-share a prefix, fork, and attention for the batch that was just put together. Nothing here knows
-transformers; what it asks in which version is in the modules beside.
+What continuous batching needs of a cache: check and make room for a request's tokens, free a
+request, share a prefix, fork, and attend over the batch just built. Nothing here depends on
+transformers; the sibling modules adapt it to each version.
 
 A step of the engine:
 
@@ -53,10 +53,10 @@ class _Request:
 
     Attributes:
         request: as the cache knows it.
-        tokens: that pages are there for.
+        tokens: the tokens that it has pages for.
         valid: rows whose keys and values are computed.
-        ids: the tokens of these rows, and perhaps more; called when something is recorded.
-        recorded: tokens of its prompt that were offered to others; all: it is done.
+        ids: returns the tokens of these rows, and perhaps more; called when something is recorded.
+        recorded: tokens of its prompt recorded so far; all of them: done.
     """
 
     request: Request
@@ -67,9 +67,9 @@ class _Request:
 
 
 class NamedRequests:
-    """Requests by name on a cache that is this object's own from now on.
+    """Requests by name on a cache, which this object owns from now on.
 
-    Without `close`, memory goes back when the object is collected.
+    Without `close`, memory is freed when the object is garbage-collected.
 
     Args:
         cache: closed by `close`.
@@ -81,12 +81,13 @@ class NamedRequests:
     Attributes:
         kvcache: for its reports.
         parts: its groups of equal layers.
-        choice: attention's kernel, and why not another; of the first layer.
-        sharing: asked for, and the back end can map a page twice. Where layers have a window, a
-            prefix is found where its rows of the window were recorded.
+        choice: the first layer's attention kernel, and why the others were not chosen.
+        sharing: whether prompts are shared: requested, and the back end can map a page twice. Where
+            layers have a window, a prefix is found where its window's rows were recorded.
         stream: CUDA stream of the model's work; None: torch's current one.
-        namespace: called when a request gets its slot: what its keys and values depend on beside
-            its tokens, such as the model's adapters. Prefixes are shared within one alone.
+        namespace: called when a request gets its slot; returns what its keys and values depend on
+            besides its tokens, such as the model's adapters. Prefixes are shared only within one
+            namespace.
     """
 
     def __init__(
@@ -125,11 +126,11 @@ class NamedRequests:
     # ---- room ------------------------------------------------------------------------------------
 
     def hold(self, name: str, tokens: int) -> bool:
-        """Maps pages until the request's slot holds so many tokens; takes a slot at first.
+        """Maps pages for so many tokens in the request's slot; first takes a slot if it has none.
 
         Returns:
-            False, with nothing changed: every slot is taken, or memory is short although all that
-            belongs to no request was reclaimed.
+            False, with nothing changed: every slot is taken, or memory is short even after
+            everything unowned was reclaimed.
 
         Raises:
             InvalidArgument: more tokens than a slot can hold. VMemError: as `KVCache.step`.
@@ -163,12 +164,12 @@ class NamedRequests:
         return True
 
     def _namespace(self) -> Namespace | None:
-        """What the rows of a request that begins now depend on."""
+        """The namespace of a request that begins now."""
         name = self.namespace()
         return None if name is None else self._cache.namespace(name)
 
     def longest(self) -> int:
-        """Tokens that a request can have: of a slot, and in all memory."""
+        """The most tokens of a request, limited by slot and memory."""
         total = self.pages()[1]
         if self._pages_of(self.max_seq_len) <= total:
             return self.max_seq_len
@@ -180,7 +181,7 @@ class NamedRequests:
         return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
-        """Physical pages that requests could still get, and all that there are."""
+        """Physical pages that requests could still get, and the total."""
         free, total = self.kvcache.obtainable_bytes()
         return free // self._page, total // self._page
 
@@ -197,19 +198,19 @@ class NamedRequests:
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
 
     def room(self, name: str, tokens: int) -> bool:
-        """Whether `hold` would do it; nothing changes."""
+        """Whether `hold` would succeed; nothing changes."""
         if name not in self._requests and len(self) >= self.max_batch:
             return False
         fits = tokens <= self.max_seq_len
         return fits and self.missing(name, tokens) <= self.pages()[0]
 
     def drop(self, name: str, record: bool = True) -> None:
-        """Frees a request's slot; a name without one: nothing.
+        """Frees a request's slot; does nothing for a name without one.
 
         Args:
             name: the request.
-            record: what it computed is kept for requests that begin with the same tokens, until
-                memory is short.
+            record: keep what it computed for requests that begin with the same tokens, until memory
+                is short.
         """
         self._next.leave(name)
         one = self._requests.pop(name, None)
@@ -222,7 +223,7 @@ class NamedRequests:
         self._cache.release(one.request, stream=self.stream)
 
     def drop_all(self, forget: bool = False) -> None:
-        """`drop` for all; `forget`: recorded prefixes go too, and idle memory."""
+        """`drop` for all; `forget`: also evict recorded prefixes and free idle memory."""
         for name in list(self._requests):
             self.drop(name, record=not forget)
         if forget:
@@ -234,7 +235,8 @@ class NamedRequests:
         """Gives a request without a slot the longest recorded prefix of its prompt.
 
         Returns:
-            The tokens that it holds now, never all; 0: none is recorded, or there is no slot.
+            The tokens that it now holds, never the whole prompt; 0: none is recorded, or no slot is
+            free.
         """
         if not self.sharing or name in self._requests:
             return 0
@@ -259,15 +261,15 @@ class NamedRequests:
         return True
 
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
-        """Tells that a request's next rows are computed; records a prompt when it is complete.
+        """Notes that a request's next rows are computed; records a prompt when it is complete.
 
-        Where layers have a window, after each part of it: of a long prompt, the rows at a place
-        where another one parts are there only then.
+        Where layers have a window, it records after each chunk: only then are the rows before a
+        place where another prompt may diverge still there.
 
         Args:
             name: the request; one without a slot is ignored.
             new: rows.
-            ids: gives the request's tokens, of all rows so far at least.
+            ids: returns the request's tokens, at least those of all rows so far.
             prompt: tokens of its prompt.
         """
         one = self._requests.get(name)
@@ -297,7 +299,7 @@ class NamedRequests:
         Args:
             layer: of the cache.
             q: ``[tokens, num_heads, head_dim]``; tokens after the batch's are padding.
-            k, v: ``[tokens, num_kv_heads, head_dim]``; of a latent `v` is not looked at.
+            k, v: ``[tokens, num_kv_heads, head_dim]``; for a latent, `v` is ignored.
             scale: of the scores; None: ``head_dim ** -0.5``.
 
         Returns:
@@ -321,7 +323,7 @@ class NamedRequests:
     def close(self) -> None:
         """Frees everything and closes the cache. Idempotent.
 
-        Where tensors of the cache live elsewhere, it stays open, with a warning in the log.
+        If tensors of the cache are still alive elsewhere, it stays open and logs a warning.
         """
         if self._finalizer.detach() is None:
             return

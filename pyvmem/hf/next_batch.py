@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The batch that an engine puts together request by request, and its attention in every layer."""
+"""The batch that an engine builds request by request, and its attention in every layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NextBatch:
     """Requests by name, with their tokens; then the same as slots. For `NamedRequests`.
 
     Attributes:
-        queued: name, tokens that are there, new tokens; emptied by `begin`.
+        queued: name, tokens already present, new tokens; emptied by `begin`.
     """
 
     def __init__(self, cache: RequestCache, attention: Attention) -> None:
@@ -49,20 +49,20 @@ class NextBatch:
     def begin(
         self, requests: Mapping[str, Request], tokens: Mapping[Request, int], stream: Any
     ) -> None:
-        """Extends the requests for the batch that was queued, which is the one from now on.
+        """Extends the requests of the queued batch, and makes it the current one.
 
-        Begins to map, in the background, what they need for one token more.
+        Begins to map, in the background, what they need for one more token.
 
         Args:
             requests: by name.
-            tokens: that each request holds with this batch; pages are there.
+            tokens: that each request holds after this batch; their pages are mapped.
             stream: of the model's work.
 
         Raises:
             OutOfMemory: pages are missing. VMemError: as `RequestCache.extend`.
         """
         cache = self._cache
-        # A prompt that is to be forked keeps its last token for the answers, and may have no other.
+        # A prompt to be forked leaves its last token to the answers, and may have no other.
         queued, self.queued = [one for one in self.queued if one[2]], []
         lengths = {one: max(count, one.length) for one, count in tokens.items()}
         if cache.extend(lengths, stream) is not None:
@@ -74,7 +74,7 @@ class NextBatch:
         self._batch = self._attention.batch([one.slot for one in batch], new, kv_lens)
         ahead = {one: min(one.length + 1, cache.max_seq_len) for one in batch}
         with suppress(TooManyBatches):  # the next `hold` maps it
-            cache.prepare(ahead)  # where memory is short the next `hold` tells
+            cache.prepare(ahead)  # if memory is short, the next `hold` reports it
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
@@ -107,12 +107,12 @@ class NextBatch:
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
-    """Closes both; where tensors live elsewhere the cache stays open, which the log tells."""
+    """Closes both; if tensors are still alive elsewhere, the cache stays open and this logs it."""
     attention.close()
     try:
         cache.close(stream)
     except Busy:
-        gc.collect()  # tracebacks and compilers hold tensors in cycles of references
+        gc.collect()  # tracebacks and compilers hold tensors in reference cycles
         try:
             cache.close(stream)
         except Busy as error:

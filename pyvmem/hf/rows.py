@@ -27,11 +27,11 @@ __all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a `VMemCache` was asked for; the rest comes with its first keys.
+    """A `VMemCache`'s arguments; the rest is known with the first keys.
 
     Attributes:
         text: the language model's configuration.
-        max_batch: most rows. max_length: most tokens of a row.
+        max_batch: the most rows. max_length: the most tokens of a row.
         backend: None: "host" for keys on the CPU, else "auto".
         context: shared with others; None: the cache's own.
         options: other fields of `KVCacheConfig`.
@@ -54,7 +54,7 @@ class TakesRows:
     batch_size: int
 
     def _take(self, source: Sequence[int]) -> None:
-        """Row i becomes what row ``source[i]`` was, by a copy of what the two do not share."""
+        """Row i becomes what row ``source[i]`` was; copies only what the two do not share."""
         raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -73,13 +73,13 @@ class TakesRows:
 
 
 class Rows:
-    """The KV cache behind all layers, and how many rows and tokens it has to hold.
+    """The KV cache behind all layers, and how many rows and tokens it must hold.
 
     Attributes:
         cache: None before `open`.
-        shapes, handed: what each layer keeps, and is handed over; empty before `open`.
+        shapes, handed: what each layer keeps, and what it is passed; empty before `open`.
         count: slots taken, from 0 on.
-        length: tokens that pages are there for, in each of them.
+        length: tokens that each of them has pages for.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -97,8 +97,8 @@ class Rows:
         """The cache for such keys and values, ``[batch, num_kv_heads, any, head_dim]``.
 
         Raises:
-            InvalidArgument: they have another shape, type or device than the first ones, and the
-                configuration, told.
+            InvalidArgument: their shape, type or device differs from that of the first ones and the
+                configuration.
             BadHandle: closed.
         """
         given = handed_over(key, value)
@@ -122,10 +122,10 @@ class Rows:
             layer: with a state.
             name: "conv" or "recurrent".
             new: the first one, ``[batch, ...]``.
-            sizes: of one that is to be kept.
+            sizes: shape of the state to keep.
 
         Raises:
-            InvalidArgument: another shape, type or device than the configuration says. BadHandle:
+            InvalidArgument: a shape, type or device other than the configuration's. BadHandle:
                 closed.
         """
         cache = self._opened(layer, None, new)
@@ -141,7 +141,7 @@ class Rows:
             )
 
     def _opened(self, layer: int, given: Handed | None, first: torch.Tensor) -> KVCache:
-        """The cache; made where there is none, of the type and for the device of `first`."""
+        """The cache, made on first use with the type and device of `first`."""
         if self._closed:
             raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
         if self.cache is not None:
@@ -182,7 +182,7 @@ class Rows:
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a layer's keys and values lie, ``[slots, max_length, num_kv_heads, head_dim]``.
 
-        Made outside inference and no_grad mode: what is made within could not be written outside.
+        Made outside inference and no_grad mode: tensors made inside could not be written outside.
         """
         cache = self.cache
         assert cache is not None
@@ -202,7 +202,7 @@ class Rows:
             return self.cache.states(layer)[name]
 
     def kept_from(self, layer: int, length: int) -> int:
-        """The first row of a layer that is there while its rows have `length` tokens."""
+        """A layer's first row still present when its rows have `length` tokens."""
         shape = self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
         if not window:
@@ -210,7 +210,7 @@ class Rows:
         return max(0, length - window - self.parts[0].config.window_tile)
 
     def check_back(self, layer: int, length: int) -> None:
-        """Raises InvalidArgument where rows cannot become so few tokens.
+        """Raises InvalidArgument where rows cannot shrink to so few tokens.
 
         Their window begins in rows that are gone, or another layer has a state.
         """
@@ -238,7 +238,7 @@ class Rows:
     def hold(self, count: int, length: int) -> None:
         """Takes slots and maps pages until `count` rows of `length` tokens fit; never fewer.
 
-        The pages for one token more are mapped in the background.
+        The pages for one more token are mapped in the background.
 
         Raises:
             InvalidArgument: more than the cache was made for; nothing changed.
@@ -272,7 +272,7 @@ class Rows:
         self.length = tokens
         if tokens < settings.max_length:
             with suppress(TooManyBatches):
-                cache.step_async(self._lengths(tokens + 1))  # -1: a later `hold` will tell
+                cache.step_async(self._lengths(tokens + 1))  # on -1 a later `hold` reports it
 
     def where(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """Positions [first, last) as an index, made once for all layers.
@@ -286,7 +286,7 @@ class Rows:
         return self._where[2]
 
     def settle(self) -> None:
-        """Lets go of rows that no layer has; the layers follow each other."""
+        """Frees rows that no layer has any more; layers change one after the other."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]
@@ -325,7 +325,7 @@ class Rows:
         """Drops the layers' tensors and closes the cache. Idempotent.
 
         Raises:
-            Busy: tensors that `update` returned live elsewhere; the layers are empty all the same.
+            Busy: tensors that `update` returned are still alive; the layers are empty anyway.
         """
         for layer in self.layers:
             layer.forget()
@@ -334,7 +334,7 @@ class Rows:
         self._closed = True
 
     def close_quietly(self) -> None:
-        """`close` when the `VMemCache` itself is gone; with tensors elsewhere the cache stays."""
+        """`close` when the `VMemCache` itself is gone; the cache stays while tensors are alive."""
         with suppress(Busy):
             self.close()
 

@@ -3,8 +3,9 @@
 
     python -m pyvmem.hf.serve --vmem-max-batch 64 HuggingFaceTB/SmolLM2-135M --port 8000
 
-Options that begin with ``--vmem-`` are of `pyvmem.hf.continuous.install`; everything else goes to
-transformers' own command as it is. Needs what that needs: ``pip install '.[server]'`` in a clone.
+Options that begin with ``--vmem-`` are arguments of `pyvmem.hf.continuous.install`; everything else
+goes unchanged to transformers' own command. Needs the same packages: ``pip install '.[server]'`` in
+a clone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--vmem-max-batch", type=int, metavar="N", help="slots: requests that are worked on")
+    add("--vmem-max-batch", type=int, metavar="N", help="slots: the most requests at a time")
     add("--vmem-max-seq-len", type=int, metavar="TOKENS", help="tokens of a slot")
     add("--vmem-kernel", metavar="NAME", help="attention: auto, fa3, fa2, flex or sdpa")
     add("--vmem-backend", metavar="NAME", help="uvm, stock, cuda, host or auto")
@@ -46,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
 def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Our options, under `install`'s names, and what is transformers'.
 
-    ``--continuous-batching`` is added where it is missing. Exits with a message, as argparse does,
-    for an option of ours with a bad value.
+    Adds ``--continuous-batching`` if missing. Exits with a message, as argparse does, for a bad
+    value of one of our options.
     """
     ours, theirs = _parser().parse_known_args(arguments)
     options = {
@@ -59,10 +60,10 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refuse_with_400(server: Any) -> None:
-    """Lets the server's application tell a client what is wrong with a request that we refuse.
+    """Makes the server tell the client why we refused a request.
 
-    transformers knows no error of a manager that is the client's: it would answer 500 without a
-    word. Where the module has no ``build_server``, that stays so.
+    transformers treats no manager error as the client's: it would answer 500 without a message.
+    Without ``build_server`` in the module, it still does.
     """
     build = getattr(server, "build_server", None)
     if build is None:
@@ -83,9 +84,9 @@ def _refuse_with_400(server: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Installs the plug for all models, then runs ``transformers serve``; its exit status.
+    """Installs the plug for all models, then runs ``transformers serve``; returns the exit status.
 
-    2 with a message: transformers' version was not checked, a bad option, or a missing package.
+    2 with a message: an unchecked version of transformers, a bad option, or a missing package.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)

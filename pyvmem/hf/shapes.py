@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """What the layers of a transformers model store.
 
-Windows and differences between layers are the configuration's. Heads and their sizes are those of
-the keys and values that the model hands over: they tell what tensor parallelism left of them, and
+Windows and differences between layers come from the configuration. Heads and their sizes come from
+the keys and values that the model passes: these show what tensor parallelism left of them, and
 whether a model with MLA stores its latent (transformers 5.23: as keys of the latent's rank and
-values of the rotary part) or the keys and values made of it.
+values of the rotary part) or the keys and values computed from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Handed = tuple[int, int, int]
 
 
 def handed_over(key: Any, value: Any) -> Handed:
-    """Of keys and values ``[batch, num_kv_heads, any, head_dim]``.
+    """The sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
 
     Raises:
         InvalidArgument: different numbers of heads.
@@ -50,12 +50,12 @@ NO_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
 
 def plain_rows(config: Any, what: str, *others: str) -> None:
-    """Refuses models whose attention is more than causal, with windows, over rows of its own layer.
+    """Refuses models whose attention is more than causal, with windows, over the layer's own rows.
 
     Args:
         config: of the text model.
-        what: cannot run others.
-        *others: kinds of layers that it can run, too.
+        what: the feature that cannot run others, for the message.
+        *others: kinds of layers that it can also run.
 
     Raises:
         NotSupported: layers that attend in chunks, that have a state or keep something else, that
@@ -75,10 +75,10 @@ def plain_rows(config: Any, what: str, *others: str) -> None:
 
 
 def plain_scores(what: str, given: Mapping[str, Any]) -> None:
-    """Refuses what a model hands to its attention function beside queries, keys and values.
+    """Refuses what a model passes to its attention function besides queries, keys and values.
 
     Raises:
-        NotSupported: capped scores, sinks or biases of positions, which no kernel over slots has.
+        NotSupported: capped scores, sinks or position biases, which no kernel over slots supports.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if given.get(name) is not None:
@@ -86,7 +86,7 @@ def plain_scores(what: str, given: Mapping[str, Any]) -> None:
 
 
 def twice(layer: int) -> NotSupported:
-    """Of a layer that attends again in one pass, over other values (DiffLlama's)."""
+    """The error for a layer that attends twice in one pass, over other values (DiffLlama)."""
     return NotSupported(
         f"layer {layer} attends twice in a pass: a layer has one row for a token", op="attention"
     )
@@ -96,7 +96,7 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
     """`layer_shapes` of a model that keeps keys and values in every layer.
 
     Raises:
-        NotSupported: one has a state, or keeps nothing; the text names `what` cannot run it.
+        NotSupported: a layer has a state or keeps nothing; the text says that `what` cannot run it.
     """
     found: list[LayerShape] = []
     for layer, shape in enumerate(layer_shapes(config)):
@@ -113,16 +113,16 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
 def stored_shapes(
     text: Any, layer: int, given: Handed | None
 ) -> tuple[list[Shape], list[Handed | None]]:
-    """What every layer keeps, and is handed over, as the first one that hands something over shows.
+    """What every layer keeps and is passed, derived from the first layer that is passed something.
 
     Args:
         text: the language model's configuration.
-        layer: that one.
-        given: what it hands over; None: it has a state, and the others are as the configuration
+        layer: that layer.
+        given: what it is passed; None: it has a state, and the others are as the configuration
             says.
 
     Raises:
-        InvalidArgument: the configuration has layers that differ, and this one is none of them.
+        InvalidArgument: the configuration's layers differ, and this one matches none of them.
         NotSupported: a latent beside states.
     """
     told = layer_shapes(text)
@@ -153,11 +153,11 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """What a layer keeps and is handed over, by what the configuration says of it.
+    """Maps the configuration's description of a layer to what it keeps and is passed.
 
     Args:
         rows: of all layers with keys and values.
-        layer, mine, given: one, what the configuration says of it, and what it is handed over.
+        layer, mine, given: one layer, its description in the configuration, and what it is passed.
     """
     heads, wide, values = given
     latent = mine.v_head_dim == 0

@@ -28,7 +28,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     is_compileable = False  # the views come and go
     is_croppable = False
-    tokens = 1  # that pages are to be there for: any number is the same
+    tokens = 1  # tokens that need pages: any number is the same
     device: Any
     has_previous_state: Any
 
@@ -52,7 +52,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Takes a slot for every row of the states ``[batch, ...]``.
 
         Raises:
-            InvalidArgument: another shape or type than the configuration's.
+            InvalidArgument: a shape or type other than the configuration's.
         """
         for name, new in (("conv", conv_states), ("recurrent", recurrent_states)):
             if new is None:
@@ -80,7 +80,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return {name: one for name, one in both.items() if one is not None}
 
     def take_from(self, other: VMemState) -> None:
-        """Becomes what another cache's layer is; see `VMemLayer.take_from`."""
+        """Copies another cache's layer; see `VMemLayer.take_from`."""
         for name, rows in other._held().items():
             rows = rows.detach()
             kernel = other.conv_kernel_size[0] if name == "conv" else None
@@ -90,10 +90,10 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self.has_previous_state = dict(other.has_previous_state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuses: a state cannot go back.
+        """Refuses: a state cannot be rolled back.
 
         Raises:
-            InvalidArgument: always, but for 0.
+            InvalidArgument: always, except for 0.
         """
         if tokens_to_remove:
             raise invalid(
