@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The numbers that matter, computed from the rows, each beside its aim.
+"""The key figures, computed from the rows, each beside its aim.
 
 An aim is stated for `stock` on an H100 or H200. The value is computed wherever its rows exist, and
 `applies` says whether it may be compared with the aim. Ratios of single calls are of `net` times,
-with the empty call counted in the baseline's favour (setting.Overheads); absolute times are as
-measured from Python, with nothing subtracted.
+with the cost of an empty call counted in the baseline's favour (setting.Overheads); absolute times
+are as measured from Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
 
 
 class Aims:
-    """Aims of a record; `applies`: it was made on the machine and back end that they are for."""
+    """Aims of a record; `applies`: the record is from the machine and back end they are for."""
 
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system
@@ -58,7 +58,7 @@ class Aims:
     ) -> None:
         """Adds an aim whose value is `value(*rows)`.
 
-        op None: there is nothing to reach. unless: why the rows cannot be compared; "" if they can.
+        op None: there is no target. unless: why the rows cannot be compared; "" if they can.
         """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Unmodified attention kernels, and a plain read, over our pages and over cudaMalloc memory.
 
-Where memory lies changes the time of such a kernel by several per cent by itself, so there are
+The placement of memory alone changes the time of such a kernel by several per cent, so there are
 several separately allocated baselines, and their spread is given beside the ratio. Every buffer
 holds the same numbers, and the outputs are compared bit by bit. Times are the GPU's own (events),
 one call a sample, with all buffers in turn.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches of 64 pages in one call: as one run, and as pages no two of which are neighbours."""
+"""Batches of 64 pages in one call: as one run, and as pages without any neighbours."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 def _apart(n: Native, page: int) -> list[int]:
-    """Pages that are not physical neighbours of each other: every second one of a sequence."""
+    """Pages without physical neighbours: every second one of a sequence."""
     made = [n.create(page, page) for _ in range(2 * _PAGES)]
     for handle in made[1::2]:
         n.release(handle)
@@ -78,7 +78,7 @@ def _rows(setting: Setting, book: Book, how: str, page: int, note: str) -> tuple
 
 
 def _driver_calls(n: Native, map_ops: Any, unmap_ops: Any) -> str:
-    """The driver calls that each of the two batches takes, counted by running it once."""
+    """The driver calls of the two batches, counted by running each once."""
     before = n.stats()
     n.batch(map_ops)
     n.batch(unmap_ops)
@@ -110,7 +110,7 @@ def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int)
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    # A gap in the addresses after each page, too, so that nothing can be merged on either side.
+    # Also a gap in the addresses after each page, so that nothing can be merged on either side.
     map_ops = n.ops(
         [
             {"op": MAP, "addr": base + 2 * i * page, "bytes": page, "handle": handle}

@@ -101,7 +101,7 @@ class Buffers:
         return tensor
 
     def close(self) -> None:
-        """Gives all memory back, torch's cache included; no view of a tensor may be left."""
+        """Frees all memory, including torch's cache; no view of a tensor may be alive."""
         import torch
 
         self._finish()

@@ -2,8 +2,8 @@
 """Mapping while a kernel keeps every multiprocessor of the GPU full of threads.
 
 A round maps and unmaps pages with the GPU idle, then again under a kernel that runs many times
-longer than that takes. Each time it is checked that the kernel is still running afterwards: if it
-is not, a call waited for it, and the part's notes say so.
+longer than that takes. Each time the benchmark checks that the kernel is still running afterwards:
+if not, a call waited for it, and the part's notes say so.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The rows of the paper's table 2: what each call costs, at every page size, beside cuMem*.
+"""The rows of the paper's table 2: the cost of each call at every page size, beside cuMem*.
 
 Every call is timed by itself, from Python, through cffi for ours and through cuda.bindings for the
 baseline. The times include what Python and the binding add (`overhead`, measured with an empty
@@ -190,8 +190,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     costs = setting.overhead("cumem")
     for op, samples in theirs.book.items():
-        # The more an empty call is assumed to cost, the faster the baseline looks. For
-        # set_access and map_access the dearest one is subtracted, which includes converting the
+        # The more an empty call is assumed to cost, the faster the baseline looks. For set_access
+        # and map_access the most expensive one is subtracted, which includes converting the
         # descriptor.
         cost = {"set_access": costs.refused, "map_access": costs.each + costs.refused}
         page = 0 if op in ("reserve", "free") else theirs.page

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench capacity`: how many requests run at a time in a GPU's memory, by layout.
 
-The question of figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch of
-64 KB and of 2 MB pages for another trace (OpenChat); its artifact has no script for it. Here:
+Follows figure 12 of the vAttention paper (ASPLOS'25), which gives the largest batch with 64 KB and
+with 2 MB pages for another trace (OpenChat); its artifact has no script for it. Here:
 
 - Memory for keys and values is each GPU's memory less a tenth (activations, CUDA's context and
   libraries: the 0.9 that engines take by default) and less the weights, counted from the model's
   public configuration in bfloat16. Yi-34B runs on two ranks, each with half of the heads and
   weights: on one card its weights leave too little for the long trace. Numbers are for one rank.
-- The batch is the mean number of running requests while memory is the limit; the largest of any
-  iteration is given beside it. `pyvmem.bench.replay` says what an iteration is.
+- The batch is the mean number of running requests while memory is the limit; the largest batch of
+  any iteration is given beside it. `pyvmem.bench.replay` defines an iteration.
 - PagedAttention is counted without its block tables: blocks of 16 or 256 tokens, for all layers at
   once.
 - Pages that a request has mapped ahead of need (`KVCacheConfig.growth_fraction`) are not counted:
-  when memory is the limit they are unmapped for whoever needs them.
+  when memory is the limit they are unmapped for other requests.
 
 No GPU is needed: the arithmetic is the cache's own (`Layout.pages_for_step`), and a test runs
 the same replay through a `KVCache` with real pages.

@@ -117,7 +117,7 @@ def _add_benchmarks(which: Any) -> None:
     api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
     api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
     api.add_argument("--budget", type=float, metavar="S", help="seconds for each part")
-    api.add_argument("--quick", action="store_true", help="a few samples: does it work at all?")
+    api.add_argument("--quick", action="store_true", help="a few samples: a smoke test")
     api.add_argument(
         "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"
     )
@@ -157,7 +157,7 @@ def measure(
     budget: float | None,
     after: Callable[[Part], None],
 ) -> None:
-    """Runs the parts; one that fails is recorded with its error, and the next one runs.
+    """Runs the parts; records the error of one that fails and continues with the next.
 
     `after` is called with each finished part. The cost of empty calls is always measured first.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the commands that measure the KV cache and attention have in common.
+"""Common code of the commands that measure the KV cache and attention.
 
 A command is a list of parts, which run under one deadline. The result file is written again after
 each part, and whenever a part asks for it.
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class WrongResult(RuntimeError):
-    """What was measured computed a wrong result."""
+    """The code under measurement computed a wrong result."""
 
 
 def now() -> str:
@@ -66,7 +66,7 @@ def backends(device: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def conducted(part: Part) -> Iterator[None]:
-    """Records when and how a part ended; one that fails does not lose the others' results."""
+    """Records when and how a part ended; a failure does not lose other parts' results."""
     part.started, began = now(), time.monotonic()
     try:
         yield
@@ -101,7 +101,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
         metavar="S",
         help=f"stop after so many seconds ({seconds})",
     )
-    add("--quick", action="store_true", help="a tiny model and a few samples: does it work at all?")
+    add("--quick", action="store_true", help="a tiny model and a few samples: a smoke test")
     add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
 
@@ -160,7 +160,7 @@ class Command:
 
     @property
     def page(self) -> int:
-        """What ``--page`` says, or else 64 KiB or the smallest larger page.
+        """The value of ``--page``; by default 64 KiB or the smallest larger page.
 
         In a quick run on ``host`` 4 KiB, so that a tiny model's requests need several pages.
         """
@@ -193,7 +193,7 @@ class Command:
             part.notes.append(f"fa3: {str(error).splitlines()[0]}")
 
     def write(self) -> None:
-        """Writes the results so far, if a file was asked for."""
+        """Writes the results so far, if a file was requested."""
         self.record.seconds = self.deadline.used
         self.record.aims = self.aims.found
         if self.args.out is not None:
@@ -219,7 +219,7 @@ def open_command(*args: Any, **options: Any) -> Command | None:
 
 
 def put_together(joining: Callable[[Sequence[Path]], Record], args: argparse.Namespace) -> int:
-    """Does ``--merge``: writes and prints results as one. Returns 0, 2 if they do not fit."""
+    """Runs ``--merge``: writes and prints results as one. Returns 0, or 2 if they do not match."""
     try:
         record = joining(args.merge)
     except MergeError as error:

@@ -2,8 +2,8 @@
 """A Llama-like model with random weights: the FLOPs and bytes of the real one, but no text.
 
 Plain torch with rotary embedding, without a tokenizer. The caller supplies attention and the cache:
-`pyvmem.attention`, or anything with the same interface. On several ranks (`Shard`) each has part of
-the heads and of the inner layer, and all of the rest.
+`pyvmem.attention`, or anything with the same interface. On several ranks (`Shard`) each has a part
+of the heads and of the MLP, and all of the rest.
 """
 
 from __future__ import annotations

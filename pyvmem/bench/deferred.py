@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench deferred`: how much longer a prefill takes when its memory must be mapped first.
 
-The question of figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs all of its
-pages at once, so they cannot be mapped while something else runs. Four modes take turns:
+Follows figure 10 of the vAttention paper (ASPLOS'25): a prompt's prefill needs all of its pages at
+once, so they cannot be mapped while something else runs. Four modes take turns:
 
 - ``mapped``: the slot's pages are mapped all the time; the cache is not called.
 - ``reuse``: the request takes the slot of one that ended, with its pages (deferred reclamation, the
   cache's default); they are zeroed for it.
 - ``sync``: pages are unmapped when a request ends, and `step` maps all of them before the prefill,
-  in runs, since the pool has nothing else to do.
-- ``pages``: the same when only single pages are free, as in a server that has run for long.
+  in runs, since the pool is not fragmented.
+- ``pages``: the same when only single pages are free, as in a long-running server.
 """
 
 from __future__ import annotations

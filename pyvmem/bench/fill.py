@@ -10,7 +10,7 @@ cannot be filled (`pyvmem.kvcache.growth`). The same requests grow in each of th
 - ``large``: the defaults, with full parts of 2 MiB turned into large pages (`promote_tokens`).
 - ``pages``: page by page, and nothing else.
 
-Half-way a request is forked, and its rows are recorded and matched by another.
+Halfway, a request is forked, and its rows are recorded and matched by another.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Filling(Closable):
         return found
 
     def _share(self, found: _Filled) -> None:
-        """Forks the longest request, and has another begin with its rows."""
+        """Forks the longest request, and starts another one with its rows."""
         cache = self.cache
         if Caps.ALIAS | Caps.READONLY not in cache.context.info.caps:
             return

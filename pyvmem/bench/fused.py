@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What an engine fuses around attention: rotary embedding, and writing the new rows.
+"""Operations that engines fuse around attention: rotary embedding, and writing the new rows.
 
 One Triton kernel each on a GPU, and the same in torch elsewhere.
 """
@@ -71,7 +71,7 @@ def write_rows(
         kernels.write_rows[(tokens, count)](
             key,
             value,
-            keys.data_ptr(),  # as numbers: Triton refuses memory that CUDA did not hand out
+            keys.data_ptr(),  # as numbers: Triton refuses memory not allocated by CUDA
             values.data_ptr(),
             rows,
             places,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The patterns in which live pages come to be mapped, and where their pages lie."""
+"""The patterns in which live pages are mapped, and where these pages lie."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED = 20
 
 @dataclass(frozen=True)
 class Pattern:
-    """One way in which pages come to be mapped; `most`: the highest level to measure it at."""
+    """One pattern of mapping pages; `most`: the highest level to measure it at."""
 
     name: str
     what: str

@@ -2,8 +2,8 @@
 """The part ``kernels`` of `vmem bench models`: each kernel of `pyvmem.attention` by its input.
 
 By phase, head size and type, on one layer of a cache; decoding is 8 requests of a token each. All
-kernels of a cache compute the same, which is checked. Beside the times of each stands how many rows
-it reads past a length and before a window.
+kernels of a cache must compute the same, which is checked. Each kernel's times are given with the
+rows that it reads past a length and before a window.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(command: Command, part: Part, device: torch.device, left: Deadline) 
 
 
 def _fill(cache: KVCache, case: _Case) -> None:
-    """Fills every row that a kernel may read with numbers."""
+    """Fills every row that a kernel may read."""
     import torch
 
     (rows, *_) = cache.readable_rows([0])
@@ -131,7 +131,7 @@ def _measure(
     dtype: Any = torch.bfloat16 if case.dtype == FP8 else getattr(torch, case.dtype)
     phases = {"prefill": ([0], [tokens]), "decode": (list(range(8)), [1] * 8)}
     first: dict[str, torch.Tensor] = {}
-    # What compiles for a minute comes last.
+    # Kernels that compile for a minute come last.
     for kernel in sorted(KERNELS, key=lambda name: name == "flashinfer"):
         why = whys[kernel] or ("" if left.allows() else "the deadline came first")
         reads = KERNELS[kernel].reads(device)

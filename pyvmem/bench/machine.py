@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the numbers were measured on: machine, GPU, driver, commit."""
+"""The measurement environment: machine, GPU, driver, commit."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _gpu() -> dict[str, str] | None:
 
 
 def describe() -> dict[str, Any]:
-    """Everything about the machine that a reader of the numbers may want to know."""
+    """The machine's description for a result."""
     head, dirty = commit()
     gpu = _gpu()
     return {

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Kernel memory by difference, from outside: memory that the system lost and no process gained.
+"""Kernel memory by difference: memory that the system lost and no process gained.
 
 Two estimates are kept, since each has a blind spot:
 
 - *listed*: growth of Slab + VmallocUsed + PageTables + Percpu + KernelStack in /proc/meminfo;
-  misses pages that a driver takes from the page allocator directly.
+  misses pages that a driver takes directly from the page allocator.
 - *missing*: growth of MemTotal - MemAvailable less that of this process's own memory and of Shmem;
-  includes everything, also what the rest of the machine did meanwhile.
+  includes everything, even what the rest of the machine does meanwhile.
 
 The larger of the two is reported. Both drift by some MB on a quiet machine, so a figure per page
 means nothing below about 10,000 pages.
@@ -40,7 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # of MemTotal: a machine that is given memory as it uses it pays for managing it
+    total: int  # of MemTotal: a machine that gets memory on demand also pays for managing it
 
     @property
     def value(self) -> int:

@@ -3,8 +3,8 @@
 
 For machines that are only available for minutes. Only runs with the same GPU, driver and commit can
 be merged, and no quick run with a full one. A row and its baseline still come from one process,
-because a part is never split. If two runs have a part, the more complete one is taken; of equal
-ones, the later.
+because a part is never split. If two runs have the same part, the more complete one is used; if
+equal, the later one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not belong together, or one is not a result; the text says which and why."""
+    """The files do not match, or one is not a result; the text says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:

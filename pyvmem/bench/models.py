@@ -203,7 +203,7 @@ def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
 
 
 class _Way:
-    """Requests of one length on one cache; a context manager that gives all memory back."""
+    """Requests of one length on one cache; a context manager that frees all memory."""
 
     def __init__(self, model: Any, command: Command, batch: int, longest: int) -> None:
         self.model, self.batch, self.longest = model, batch, longest
@@ -232,7 +232,7 @@ class _Way:
         raise NotImplementedError
 
     def policy(self) -> dict[str, Any]:
-        """The policy of a cache of ours."""
+        """The policy of our caches."""
         return {"page_size": self.page, "low_watermark": 0.0}
 
 
@@ -372,12 +372,12 @@ _CLASSES: dict[str, type[_Way]] = {
 
 @contextmanager
 def _weights(kind: Kind, quick: bool, device: torch.device) -> Iterator[Any]:
-    """The model in the block; its memory is given back at the end."""
+    """The model for the block; its memory is freed at the end."""
     import gc
 
     import torch
 
-    gc.collect()  # cycles that an earlier part left would count as weights
+    gc.collect()  # reference cycles left by an earlier part would count as weights
     model = _model(kind, quick, device)
     try:
         with torch.inference_mode():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The C library as the timed loops call it: cffi functions with arguments prepared beforehand.
 
-The rest of the package calls C only through `pyvmem._native`. A benchmark
-through it would also time that layer's checks, which take several times as long as a call that the
-pool serves. So the loops here call the extension module directly and check the results afterwards.
+The rest of the package calls C only through `pyvmem._native`. A benchmark through it would also
+time that layer's checks, which take several times as long as a call served by the pool. So the
+loops here call the extension module directly and check the results afterwards.
 """
 
 from __future__ import annotations

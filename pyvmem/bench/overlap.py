@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench overlap`: what mapping in the background adds to iterations of decoding.
+"""`vmem bench overlap`: what mapping in the background adds to decode iterations.
 
-The question of figure 9 of the vAttention paper (ASPLOS'25). One process decodes with one model
-over three caches, in blocks of iterations that take turns, each with the same lengths and tokens:
+Follows figure 9 of the vAttention paper (ASPLOS'25). One process decodes with one model over three
+caches, in blocks of iterations that take turns, each with the same lengths and tokens:
 
 - ``mapped``: every page was mapped beforehand; the cache is not called while the model runs.
 - ``async``: `step_async` for the next iteration once the first layers of this one are launched,
@@ -10,7 +10,7 @@ over three caches, in blocks of iterations that take turns, each with the same l
 - ``sync``: `step` alone, on the critical path.
 
 Requests grow from `low` to `high` tokens. One that reaches `high` is replaced by a fresh one of
-`low` tokens, whose rows are left as they are, since prefill is not measured.
+`low` tokens, whose rows are not written, since prefill is not measured.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _METHOD = {
 def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
     """Largest difference between outputs of the same iteration, relative to their largest element.
 
-    Requests whose rows from before their first iteration nobody wrote are compared only between
-    ``async`` and ``sync``, where these rows are zeros.
+    Requests whose rows from before their first iteration were never written are compared only
+    between ``async`` and ``sync``, where these rows are zeros.
     """
     outs = {mode.name: mode.out.float() for mode in modes if mode.out is not None}
     worst = 0.0
@@ -71,7 +71,7 @@ def _compare(modes: list[Mode], lengths: Lengths, iteration: int) -> float:
 
 
 def _fitting(batch: int, sizes: Sizes, high: int, free: int, modes: int) -> int:
-    """How many of the requests fit, beside the weights and with all caches full."""
+    """How many of the requests fit beside the weights with all caches full."""
     each = modes * high * sizes.token_bytes
     return max(0, min(batch, (free - 2 * sizes.weights - _SPARE) // each))
 
@@ -101,7 +101,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     command.show(f"{sizes.name}, {batch} requests of {low} to {high} tokens")
     model = Decoder(sizes, device)
     with ExitStack() as stack:
-        # All reservations come before the first page: together they must be less than is free.
+        # Make all reservations before the first page: together they must be less than what is free.
         modes = [
             stack.enter_context(Mode(name, command, model, lengths, batch)) for name in args.modes
         ]

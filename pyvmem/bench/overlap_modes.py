@@ -115,7 +115,7 @@ class Mode(Closable):
             memory_limit=batch * pages * command.page * 2 * model.sizes.layers,
             low_watermark=0.0,
             overread_rows=OVERREAD,
-            overread_decode=True,  # so that every iteration needs as much as the others
+            overread_decode=True,  # so that all iterations need the same
         )
         self.cache = KVCache(config, backend=command.backend, device=command.args.device)
         self.attend = Attention(self.cache, command.args.kernel)
@@ -221,7 +221,7 @@ class Mode(Closable):
         return self._batch
 
     def capture(self) -> str:
-        """Makes the forward pass a CUDA graph, after an iteration. Returns why not, or ""."""
+        """Captures the forward pass as a CUDA graph, after an iteration. Returns why not, or ""."""
         import torch
 
         if self._cuda is None:
@@ -239,7 +239,7 @@ class Mode(Closable):
         return ""
 
     def _ahead(self, iteration: int) -> None:
-        """Begins to map for the iterations to come; requests that end before need no more."""
+        """Begins to map for the coming iterations; requests that end earlier need no more."""
         start = time.perf_counter_ns()
         now = self.lengths.at(iteration)
         then = [min(length + self._ahead_tokens, self.lengths.high) for length in now]

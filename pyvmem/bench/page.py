@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A run as one HTML file to send: machine, command, tables, pictures and raw data.
+"""A run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
 ``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
 the pictures. The page loads nothing and runs no script; its last link is the run's own JSON.
@@ -198,7 +198,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """A comparison of rows, and whether it reaches what it was to reach, on machines it is for."""
+    """A comparison of rows, and whether it reaches its target on machines it applies to."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -325,7 +325,7 @@ def _plot_file(text: str) -> Path:
 
 
 def document_of(out: Path) -> dict[str, Any]:
-    """What a run wrote, with its samples if it kept any."""
+    """The document that a run wrote, with its samples if it kept any."""
     raw = out.parent / "raw" / out.name
     document: dict[str, Any] = json.loads((raw if raw.exists() else out).read_text("utf-8"))
     return document

@@ -71,15 +71,15 @@ def _page(command: Command) -> int:
 
 
 def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence[int]) -> None:
-    """Adds the speed of our contiguous form over the best paged one, each block, and the card."""
+    """Adds our contiguous form's speed over the best paged form, each block, and the card."""
     pages = f"{page_name(_page(command))} pages"
     for case in cases:
         prefix = f"{kernel}/{case.name}"
         ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
         goal = _DECODE if case.decodes else _PREFILL
-        # For one request's decoding both sides choose their splits: the tuned case is what counts.
+        # For decoding one request, both kernels choose their splits: only the tuned case counts.
         plain = case.decodes and case.batch == 1 and not case.tuned
-        over = []  # name, words, rows of ours and of the paged form, and what is wanted
+        over = []  # name, text, our rows and the paged form's, and the target
         for block in (0, *blocks) if blocks else ():
             words = "the best paged form" if block == 0 else f"blocks of {block}"
             judged = block == 0 and not plain and kernel != Gather.name
@@ -163,7 +163,7 @@ def _chosen(command: Command) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if the back end or a case is not there."""
+    """The command. Returns 0, 1 if a part failed, 2 if there is no such back end or case."""
     command = open_command(args, "kernels", _METHOD, kernels=args.kernels)
     if command is None:
         return 2
@@ -209,7 +209,7 @@ def _run_all(
         return
     deadline = Deadline(command.args.deadline)  # compiling does not count
     rows = max(case.kv_heads * case.head_dim for case in cases)
-    # Prefills are small, and several of their layers are to lie in one tensor.
+    # Prefills are small, so several of their layers fit in one tensor.
     nbytes = max(case.nbytes * (1 if case.decodes else GROUP // 2) for case in cases)
     nbytes += 2 * 2 * _OVERREAD * rows
     page = _page(command)

@@ -2,10 +2,11 @@
 """Times and checks one attention kernel, contiguous and in blocks, over memory of two kinds.
 
 Beside these, the calls that `pyvmem.attention` makes for a cache: over slots with a tensor for each
-layer, and over slots whose tensor has the rows of several layers, so that a layer's rows lie apart.
+layer, and over slots whose tensor has the rows of several layers, so that a layer's rows are
+strided.
 
 A decoding call is measured in a CUDA graph of several calls, each over another part of the memory,
-as the layers of a model are: a single call is over sooner than it is launched.
+as the layers of a model are: a single call would finish faster than the CPU launches it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class PagedBench:
         self._checked.clear()
         try:
             forms = [*self._contiguous(case, q), *self._paged(case, q, generator)]
-            if not case.tuned:  # they choose their splits
+            if not case.tuned:  # the kernels choose their splits
                 forms += self._slots(case, q)
             self.part.notes.append(
                 f"{case.name}: {len(self._checked)} outputs checked, the largest difference is "
@@ -173,7 +174,7 @@ class PagedBench:
     def _slotted(
         self, case: Case, memory: str, layered: bool
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Layers of a cache; `layered`: all in one tensor, none if there is room for only one."""
+        """Layers of a cache; `layered`: all in one tensor, or none if only one would fit."""
         shape = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
         if not layered:
             return self._layers(case, memory, shape)
@@ -189,7 +190,7 @@ class PagedBench:
     def _layers(
         self, case: Case, memory: str, shape: tuple[int, ...]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values at several places of a buffer for decoding, at one otherwise."""
+        """Keys and values in several parts of a buffer for decoding, otherwise in one."""
         flat, n = self.buffers.tensors[memory], case.elements
         half = flat.numel() // 2
         count = min(_LAYERS, half // n) if case.decodes else 1
@@ -224,7 +225,7 @@ class PagedBench:
         *,
         graph: bool,
     ) -> Callable[[], Any]:
-        """All calls of a sample, as a CUDA graph if that is asked for and works."""
+        """All calls of a sample, as a CUDA graph if requested and possible."""
         import torch
 
         def plain() -> torch.Tensor:
@@ -285,7 +286,7 @@ class PagedBench:
         return out
 
     def _check(self, what: str, out: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Compares head by head of every token: later tokens' numbers are smaller."""
+        """Compares each head of each token separately: later tokens have smaller numbers."""
         wanted = wanted.float()
         difference = (out.float() - wanted).abs().amax(-1)
         worst = float((difference / wanted.abs().amax(-1).clamp_min(1e-9)).max())

@@ -26,7 +26,7 @@ __all__ = ["FlashInfer"]
 
 _WORKSPACE = 256 << 20
 _BACKENDS = ("fa2", "fa3")
-_SINGLE = "single"  # the call for one request, of the same kernels as "fa3"
+_SINGLE = "single"  # the call for one request, with the same kernels as "fa3"
 
 
 class FlashInfer:
@@ -77,7 +77,7 @@ class FlashInfer:
                 types = (kind, kind, kind, torch.int32)
                 module = self._prefill.gen_batch_prefill_module(backend, *types, *rest)
             module.build(False)
-        except Exception as error:  # it raises many kinds, of files, processes, versions
+        except Exception as error:  # files, processes, versions: many kinds
             lines = [line for line in str(error).splitlines() if line.strip()]
             telling = [line for line in lines if "error" in line.lower()] or lines[:1]
             return f"{type(error).__name__}: {' '.join(telling[:2])[:400]}"
@@ -165,7 +165,7 @@ class FlashInfer:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
 
     def _plan(self, case: Case, splits: int, unit: int) -> dict[str, Any]:
-        """Arguments of `plan`; `unit`: tokens in the unit that split sizes are counted in."""
+        """Arguments of `plan`; `unit`: tokens in the unit of split sizes."""
         import torch
 
         plan: dict[str, Any] = {"causal": True, "q_data_type": torch.bfloat16}

@@ -100,7 +100,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     "long": tuple(
         Case(f"prefill_{n}k", f"prefill of {n}K", 1, n * _K, n * _K) for n in (32, 128, 192)
     ),
-    # A prompt of 16K of which a part lies in the cache already; "none" is all of its prefill.
+    # A prompt of 16K, part of which is in the cache already; "none": the whole prompt is computed.
     "prefix": tuple(
         Case(f"prefix_{name}", f"2 prompts of 16K, {name} of each shared", 2, new * _K, 16 * _K)
         for name, new in (("none", 16), ("half", 8), ("most", 2))
@@ -142,7 +142,7 @@ class Kernel(Protocol):
     blocks: tuple[int, ...]
 
     def splits(self, case: Case) -> tuple[int, ...]:
-        """Numbers of parts to try dividing a request's rows into; 0: the kernel chooses."""
+        """Numbers of splits of a request's rows to try; 0: the kernel chooses."""
 
     def contiguous(self, case: Case, splits: int) -> Call:
         """A call over keys and values ``[batch, kv_len, kv_heads, dim]``."""
@@ -167,7 +167,7 @@ def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Cal
     from pyvmem.attention.kernels import KERNELS
 
     config = SimpleNamespace(max_batch=case.batch, max_seq_len=case.kv_len, window=0)
-    # All that a batch needs of a cache: every row has memory.
+    # All that a batch needs from a cache: every row is mapped.
     cache: Any = SimpleNamespace(
         config=config, safe_overread=True, readable_rows=lambda ids: [case.kv_len] * len(ids)
     )
@@ -182,7 +182,7 @@ def of_slots(prefill: str, decode: str, case: Case, device: torch.device) -> Cal
 
 
 class Fa3:
-    """FlashAttention-3: vLLM's op. Raises what `fa3.load` raises."""
+    """FlashAttention-3: vLLM's op. Raises as `fa3.load`."""
 
     name = "fa3"
     blocks: tuple[int, ...] = (16, 64, 128, 256)
@@ -248,7 +248,7 @@ class Fa2:
 
 
 class Gather:
-    """torch's SDPA, and for blocks a copy before it: no paged kernel, but it runs everywhere."""
+    """torch's SDPA, after a copy for blocks: not a paged kernel, but it runs everywhere."""
 
     name = "sdpa"
     blocks: tuple[int, ...] = (16, 64)

@@ -119,7 +119,7 @@ class _Kind(Closable):
         self._unmap()
 
     def time_next_turns(self, found: Samples, rounds: int) -> None:
-        """Times requests that go on where the last one ended; the first of them maps the prefix."""
+        """Times requests that continue where the last one ended; the first one maps the prefix."""
         cache = self.cache
         for turn in range(rounds + 1):
             before = cache.stats()
@@ -159,7 +159,7 @@ class _Kind(Closable):
         return tensor.to_bytes(4, "little") + page.to_bytes(4, "little") + b"prefix.."
 
     def _unmap(self) -> None:
-        """Lets a freed request's pages go, so that the next request maps them again."""
+        """Unmaps a freed request's pages, so that the next request maps them again."""
         self.cache.reclaim_free(wait=True)
         if self.cache.stats().empty_slots < 2:
             raise RuntimeError("pages of a freed request stay mapped")

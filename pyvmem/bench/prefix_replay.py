@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""Two prefix caches under one trace and one budget: our tree, and blocks named by their hash.
+"""Two prefix caches with the same trace and budget: our tree, and blocks named by their hash.
 
-Both serve one request after the other. Of a prompt of n tokens at most n - 1 may come from the
-cache, since the last one must be computed. What a prompt does not find is then recorded, up to its
-last whole unit; its own prefix is not evicted for that, and what does not fit into the whole budget
-is left out. Outputs are not recorded, since the trace does not have them.
+Both serve one request after the other. At most n - 1 of a prompt's n tokens may come from the
+cache, since the last one must be computed. The rest of the prompt is then recorded, up to its last
+whole unit; its own prefix is not evicted for that, and what does not fit in the budget is not
+recorded. Outputs are not recorded, since the trace does not include them.
 
-- **Tree** (`PrefixTree`): a unit is as many tokens as two requests can share by mapping a page
-  twice. The least recently used leaf is evicted first, from its end, by at least one unit.
+- **Tree** (`PrefixTree`): a unit is the smallest number of tokens that two requests can share by
+  mapping a page twice. The least recently used leaf is evicted first, from its end, by at least one
+  unit.
 - **Blocks** (vLLM's automatic prefix caching): a full block is named by the hash of its tokens and
-  of the block before it. A request that ends puts its blocks at the end of a queue, its last one
-  first; new blocks are taken from the front.
+  of the block before it. A request that ends appends its blocks to a queue, the last one first; new
+  blocks are taken from the front.
 
 A third, `Turns`, is the cache itself. It counts the hits whose rows were still mapped in the slot
-in which the conversation's previous turn ended. `Sliding` is the tree of a model with sliding
-layers: what prefix_cache.py says of windows, counted in units.
+in which the conversation's previous turn ended. `Sliding` is the tree for a model with
+sliding-window layers: the rules of prefix_cache.py for windows, counted in units.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 TRACE_BLOCK = 512
-"""Tokens that one id of Mooncake's trace stands for. Equal ids: the prefixes so far are equal."""
+"""Tokens per id of Mooncake's trace. Equal ids mean equal prefixes up to that block's end."""
 
 _HOST_PAGE = 4096
 _MAX_HASH = MAX_ID // TRACE_BLOCK
@@ -77,7 +78,7 @@ class Cache(Protocol):
         """Units or blocks evicted so far."""
 
     def serve(self, prompt: Prompt) -> int:
-        """Looks a prompt up, records it, and returns the tokens that were found."""
+        """Looks up a prompt, records it, and returns the number of tokens found."""
         ...
 
     def held_bytes(self) -> int:
@@ -86,11 +87,11 @@ class Cache(Protocol):
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads Mooncake's trace, a JSON object a line, in order.
+    """Reads Mooncake's trace, one JSON object per line, in order.
 
     Raises:
         InvalidArgument: the file cannot be read, or a line lacks the fields, has too few ids, or
-            has an id that no token ids can be made from.
+            has an id out of range.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -191,7 +192,7 @@ class Tree:
 
 
 class Tail(Units):
-    """Units of which sliding layers have the last `held`."""
+    """Units, the last `held` of which sliding layers hold."""
 
     __slots__ = ("held",)
 
@@ -211,15 +212,15 @@ class Sliding:
 
     A match ends where the sliding layers have all rows that the next token's kernels need. Prompts
     are computed in steps, after each of which the window slides, and recorded up to the trace's
-    last whole block: a partial one tells nothing of what it begins with.
+    last whole block: the id of a partial block does not identify its first tokens.
 
     Args:
         unit: tokens; of all layers.
         token_bytes: keys and values of a token in all layers.
         budget: bytes.
-        layers: how many of them slide, and all.
+        layers: the number of sliding layers, and of all layers.
         kept: tokens before the next one that sliding layers need.
-        chunk: tokens that a step computes at most.
+        chunk: the most tokens that a step computes.
 
     Attributes:
         evicted: units evicted so far.
@@ -259,7 +260,7 @@ class Sliding:
             self._held += more
         self._evict()
         tree.unpin(node)
-        self._evict()  # what does not fit into the whole budget is left out
+        self._evict()  # what does not fit in the budget is left out
         return found
 
     def held_bytes(self) -> int:
@@ -284,7 +285,7 @@ class Sliding:
     def _end(self, match: Match[Tail]) -> int:
         """The tokens of a match after which sliding layers have what they need."""
         unit, units = self.tree.unit, match.length // self.tree.unit
-        runs: list[tuple[int, int]] = []  # units that are there, one after the other
+        runs: list[tuple[int, int]] = []  # consecutive units that are present
         end = 0
         for span, _ in match.parts:
             low, end = end + span.pages - span.held, end + span.pages
@@ -326,7 +327,7 @@ class Blocks:
         whole = prompt.length // self.block
         hashes = [one * per + at for one in prompt.hash_ids for at in range(per)][:whole]
         found = next((at for at, one in enumerate(hashes) if one not in queue), whole)
-        # Blocks after one that is gone may be left; vLLM does not find them either.
+        # Blocks after an evicted one may remain; vLLM does not find them either.
         kept = hashes[: self.capacity]
         for one in kept:
             queue.pop(one, None)
@@ -343,12 +344,12 @@ class Blocks:
 
 
 class Turns(Closable):
-    """The cache itself on ``host``, in which a token has few bytes, so that any budget fits.
+    """The cache itself on ``host``, with few bytes per token, so that any budget fits.
 
     Prompts are served one after the other: all of their tokens are admitted, and the trace's whole
     blocks are recorded. (The id of a prompt's last, partial block says nothing about what the block
-    begins with, so no later prompt can be known to go on there.) Pages that leave are unmapped in
-    the background, which is over before the next prompt comes. A context manager.
+    begins with, so no later prompt can be known to go on there.) Evicted pages are unmapped in the
+    background, which finishes before the next prompt. A context manager.
 
     Args:
         unit: tokens, a power of two up to 2,048: one page of ``host``.
@@ -361,8 +362,8 @@ class Turns(Closable):
         served: prompts that fit the budget.
         hits: prompts that began with a recorded prefix.
         next_turns: hits of more than `common` tokens.
-        resumed, next_resumed: of `hits` and of `next_turns`, those with all their tokens mapped
-            already, which needed no driver call.
+        resumed, next_resumed: the `hits` and `next_turns` whose tokens were all mapped already,
+            without a driver call.
         hit_tokens: tokens of hits.
         mapped_tokens: those of them that were mapped already.
     """
@@ -398,7 +399,7 @@ class Turns(Closable):
         self._stack.close()
 
     def serve(self, prompt: Prompt) -> int:
-        """Admits a prompt, computes it and ends it; returns the tokens that it found.
+        """Admits a prompt, computes and ends it; returns the number of tokens found.
 
         Raises:
             WrongResult: the cache's counts do not agree with what the slot had.

@@ -2,14 +2,14 @@
 """`vmem bench prefixes`: what the prefix tree finds, and how long a look-up takes.
 
 - Part ``hits``: Mooncake's trace against the tree, with the units of several layouts, and against
-  blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` says what
-  both do.
-- Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were mapped
-  already, so that the request began without a driver call.
-- Part ``windows``: the same trace against the tree of a model of Gemma 3's kind, five sliding
-  layers to a full one, with the windows and with all rows kept.
-- Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which agree
-  with it up to some token and then differ, so that its own path is split into many nodes.
+  blocks of 16 tokens named by their hash, with the same budgets in bytes. `prefix_replay` describes
+  both.
+- Part ``turns``: the same trace through the cache itself, on ``host``: how many hits were already
+  mapped, so that the request started without a driver call.
+- Part ``windows``: the same trace against the tree of a model like Gemma 3, five sliding layers to
+  a full one, with the windows and with all rows kept.
+- Part ``match``: a prompt of 100,000 tokens against 10,000 recorded prefixes, half of which match
+  it up to some token and then differ, so that its own path is split into many nodes.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Part:
         """Adds a row of times.
 
         Args:
-            row: name, unique in the part.
+            row: the row's name, unique in the part.
             what: the same in words.
             system: what was measured.
             samples: nanoseconds.
@@ -69,7 +69,7 @@ class Part:
             unit: of the row, a key of SCALES.
             overhead_ns: time of an empty call of this system, which `net` excludes.
             calls: how many calls one sample stands for.
-            note: what else a reader must know.
+            note: further information for the reader.
         """
         scale = SCALES[unit]
         entry = self._entry(row, what, system, unit, page=page, note=note)

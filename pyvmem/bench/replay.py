@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Replays requests against a memory that is too small for all of them, and counts what runs.
+"""Replays requests in a memory that is too small for all of them, and counts what runs.
 
-Arrival times do not matter: the queue is never empty, so that memory alone decides how many run.
-One iteration, as of an engine that batches continuously:
+Arrival times do not matter: the queue is never empty, so only memory decides how many run. One
+iteration, as in an engine with continuous batching:
 
-1. Every running request needs one token more than in the iteration before. While memory is short,
-   the request that was admitted last goes back to the head of the queue, with all its tokens
-   (preemption by recomputation).
-2. Requests are admitted in the order of the queue while the next one's tokens fit.
-3. The batch is counted, with what it holds and what its tokens need.
-4. Requests that have generated their last token leave.
+1. Every running request needs one more token than in the iteration before. While memory is short,
+the request admitted last goes back to the head of the queue, with all its tokens (preemption by
+recomputation). 2. Requests are admitted in the order of the queue while the next one's tokens fit.
+3. The batch is counted, with what it holds and what its tokens need. 4. Requests that have
+generated their last token leave.
 
 A request of c prompt tokens and o output tokens runs o iterations and holds c, c + 1, ...,
-c + o - 1 tokens. Only iterations in which memory was the limit count, that is, in which a request
-still waited after step 2; so the end of the trace, when the queue is empty, does not count.
+c + o - 1 tokens. Only iterations in which memory was the limit count, that is, those with a request
+still waiting after step 2; the end of the trace, when the queue is empty, does not count.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Memory(Protocol):
     """What the requests run in; a request is named by its place in order of admission."""
 
     def hold(self, lengths: Lengths) -> bool:
-        """Makes each request hold so many tokens; a length more than before is a new request.
+        """Makes each request hold so many tokens; extra lengths at the end are new requests.
 
         Returns False, with nothing changed, if memory is short.
         """
@@ -96,7 +95,8 @@ class Outcome:
 
     Attributes:
         iterations: in the whole trace.
-        limited: those of them that count; 0 if all requests fit at once, and then all count.
+        limited: iterations limited by memory; 0 if all requests fit at once: then all iterations
+            count.
         mean_batch: mean number of running requests.
         max_batch: largest number of running requests.
         wasted_bytes: mean bytes of a running request that are mapped and hold no token.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What every part of the benchmark shares: our context, the baseline, the sizes to measure."""
+"""Shared by all parts of the benchmark: our context, the baseline, the sizes to measure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Page sizes of the table that our back end has."""
+        """The paper's page sizes that our back end has."""
         return tuple(p for p in OUR_PAGES if p in self.native.context.info.page_sizes)
 
     @property
@@ -82,11 +82,11 @@ class Setting:
         return self.overheads.get(system, Overheads())
 
     def open(self, *, pool_high: int = 0) -> Context:
-        """Another context of our back end, for a part that wants one of its own."""
+        """Another context of our back end, for a part that needs its own."""
         return Context(self.system, device=self.device, pool_high=pool_high)
 
     def missing_pages(self, part: Part, row: str) -> None:
-        """Notes the page sizes of the table that our back end lacks."""
+        """Notes the paper's page sizes that our back end lacks."""
         for page in OUR_PAGES:
             if page not in self.pages:
                 part.not_run(
@@ -101,7 +101,7 @@ class Setting:
         lib = self.native.lib
         with quiet():
             for _ in range(rounds):
-                # Takes an output pointer and an integer, returns an integer, and does nothing.
+                # A no-op that takes an output pointer and an integer, and returns an integer.
                 time_each(lib.vmem_backend_name, [(99,)] * n, ours.new_round())
                 time_block(lib.vmem_backend_name, [(99,)] * n, ours_block.new_round())
                 if self.cumem is not None:

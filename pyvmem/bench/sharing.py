@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench sharing`: memory that forks save in parallel sampling and in beam search.
 
-The question of figures 14 and 15 of the PagedAttention paper (SOSP'23), which gives the share of
-blocks that sharing saves. Requests have the mean lengths of its two data sets, for its OPT-13B and
-for Llama-3-8B. Samples of a prompt share the prompt and nothing else. Which beam descends from
-which depends on the model: a beam search by transformers, with the demonstration's model and
-prompts, is recorded step by step.
+Figures 14 and 15 of the PagedAttention paper (SOSP'23) give the share of blocks that sharing saves.
+Requests have the mean lengths of its two data sets, for its OPT-13B and for Llama-3-8B. Samples of
+a prompt share the prompt and nothing else. Which beam descends from which depends on the model, so
+a beam search by transformers, with the demonstration's model and prompts, is recorded step by step.
 
-The memory is counted, not run at these sizes: a fork shares the pages (or blocks) that its length
-fills and copies the last one. A test forks a `KVCache` with real pages and finds the same number.
+The memory is computed, not measured, at these sizes: a fork shares the pages (or blocks) that its
+length fills and copies the last one. A test forks a `KVCache` with real pages and gets the same
+numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pyvmem.layouts.shapes import SHAPES, ModelShape
 __all__ = ["LOADS", "MODELS", "Family", "Load", "Parents", "add_parser", "run", "saved"]
 
 Parents = Sequence[Sequence[int]]
-"""For each step, the request from whose rows each request of a family goes on."""
+"""For each step, the parent whose rows each request of a family continues."""
 
 
 class Load(NamedTuple):
@@ -57,7 +57,7 @@ class Family:
     """Requests forked from one prompt, and the pages of one tensor that they hold.
 
     Args:
-        layout: of the cache, or of blocks as pages of so many rows.
+        layout: of the cache, or of blocks treated as pages.
         prompt: tokens of the prompt, computed already.
         count: requests, at least 1.
     """
@@ -77,7 +77,7 @@ class Family:
         return pages[:full] + self._take(len(pages) - full)
 
     def step(self, parents: Sequence[int]) -> None:
-        """Each goes on by a token from its parent's rows; the first child takes them over."""
+        """Each request adds a token to its parent's rows; the first child takes them over."""
         seen: set[int] = set()
         after = []
         for parent in parents:
@@ -110,7 +110,7 @@ def saved(layout: Layout, prompt: int, parents: Parents) -> float:
 
 
 def _sampling(count: int, steps: int) -> Parents:
-    """Every sample goes on from itself."""
+    """Every sample continues its own rows."""
     return [range(count)] * steps
 
 

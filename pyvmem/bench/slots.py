@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""What the calls of the KV cache cost their caller, by the cache's number of slots.
+"""The cost of KV cache calls to their caller, by number of slots.
 
 One K and one V tensor of 8 heads of 128 in float16, with pages of 64 KiB, 32 tokens each, so that
-the number of slots is what matters. All but a few slots are taken, every request holds some tokens,
-and no page is shared. Calls are timed one by one, and the caches of all sizes take turns.
+the number of slots dominates. All but a few slots are taken, every request holds some tokens, and
+no page is shared. Calls are timed one by one, and the caches of all sizes take turns.
 
-`step_async` has a cache of its own, 8 requests over 64 tensors, since the number of slots does not
-matter to it: *cold* is the first batch after a pause, *warm* one of many. The pool is warm in both.
+`step_async` is measured on its own cache, 8 requests over 64 tensors, since it does not depend on
+the number of slots: *cold* is the first batch after a pause, *warm* one of many. The pool is warm
+in both.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class _Slots(Closable):
         self.grow = samples("grow", f"step, {self.needy} grow: a request")
         self.short = samples("short", "step, 1 needs a page: -1")
         self.many = samples("short_many", f"step, {self.needy} need a page: -1")
-        # A page in each tensor for every request, and another one for each that grows.
+        # A page in each tensor for every request, and another for each one that grows.
         pages = 2 * (count - _SPARE + self.needy)
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
@@ -189,7 +190,7 @@ class _Async(Closable):
         self.cache.close()
 
     def turn(self) -> None:
-        """One batch after a pause, then several without one; all pages are given back."""
+        """One batch after a pause, then several without one; frees all pages."""
         cache = self.cache
         ids = [_alloc(cache) for _ in range(self.requests)]
         self.cold.append([])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a step of the KV cache costs its caller.
+"""The cost of a KV cache step to its caller.
 
 256 requests of a model with 32 layers, 8 KV heads of 128, bfloat16, a K and a V tensor per layer:
 64 tensors, rows of 2 KB, 32 tokens to a page of 64 KB. An *event* is a step in which 8 of the
@@ -138,7 +138,7 @@ def _events(setting: Setting, context: Context, base: int, each: int) -> int:
 
 
 def _growth(requests: int, needy: int, rows: int) -> Iterator[list[int]]:
-    """Lengths for `step`; with each, the next `needy` requests begin a page."""
+    """Lengths for `step`; in each step the next `needy` requests begin a page."""
     lens = [rows] * requests
     for first in cycle(range(0, requests, needy)):
         lens = list(lens)
@@ -166,7 +166,7 @@ def _must(result: int) -> None:
 
 
 class _Singles:
-    """As many single-page maps as an event takes, no two of neighbours."""
+    """As many single-page maps as an event takes, none of them neighbours."""
 
     def __init__(self, n: Native, page: int, count: int) -> None:
         self.n, self.page = n, page

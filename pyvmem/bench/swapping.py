@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench swap`: a preempted request comes back from host memory, or is computed again.
+"""`vmem bench swap`: a preempted request is swapped in from host memory, or recomputed.
 
-The question of figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping is many
-small copies, while computing again costs the same for every block size. In turn, for each length:
+Follows figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping takes many
+small copies, while recomputation costs the same for every block size. In turn, for each length:
 
 - ``pages``: `KVCache.swap_out` and `swap_in`.
 - ``blocks/N``: a pool of blocks of N tokens, each copied by itself between the device and pinned
   host memory, as PagedAttention does it.
 - ``again``: one prefill of all of its tokens, over rows that are mapped.
 
-What comes back is compared bit by bit with what went out.
+Restored rows are compared bit by bit with the original ones.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Length:
         rows: Callable[[], torch.Tensor],
         lose: Callable[[], Any],
     ) -> Callable[[], None]:
-        """Times out and back, and checks that the rows which come back are those that went.
+        """Times swapping out and in, and checks that the same rows come back.
 
         Args:
             name: of the result's rows, followed by "out" or "in".
@@ -159,7 +159,7 @@ class _Length:
             lose()
             self._timed(again, lambda: back(went))
             if not bool((rows() == wanted).all()):
-                raise WrongResult("other rows came back than went")
+                raise WrongResult("the rows that came back differ")
 
         return turn
 
@@ -230,7 +230,7 @@ class _Length:
 
         def turn() -> None:
             self._timed(samples, work)
-            cache.k(0)[0, : self.tokens].copy_(kept[0])  # what swapping is checked with
+            cache.k(0)[0, : self.tokens].copy_(kept[0])  # used to check swapping
 
         return turn
 
@@ -257,7 +257,7 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
 
 
 def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
-    """Adds swapping's time, out and back, over computing again: above 1, computing is faster."""
+    """Adds swapping's time, out and in, over recomputation: above 1, recomputation is faster."""
 
     def over(out: Any, back: Any, again: Any) -> float:
         return float(out["median"] + back["median"]) / float(again["median"])

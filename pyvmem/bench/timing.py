@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Clocks, percentiles and rounds: how every number of the benchmark is taken.
+"""Clocks, percentiles and rounds: how all numbers of the benchmark are measured.
 
 A *sample* is the time of one call, or of one block of calls divided by their number, in
 nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
-of the turns rotates from round to round, so that a drift of the machine affects all of them alike.
+of the turns rotates from round to round, so that drift of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a row says about its samples, in the unit of the samples.
+    """Statistics of a row's samples, in their unit.
 
     `spread` is the interquartile range divided by the median; `round_spread` is the range of the
     rounds' medians divided by the median of all samples.
@@ -112,7 +112,7 @@ def summarize(samples: Samples) -> Summary:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps Python's garbage collector out of the timed stretch."""
+    """Disables Python's garbage collector during the timed stretch."""
     was = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -154,7 +154,7 @@ def time_block(fn: Callable[..., T], args: Iterable[tuple[Any, ...]], into: list
 
 
 class Deadline:
-    """A time budget, asked rather than enforced: a part checks it between rounds."""
+    """A time budget, not enforced: a part checks it between rounds."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How long torch's work takes on its device."""
+"""Times torch's work on its device."""
 
 from __future__ import annotations
 

@@ -103,12 +103,12 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Requests that arrive and are aborted at random, between prefix resets and trims.
 
-    vLLM resets nothing while requests run, so now and then none is added until the last has ended.
+    vLLM resets nothing while requests run, so now and then none are added until all have ended.
 
     `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
     most (at a time), reset (its probability after a step). Every request, and whether it is aborted
-    and after how many tokens, is drawn before the first step, so that the answers of the others can
-    be compared whatever an engine's pace.
+    and after how many tokens, is drawn before the first step, so that the other answers can be
+    compared regardless of an engine's pace.
     """
     draw = random.Random(order["seed"])
     begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]

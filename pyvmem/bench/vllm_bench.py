@@ -5,11 +5,10 @@ Engines of one shape with the same random weights, each in its own process (`vll
 same requests in turn. The parts:
 
     load     throughput and latency at several rates: stock, elastic, stock again; tokens compared
-    idle     what an engine at rest keeps from other processes, and for how long
-    share    bursts that alternate: engines that share memory, engines with static parts, each alone
-    sleep    time to sleep and to wake, memory given back
-    blocks   blocks of 16 tokens against 128
-    rough    requests that arrive and are aborted at random, prefix resets, trims; tokens compared
+    idle the memory that an idle engine keeps from other processes, and for how long share
+    alternating bursts: engines that share memory, engines with static parts, each alone sleep
+    time to sleep and to wake, memory given back blocks   blocks of 16 tokens against 128 rough
+    requests that arrive and are aborted at random, prefix resets, trims; tokens compared
 
 A part writes the result file whenever it has something new.
 """
@@ -63,7 +62,7 @@ _METHOD = {
 
 
 class _Book:
-    """The rows of a part, made again whenever there is something new, and then written."""
+    """The rows of a part, rebuilt and written whenever there is something new."""
 
     def __init__(self, command: Command, part: Part, rows: Callable[[Part], None]) -> None:
         self.command, self.part, self._rows = command, part, rows
@@ -135,7 +134,7 @@ def _load(command: Command, part: Part) -> None:
             fleet.order(ARMS[arm], forget=True)
             before = fleet.booked().get("elastic")
             said = Heard.of(load, fleet.order(ARMS[arm], **load.order()))
-            time.sleep(0.3)  # the ledger is told four times a second
+            time.sleep(0.3)  # the ledger is updated four times a second
             after = fleet.booked().get("elastic")
             command.show(
                 f"{rate:g}/s {arm}: {said.rate:.0f} tokens/s, first p50 {said.p(0.5) * 1e3:.0f} "
@@ -195,7 +194,7 @@ def _load_rows(part: Part, row: str, arm: str, found: list[Heard], base: list[He
 
 
 def _rest(fleet: Fleet, end: dict[str, Any]) -> None:
-    """Measures how long memory takes to come back after the last request, and what never does."""
+    """Measures how long memory takes to be freed after the last request, and what never is."""
     end["loaded"] = fleet.free()
     end["busy"] = fleet.order("elastic", state=True)
     fleet.rest(1.5 if fleet.command.quick else 3)
@@ -221,7 +220,7 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
             mapped = rank["mapped_bytes"]
             part.value(row, what, "elastic", mapped, "bytes", maps=end[when]["maps"][number])
     if None in (end["empty"], end["loaded"], end["free"]):
-        part.not_run("rest/held", "no GPU: nobody else can lack its memory")
+        part.not_run("rest/held", "no GPU: no other process can lack its memory")
         return
     loaded, held = end["empty"] - end["loaded"], end["empty"] - end["free"]
     part.value("loaded/held", "memory that others lack after the load", "both", loaded, "bytes")
@@ -229,11 +228,11 @@ def _rest_rows(part: Part, end: dict[str, Any]) -> None:
 
 
 def _check_ranks(end: dict[str, Any]) -> None:
-    """Checks that all ranks have mapped the same pages, and that the books are right."""
+    """Checks that all ranks have mapped the same pages, and that their records are consistent."""
     for when in ("busy", "kept", "state"):
         mapped = [rank["mapped_bytes"] for rank in end[when]["ranks"]]
         if end[when]["wrong"]:
-            raise WrongResult(f"the books: {end[when]['wrong'][0]}")
+            raise WrongResult(f"the records: {end[when]['wrong'][0]}")
         # Right after a load one rank may have unmapped more than another.
         if when != "busy" and len(set(end[when]["maps"])) != 1:
             raise WrongResult(f"the ranks have mapped different pages: {mapped} bytes of them")
@@ -268,7 +267,7 @@ def _idle(command: Command, part: Part) -> None:
         arms = args.arms or list(plans)
         fleet.start({arm: plan for arm, plan in plans.items() if arm in arms})
         few = Load(load.prompts[:4], load.tokens[:4], load.at[:4])
-        fleet.order("elastic", **few.order())  # what torch takes with the first requests
+        fleet.order("elastic", **few.order())  # memory that torch allocates with the first requests
         fleet.order("elastic", forget=True)
         fleet.rest(2 if quick else 4)
         found["before"] = fleet.free(), fleet.order("elastic", state=True)
@@ -298,12 +297,12 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
     part.value("slabs", "taken from the device", "elastic", slab, "bytes", over_live=slab / live)
     seen = found["seen"]
     if free is None or now is None:
-        part.not_run("held", "no GPU: nobody else can lack its memory")
+        part.not_run("held", "no GPU: no other process can lack its memory")
         least = min(used for _, _, used in seen)
         at = next(at for at, _, used in seen if used == least)
         part.value("settled", "until the last page was back", "elastic", at, "s")
     else:
-        # What it held before that others could not have: the null block, pages kept at hand.
+        # What it kept from others before: the null block, pages kept ready.
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own
@@ -317,7 +316,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
 
 
 def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
-    """When this process, as another engine that needs all memory, is granted it and has it.
+    """When this process, acting as another engine that needs all memory, is granted and gets it.
 
     `capacity`: bytes for all engines, used without a GPU.
     """
@@ -327,7 +326,7 @@ def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float,
     )
     try:
         free = fleet.free()
-        # All but what the null block has and what torch takes for itself here.
+        # All except the null block's memory and what torch needs in this process.
         have = fleet.used("elastic")
         need = capacity - _MIB // 4 if free is None else free + have - 512 * _MIB
         began = time.monotonic()
@@ -404,7 +403,7 @@ def _share(command: Command, part: Part) -> None:
 
         def turn(arm: str, which: list[int], round_: int) -> None:
             kind = "static" if arm == "static" else "elastic"
-            early = bursts[which[0]][0].at if arm == "alone" else 0.0  # there is nobody to wait for
+            early = bursts[which[0]][0].at if arm == "alone" else 0.0  # no other engine to wait for
             loads = {
                 f"{kind} {k}": Load.of(later(bursts[k], -early), fleet.vocabulary, 100 * round_ + k)
                 for k in which
@@ -432,7 +431,7 @@ def _share(command: Command, part: Part) -> None:
             book.publish()
 
         def rounds(together: list[str], started: float, kinds_left: int) -> None:
-            """As many as leave each kind that is yet to come the time to start and run one."""
+            """As many rounds as leave each remaining kind the time to start and run one."""
             slowest = 0.0
             for round_ in range(args.rounds):
                 mark = time.monotonic()
@@ -485,7 +484,7 @@ def _share_rows(part: Part, arm: str, found: dict[int, list[Heard]]) -> None:
 
 
 def _sleep(command: Command, part: Part) -> None:
-    """Engines that sleep in turn: one is awake at a time, so that they need not fit together."""
+    """Engines that sleep in turn: only one is awake at a time, so they need not fit together."""
     args = command.args
     host = command.backend == "host"
     kinds = args.arms or ["elastic", "stock"]
@@ -526,7 +525,7 @@ def _sleep(command: Command, part: Part) -> None:
         def down(name: str, kind: str) -> None:
             there = seen(name)
             one = {"sleep": fleet.order(name, sleep=1)["seconds"]}
-            # Pages leave in the background: until they have, others lack them.
+            # Pages are unmapped in the background; until then others lack them.
             began, last = time.monotonic(), there
             while time.monotonic() - began < 1.0:
                 if seen(name) != last:
@@ -539,7 +538,7 @@ def _sleep(command: Command, part: Part) -> None:
             plans = {name: Plan(kind == "elastic", memory, options) for name in names}
             if kind == "elastic":  # idle ones have no keys and values
                 fleet.start(plans)
-            for name in names:  # stock ones one after the other: awake they might not fit
+            for name in names:  # stock ones one after the other: awake together they might not fit
                 if kind != "elastic":
                     fleet.start({name: plans[name]})
                 before[name] = Heard.of(load, fleet.order(name, **load.order())).answers
@@ -739,7 +738,7 @@ def _rough(command: Command, part: Part) -> None:
                     of[arm] += len(both)
             state = fleet.order("elastic", state=True)
             if state["wrong"]:
-                raise WrongResult(f"the books after piece {number + 1}: {state['wrong'][0]}")
+                raise WrongResult(f"the records after piece {number + 1}: {state['wrong'][0]}")
             book.publish()
             if not command.deadline.allows():
                 break

@@ -24,7 +24,7 @@ from pyvmem.ledger import EngineInfo, Ledger, devices
 __all__ = ["LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]
 
 LONGEST = 4096
-"""Tokens of the longest request, unless a fleet is asked for longer ones."""
+"""Tokens of the longest request, unless a fleet allows longer ones."""
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -290,7 +290,7 @@ class Fleet:
         return Engine(name, process, os.fdopen(read, encoding="utf-8"), log)
 
     def stop(self, names: Iterable[str]) -> None:
-        """Ends engines; their memory of the device is free when this returns."""
+        """Stops engines; their device memory is free when this returns."""
         for name in names:
             del self.engines[name]
             self._ends.pop(name)()
@@ -332,7 +332,7 @@ class Fleet:
         return int(torch.cuda.mem_get_info(self.command.args.device)[0])
 
     def booked(self) -> dict[str, EngineInfo]:
-        """The ledger's entry for each engine, on the device where the engine has most."""
+        """Each engine's ledger entry, on the device where it has the most memory."""
         found: dict[str, EngineInfo] = {}
         for device in devices(self.ledger):
             with Ledger(device, folder=self.ledger, create=False) as ledger:
@@ -342,7 +342,7 @@ class Fleet:
         return found
 
     def used(self, name: str) -> int:
-        """Bytes that an engine has by the ledger."""
+        """An engine's bytes according to the ledger."""
         one = self.booked().get(name)
         return one.used if one is not None else 0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the engines of `vmem bench vllm` are asked, and what their answers show.
+"""Loads for the engines of `vmem bench vllm`, and statistics of their answers.
 
 A load is requests with their arrival times. Rates follow a trace: its arrivals are stretched or
 compressed, so that the gaps between requests stay in proportion.
@@ -42,7 +42,7 @@ class Load:
         prompts: token ids of each.
         tokens: how many each generates.
         at: when each arrives, in seconds from the beginning.
-        most: how many the client has open at a time; 0: no bound.
+        most: the most that the client has open at a time; 0: no limit.
     """
 
     prompts: list[list[int]]
@@ -52,7 +52,7 @@ class Load:
 
     @classmethod
     def of(cls, found: Sequence[Arrival], vocabulary: int, seed: int) -> Load:
-        """Prompts of random tokens, no two of which begin alike."""
+        """Prompts of random tokens, no two with a common prefix."""
         draw = random.Random(seed)
         prompts = [
             [draw.randrange(3, vocabulary) for _ in range(one.request.context)] for one in found

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """How long the patched driver may take: a model from counts and from the stock driver's times.
 
-The software GPU counts what each driver does for the same work, but has no notion of time. On a
-card only the stock driver was timed. The model combines both: a push (a call's commands for the
-GPU, with the wait for its barrier and invalidation) costs `push`, and a page table entry `entry`.
-Both come from two measurements of the stock driver, and the model is checked against its others.
+The software GPU counts what each driver does for the same work, but does not model time. On a real
+GPU only the stock driver was timed. The model combines both: a push (a call's commands for the GPU,
+with the wait for its barrier and invalidation) costs `push`, and a page table entry `entry`. Both
+come from two measurements of the stock driver, and the model is checked against the other
+measurements.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__ = ["Check", "Costs", "Work", "checks", "costs", "section", "workloads"]
 
 _TIMES, _COUNTS = "h100", "softgpu-workloads.jsonl"
 _WORDS = (
-    "The patched driver has run on the software GPU alone, which counts and does not time. This is",
-    "a **model**, no measurement: each push costs what one of the stock driver's calls with a push",
-    "costs, each entry of 64 KB what another page in such a call costs. It takes the patched",
-    "driver's calls to be no dearer than the stock one's, which nobody has measured.",
+    "The patched driver has run only on the software GPU, which counts but does not time. This is",
+    "a **model**, not a measurement: a push costs what one of the stock driver's calls with a push",
+    "costs, an entry of 64 KB what another page in such a call costs. It assumes, unmeasured, that",
+    "the patched driver's calls cost no more than the stock driver's.",
 )
 _PAGES = 64  # of a batch
 _CASES = {
@@ -50,7 +51,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Check:
-    """A time of the stock driver that is no input of the model."""
+    """A time of the stock driver that is not an input of the model."""
 
     what: str
     model: float

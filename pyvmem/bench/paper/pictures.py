@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The papers' figures in their own form, from our committed results. Needs matplotlib.
 
-Every file has a digest of the data that it shows, so that a changed result is noticed without
+Every file contains a digest of the data that it shows, so that a changed result is detected without
 comparing drawings, which differ between versions of matplotlib.
 """
 

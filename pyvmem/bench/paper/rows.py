@@ -2,8 +2,8 @@
 """One row for each table and figure of the papers: their number, and how ours is computed.
 
 The papers' numbers are from their abstracts and from public texts that quote them (`SOURCES`);
-numbers that only a curve shows are left out. Our numbers are computed from committed results, or
-say that there are none.
+numbers shown only by a curve are left out. Ours are computed from committed results, or marked as
+not measured.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def block_tokens(model: str, ranks: int, page: int) -> int:
 
 
 def waste(model: str, page: int) -> float:
-    """Most MB that a request wastes: a page of each tensor, with all ranks counted as one."""
+    """The most MB that a request wastes: a page of each tensor, all ranks counted as one."""
     return 2 * SHAPES[model].num_layers * page / 2**20
 
 
@@ -312,7 +312,7 @@ def _hits(results: Results) -> str:
 def _served(
     file: str, part: str, figure: str, words: str, *others: str
 ) -> Callable[[Results], str]:
-    """The contiguous arm's figure divided by each other arm's that was run, and an equal arm's."""
+    """The contiguous arm's figure over that of each other arm that was run, and an equal arm's."""
 
     def text(results: Results) -> str:
         one = results[file]
@@ -373,7 +373,7 @@ def _small_pages(results: Results, file: str = "serve-azure-h200", part: str = "
         try:
             rows = [one.row(f"{part}/{key}/{arm}") for arm in (first, "2M")]
         except NotMeasured:
-            if key != "full":  # nobody waits when arrivals are slow
+            if key != "full":  # no request waits when arrivals are slow
                 raise
             continue
         parts.append(f"{words} {over(*rows):.2f}x")

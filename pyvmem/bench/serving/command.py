@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench serve`: requests served by arms that differ in nothing but the cache.
+"""`vmem bench serve`: requests served by arms that differ only in the cache.
 
 One process, one model, one kernel library, one loop; each arm has a store of keys and values
 (`pyvmem.bench.serving.stores`) with the same memory. The arms take turns, in an order that rotates
@@ -155,7 +155,7 @@ class _Runner:
         return ARMS[self.command.args.arms[0] if name == AGAIN else name]
 
     def words(self, name: str) -> str:
-        """What an arm is, in words."""
+        """A description of an arm."""
         return self.arm(name).what + (", again" if name == AGAIN else "")
 
     def _tiles(self, arm: Arm) -> bool:
@@ -180,7 +180,7 @@ class _Runner:
             page_size=page,
             group_size=gcd(arm.group or args.group, sizes.layers),
             memory_limit=limit,
-            zero_fill=False,  # the other arms do not zero memory between requests, either
+            zero_fill=False,  # the other arms do not zero memory between requests either
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
@@ -319,7 +319,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or None if the arm cannot run; the others still do."""
+    """What `work` returns, or None if the arm cannot run; the others continue."""
     why = ""
     try:
         return work()

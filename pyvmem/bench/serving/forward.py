@@ -341,7 +341,7 @@ class Forward:
             logits = forward()  # runs this step, and loads what a capture needs
             graph: Any = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self._device)
-            # Other threads may call the driver meanwhile: a cache's worker, for its pages.
+            # Other threads may call the driver during the capture: a cache's worker maps pages.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = forward()
             self._pool = graph.pool()

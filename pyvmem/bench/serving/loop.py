@@ -3,10 +3,10 @@
 
 A step is planned and launched while the one before it runs. It has every request that decodes, then
 prompts in chunks up to its token budget, in the order in which they joined. A request joins when
-its prompt fits beside those that are still being read and these are less than a step's worth. If
+its prompt fits beside the prompts still being computed and these are less than a step's worth. If
 its store maps memory for it in the background, it takes part in a step only once that is done, or
 if no other request does. When memory is short, the request that joined last is preempted: it loses
-its rows and computes them again.
+its rows and recomputes them.
 
 Tokens are given, not sampled (the sampled ones are computed and dropped), so that every store
 computes the same and its logits can be compared with another's.
@@ -41,8 +41,8 @@ class Live:
         ids: tokens of its prompt and its answer.
         rows: rows with keys and values, as of the last planned step.
         emitted: tokens of its answer so far.
-        fresh: it has a slot, and was in no step since it got it.
-        times: when each token of its answer was there.
+        fresh: it has a slot, but has not been in a step since it got it.
+        times: when each token of its answer was ready.
     """
 
     number: int
@@ -267,7 +267,8 @@ class _Loop:
     def _announce(self, lives: Sequence[Live]) -> None:
         """Tells the store what the next step is likely to need for these requests.
 
-        Those that were in no step yet are announced apart, so that no other waits for their memory.
+        Those that have not been in a step are announced separately, so that no other request waits
+        for their memory.
         """
         left, part = self.budget, max(1, self.ahead // 2)
         asked: dict[bool, tuple[list[int], list[int]]] = {False: ([], []), True: ([], [])}
@@ -326,7 +327,7 @@ def serve(
         arrivals: the requests, sorted by time.
         tokens: returns the ids of a request's prompt and answer, given its number and itself.
         budget: most new tokens in a step.
-        ahead: how many tokens ahead a store is told.
+        ahead: how many tokens ahead a store is told to prepare.
         limit_s: stop after so many seconds.
         observer: gets every step's requests and logits; with it, nothing overlaps.
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """A serving loop on several GPUs: tensor parallelism, and a `ParallelKVCache` on each rank.
 
-Rank 0 runs the loop. Before each forward pass it tells the others what it asked of its store since
-the last pass, and which requests are in this one. They ask the same of their stores, which must
-give the same answers, and run the pass, too. That is one message a pass, over gloo; a layer's sums
-go over the model's group.
+Rank 0 runs the loop. Before each forward pass it sends the others the calls of its store since the
+last pass, and the requests in this one. They make the same calls on their stores, which must give
+the same answers, and run the pass as well. That is one message per pass, over gloo; a layer's sums
+use the model's group.
 
     python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
 """
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What was asked of the store, with the answers, and a pass's requests; None: the run ended."""
+    """The store's calls with their answers, and a pass's requests; None: the run ended."""
 
     asked: list[tuple[str, tuple[Any, ...], Any]]
     works: list[Work] | None
@@ -97,7 +97,7 @@ class Group:
 
 
 class Told(Store):
-    """Rank 0's store: records what is asked of it, so that the other ranks can ask it, too."""
+    """Rank 0's store: records its calls, so that the other ranks can repeat them."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -194,7 +194,7 @@ class LeadingForward(Forward):
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
-    """What the other ranks do: follow run after run, until rank 0 sends None.
+    """The other ranks' loop: follows run after run, until rank 0 sends None.
 
     Args:
         group: of the ranks.
@@ -207,7 +207,7 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
     while (run := group.tell()) is not None:
         try:
             forward = group.make(partial(make, run))
-        except RuntimeError:  # rank 0 gets it, too, and goes on to its next run
+        except RuntimeError:  # rank 0 gets it as well, and goes on to its next run
             sweep()
             continue
         with closing(forward):

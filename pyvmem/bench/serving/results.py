@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What the arms of `vmem bench serve` measured: rows, aims, and several runs as one.
+"""Results of the arms of `vmem bench serve`: rows, aims, and merging of runs.
 
 A run of minutes has time for a few arms. Runs of the same workload on the same machine are joined
 by their reference, the first arm, which each of them has. An arm is compared only with the
-reference's rounds of its own runs, so that a card that was slower in one run puts no arm at a
-disadvantage.
+reference's rounds of its own runs, so that a slower GPU in one run puts no arm at a disadvantage.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _FORMAT = "vmem-bench-serve/1"
 # Options in which joined runs may differ.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
 _BINDS = 20 << 30  # up to here, memory is short for Azure's trace and an 8B model
-_NOISE = 0.05  # difference of equal arms that is allowed for; beyond it a run shows nothing
+_NOISE = 0.05  # tolerated difference between equal arms; beyond it a run shows nothing
 _SERIES = 400  # most samples of memory over time that a row keeps
 
 

@@ -25,7 +25,7 @@ from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
-_FEW_TENSORS = 16  # each of them takes calls of its own to unmap and to map again
+_FEW_TENSORS = 16  # each of them takes its own calls to unmap and remap
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -147,7 +147,7 @@ class Store(ABC):
         return {}
 
     def settle(self) -> None:
-        """Gives back what a warm-up left, and counts from now on."""
+        """Frees what a warm-up left, and restarts the counts."""
         self.host_ns = 0
 
     def close(self) -> None:
@@ -269,8 +269,8 @@ class Slots(Store):
     def settle(self) -> None:
         """See `Store`; takes memory from the driver, as the other stores did when they were made.
 
-        torch keeps what a warm-up freed, and gives it up only for allocations of its own, such as
-        the other stores'.
+        torch caches what a warm-up freed, and releases it only for its own allocations, such as the
+        other stores'.
         """
         torch.cuda.empty_cache()
         self.cache.trim()
