@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Opening and closing; what a back end, and a context, can do. */
+/* Opening and closing; capabilities of back ends and contexts. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -3,8 +3,8 @@
  * Contexts by number. A vmem_t is 32 bits of generation and 32 bits of place, so that a closed context
  * is recognised; every public function pins its context here and close waits for the pins.
  *
- * The table is the library's only shared state. A forked child finds it marked and starts an empty one
- * of its own: the parent's threads, locks and driver descriptors are not the child's to use.
+ * The table is the library's only shared state. A forked child finds it marked and starts its own
+ * empty one: the child must not use the parent's threads, locks and driver descriptors.
  */
 #include "api/api.h"
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Reservations, and what is asked about an address. */
+/* Reservations, and queries about an address. */
 #include <string.h>
 
 #include "api/api.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Statistics, and failures on request. */
+/* Statistics and fault injection. */
 #include "api/api.h"
 
 VMEM_API int vmem_get_stats(vmem_t vm, struct vmem_stats *stats) {

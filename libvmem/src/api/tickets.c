@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Batches that run later. */
+/* Asynchronous batches. */
 #include "api/api.h"
 
 VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* vm_bind: one call of a back end that takes many operations, or one call each. */
+/* vm_bind: one back-end call for many operations where it supports that, else one call each. */
 #include <stdlib.h>
 
 #include "backend/driver.h"

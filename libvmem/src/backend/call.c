@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The back end's functions, failed on request, counted and timed. */
+/* Calls of the back end's functions: counted, timed, and made to fail on request. */
 #include "backend/driver.h"
 #include "base/clock.h"
 #include "base/probe.h"

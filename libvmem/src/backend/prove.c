@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * prove.c - opening a back end, which takes a page that works.
+ * prove.c - opening a back end, with a proof that it can map a page.
  *
- * The interfaces below are not promised to anybody, so none is believed: each time one is opened, a page is mapped
- * at two addresses, written through each, read through the other, and unmapped. vmem_open and vmem_probe both open
- * here. The proof calls the back end alone: no statistics count it, and vmem_inject does not reach it.
+ * The interfaces below are not promised to be stable, so none is trusted: each time one is opened,
+ * a page is mapped at two addresses, written through each, read through the other, and unmapped.
+ * vmem_open and vmem_probe both open here. The proof calls the back end directly: no statistics
+ * count it, and vmem_inject does not affect it.
  */
 #include <errno.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Limits on mappings: what the driver can number, and the pieces of address space that a process may have. */
+/* Limits on mappings: the driver's handles, and the VMAs that a process may have. */
 #include "backend/driver.h"
 
 int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited) {

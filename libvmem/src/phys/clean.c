@@ -3,13 +3,15 @@
  * Zeroing, through the slabs' aliases.
  *
  * A page whose last reference goes is dirty, unless the back end has discarded its memory (host). The worker zeroes
- * dirty free pages in batches, one at a time, and the pool hands them out last. A plan that gets one nevertheless
- * claims it and zeroes it before it maps it. If the alias cannot be made, or the fill fails, that plan fails: a page is
- * never mapped with old contents but where the caller asked for that (VMEM_OP_DIRTY).
+ * dirty free pages in batches, one at a time, and the pool hands them out last. A plan that still
+ * gets one claims it and zeroes it before mapping it. If the alias cannot be made, or the fill
+ * fails, that plan fails: a page is mapped with old contents only if the caller asked for that
+ * (VMEM_OP_DIRTY).
  *
- * A page that the batch in flight zeroes may be taken. The plan that maps it, even dirty, claims it, waits until the
- * batch's fill has been started, and starts another after it in the same order of work: when that is over so is the
- * first. The end of the batch leaves the state of such a page alone.
+ * A page that the batch in flight zeroes may be taken. The plan that maps it, even dirty, claims
+ * it, waits until the batch's fill has been started, and starts another fill after it in the same
+ * order of work: when that one is done, so is the first. The end of the batch does not change the
+ * state of such a page.
  */
 #include "phys/phys.h"
 

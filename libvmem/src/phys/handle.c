@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * The handle table. A handle is 12 bits of context tag, 20 bits of generation, 32 bits of index, so that
- * a stale handle, or one of another context, is recognised. An entry outlives its handle while mappings
- * made with it live, because their ptes name it. The caller holds vm_ctx.lock.
+ * The handle table. A handle is 12 bits of context tag, 20 bits of generation, 32 bits of index, so
+ * that a stale handle, or one of another context, is recognised. An entry outlives its handle while
+ * mappings made with it exist, because their ptes refer to it. The caller holds vm_ctx.lock.
  */
 #include <stdlib.h>
 #include <string.h>

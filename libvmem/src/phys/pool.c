@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Where the next run of pages is taken.
+ * The pool: chooses where the next run of pages comes from.
  *
  * A slab keeps a bitmap of free units, a count of free units per 2 MiB chunk, and an upper bound on its
- * longest free run. Slabs hang in bins by how full they are and by that bound, so that a run of n units is
- * looked for only where it may be, in the fullest slabs first: the others can become empty and go back to
- * the driver. A search that fails makes the bound exact.
+ * longest free run. Slabs are binned by how full they are and by that bound, so that a run of n
+ * units is searched for only where it can be, in the fullest slabs first: the others can then
+ * become empty and return to the driver. A search that fails makes the bound exact.
  *
  * Where a run is taken, in this order (vm_pool_take):
  *   1. right after its left neighbour: the two then form one run
@@ -14,10 +14,10 @@
  *      its neighbours free (a soft reservation: chunks stay open to others when memory is short); the chunks
  *      of an empty slab come last
  *   4. the first fit in the fullest slab
- *   5. the longest piece there is; the caller comes again for the rest
+ *   5. the longest piece available; the caller calls again for the rest
  *
  * Units with old contents (dirty) are kept apart from the others (soil_map) until clean.c has zeroed them.
- * When nothing else is left they are taken all the same, and the plan that maps them zeroes them first.
+ * They are taken only when nothing else is left, and the plan that maps them zeroes them first.
  */
 #include "phys/phys.h"
 

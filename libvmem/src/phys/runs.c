@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Lists of runs: what a handle holds. */
+/* Lists of runs, the contents of a handle. */
 #include <stdlib.h>
 
 #include "phys/phys.h"

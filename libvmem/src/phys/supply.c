@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Slabs from the driver and back to it. */
+/* Allocating slabs from the driver and freeing them. */
 #include <stdlib.h>
 
 #include "base/log.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* What can be said of an operation without looking at its pages. */
+/* Checks of an operation that do not need its pages. */
 #include "plan/plan.h"
 
 int vm_page_size(struct vm_ctx *c, uint64_t *page_size) {

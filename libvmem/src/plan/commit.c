@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Ends a plan: writes down what was done, or takes back what was made.
+ * Ends a plan: records what was done, or undoes it.
  *
- * Until a replace is committed, its ptes (busy) name what was there before, and the handle, which is pinned, holds the
- * references of what comes. What an unknown outcome leaves behind is quarantined on both sides.
+ * Until a replace is committed, its ptes (busy) refer to the old pages, and the handle, which is
+ * pinned, holds the references to the new ones. After an unknown outcome both are quarantined.
  */
 #include <stdlib.h>
 #include <string.h>

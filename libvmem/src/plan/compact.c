@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Compaction: the pages of slabs that are hardly used move to free pages of fuller slabs, and the emptied slabs go back
- * to the driver.
+ * Compaction: pages of nearly empty slabs move to free pages of fuller slabs, and the emptied slabs
+ * return to the driver.
  *
- * One slab at a time, all of it or nothing. Its references are found by one look at all ptes and handles; a slab some
- * of whose references were not found, because they are newer or somebody is changing them, stays as it is. Then it is
- * set aside (no units of it are taken), its ptes become busy, its handles too, and a plan copies its pages through
- * the slabs' own mappings and replaces them under every address. vm_move_commit writes the new places down.
+ * One slab at a time, all or nothing. One pass over all ptes and handles finds its references; if
+ * some are not found, because they are newer or being changed, the slab stays as it is. Otherwise
+ * it is set aside (no units of it are taken), its ptes and handles become busy, and a plan copies
+ * its pages through the slabs' own mappings and replaces them at every address. vm_move_commit
+ * records the new places.
  */
 #include <stdlib.h>
 #include <string.h>

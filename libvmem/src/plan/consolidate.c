@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Consolidation: what was mapped page by page is mapped again, a run with one call. */
+/* Consolidation: remaps what was mapped page by page, one call per run. */
 #include "plan/plan.h"
 
 static uint64_t calls_within(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Takes a batch's pages and marks its ptes: everything that can fail for want of memory or for a wrong argument happens
- * here, before anything changes.
+ * Takes a batch's pages and marks its ptes: everything that can fail for lack of memory or a bad
+ * argument happens here, before anything changes.
  */
 #include <string.h>
 

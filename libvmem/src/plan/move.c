@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Pages that have moved to another slab: what is written down under every address and in every handle. */
+/* Records that pages have moved to another slab, at every address and in every handle. */
 #include "plan/plan.h"
 
 static void move_pte(struct vm_ctx *c, struct vm_space *s, uint64_t addr, const struct vm_move *m) {

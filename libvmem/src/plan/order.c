@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* The fills of other batches that a plan must wait for, and its own, which may run on after it. */
+/* The fills of other batches that a plan must wait for, and its own, which may outlast it. */
 #include "plan/plan.h"
 
 bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->replaced.n && !p->unmaps.n && p->fills.n; }

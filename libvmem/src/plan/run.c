@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Makes a plan's driver calls, then commits it or takes it back.
+ * Makes a plan's driver calls, then commits or undoes it.
  *
  * Order: zeroing of new pages, maps, copies to them, fills, replaces, unmaps. All but the first and the fills are
- * operations of vm_bind (backend/backend.h). Without fills they are one call of it; with fills they are two, because
- * pages must be mapped before they are filled, and what a failed fill takes back must still be there.
+ * operations of vm_bind (backend/backend.h). Without fills they take one call of it; with fills
+ * two, because pages must be mapped before they are filled, and what the undo of a failed fill
+ * restores must still be there.
  *
- * The undo runs the other way. Where it fails, the range and its pages are quarantined: their ptes keep their
- * references and are never changed again.
+ * The undo runs in reverse order. Where it fails, the range and its pages are quarantined: their
+ * ptes keep their references and never change again.
  */
 #include "base/log.h"
 #include "plan/plan.h"

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Ranges whose contents are in use. */
+/* Ranges whose contents are being accessed. */
 #include "virt/virt.h"
 
 void vm_access_begin(struct vm_ctx *c, struct vm_access *a) {

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Tickets: a result is kept from its batch's submit until vmem_ticket_drop, whatever was submitted since.
+ * Tickets: a result is kept from its batch's submit until vmem_ticket_drop, however many batches
+ * follow.
  *
- * A table finds the kept ones by number; they also hang in a list, oldest first. A detached ticket is in neither:
- * it lives as long as its batch. Numbers count up, so the table's chains are as even as can be.
+ * A hash table finds the kept ones by number; they are also in a list, oldest first. A detached
+ * ticket is in neither: it lives as long as its batch. Numbers count up, so the table's chains are
+ * as even as can be.
  */
 #include <stdlib.h>
 

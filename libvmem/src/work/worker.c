@@ -2,10 +2,10 @@
 /*
  * The worker thread: runs submitted batches, first come first served.
  *
- * A batch whose GPU work is not over, or that touches what an earlier batch's fill still writes, goes to a second
- * list, which is polled; so does one that has something to do after its own fills and copies. Later ones pass it. A
- * job's ranges are busy from submit on, so no two jobs touch the same pages and their order is free. The thread itself
- * waits for no GPU work.
+ * A batch whose GPU work is not done, or that touches what an earlier batch's fill still writes,
+ * goes to a second list, which is polled; so does one with something to do after its own fills and
+ * copies. Later batches overtake it. A job's ranges are busy from submit on, so no two jobs touch
+ * the same pages and they may run in any order. The thread itself never waits for GPU work.
  */
 #include <signal.h>
 #include <stdlib.h>

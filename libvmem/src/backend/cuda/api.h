@@ -2,8 +2,8 @@
 /*
  * api.h - the part of CUDA's driver API that we call, loaded at run time from libcuda.so.1.
  *
- * The prototypes are ours, written after NVIDIA's public documentation of the driver API, so that
- * neither headers nor libraries of CUDA are needed to build. Functions with a version suffix are
+ * The prototypes are ours, written from NVIDIA's public documentation of the driver API, so that
+ * building needs neither CUDA's headers nor its libraries. Functions with a version suffix are
  * looked up by that name: the plain name is the ABI of CUDA 3.
  */
 #ifndef VMEM_GPU_API_H
@@ -145,10 +145,10 @@ struct gpu_api {
 #undef GPU_API_FIELD
 };
 
-/* The loaded and initialised library. -ENODEV with the reason when there is none. */
+/* Loads and initialises the library. -ENODEV with the reason when there is none. */
 int gpu_api_get(const struct gpu_api **api);
 
-/* Whether there is a libcuda, be it usable or not. */
+/* Whether there is a libcuda, usable or not. */
 bool gpu_api_present(void);
 
 /* Turns a CUresult into an errno and records it: out of memory is -ENOMEM, all else -EIO. */

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Fill and copy by kernels of ours: CUDA's own copies refuse addresses that CUDA did not hand out.
+ * Fill and copy with our own kernels: CUDA's copies refuse addresses that CUDA did not allocate.
  *
  * Both kernels split a range into a head up to the first 16-byte boundary, a body of 16-byte words
  * and a tail. A copy whose source and destination differ modulo 16 goes byte by byte.
  *
- * Reads and writes of host memory that CUDA has locked are such copies, straight to it. All else goes
- * through a locked buffer of ours, in windows: one is copied by the GPU while the CPU copies another.
+ * Reads and writes of host memory page-locked by CUDA are such copies, done directly. All others go
+ * through our own page-locked buffer in windows: the GPU copies one while the CPU copies another.
  */
 #include <string.h>
 

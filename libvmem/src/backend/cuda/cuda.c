@@ -4,8 +4,9 @@
  * and powers of two above it. An allocation can only be mapped whole (cuMemMap accepts no offset),
  * so a slab is one page.
  *
- * CUDA promises nothing about the contents of new memory. The core zeroes a page through a second mapping of its
- * allocation, which stays as long as the page: its addresses and its cuMemMap come once for each cuMemCreate.
+ * CUDA promises nothing about the contents of new memory. The core zeroes a page through a second
+ * mapping of its allocation, which lives as long as the page: its addresses and its cuMemMap cost
+ * one call each per cuMemCreate.
  */
 #include <errno.h>
 #include <stdlib.h>

@@ -4,7 +4,7 @@
  *
  * One struct gpu per vmem context. Any thread may call; each call makes the device's primary
  * context current for its own duration and sets the thread's stream-capture mode to relaxed, so
- * that a graph capture elsewhere in the process neither fails us nor is broken by us.
+ * that a graph capture elsewhere in the process neither breaks our calls nor is broken by them.
  */
 #ifndef VMEM_GPU_H
 #define VMEM_GPU_H
@@ -28,7 +28,8 @@ struct gpu_device {
   struct gpu_event *free_events; /* under event_lock */
 };
 
-/* Streams for fills that wait for events, which may never come: so many of them hold up no other such fill. */
+/* Streams for fills that wait for events, which may never come: that many blocked fills delay no
+ * other. */
 #define GPU_AFTER_STREAMS 8
 
 struct gpu {
@@ -37,7 +38,7 @@ struct gpu {
   struct gpu_device devices[VMEM_MAX_DEVICES]; /* [0]: where our kernels run */
   unsigned multiprocessors;
   gpu_stream work;                     /* fills and copies that wait for nothing */
-  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events: must not hold up the others */
+  gpu_stream after[GPU_AFTER_STREAMS]; /* fills that wait for events: must not delay the others */
   unsigned next_after;
   gpu_module module;
   gpu_function fill, copy;
@@ -60,8 +61,8 @@ int gpu_find(const struct gpu *g, int32_t ordinal, uint32_t *index);
 int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope);
 void gpu_leave(const struct gpu *g, const struct gpu_scope *scope);
 
-/* Device pages that the kernels of every device can reach: checks each pair, and enables what UVM
- * wants enabled before it maps one GPU's memory on another. */
+/* Makes device pages accessible to the kernels of every device: checks each pair, and enables the
+ * peer access that UVM requires before it maps one GPU's memory on another. */
 int gpu_enable_peers(const struct gpu *g);
 
 int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
@@ -69,7 +70,7 @@ int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_
 /* Of host memory; needs no GPU. */
 int gpu_host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes);
 
-/* Fills the fields of *info that concern devices. */
+/* Fills the device fields of *info. */
 void gpu_describe(const struct gpu *g, struct vmem_info *info);
 
 /* "580.159.04" from /proc/driver/nvidia/version, else "CUDA 13.0". */
@@ -88,13 +89,13 @@ int gpu_event_wait(struct gpu *g, vm_event event);
 int gpu_stream_wait(struct gpu *g, uint64_t stream, vm_event event);
 void gpu_event_put(struct gpu *g, vm_event event);
 
-/* Records a new event of ours on a stream of devices[0]. */
+/* Records a new event, owned by the library, on a stream of devices[0]. */
 int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event);
 gpu_cuevent gpu_event_handle(vm_event event);
 void gpu_events_free(struct gpu *g);
 
-/* Makes what copies need, in the current context (devices[0]): kernels and staging buffer. Both
- * now, because making them later could wait for the caller's running work. */
+/* Makes the kernels and the staging buffer for copies, in the current context (devices[0]). Both
+ * are made now, because making them later could wait for the caller's running work. */
 int gpu_copy_init(struct gpu *g);
 void gpu_copy_exit(struct gpu *g);
 

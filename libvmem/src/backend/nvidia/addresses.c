@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Addresses for reservations, which the driver then makes; they may be any that UVM holds no range at.
+ * Addresses for reservations, which the driver then makes: any at which UVM has no range.
  *
  * Plain: addresses that the kernel reserved for this process without access. Kernels accept them;
  * cuMemcpy and cuMemset refuse, because CUDA never handed them out.

@@ -44,20 +44,20 @@ struct nvidia_range {
   uint64_t base, bytes;            /* as CUDA or mmap gave them */
   uint64_t addr, length;           /* of the reservation in the driver */
   bool visible;
-  bool freed; /* the driver has given the reservation back, giving back the addresses has failed so far */
+  bool freed; /* the driver's reservation is freed, but freeing the addresses has failed so far */
 };
 
 /* ---- open.c ---- */
 
-/* Nothing is open. */
+/* Initialises *n with nothing open. */
 void nvidia_init(struct nvidia *n);
-/* Everything but uvm_fd, with CUDA. On failure nvidia_close takes back what was done. */
+/* Opens everything but uvm_fd, with CUDA. On failure nvidia_close undoes what was done. */
 int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts);
 /* Holds the node of devices[index], whose uuid and name are set, and makes its RM device. */
 int nvidia_open_device(struct nvidia *n, uint32_t index);
 void nvidia_close(struct nvidia *n);
-/* One of UVM's ioctls. What ioctl returns says whether the driver took the call, *status, which is in the
- * structure, whether it did the work. */
+/* One of UVM's ioctls. ioctl's return value says whether the driver took the call; *status, inside
+ * the structure, says whether the call succeeded. */
 int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status, uint64_t addr,
                     uint64_t bytes, const char *what);
 /* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
@@ -84,15 +84,16 @@ int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, 
 
 enum { NVIDIA_VA_ALIGN = 2 << 20 }; /* least alignment; CUDA rounds managed memory up to this as well */
 
-/* A new range of addresses, of which the driver knows nothing; *out goes back with nvidia_addresses_put. */
+/* A new range of addresses, not yet known to the driver; nvidia_addresses_put gives *out back. */
 int nvidia_addresses_get(struct nvidia *n, uint64_t bytes, uint64_t align, uint32_t flags, struct nvidia_range **out);
-/* The driver's reservation is gone. On failure the range stays, to be tried again. */
+/* Gives the range back once the driver's reservation is gone. On failure the range stays, to be
+ * retried. */
 int nvidia_addresses_put(struct nvidia *n, struct nvidia_range *r);
 /* The range whose reservation holds addr; NULL = none. */
 struct nvidia_range *nvidia_range_at(struct nvidia *n, uint64_t addr);
-/* At close: frees what describes ranges that a broken CUDA context would not give back. */
+/* At close: frees the records of ranges that a broken CUDA context would not give back. */
 void nvidia_forget_ranges(struct nvidia *n);
-/* Addresses with nothing behind them; the caller gives them back with munmap. */
+/* Reserves addresses with no memory; the caller gives them back with munmap. */
 int nvidia_host_range(uint64_t bytes, uint64_t align, uint64_t *addr);
 
 #endif

@@ -24,7 +24,7 @@ struct rm_gpu {
 /* ioctl, repeated after EINTR and, as retry.h says, while the driver is suspended. 0 or a negative errno, nothing
  * recorded. */
 int rm_ioctl(int fd, unsigned long request, void *arg);
-/* The same where the driver may say so in *status, too, which is in the structure. */
+/* The same, where the driver may also report it in *status, inside the structure. */
 int rm_call(int fd, unsigned long request, void *arg, uint32_t *status);
 
 /* Opens a device node read-write, close-on-exec. -ENODEV or -EACCES naming the node. */

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * Without CUDA: a /dev/nvidia-uvm of our own, on which each GPU and an address space of ours are registered,
- * as CUDA does it for its own. The address space belongs to UVM: RM keeps its hands off the page tables.
+ * as CUDA does on its own descriptor. The address space belongs to UVM: RM does not touch its page
+ * tables.
  */
 #include <errno.h>
 #include <fcntl.h>

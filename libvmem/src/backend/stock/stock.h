@@ -6,16 +6,17 @@
  * are external ranges in the address space that CUDA's own /dev/nvidia-uvm descriptor holds, and
  * pages are mapped into them with UVM's ioctls. One ioctl maps a run on all devices of the context.
  *
- * RM promises nothing about the contents of new memory, so the core zeroes it as it does what comes back: through a
- * mapping of the whole slab in a plain range of its own, one more handle of the driver for each slab and device.
+ * RM promises nothing about the contents of new memory, so the core zeroes new pages as it zeroes
+ * freed ones: through a mapping of the whole slab in a plain range of its own, which takes one more
+ * driver handle per slab and device.
  */
 #ifndef VMEM_STOCK_H
 #define VMEM_STOCK_H
 
 #include "backend/nvidia/nvidia.h"
 
-/* Live map calls that one context may have, all devices together: what the driver can number less a
- * part for the other users of UVM on the machine, whose calls would fail as well. */
+/* The most live mappings of one context, over all devices: the driver's handle range less a part
+ * for the other users of UVM on the machine, whose calls would otherwise fail too. */
 enum { STOCK_MAX_MAPPINGS = RM_HANDLES - (48 << 10) };
 
 /* ---- ranges.c: UVM's calls on external ranges, on every device of the context ---- */
@@ -26,7 +27,7 @@ int ext_free(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memory, uint64_t offset,
             uint32_t mapping_type);
 int ext_unmap(const struct nvidia *s, uint64_t addr, uint64_t bytes);
-/* Reads as zeros, swallows writes. Multiples of 64 KiB. Replaces what overlaps. */
+/* Reads give zeros, writes are dropped. Multiples of 64 KiB. Replaces what overlaps. */
 int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
 /* ---- reserve.c: reservations ---- */

@@ -2,8 +2,8 @@
 /*
  * Mappings: the core's operations become the kernel's, as many of one reservation as one BIND takes.
  *
- * The kernel's array lies on the heap, or, where that is short, on the stack: then a batch takes more calls,
- * but taking something back never fails for want of memory.
+ * The kernel's array is on the heap, or on the stack if memory is short: a batch then takes more
+ * calls, but an undo never fails for lack of memory.
  */
 #include <errno.h>
 #include <stdlib.h>

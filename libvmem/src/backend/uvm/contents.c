@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Contents and GPU work without CUDA: what the program brings (vm_uvm_contents). */
+/* Contents and GPU work without CUDA, through the program's own vm_uvm_contents. */
 #include <errno.h>
 
 #include "backend/uvm/uvm.h"

@@ -4,10 +4,10 @@
  *
  * Reservations, physical pages and mappings are the kernel's objects, made through one /dev/nvidia-uvm: the one
  * that CUDA holds, or our own where there is no CUDA. A slab is one or more objects of CREATE, a page of which is
- * the context's granule; a batch of the core goes down as one BIND, which is all or nothing.
+ * the context's granule; a batch of the core becomes one BIND, which is all or nothing.
  *
- * The driver zeroes new objects. What comes back to the core's pool is zeroed by the core, through a reservation and a
- * BIND of the whole slab, made when its first page comes back.
+ * The driver zeroes new objects. The core zeroes pages that return to its pool, through a
+ * reservation and a BIND of the whole slab, made when its first page returns.
  */
 #ifndef VMEM_UVM_H
 #define VMEM_UVM_H
@@ -16,9 +16,10 @@
 
 #include "backend/nvidia/nvidia.h"
 
-/* How bytes are read and written where there is no CUDA. The library has no way and leaves the pointer NULL: then
- * pages can be mapped and unmapped, and every function that looks at contents gives -EOPNOTSUPP. A program that
- * links the library's objects and has a way, such as the tests on a software GPU, defines it. */
+/* Reads and writes bytes without CUDA. The library cannot, and leaves the pointer NULL: pages can
+ * then be mapped and unmapped, and every function that accesses contents returns -EOPNOTSUPP. A
+ * program that links the library's objects and can, such as the tests on a software GPU, defines
+ * it. */
 struct uvm_contents {
   int (*open)(const struct nvidia *n, void **state);
   void (*close)(void *state);
