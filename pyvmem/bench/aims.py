@@ -58,7 +58,7 @@ class Aims:
     ) -> None:
         """Adds an aim whose value is `value(*rows)`.
 
-        op None: there is no target. unless: why the rows cannot be compared; "" if they can.
+        `op` None: there is no target. `unless`: why the rows cannot be compared; "" if they can.
         """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]

@@ -58,7 +58,7 @@ _METHOD = {
 
 @dataclass
 class _Filled:
-    """What one run measured; bytes, counts, nanoseconds."""
+    """One run's measurements; bytes, counts, nanoseconds."""
 
     steps: list[int] = field(default_factory=list)
     forks: list[int] = field(default_factory=list)

@@ -400,7 +400,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
 
 
 def _measure(command: Command, part: Part, name: str, device: torch.device, left: Deadline) -> None:
-    """Adds a kind's rows: in every way a prefill of one request, then the decoding of a batch."""
+    """Adds a kind's rows: for each way, prefill of one request, then decoding of a batch."""
     import torch
 
     args, quick = command.args, command.quick

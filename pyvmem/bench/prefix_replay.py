@@ -10,7 +10,7 @@ recorded. Outputs are not recorded, since the trace does not include them.
   mapping a page twice. The least recently used leaf is evicted first, from its end, by at least one
   unit.
 - **Blocks** (vLLM's automatic prefix caching): a full block is named by the hash of its tokens and
-  of the block before it. A request that ends appends its blocks to a queue, the last one first; new
+  of the block before it. A finished request appends its blocks to a queue, the last one first; new
   blocks are taken from the front.
 
 A third, `Turns`, is the cache itself. It counts the hits whose rows were still mapped in the slot

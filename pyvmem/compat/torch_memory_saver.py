@@ -171,7 +171,7 @@ class TorchMemorySaver:
             self._opened().pause(_name(one, backup), keep=backup)
 
     def resume(self, tag: str | None = None) -> None:
-        """Allocates memory for them again at the same addresses, with the backup or zeros.
+        """Allocates their memory again at the same addresses, with the backup's contents or zeros.
 
         Raises:
             OutOfMemory: the device is short of memory now; what was not resumed stays paused.

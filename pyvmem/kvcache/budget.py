@@ -277,14 +277,14 @@ class Budget(Closable):
     def reclaim(self, limit: int) -> None:
         """Begins to unmap unowned pages until `limit` bytes are left; does not wait.
 
-        Floors are kept. What requests hold stays.
+        Floors and pages that requests hold are kept.
         """
         with self.lock, self.journal:
             self._poll()
             self._reclaim(self._reserved() - limit)
 
     def stats(self) -> BudgetStats:
-        """What every cache has. Polls the batches in flight, does not wait."""
+        """The memory of every cache. Polls the batches in flight, does not wait."""
         with self.lock, self.journal:
             self._poll()
             return BudgetStats(

@@ -236,7 +236,7 @@ class Group:
     # ---- numbers from outside --------------------------------------------------------------------
 
     def slot(self, reqid: int, *, taken: bool = True) -> Slot:
-        """A slot by its number; InvalidArgument if none or, with `taken`, if it is free."""
+        """A slot by its number; InvalidArgument for an unknown or, with `taken`, a free one."""
         slots, index = self.table.slots, operator.index(reqid)
         if not 0 <= index < len(slots):
             last = len(slots) - 1

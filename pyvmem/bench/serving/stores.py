@@ -123,7 +123,7 @@ class Store(ABC):
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
-        """All of a slot's prompt is launched: memory past it, which its kernel may read, can go."""
+        """A slot's whole prompt is launched: memory mapped past it for its kernel can be freed."""
         return  # there is none
 
     def readable(self, slot: int) -> int:
