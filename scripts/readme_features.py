@@ -79,7 +79,7 @@ def part() -> list[str]:
         lines.append("| " + " | ".join(row) + " |")
     sources = "; ".join(source(name, found.get(name)) for name in BACKENDS)
     return [
-        "Which features work on which back end, according to what each reported when opened. A call "
+        "Which features work on which back end, as each reported when opened. A call "
         "that needs a missing capability is refused; nothing is emulated. `vmem features` prints "
         "the same for your machine.",
         "",
