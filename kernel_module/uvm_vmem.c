@@ -15,18 +15,18 @@
 //   uvm_vmem_debug.c   lines in the kernel log, and the dump of a reservation
 //   uvm_vmem_compat.h  the differences between driver branches
 //
-// Objects and their lives
+// Objects and their lifetimes
 //
 //   uvm_vmem_va_space_t  in each VA space, from UVM_INITIALIZE to close. Knows the process that it belongs to.
-//   uvm_vmem_state_t     what a VA space has of vmem; made by the first command that needs it, freed with the VA space.
-//   uvm_vmem_range_t     a reservation; hangs in an external VA range, which destroys it.
+//   uvm_vmem_state_t     the vmem state of a VA space; made by the first command that needs it, freed with the VA space.
+//   uvm_vmem_range_t     a reservation; held by an external VA range, which destroys it.
 //   uvm_vmem_slot_t      2 MB of a reservation that were bound once: the page tables, and what each PTE says. Stays
-//                        until the reservation goes, so that a steady state writes PTEs only. As long as all of it is
-//                        sparse it is a mark in its leaf only (UVM_VMEM_SLOT_ALL_SPARSE).
-//   uvm_vmem_object_t    pages; alive while its handle was not released or one of its units is mapped.
+//                        until the reservation is freed, so that a steady state writes PTEs only. While all of it is
+//                        sparse it is only a mark in its leaf (UVM_VMEM_SLOT_ALL_SPARSE).
+//   uvm_vmem_object_t    pages; alive until its handle is released and none of its units is mapped.
 //   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object (after a fatal error:
 //                        until close).
-//   uvm_vmem_ticket_t    an unfinished BIND, until somebody sees that it is finished.
+//   uvm_vmem_ticket_t    an unfinished BIND, until it is seen to be finished.
 //
 // Locks, in this order
 //
@@ -37,8 +37,8 @@
 //                   latest (uvm_vmem_step).
 //   then UVM's own: page tree, push, PMM.
 //
-// What takes long runs with neither, as a call (uvm_vmem_call_begin): GPUs do not go meanwhile. A reservation belongs to
-// one call at a time (uvm_vmem_range_claim); BIND, FREE and an eager RESERVE work on it so.
+// Long work holds neither lock: it runs as a call (uvm_vmem_call_begin), during which no GPU goes away. A reservation
+// belongs to one call at a time (uvm_vmem_range_claim): BIND, FREE and an eager RESERVE claim it.
 //
 // These hold a lock for longer than one push or 4,096 units, or wait for the GPU or a call with one:
 //
@@ -48,25 +48,25 @@
 //   a tracker finds no memory                  state->lock: waits for the pushes instead of noting them
 //   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: for what the tree has sent
 //
-// User memory is only touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
+// User memory is touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
 //
 // Physical memory and the GPU's TLBs
 //
-// A push that takes translations away is added to state->pending before the pages lose their references. Memory that is
-// used again waits for it: the push that zeroes a page acquires it, the PMM gets it with a chunk, host memory waits.
-// So even an ASYNC batch never lets a page reach somebody else while a GPU could still see it.
+// A push that removes translations is added to state->pending before the pages lose their references. Memory is reused
+// only after it: the push that zeroes a page acquires it, the PMM gets it with a chunk, host memory waits. So even an
+// ASYNC batch never lets a page reach another owner while a GPU could still see it.
 //
 // Trade-offs
 //
-// - Zeroing at CREATE, not in the background: a page is never handed out dirty, for a memset's time at each CREATE.
+// - Zeroing at CREATE, not in the background: a page is never handed out dirty, at the cost of a memset in each CREATE.
 // - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. A table of its own, filled before, takes
-//   its place in one write when something is mapped in a slot, so that who reads zeros beside never faults. A 2 MB
-//   sparse entry would be smaller and could not be replaced so. The way back is not taken: UVM's page tree cannot give a
-//   table back without clearing the entry that points to it.
+//   its place in one write when something is mapped in a slot, so that a reader of the zeros beside it never faults. A
+//   2 MB sparse entry would be smaller but could not be replaced like that. There is no way back: UVM's page tree
+//   cannot give a table back without clearing the entry that points to it.
 // - 32 entries of 8 bytes for a slot even if one page of it is used: 256 bytes for 2 MB of addresses make a batch's
 //   final values, its undo and its accounting trivial.
-// - Chunks belong to one file descriptor: two processes never share 2 MB, and what the first leaves is zeroed by the
-//   PMM's next user or by us.
+// - Chunks belong to one file descriptor: two processes never share 2 MB, and the PMM's next user or we zero what the
+//   first leaves.
 
 #include <linux/delay.h>
 #include <linux/ktime.h>
@@ -83,7 +83,7 @@
 
 MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 
-// The sizes of version 1, which are the least that is accepted, and the layouts that user space relies on.
+// The sizes of version 1, the smallest accepted, and the layouts that user space relies on.
 #define QUERY_SIZE_1   120
 #define RESERVE_SIZE_1 40
 #define FREE_SIZE_1    16
@@ -102,7 +102,7 @@ MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 #define PAUSE_MIN_NS  5000ull
 #define PAUSE_MAX_NS  10000000ull
 
-// Structs larger than this are taken for an error of the caller, whatever they hold.
+// Larger structs are treated as an error of the caller, whatever they hold.
 #define MAX_STRUCT_SIZE 4096
 
 #define CAPABILITIES                                                                                                    \
@@ -131,13 +131,13 @@ typedef struct
     bool has_out;
     bool out_on_failure;
 
-    // Works after a fatal error of UVM's, too.
+    // Also works after a fatal UVM error.
     bool after_error;
 
     // state is NULL for QUERY only.
     int (*run)(struct file *filp, uvm_vmem_state_t *state, params_t *params);
 
-    // Takes back what run did, when its result could not be delivered.
+    // Undoes what run did when its result could not be delivered.
     void (*undo)(uvm_vmem_state_t *state, params_t *params);
 } command_t;
 
@@ -182,7 +182,7 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state)
     uvm_mutex_lock(&state->lock);
     state->calls--;
 
-    // Under the lock: the state may be gone when whoever waits has seen that no call is left.
+    // Under the lock: the state may be gone once a waiter has seen that no call is left.
     wake_up_all(&state->wait);
     uvm_mutex_unlock(&state->lock);
 }
@@ -438,7 +438,7 @@ static int run_wait(struct file *filp, uvm_vmem_state_t *state, params_t *params
 
 static int run_stat(struct file *filp, uvm_vmem_state_t *state, params_t *params)
 {
-    // Outputs are sums: nothing of what the caller had there.
+    // Outputs are sums: they start from zero, not from the caller's values.
     struct uvm_vmem_stat stat = { .size = params->size, .flags = params->stat.flags };
     int ret;
 
@@ -474,7 +474,7 @@ bool uvm_vmem_is_ioctl(unsigned int cmd)
            _IOC_NR(cmd) >= _IOC_NR(UVM_VMEM_QUERY);
 }
 
-// Copy the caller's struct, of whatever size, and check what is beyond ours.
+// Copy the caller's struct, whatever its size, and check the part beyond ours.
 static int copy_params(const command_t *command, void __user *user, params_t *params)
 {
     NvU32 size;
@@ -493,7 +493,7 @@ static int copy_params(const command_t *command, void __user *user, params_t *pa
     if (copy_from_user(params, user, min(size, command->size)))
         return -EFAULT;
 
-    // Not what another thread wrote there meanwhile.
+    // Not a value that another thread wrote meanwhile.
     params->size = size;
 
     if (size > command->size) {
@@ -639,7 +639,8 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
     if (!state)
         return;
 
-    // A reader of a dump may have claimed a reservation. From now on nobody finds one, and who has lets go soon.
+    // A reader of a dump may have claimed a reservation. From now on none can be found, and that claim is released
+    // soon.
     uvm_vmem_stat_remove(state);
     wait_event(state->wait, READ_ONCE(state->calls) == 0);
     uvm_mutex_lock(&state->lock);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Kernel memory of vmem: who pays for it, and how much of it there may be.
+// Kernel memory of vmem: who is charged for it, and its limits.
 //
 // Our own allocations carry __GFP_ACCOUNT: the memory cgroup of the process is charged. What UVM allocates for us (the
 // description of a page table or an external range, and the table itself) is not, and neither is bounded by anything
@@ -9,11 +9,11 @@
 //
 //   the user's     all descriptors of the real user id that made them
 //   the cgroup's   all descriptors of the cgroup (version 2) that the process was in, if it is not the root. In
-//                  containers everybody may be root: there the user's account of root is left out, and this one counts.
+//                  containers everybody may be root: there root's user account is ignored, and this one counts.
 //
-// Pinned host memory has accounts of its own. A descriptor keeps its accounts although the process moves to another
-// cgroup or user. Only the cgroup itself is looked at and none above it: an administrator who lets users make cgroups
-// still has the user's limit.
+// Pinned host memory has accounts of its own. A descriptor keeps its accounts even if the process moves to another
+// cgroup or user. Only the cgroup itself counts, not its ancestors: if users may make cgroups, the user's limit still
+// holds.
 
 #include <linux/cgroup.h>
 #include <linux/cred.h>
@@ -95,7 +95,7 @@ static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
     if (limit > 0)
         return (NvU64)limit << 20;
 
-    // Not si_meminfo(): it counts much more, and takes a lock of the block layer's for it.
+    // Not si_meminfo(): it counts much more, and takes a block-layer lock for that.
     return ((NvU64)totalram_pages() << PAGE_SHIFT) /
            (kind == UVM_VMEM_ACCOUNT_TABLES ? DEFAULT_TABLES_PART : DEFAULT_HOST_PART);
 }
@@ -105,7 +105,7 @@ static NvU64 current_cgroup(void)
 {
     NvU64 id = 0;
 
-// Before 5.5 the number of a cgroup comes again.
+// Before 5.5 cgroup numbers are reused.
 #if defined(CONFIG_CGROUPS) && LINUX_VERSION_CODE >= KERNEL_VERSION(5, 5, 0)
     struct cgroup *cgroup;
 
@@ -243,7 +243,7 @@ NvU64 uvm_vmem_external_cost(void)
     return sizeof(uvm_vmem_external_t);
 }
 
-// What lies before an allocation that kmalloc is too small for; keeps it aligned.
+// Header of an allocation too large for kmalloc; keeps it aligned.
 typedef struct
 {
     size_t size;

@@ -5,14 +5,14 @@
 //   check      each operation by itself, then sorted by address for overlaps
 //   look up    the reservation and the objects, which are pinned
 //   stage      the final content of each slot that the batch touches: one value for each PTE, and of which size
-//   prepare    slots, page tables, access to host memory: all that can fail. What was made is unmade on failure.
+//   prepare    slots, page tables, access to host memory: all that can fail. On failure it is undone.
 //   send       for each GPU as few pushes as the PTEs fit in, and one TLB invalidate at the end of the last
 //   commit     the staged content becomes the slots'; references to objects move along
 //   wait       unless the caller wants a ticket
 //
 // Up to the first push nothing is visible to a GPU or in the state, and every failure is rolled back (page tables that
-// a slot of a BIG reservation was given stay with it). Beginning a push fails after a fatal error only; what was sent
-// before is not known then, and the reservation is marked broken.
+// a slot of a BIG reservation was given stay with it). Beginning a push fails only after a fatal error; the state of
+// what was sent before is then unknown, and the reservation is marked broken.
 
 #include <linux/sched/signal.h>
 #include <linux/sort.h>
@@ -32,7 +32,7 @@ typedef struct
     NvU32 flags;
 } bind_op_t;
 
-// The content that a slot is to have.
+// The new content of a slot.
 typedef struct
 {
     NvU64 index;
@@ -71,7 +71,7 @@ typedef struct
     // A mapping is taken away.
     bool unmaps;
 
-    // Objects that nothing refers to any more.
+    // Objects without references.
     struct list_head dead;
 
     // The pushes, to wait for.
@@ -283,7 +283,7 @@ static bool slot_is_bound(bind_t *bind, NvU64 index)
     return uvm_vmem_slot(bind->range, index) || uvm_vmem_slot_is_all_sparse(bind->range, index);
 }
 
-// How many slots the batch touches. The operations are sorted.
+// The number of slots that the batch touches. The operations are sorted.
 static NvU64 count_stages(bind_t *bind)
 {
     NvU64 count = 0;
@@ -373,10 +373,10 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
     return 0;
 }
 
-// What the slot's entry in the table above is to be, after all operations on it.
+// The slot's new entry in the table above, after all operations on it.
 //
-// Between a 2 MB PTE and a table the entry is invalid for a moment, and with it all of the slot. Only what the batch names
-// may show that, unless the caller has said (CUT) that nothing uses the rest.
+// Between a 2 MB PTE and a table the entry is invalid for a moment, and with it all of the slot. Only addresses that
+// the batch names may see that, unless the caller has said (CUT) that nothing uses the rest.
 static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
@@ -625,7 +625,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
     slot->state = stage->state;
 }
 
-// What was sent becomes the reservation's content. Cannot fail.
+// Commit what was sent as the reservation's content. Cannot fail.
 static void commit(bind_t *bind, NvU64 *ticket_out)
 {
     uvm_vmem_range_t *range = bind->range;
@@ -699,7 +699,7 @@ static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *tick
     if (ret)
         return ret;
 
-    // What fails from here on is no operation's fault.
+    // Failures from here on are no operation's fault.
     bind->failed_op = ~0u;
     uvm_vmem_debug_batch(bind->range,
                          bind->num_ops,
@@ -765,7 +765,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
 
     ret = bind_claimed(&bind, ops, &ticket);
 
-    // The GPU may map the objects of a broken batch: they keep their pins, and go with the descriptor.
+    // The GPU may map the objects of a broken batch: they keep their pins, and are freed with the descriptor.
     if (!bind.range->broken)
         unpin_objects(&bind);
     uvm_vmem_object_reap(state, &bind.dead);

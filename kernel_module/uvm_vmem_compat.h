@@ -64,7 +64,7 @@ static bool uvm_vmem_gpu_has_sparse(uvm_gpu_t *gpu)
 #endif
 }
 
-// The size of the pages between 4 KB and 2 MB; since 595 it is no choice any more.
+// The size of the pages between 4 KB and 2 MB; fixed since 595.
 static NvU64 uvm_vmem_big_page_size(uvm_page_tree_t *tree)
 {
 #if UVM_VMEM_BRANCH >= 595
@@ -74,7 +74,7 @@ static NvU64 uvm_vmem_big_page_size(uvm_page_tree_t *tree)
 #endif
 }
 
-// Where accessing_gpu finds the beginning of a chunk that lies in owner.
+// The address at which accessing_gpu sees the beginning of a chunk in owner's memory.
 static uvm_gpu_phys_address_t uvm_vmem_peer_address(uvm_gpu_t *owner, uvm_gpu_chunk_t *chunk, uvm_gpu_t *accessing_gpu)
 {
 #if UVM_VMEM_BRANCH >= 570

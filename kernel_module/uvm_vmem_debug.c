@@ -5,12 +5,12 @@
 // The log has a line when UVM cancels an access to a reservation (a fatal fault), when a batch fails after it was sent,
 // and when that leaves the reservation broken. Each names the process, the reservation, the address and the last batch.
 //
-// vmem_dump lists all reservations, a line each. Whoever writes "PID ADDRESS" to it first reads the dump of that one
-// reservation: its slots, their page tables and what each entry says, neighbours merged.
+// vmem_dump lists all reservations, a line each. After "PID ADDRESS" is written to it, a read returns the dump of that
+// one reservation: its slots, their page tables and what each entry says, neighbours merged.
 //
-// Nothing here waits for a lock of a client, who may hold it while a GPU works: a reader tries again for a while and
-// then gets EBUSY, a line in the log leaves out what it cannot look at. A dump claims the reservation for each piece that
-// is read, so it is consistent for each slot and not for all of them. Slots that are sparse as a whole are left out.
+// Nothing here waits for a client's lock, which may be held while a GPU works: a reader retries for a while and then
+// gets EBUSY; a log line leaves out what it cannot read. A dump claims the reservation for each piece that is read, so
+// each slot is consistent, but not all of them together. Fully sparse slots are left out.
 
 #include <linux/delay.h>
 #include <linux/ktime.h>
@@ -47,7 +47,7 @@ void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_un
     last->time = ktime_get_ns();
 }
 
-// LOCKING: none. The batch may be noted meanwhile: then the text is of two.
+// LOCKING: none. If a batch is recorded meanwhile, the text mixes two.
 static const char *batch_text(uvm_vmem_range_t *range, char *text)
 {
     uvm_vmem_last_batch_t last = range->last_batch;
@@ -104,14 +104,14 @@ static uvm_vmem_range_t *range_at(uvm_vmem_state_t *state, NvU64 address)
     return NULL;
 }
 
-// What the books say of an address.
+// The recorded state of an address.
 static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
 {
     NvU64 unit = (address - range->start) / UVM_VMEM_UNIT;
     const char *text = "nothing mapped";
     uvm_vmem_slot_t *slot;
 
-    // With it held nobody claims the range.
+    // While it is held, nothing claims the range.
     if (!uvm_mutex_trylock(&range->state->lock))
         return "a batch is under way";
 
@@ -192,7 +192,7 @@ static int list_ranges(uvm_vmem_state_t *state, void *seq)
     uvm_vmem_range_t *range;
     char text[BATCH_TEXT];
 
-    // A writer that waits is enough for this to fail: none of its reservations can be shown then.
+    // This fails even if only a writer waits: then none of its reservations can be shown.
     if (!uvm_down_read_trylock(&state->va_space->lock)) {
         seq_printf(file, "%d busy\n", state->process);
         return 0;
@@ -282,7 +282,7 @@ static void *dump_start(struct seq_file *file, loff_t *pos)
         if (ret < 0)
             return ERR_PTR(ret);
 
-        // It may go between two reads: then the dump ends.
+        // It may be freed between two reads: then the dump ends.
         if (!dump->range)
             return *pos == 0 ? ERR_PTR(-ENOENT) : NULL;
     }
@@ -350,7 +350,7 @@ static void show_table(struct seq_file *file, uvm_page_tree_t *tree, uvm_page_ta
     seq_printf(file, ", %s %s:0x%llx", what, aperture_text(address.aperture), address.address);
 }
 
-// Where an entry's unit lies, as the first GPU that is left sees it.
+// The address of an entry's unit as seen by the first remaining GPU.
 static uvm_gpu_phys_address_t entry_address(uvm_vmem_range_t *range, uvm_vmem_object_t *object, NvU64 object_unit)
 {
     uvm_vmem_chunk_t *chunk;

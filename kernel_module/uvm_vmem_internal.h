@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// The types of vmem and what its files offer one another. uvm_vmem.c explains the whole.
+// The types of vmem and the functions that its files share. uvm_vmem.c explains the design.
 
 #ifndef __UVM_VMEM_INTERNAL_H__
 #define __UVM_VMEM_INTERNAL_H__
@@ -39,7 +39,7 @@
 // Well below the 1024 entries of a channel of UVM's, where the next push would wait for the GPU.
 #define UVM_VMEM_MAX_TICKETS 256
 
-// The slots of a reservation hang in leaves of one page, each of which reaches 1 GB. At this limit the pointers to the
+// The slots of a reservation are in leaves of one page, each of which covers 1 GB. At this limit the pointers to the
 // leaves take 128 KB.
 #define UVM_VMEM_LEAF_SLOTS        512
 #define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)
@@ -47,10 +47,10 @@
 // Each slot costs a push and a TLB invalidate: 8,192 of them in one call.
 #define UVM_VMEM_MAX_EAGER_BYTES (1ull << 34)
 
-// So many units are worked on at most before state->lock is let go for a moment.
+// The most units worked on before state->lock is released for a moment.
 #define UVM_VMEM_STEP_UNITS 4096
 
-// What one directory of 2 MB entries reaches.
+// The reach of one directory of 2 MB entries.
 #define UVM_VMEM_DIRECTORY_SHIFT 29
 
 // A handle is an index into the table of objects and, above it, how often the index had come round when it was given:
@@ -67,7 +67,7 @@ typedef struct uvm_vmem_store_struct uvm_vmem_store_t;
 // Orders of an aligned block of units inside a chunk: 0 is one unit, 5 the whole chunk.
 #define UVM_VMEM_ORDERS 6
 
-// 2 MB of physical memory that pages are cut from.
+// 2 MB of physical memory from which pages are cut.
 struct uvm_vmem_chunk_struct
 {
     uvm_vmem_store_t *store;
@@ -98,7 +98,7 @@ struct uvm_vmem_store_struct
     struct list_head chunks[UVM_VMEM_ORDERS];
     struct list_head all;
 
-    // Chunks, and those that some thread is getting now.
+    // Chunks, including those being allocated.
     NvU64 num_chunks;
     NvU64 num_growing;
 
@@ -133,7 +133,7 @@ struct uvm_vmem_object_struct
     NvU32 page_shift;
     NvU32 count;
 
-    // Nothing refers to it any more: in a list of those whose pages go back (uvm_vmem_object_reap), from the end on.
+    // Without references: in a list of objects whose pages are returned (uvm_vmem_object_reap), from the end on.
     struct list_head node;
 
     // Where each page begins: the address of its chunk, and in the low 5 bits the unit in it.
@@ -150,7 +150,7 @@ typedef NvU64 uvm_vmem_entry_t;
 #define UVM_VMEM_ENTRY_INDEX_SHIFT 8
 #define UVM_VMEM_ENTRY_UNIT_SHIFT  32
 
-// What the entry of a slot in the table above is, on each GPU. Without BIG it is SMALL, or SPARSE.
+// The kind of a slot's entry in the table above, on each GPU. Without BIG it is SMALL, or SPARSE.
 typedef enum
 {
     UVM_VMEM_SLOT_EMPTY, // invalid
@@ -159,7 +159,7 @@ typedef enum
     UVM_VMEM_SLOT_SPARSE // points to the GPU's table of sparse PTEs
 } uvm_vmem_slot_state_t;
 
-// In a leaf: a slot in state SPARSE of which nothing else has to be known. It becomes a uvm_vmem_slot_t when something is
+// In a leaf: a slot in state SPARSE with nothing else to record. It becomes a uvm_vmem_slot_t when something is
 // mapped there, and never goes back.
 #define UVM_VMEM_SLOT_ALL_SPARSE ((uvm_vmem_slot_t *)1)
 
@@ -186,11 +186,11 @@ typedef struct
     // NULL once the GPU has left.
     uvm_page_tree_t *tree;
 
-    // The last push for this reservation: the next one comes after it.
+    // The last push for this reservation: the next one is ordered after it.
     uvm_tracker_t tracker;
 } uvm_vmem_range_gpu_t;
 
-// The last batch of a reservation that was found right; number 0: there was none. For people.
+// The last valid batch of a reservation; number 0: none yet. For diagnosis only.
 typedef struct
 {
     NvU64 number;
@@ -212,17 +212,17 @@ struct uvm_vmem_range_struct
     bool big;
     NvU32 gpu_count;
 
-    // No two reservations of a descriptor have the same.
+    // Unique among the reservations of a descriptor.
     NvU64 number;
 
     // In state->ranges. Protected by the VA space lock.
     struct list_head node;
 
-    // A call works with the reservation (uvm_vmem_range_claim): all that is below belongs to it, without a lock. To a
-    // hook of UVM's it belongs while no call does, under the VA space lock for write. Protected by state->lock.
+    // A call works with the reservation (uvm_vmem_range_claim): it then owns everything below, without a lock. While no
+    // call has it, UVM's hooks own it under the VA space lock for write. Protected by state->lock.
     bool claimed;
 
-    // It is being freed: to new calls it is gone. Written by who has claimed it.
+    // It is being freed: new calls no longer find it. Written by the call that has claimed it.
     bool dying;
 
     // Arrays of UVM_VMEM_LEAF_SLOTS slots; a NULL at either level: never bound.
@@ -238,7 +238,7 @@ struct uvm_vmem_range_struct
     // A push failed after part of a batch was sent: the contents of the GPUs' page tables are unknown.
     bool broken;
 
-    // Something was mapped that is not in the mapping GPU's own memory.
+    // Memory other than the mapping GPU's own was mapped.
     bool remote;
 
     uvm_vmem_last_batch_t last_batch;
@@ -260,7 +260,7 @@ typedef struct
 
 struct uvm_vmem_state_struct
 {
-    // Immutable. process and command are for people.
+    // Immutable. process and command are for diagnosis only.
     uvm_va_space_t *va_space;
     pid_t process;
     char command[TASK_COMM_LEN];
@@ -277,10 +277,10 @@ struct uvm_vmem_state_struct
     // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
 
-    // Calls that are at work without the VA space lock. Hooks by which GPUs go wait until there are none.
+    // Calls under way without the VA space lock. Hooks that remove GPUs wait until there are none.
     NvU32 calls;
 
-    // Reservations that were claimed and are not any more, in all. Wakes those who wait for one, or for calls.
+    // The number of claims released so far. Wakes those that wait for a reservation or for calls.
     NvU64 unclaims;
     wait_queue_head_t wait;
 
@@ -294,7 +294,7 @@ struct uvm_vmem_state_struct
 
     uvm_vmem_store_t *stores[UVM_VMEM_STORES];
 
-    // Pushes that take translations away. Memory that a mapping was taken from is used again after them only.
+    // Pushes that remove translations. Unmapped memory is reused only after them.
     uvm_tracker_t pending;
 
     struct list_head tickets; // in order of their numbers
@@ -314,7 +314,7 @@ struct uvm_vmem_state_struct
     atomic64_t table_waits;
     atomic64_t zeroed_bytes;
 
-    // Of one hold of the lock. Protected by the lock.
+    // Per hold of the lock. Protected by the lock.
     NvU32 most_units;
 };
 
@@ -324,8 +324,8 @@ struct uvm_vmem_state_struct
 // mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
 int uvm_vmem_errno(NV_STATUS status, int out_of_memory);
 
-// Work without the VA space lock: until uvm_vmem_call_end no GPU is unregistered, no GPU VA space goes and no peer
-// access ends. In between the VA space lock may not be taken.
+// Work without the VA space lock: until uvm_vmem_call_end no GPU or GPU VA space is unregistered and no peer access
+// ends. In between, the VA space lock must not be taken.
 //
 // LOCKING: the VA space lock is held for read or write to begin.
 void uvm_vmem_call_begin(uvm_vmem_state_t *state);
@@ -339,15 +339,15 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state);
 // LOCKING: the VA space lock is held for write, so that none begins.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
-// So many more units were worked on: let state->lock go for a moment if it is time. units is 0 at the beginning.
+// Count units worked on, and release state->lock for a moment when it is time. units is 0 at the beginning.
 //
 // LOCKING: state->lock is held.
 void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 
-// Wait for a GPU without keeping it busy looking: longer pauses the longer it takes. -EINTR: the process is killed; -EIO.
+// Wait for a GPU by polling, with longer pauses the longer it takes. -EINTR: the process is killed; -EIO.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
-// The pause that comes after so long a wait, at most left_ns.
+// The next pause after waiting that long, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
 // The registered GPU with that UUID, if it has a GPU VA space and is of a kind that is not refused: -ENODEV,
@@ -378,7 +378,7 @@ void uvm_vmem_accounts_put(uvm_vmem_state_t *state);
 int uvm_vmem_charge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
 void uvm_vmem_uncharge(uvm_vmem_state_t *state, uvm_vmem_account_kind_t kind, NvU64 bytes);
 
-// What UVM takes for a page table or directory with that many entries of its own, and for an external range.
+// UVM's own memory for a page table or directory with that many entries, and for an external range.
 NvU64 uvm_vmem_table_cost(NvU32 entries, NvU32 table_bytes);
 NvU64 uvm_vmem_external_cost(void);
 
@@ -395,8 +395,8 @@ size_t uvm_vmem_size(void *p);
 // LOCKING: state->lock is held.
 uvm_vmem_store_t *uvm_vmem_store_get(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
-// Take count pages of 1 << page_shift bytes and write where they are to pages. On failure (-ENOSPC, -EDQUOT, -ENOMEM,
-// -EIO) nothing was taken. gpu is the one that host memory is to be reached from.
+// Take count pages of 1 << page_shift bytes and store their locations in pages. On failure (-ENOSPC, -EDQUOT, -ENOMEM,
+// -EIO) nothing was taken. gpu is the one that must reach host memory.
 //
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_take(uvm_vmem_state_t *state,
@@ -407,10 +407,10 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         bool contiguous,
                         unsigned long *pages);
 
-// Give pages back. Those that a mapping was taken from are covered by state->pending. Chunks of host memory are only put
-// into hosts, for uvm_vmem_store_free_hosts.
+// Return pages. state->pending covers those that were unmapped. Chunks of host memory are only put into hosts, for
+// uvm_vmem_store_free_hosts.
 //
-// LOCKING: state->lock is held, and let go for a moment now and then.
+// LOCKING: state->lock is held, and released for a moment now and then.
 void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
                          struct list_head *hosts);
 
@@ -419,7 +419,7 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
 // LOCKING: state->lock is not held.
 void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts);
 
-// Fill with zeros what is not zero of pages that were just taken, and wait for it.
+// Zero those of the pages just taken that are not zero, and wait for it.
 //
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
@@ -429,8 +429,8 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
 
-// A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu takes its access
-// to host memory away.
+// A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu
+// removes its access to host memory.
 //
 // LOCKING: the VA space lock is held for write; state->lock is held.
 void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
@@ -471,7 +471,7 @@ uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_en
 // LOCKING: state->lock is held.
 void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, struct list_head *dead);
 
-// Give the pages of dead objects back and free the objects.
+// Return the pages of dead objects and free the objects.
 //
 // LOCKING: state->lock is not held. Between call_begin and call_end, or with the VA space lock held for write.
 void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead);
@@ -489,20 +489,20 @@ void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids);
 int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *params);
 
-// Take all reservations apart: no call is at work or will be.
+// Dismantle all reservations: no call is under way or will be.
 void uvm_vmem_range_stop_all(uvm_vmem_state_t *state);
 
 // The reservation that starts at start (-ENOENT). LOCKING: the VA space lock is held.
 int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// The reservation that starts at start, for this call alone: waits for the one that works with it. Also begins a call
+// The reservation that starts at start, for this call alone: waits for the call that has it. Also begins a call
 // (uvm_vmem_call_begin), which unclaim ends. -ENOENT; -EINTR: the process is killed.
 //
 // LOCKING: no lock is held, before and after.
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 
-// Count an entry as mapped, or as not mapped any more, in its object and store. Entries that map nothing do not count.
+// Count an entry as mapped, or as unmapped, in its object and store. Entries that map nothing do not count.
 // dead: see uvm_vmem_object_put.
 //
 // LOCKING: state->lock is held; the range is claimed, or the VA space lock is held for write.
@@ -521,8 +521,8 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 #define for_each_vmem_slot(slot, index, range)                                                                           \
     for ((index) = 0; ((slot) = uvm_vmem_slot_next((range), &(index))) != NULL; (index)++)
 
-// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure). One that was all
-// sparse is no more then, but stays as it is to the GPU.
+// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure). A fully sparse
+// one then stops being so, but looks the same to the GPU.
 //
 // LOCKING: the range is claimed, or the VA space lock is held for write.
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
@@ -531,23 +531,22 @@ int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
 // slot's state is SMALL; it goes with the slot.
 int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index);
 
-// Give the directories back that all sparse slots have kept.
+// Free the directories kept by fully sparse slots.
 void uvm_vmem_directories_put(uvm_vmem_range_t *range);
 
-// Free a leaf of which no slot is left; number counts leaves from 0.
+// Free a leaf without slots; number counts leaves from 0.
 void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number);
 
 // Make sure that a slot that was never bound can become all sparse. *new_tables: page tables were made.
 int uvm_vmem_slot_get_sparse(uvm_vmem_range_t *range, NvU64 index, bool *new_tables);
 
-// The slot is all sparse from now on, as was sent.
+// Mark the slot fully sparse, as was sent.
 void uvm_vmem_slot_set_sparse(uvm_vmem_range_t *range, NvU64 index);
 
-// Give a slot and its tables back. What the tables hold is not visible to the GPU any more once
-// uvm_vmem_range_wait_tables has returned.
+// Free a slot and its tables. The GPU no longer sees what the tables hold once uvm_vmem_range_wait_tables has returned.
 void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
 
-// Give back all page tables on one GPU, and wait until the TLB invalidates are completed. Its tracker is completed.
+// Free all page tables on one GPU, and wait for the TLB invalidates. Its tracker is completed.
 //
 // LOCKING: the range is claimed, or the VA space lock is held for write.
 void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
@@ -595,7 +594,7 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
                                 uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
-// What the slot's state is to be for this content. whole: one operation maps all of it.
+// The slot's state for this content. whole: one operation maps all of it.
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
                                            NvU64 index,
                                            const uvm_vmem_entry_t *entries,
@@ -610,7 +609,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
 // Take a place for a ticket (-EAGAIN, -ENOMEM).
 int uvm_vmem_ticket_alloc(uvm_vmem_state_t *state, uvm_vmem_ticket_t **ticket_out);
 
-// Give the ticket its number and make it known, or free it if nothing is pending in its tracker; the number or 0. free
+// Number and publish the ticket, or free it if nothing is pending in its tracker; returns the number or 0. free
 // is for a ticket that was not published.
 //
 // LOCKING: state->lock is held for both.
@@ -626,21 +625,21 @@ int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params);
 
 // uvm_vmem_stat.c
 
-// Add a state to those that the procfs file shows, and take it off.
+// Add a state to those that the procfs file shows, or remove it.
 void uvm_vmem_stat_add(uvm_vmem_state_t *state);
 void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
 
 int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
 
-// Call visit for each state until it gives something else than 0, which is returned. visit may only try for locks.
+// Call visit for each state until it returns non-zero, which is returned. visit may only trylock.
 int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);
 
 // uvm_vmem_debug.c
 
-// Note a batch that is about to be sent. LOCKING: the range is claimed.
+// Record a batch that is about to be sent. LOCKING: the range is claimed.
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);
 
-// Say in the kernel log that the last batch failed after a part of it was sent. LOCKING: the range is claimed, or the VA
+// Log that the last batch failed after a part of it was sent. LOCKING: the range is claimed, or the VA
 // space lock is held.
 void uvm_vmem_debug_failed(uvm_vmem_range_t *range, int error);
 

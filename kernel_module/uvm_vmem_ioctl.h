@@ -17,10 +17,10 @@
  * initialised the descriptor: a forked child, or a process that was passed the descriptor, gets EPERM.
  *
  * Each command takes a pointer to its struct, whose first field is the size that the caller was
- * compiled with. A shorter struct of an older caller is taken as if filled up with zeros, down to the
- * sizes of version 1 below; a longer one of a newer caller is taken if what is unknown is zero.
- * What starts with out_ is written by the kernel, on success only unless said otherwise. Reserved
- * fields and undefined flags must be zero. Arrays are passed as user addresses in a __u64.
+ * compiled with. A shorter struct from an older caller is padded with zeros, down to the sizes of version 1 below; a
+ * longer one from a newer caller is accepted if its unknown part is zero. The kernel writes fields that start with
+ * out_, only on success unless said otherwise. Reserved fields and undefined flags must be zero. Arrays are passed as
+ * user addresses in a __u64.
  *
  * A command that fails changes nothing, with three exceptions: EIO; EFAULT from a BIND whose struct another thread
  * unmapped while it ran; and EINTR from a BIND that waited for the GPU. (Page tables that a BIND made before it failed
@@ -31,10 +31,10 @@
  *   ENOTTY      unknown command
  *   E2BIG       the struct is longer than the kernel knows, and its unknown part is not all zero; or it is
  *               longer than 4096 bytes
- *   EINVAL      a value is malformed whatever the state is: struct too short, a reserved field that is
+ *   EINVAL      a value is malformed, whatever the state: struct too short, a reserved field that is
  *               not zero, a misaligned address, a count of zero, an unknown page size, operations of a
  *               batch that overlap, a page smaller than the reservation's
- *   EOPNOTSUPP  an undefined flag or operation, or a kind of GPU that is refused (QUERY says which)
+ *   EOPNOTSUPP  an undefined flag or operation, or an unsupported kind of GPU (QUERY says which)
  *   EOVERFLOW   an address range or a page range wraps around
  *   EMSGSIZE    a count is above the limit that QUERY reports
  *   EFAULT      user memory cannot be read or written
@@ -48,19 +48,19 @@
  *   EXDEV       the object lies where a GPU of the reservation cannot reach it
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
  *   ENOMEM      no kernel memory
- *   ENOSPC      no physical memory for pages or page tables, where they were asked for
+ *   ENOSPC      no physical memory for pages or page tables in the requested place
  *   EDQUOT      an administrator's limit is reached: CREATE pinned pages; RESERVE, BIND page tables
  *   EPERM       the descriptor was initialised by another process
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
  *   ETIMEDOUT   WAIT: the ticket is not finished yet
  *   EINTR       a signal that kills the process arrived meanwhile
- *   EIO         the GPU failed. What had been sent to it is in an unknown state until FREE or close. UVM lets
- *               nothing but QUERY, FREE, RELEASE and STAT work from then on.
+ *   EIO         the GPU failed. Work already sent is in an unknown state until FREE or close. From then on only
+ *               QUERY, FREE, RELEASE and STAT work.
  */
 /*
- * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; what is held
- * already stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
+ * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; memory already
+ * held stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
  *
  *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU, by 2 MB. Default: no limit.
  *   uvm_vmem_host_limit_mb             host memory that one descriptor pins, by 2 MB. Default: no limit.
@@ -69,11 +69,11 @@
  *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
  *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
  *
- * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; 2 MB
- * that are sparse as a whole count nothing of their own. STAT returns the sum. The user is the real user id of the
- * process at the descriptor's first command other than QUERY, the cgroup the one (of version 2) that it is in then; the
- * root cgroup does not count, and where there is another one the user limits do not apply to root. The module's own
- * kernel memory is charged to the memory cgroup as well.
+ * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; a fully
+ * sparse 2 MB adds nothing. STAT returns the sum. The user is the real user id of the process at the descriptor's first
+ * command other than QUERY, the cgroup the one (of version 2) that it is in then; the root cgroup does not count, and
+ * in any other cgroup the user limits do not apply to root. The module's own kernel memory is charged to the memory
+ * cgroup as well.
  */
 #ifndef UVM_VMEM_IOCTL_H
 #define UVM_VMEM_IOCTL_H
@@ -118,7 +118,7 @@
 #define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG; BIND: UVM_VMEM_OP_CUT */
 #define UVM_VMEM_CAP_ASYNC     (1ull << 7) /* BIND: UVM_VMEM_BIND_ASYNC */
 
-/* Why a GPU is refused: kinds that no run of the self test has been reported for. */
+/* Why a GPU is refused: no self-test run has been reported for these kinds. */
 #define UVM_VMEM_GPU_OK           0
 #define UVM_VMEM_GPU_COHERENT     1 /* its memory is part of the CPU's address space (Grace) */
 #define UVM_VMEM_GPU_MIG          2
@@ -154,7 +154,7 @@ struct uvm_vmem_query {
  *
  * When peer access between two GPUs is disabled, a reservation on one of them loses its mappings of pages in the
  * other, on all its GPUs. When a GPU or its address space here is unregistered, a reservation on it loses its mappings
- * there and takes no MAP any more (ENODEV), but lives on until FREE; with the GPU go all mappings of its pages.
+ * there and refuses MAP (ENODEV), but exists until FREE; all mappings of the GPU's pages are removed.
  *
  * BIG: a slot that a single MAP operation fills, with a 2 MB page or a 2 MB object made CONTIGUOUS, in GPU memory, is
  * mapped by one 2 MB PTE, unless a unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs are written.
@@ -174,8 +174,8 @@ struct uvm_vmem_reserve {
 };
 
 /*
- * FREE: give the reservation that starts at start back. EBUSY if it has mappings (sparse ranges are none), unless
- * UNMAP is given: then they are taken away first.
+ * FREE: free the reservation that starts at start. EBUSY if it has mappings (sparse ranges do not count), unless UNMAP
+ * is given: then they are removed first.
  */
 #define UVM_VMEM_FREE_UNMAP (1u << 0)
 
@@ -187,12 +187,12 @@ struct uvm_vmem_free {
 
 /*
  * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
- * are physically contiguous and aligned to their size; whether neighbouring pages are neighbours in memory
- * is tried for and not promised, unless CONTIGUOUS is given: then the object is one physical run inside one
- * 2 MB chunk (more than 2 MB: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the
- * GPU; that memory is physically contiguous in 64 KB only. A descriptor has 2^20 - 1 objects at most (ENOMEM).
+ * are physically contiguous and aligned to their size; neighbouring pages are neighbours in memory if possible, which
+ * is guaranteed only with CONTIGUOUS: then the object is one physical run inside one 2 MB chunk (more than 2 MB:
+ * EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the GPU; that memory is physically
+ * contiguous only within 64 KB. A descriptor has 2^20 - 1 objects at most (ENOMEM).
  *
- * RELEASE: drop the handle. Pages that are mapped live until the last mapping is taken away.
+ * RELEASE: drop the handle. Mapped pages live until the last mapping is removed.
  */
 #define UVM_VMEM_CREATE_HOST       (1u << 0)
 #define UVM_VMEM_CREATE_CONTIGUOUS (1u << 1)
@@ -219,22 +219,21 @@ struct uvm_vmem_release {
  *
  *   MAP     count pages of the object, from page first on, at addr on. EEXIST where something is mapped,
  *           unless REPLACE: then the new translation takes the old one's place.
- *   UNMAP   count pages of the reservation's page size. What was not mapped stays so. With SPARSE the range
- *           reads zeros and drops writes afterwards, instead of faulting.
+ *   UNMAP   count pages of the reservation's page size. Unmapped pages stay unmapped. With SPARSE the range
+ *           afterwards reads as zeros and drops writes instead of faulting.
  *
  * addr is a multiple of the reservation's page size, and for MAP of the object's. No unit may be named twice
- * in one call. Order in the array means nothing.
+ * in one call. Order in the array does not matter.
  *
  * BIND waits for an earlier one on the same reservation, for the page tables that it makes and, without ASYNC, for the
- * GPU to carry it out. A signal that kills the process ends the first wait and the last with EINTR. If it was the last,
- * the batch is committed and the GPU carries it out; otherwise nothing has changed.
+ * GPU to carry it out. A fatal signal ends the first and the last of these waits with EINTR. In the last, the batch is
+ * committed and the GPU carries it out; otherwise nothing has changed.
  *
- * On return every GPU sees the new translations and no old one, and memory that is not mapped any more may
- * be released. With ASYNC the call may return before: out_ticket is then a ticket, or 0 if nothing is
- * pending. Memory is never given to anyone else before the translations to it are gone, whatever the
- * caller does.
+ * On return every GPU sees the new translations and no old one, and unmapped memory may be released. With ASYNC the
+ * call may return earlier: out_ticket is then a ticket, or 0 if nothing is pending. Whatever the caller does, memory is
+ * never reused before the translations to it are gone.
  *
- * What GPU work running meanwhile sees:
+ * What concurrent GPU work sees:
  *   - An address that no operation names reads and writes as before, at every moment.
  *   - A named address goes from its old translation to the new one in a single step. GPU work may read where MAP
  *     replaces the zeros of a sparse range, or REPLACE a page: it gets the old contents or the new.
@@ -245,8 +244,8 @@ struct uvm_vmem_release {
  *     PTEs. No GPU work may use any address of the slot, named or not, until the BIND is done. Elsewhere CUT has no
  *     effect.
  *
- * out_failed_op is also written on failure: the number of the operation that was found wrong, or ~0; and out_ticket:
- * 0. Neither is where the call is refused for its struct, its descriptor, a suspended system or a fatal error before it.
+ * out_failed_op is also written on failure: the number of the invalid operation, or ~0; and out_ticket: 0. Neither is
+ * written if the call is refused for its struct, its descriptor, a suspended system or an earlier fatal error.
  * Should an operation ever need more than 32 bytes, its size will be a field at the end of struct uvm_vmem_bind.
  */
 #define UVM_VMEM_OP_MAP   1
@@ -280,8 +279,8 @@ struct uvm_vmem_bind {
 };
 
 /*
- * WAIT: until the ticket's BIND is done, at most timeout_ns (0: only ask; ~0: for ever). A ticket that was
- * waited for, or that is known to be done, may be waited for again and is done at once; so is ticket 0.
+ * WAIT: wait until the ticket's BIND is done, at most timeout_ns (0: poll; ~0: forever). Waiting again for a ticket
+ * that is done returns at once; so does ticket 0.
  */
 struct uvm_vmem_wait {
     __u32 size;
@@ -292,7 +291,7 @@ struct uvm_vmem_wait {
 
 /*
  * STAT: what this descriptor holds, and has done since it was initialised. With UVM_VMEM_STAT_GPU the created,
- * mapped, chunk and host bytes are of pages in that GPU alone; all else is always the descriptor's. A page
+ * mapped, chunk and host bytes are those of pages in that GPU alone; everything else is per descriptor. A page
  * mapped at n addresses counts n times in out_mapped_bytes.
  */
 #define UVM_VMEM_STAT_GPU (1u << 0)
@@ -302,23 +301,23 @@ struct uvm_vmem_stat {
     __u32 flags;
     __u8  gpu_uuid[UVM_VMEM_UUID_BYTES];
     __aligned_u64 out_reserved_bytes;   /* virtual */
-    __aligned_u64 out_created_bytes;    /* in objects, released ones that are still mapped included */
+    __aligned_u64 out_created_bytes;    /* in objects, including released ones still mapped */
     __aligned_u64 out_mapped_bytes;
     __aligned_u64 out_chunk_bytes;      /* taken from the GPU: created_bytes and what is kept for the next */
     __aligned_u64 out_host_bytes;       /* of created_bytes, in host memory */
-    __aligned_u64 out_kernel_bytes;     /* kernel memory of our own for all this; not UVM's page tables */
+    __aligned_u64 out_kernel_bytes;     /* our own kernel memory for all this; not UVM's page tables */
     __u32 out_reservations;
     __u32 out_objects;
-    __u32 out_slots;                    /* that were bound at least once; they stay until FREE */
+    __u32 out_slots;                    /* bound at least once; they stay until FREE */
     __u32 out_tickets;                  /* unfinished */
     __aligned_u64 out_binds;            /* calls that succeeded */
     __aligned_u64 out_pushes;           /* command buffers sent to a GPU by BIND and FREE */
     __aligned_u64 out_invalidates;      /* TLB invalidates in them */
     __aligned_u64 out_pte_writes;       /* PTEs written by them */
-    __aligned_u64 out_table_waits;      /* times that new page tables were waited for */
+    __aligned_u64 out_table_waits;      /* waits for new page tables */
     __aligned_u64 out_zeroed_bytes;
     __aligned_u64 out_table_bytes;      /* for page tables and reservations, as counted against the limits */
-    __aligned_u64 out_most_units;       /* that one hold of a lock of the descriptor's spanned */
+    __aligned_u64 out_most_units;       /* covered by one hold of the descriptor's lock */
 };
 
 #endif

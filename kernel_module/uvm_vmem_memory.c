@@ -3,17 +3,17 @@
 // Physical memory: chunks of 2 MB, in GPU memory or pinned in host memory, cut into units of 64 KB.
 //
 // GPU memory comes from the PMM as kernel-type chunks. User-type chunks would be smaller, but the resource manager does
-// not know that such chunks are pinned: it picks their range when somebody asks for contiguous memory, and then spins
-// for 30 seconds for them to go away. Kernel-type chunks are pinned for PMA too.
+// not know that such chunks are pinned: it picks their range for a contiguous allocation, and then spins for 30 seconds
+// waiting for them to move. Kernel-type chunks are pinned for PMA too.
 //
-// A chunk hangs in the list of the order of its largest aligned block of free units, so that neither taking nor giving
-// depends on how many chunks there are. What is taken is, in this order: a block that holds all that is still wanted,
-// from the fullest chunks that have one; else the largest blocks that there are; else a new chunk. A chunk of which no
-// unit is in use goes back at once; after a fatal error of UVM's, when page tables may not have been cleared and user
-// channels still run, it goes back when the file descriptor is closed, which stops them.
+// A chunk is in the list of the order of its largest aligned block of free units, so that the cost of taking and
+// returning units does not depend on the number of chunks. Units are taken, in this order, from a block that holds
+// everything still wanted, in the fullest chunk that has one; else from the largest blocks; else from a new chunk. An
+// unused chunk is freed at once; after a fatal UVM error, when page tables may not have been cleared and user channels
+// still run, it is freed when the file descriptor is closed, which stops them.
 //
-// A unit is zeroed when it is handed out, if its chunk was not known to be zero or it was used before. It is handed out
-// again only after the pushes in state->pending, which take the translations to it away.
+// A unit is zeroed when it is handed out unless its chunk was known to be zero and it was never used. It is handed
+// out again only after the pushes in state->pending, which remove the translations to it.
 
 #include <linux/module.h>
 #include <linux/sched/signal.h>
@@ -126,7 +126,7 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
 
 // Free the memory of a chunk, or put it into hosts.
 //
-// Units are only given back after the pushes that unmap them were added to state->pending, so it covers them all.
+// Units are returned only after the pushes that unmap them were added to state->pending, so it covers them all.
 static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct list_head *hosts)
 {
     list_del(&chunk->node);
@@ -150,7 +150,7 @@ void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts)
     if (list_empty(hosts))
         return;
 
-    // The kernel does not wait for a GPU before it uses a page again.
+    // The kernel does not wait for a GPU before it reuses a page.
     uvm_mutex_lock(&state->lock);
     uvm_tracker_remove_completed(&state->pending);
     (void)uvm_tracker_add_tracker_safe(&tracker, &state->pending);
@@ -167,7 +167,7 @@ void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts)
     }
 }
 
-// Give a chunk back of which no unit is in use, if that is safe now.
+// Free an unused chunk if that is safe now.
 static void chunk_put(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct list_head *hosts)
 {
     UVM_ASSERT(chunk->free == ~0u);
@@ -218,7 +218,7 @@ static int chunk_alloc_host(uvm_vmem_chunk_t *chunk)
 
 // Add a new chunk to the store, for the caller to take pages from.
 //
-// LOCKING: state->lock is dropped meanwhile, because taking memory from other users of the GPU takes long.
+// LOCKING: state->lock is dropped meanwhile, because evicting other users of the GPU takes long.
 static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem_chunk_t **chunk_out)
 {
     ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
@@ -285,7 +285,7 @@ static uvm_vmem_chunk_t *store_choose(uvm_vmem_store_t *store, NvU32 wanted, NvU
     return NULL;
 }
 
-// Take up to count pages from a chunk, from the first free ones that lie together if it has them.
+// Take up to count pages from a chunk, the first contiguous free ones if there are any.
 static NvU32 chunk_take(uvm_vmem_chunk_t *chunk, NvU32 page_order, NvU32 wanted_order, NvU32 count, unsigned long *pages)
 {
     NvU32 blocks = free_blocks(chunk->free, wanted_order);
@@ -396,7 +396,7 @@ static void push_zero(uvm_push_t *push, uvm_vmem_chunk_t *chunk, NvU32 first, Nv
 {
     uvm_gpu_t *gpu = uvm_push_get_gpu(push);
 
-    // Host memory is contiguous in units only.
+    // Host memory is contiguous only within a unit.
     NvU32 step = chunk->host_mem ? 1 : count;
     NvU32 unit;
 
@@ -481,7 +481,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     if (status != NV_OK)
         return uvm_vmem_errno(status, -EIO);
 
-    // From now on they may hold anything.
+    // From now on their contents are unknown.
     uvm_mutex_lock(&state->lock);
     for (i = 0; i < count; i++) {
         uvm_vmem_page_chunk(pages[i])->dirty |= block_mask(uvm_vmem_page_unit(pages[i]), page_order);
@@ -537,7 +537,7 @@ int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm
     status = fill_sparse_table(gpu, tree, &table, &tracker);
     (void)uvm_tracker_wait_deinit(&tracker);
 
-    // Another call may have been quicker.
+    // Another call may have been faster.
     uvm_mutex_lock(&state->lock);
     if (status == NV_OK && !store->sparse_chunk) {
         store->sparse_table = table;
@@ -564,7 +564,7 @@ static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
     UVM_ASSERT(store->created_units == 0);
     UVM_ASSERT(store->num_growing == 0);
 
-    // Chunks that a fatal error kept from going back.
+    // Chunks that a fatal error kept from being freed.
     list_for_each_entry_safe(chunk, next, &store->all, all_node)
         chunk_destroy(state, chunk, &hosts);
 

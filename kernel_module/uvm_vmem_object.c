@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Objects: the pages of one CREATE, and the table that handles are looked up in.
+// Objects: the pages of one CREATE, and the table in which handles are looked up.
 //
-// An object lives while its handle was not released, while a unit of it is mapped, or while a BIND works with it. Its
-// index stays taken for as long, because entries name objects by index. Indices are given in a circle, and a handle
-// also holds how often the circle was closed: an old handle does not name a new object. (Whether a handle that names
-// nothing was released or never given, -ESTALE or -ENOENT, is a guess once 2^32 of them were given.)
+// An object lives until its handle is released, none of its units is mapped and no BIND uses it. Its index stays taken
+// that long, because entries name objects by index. Indices are handed out in a circle, and a handle also holds the
+// number of rounds, so an old handle does not name a new object. (Once 2^32 handles were given out, it is a guess
+// whether a handle that names nothing was released, -ESTALE, or never existed, -ENOENT.)
 
 #include "uvm_global.h"
 #include "uvm_vmem_internal.h"
@@ -32,7 +32,7 @@ int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_
     return 0;
 }
 
-// An entry's object cannot go away while the entry is there, so the table may change meanwhile.
+// An entry's object cannot go away while the entry exists, so the table may change meanwhile.
 uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry)
 {
     UVM_ASSERT(entry & UVM_VMEM_ENTRY_MAPPED);
@@ -201,7 +201,7 @@ int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *par
     if (params->__reserved)
         return -EINVAL;
 
-    // Keeps the GPU registered that the pages may go back to.
+    // Keeps the GPU registered to which the pages may be returned.
     uvm_va_space_down_read(state->va_space);
     uvm_vmem_call_begin(state);
     uvm_va_space_up_read(state->va_space);

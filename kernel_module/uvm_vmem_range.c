@@ -4,15 +4,15 @@
 // its addresses and UVM_FREE works; the range points to a uvm_vmem_range_t, and UVM's own map calls refuse it.
 //
 // A reservation is taken apart (range_dismantle) by FREE, which has claimed it, and before the end of the VA space, when
-// the file is closed; neither holds a lock meanwhile. These do it with the VA space lock held for write, because UVM
-// does; they wait for the calls that are at work:
+// the file is closed; neither holds a lock meanwhile. The following do it with the VA space lock held for write,
+// because UVM holds it; they wait for the calls under way:
 //   UVM_FREE                              -> uvm_vmem_range_destroy
 //   the GPU VA space is unregistered      -> uvm_vmem_range_remove_gpu (the range stays, without this GPU)
 //   peer access ends                      -> uvm_vmem_range_disable_peer
 //   a GPU is unregistered                 -> uvm_vmem_unregister_gpu
-// In each, page tables go first; memory is given back when no GPU can reach it any more. After a fatal error of UVM's no
-// push can be begun and page tables stay as they are: memory then goes back when the file descriptor is closed, after
-// the user channels were stopped (uvm_vmem_memory.c).
+// Each frees page tables first, and memory once no GPU can reach it any more. After a fatal UVM error no push can be
+// begun and page tables stay as they are: memory is then freed when the file descriptor is closed, after the user
+// channels were stopped (uvm_vmem_memory.c).
 
 #include <linux/sched/signal.h>
 
@@ -99,7 +99,7 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
             return 0;
         }
 
-        // Between the end of a FREE's work and that of the range.
+        // Between the end of a FREE's work and the end of the range.
         if (claimed) {
             uvm_vmem_range_unclaim(range);
             return -ENOENT;
@@ -256,7 +256,7 @@ static int range_create(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *
     return 0;
 }
 
-// Forget all mappings. No GPU has any page tables of the range any more.
+// Forget all mappings. No GPU has page tables of the range any more.
 static void forget_mappings(uvm_vmem_range_t *range)
 {
     uvm_vmem_slot_t *slot;
@@ -282,7 +282,7 @@ static void forget_mappings(uvm_vmem_range_t *range)
     uvm_vmem_object_reap(range->state, &dead);
 }
 
-// Give back the page tables that the range has on one GPU, and wait until the TLB invalidates are completed.
+// Free the page tables that the range has on one GPU, and wait for the TLB invalidates.
 //
 // The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
 // it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
@@ -295,7 +295,7 @@ static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
     range_gpu->tree = NULL;
 }
 
-// Take away mappings, page tables and slots. What is left is small and needs no GPU.
+// Remove mappings, page tables and slots. What is left is small and needs no GPU.
 //
 // LOCKING: the range is claimed, or no call is at work on it.
 static void range_dismantle(uvm_vmem_range_t *range)
@@ -311,7 +311,7 @@ static void range_dismantle(uvm_vmem_range_t *range)
     range_free_slots(range);
 }
 
-// Take the reservation that was dismantled out of the VA space, if UVM_FREE has not done so meanwhile. After unclaim.
+// Remove the dismantled reservation from the VA space, if UVM_FREE has not done so meanwhile. After unclaim.
 static void range_remove(uvm_vmem_state_t *state, NvU64 start, NvU64 number)
 {
     uvm_va_space_t *va_space = state->va_space;
@@ -388,7 +388,7 @@ int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *par
         atomic64_inc(&state->reservations);
         atomic64_add(range->length, &state->reserved_bytes);
 
-        // Nobody knows the range before the lock is let go.
+        // The range is not visible before the lock is released.
         if (eager) {
             range->claimed = true;
             uvm_vmem_call_begin(state);
@@ -541,7 +541,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
         cond_resched();
     }
 
-    // Fewer pages never make a 2 MB PTE, and those of one that is there lie in one place.
+    // Removing pages never makes a 2 MB PTE, and the pages of an existing one all lie in one place.
     UVM_ASSERT(!writer.second_phase);
     if (!ret)
         (void)uvm_vmem_writer_end(&writer);
@@ -549,7 +549,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
     (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
 }
 
-// Take away all mappings of pages that lie in gpu.
+// Remove all mappings of pages that lie in gpu.
 //
 // LOCKING: the VA space lock is held for write.
 static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)

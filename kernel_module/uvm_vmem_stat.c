@@ -9,7 +9,7 @@
 #include "uvm_api.h"
 #include "uvm_vmem_internal.h"
 
-// All states. The mutex is taken with no other lock held, and others are only tried for under it.
+// All states. The mutex is taken with no other lock held; under it, others are only trylocked.
 static LIST_HEAD(g_states);
 static DEFINE_MUTEX(g_states_lock);
 
@@ -130,7 +130,7 @@ static int show_states(struct seq_file *file)
     list_for_each_entry(state, &g_states, node) {
         struct uvm_vmem_stat stat = { 0 };
 
-        // Whoever waits for a GPU must not make the readers of this file wait, and with them every open and close.
+        // A call that waits for a GPU must not block the readers of this file, and with them every open and close.
         if (!uvm_mutex_trylock(&state->lock)) {
             seq_printf(file, "%d busy\n", state->process);
             continue;

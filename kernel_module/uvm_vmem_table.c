@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Page tables of a reservation: made slot by slot, kept until the reservation goes, and written in batches.
+// Page tables of a reservation: made slot by slot, kept until the reservation is freed, and written in batches.
 //
-// A push cannot fail once it was begun, and while it is open neither the PMM nor the page tree may be called (the PUSH
+// A push cannot fail once begun, and while it is open neither the PMM nor the page tree may be called (the PUSH
 // lock order comes after theirs). So all tables that a batch needs are made first (uvm_vmem_slot_get,
 // uvm_vmem_slot_get_small), then uvm_vmem_writer_t sends what changes. It writes each PTE at most once in a push,
 // because the writes of a uvm_pte_batch_t are not ordered among each other.
@@ -96,7 +96,7 @@ static int leaf_get(uvm_vmem_range_t *range, NvU64 number)
 {
     int ret;
 
-    // A leaf stays until the reservation goes.
+    // A leaf stays until the reservation is freed.
     if (range->leaves[number])
         return 0;
 
@@ -146,7 +146,7 @@ static void slot_destroy(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot)
     for (i = 0; i < range->gpu_count; i++) {
         uvm_page_tree_t *tree = range->gpus[i].tree;
 
-        // Without its GPU's page tree a table is gone already (uvm_vmem_range_remove_gpu).
+        // Without its GPU's page tree a table is already gone (uvm_vmem_range_remove_gpu).
         if (!tree)
             continue;
 
@@ -374,8 +374,8 @@ int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index)
     return 0;
 }
 
-// Wait for what the page tree has sent. uvm_page_tree_wait does so under the tree's lock, which everybody who makes or
-// gives back a table in this address space needs.
+// Wait for the page tree's pushes. uvm_page_tree_wait does so under the tree's lock, which every caller that makes or
+// frees a table in this address space needs.
 static NV_STATUS tree_wait(uvm_page_tree_t *tree)
 {
     uvm_tracker_t tracker = UVM_TRACKER_INIT();
@@ -413,7 +413,7 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
 }
 
 // Do these entries map one whole chunk of GPU memory, in order and with one access right? Pages that are neighbours by
-// chance do not count: a caller must know where the 2 MB PTEs are that it may not cut.
+// chance do not count: a caller must know which 2 MB PTEs it may not cut.
 static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries)
 {
     NvU64 step = 1ull << UVM_VMEM_ENTRY_UNIT_SHIFT;
@@ -519,14 +519,14 @@ static NvU64 entry_pte(uvm_vmem_writer_t *writer, uvm_vmem_entry_t entry)
     uvm_vmem_chunk_t *chunk;
     NvU32 unit;
 
-    // Zero is what UVM too writes to unmap external ranges: no 4 KB table lies below.
+    // UVM also writes zero to unmap external ranges: no 4 KB table lies below.
     if (!(entry & UVM_VMEM_ENTRY_MAPPED))
         return (entry & UVM_VMEM_ENTRY_SPARSE) ? tree->hal->make_sparse_pte() : 0;
 
     chunk = uvm_vmem_object_unit(uvm_vmem_object_of_entry(range->state, entry), entry >> UVM_VMEM_ENTRY_UNIT_SHIFT, &unit);
     address = uvm_vmem_chunk_address(chunk, unit, gpu);
 
-    // UVM caches local memory, and by default neither peers' nor the host's.
+    // UVM caches local memory, and by default neither peer nor host memory.
     if (address.aperture == UVM_APERTURE_VID)
         flags |= UVM_MMU_PTE_FLAGS_CACHED;
 
@@ -676,7 +676,7 @@ static void write_entry_2m(uvm_vmem_writer_t *writer, uvm_vmem_slot_t *slot, NvU
     atomic64_inc(&writer->range->state->pte_writes);
 }
 
-// The membar after which no access through what the entry said before is under way any more.
+// The membar after which no access through the old entry is under way any more.
 static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t entry)
 {
     uvm_gpu_t *gpu = writer->range->gpus[writer->gpu_index].gpu;
@@ -757,7 +757,7 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
     if (slot->state != target && (slot->state == UVM_VMEM_SLOT_SMALL || target == UVM_VMEM_SLOT_SMALL)) {
         writer->second_phase = true;
 
-        // The PTEs that a table begins with are whatever its memory held.
+        // A new table's PTEs are whatever its memory held.
         if (target == UVM_VMEM_SLOT_SMALL)
             write_run(writer, slot, entries, 0, UVM_VMEM_SLOT_UNITS);
 
@@ -901,15 +901,15 @@ static void clear_entries(uvm_vmem_range_t *range, NvU32 gpu_index)
         cond_resched();
     }
 
-    // It fails after a fatal error only: then no page goes back before the user channels were stopped.
+    // It fails only after a fatal error: then no page is freed before the user channels were stopped.
     if (!ret)
         (void)uvm_vmem_writer_end(&writer);
 
     (void)uvm_tracker_wait(&range->gpus[gpu_index].tracker);
 }
 
-// Accesses through translations to other memory than the GPU's own that were under way when the TLBs forgot them: wait
-// until they are completed. Putting page tables brings the membar for the memory that the tables lie in.
+// Wait for accesses to memory other than the GPU's own that were under way when their translations left the TLBs.
+// Putting page tables brings the membar for the memory that holds the tables.
 static void membar_sys(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_writer_t writer;

@@ -79,7 +79,7 @@ void uvm_vmem_ticket_drain(uvm_vmem_state_t *state)
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
     uvm_mutex_lock(&state->lock);
 
-    // Waiting fails after a fatal error only, and empties the trackers all the same.
+    // Waiting fails only after a fatal error, and empties the trackers even then.
     (void)uvm_tracker_wait(&state->pending);
     list_for_each_entry(ticket, &state->tickets, node)
         (void)uvm_tracker_wait(&ticket->tracker);
@@ -128,7 +128,7 @@ int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params)
     if (params->flags)
         return -EOPNOTSUPP;
 
-    // No lock is held while nothing is looked at, so that a GPU may leave and others may bind.
+    // No lock is held between polls, so that a GPU may leave and others may bind.
     while (true) {
         int ret = ticket_query(state, params->ticket);
         NvU64 waited = ktime_get_ns() - start;

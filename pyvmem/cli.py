@@ -21,10 +21,10 @@ __all__ = ["main"]
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
     "probe": ("pyvmem.probe", "which back ends work on this machine"),
-    "features": ("pyvmem.features.cli", "what of the cache works on them, and what is missing"),
+    "features": ("pyvmem.features.cli", "which cache features work on them, and what is missing"),
     "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
-    "layouts": ("pyvmem.layouts.cli", "what layouts of the KV cache cost, and which to take"),
+    "layouts": ("pyvmem.layouts.cli", "what KV cache layouts cost, and which to choose"),
     "top": ("pyvmem.top", "the engines of this machine and their memory, live"),
     "watch": ("pyvmem.viewer", "the pages of a running program's requests, live"),
     "limit": ("pyvmem.limit", "set the memory limit of a running engine"),
@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
     Returns:
-        The command's own; 1 for an error, 2 for bad usage, and what a shell reports of a program
-        that a signal ended: 130 after Ctrl-C, 141 where nobody reads the output any more.
+        The command's own; 1 for an error, 2 for bad usage, and what a shell reports for a program
+        ended by a signal: 130 after Ctrl-C, 141 after its output pipe was closed.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = _parser(command).parse_args(words)
             status: int = args.run(args)
         finally:
-            sys.stdout.flush()  # what was printed may meet a full disk only now
+            sys.stdout.flush()  # a full disk may show only now
     except ImportError as error:
         return _failed(f"{command} needs a package that is not installed: {error}")
     except VMemError as error:
@@ -90,7 +90,7 @@ def _failed(text: str) -> int:
 
 
 def _unread() -> bool:
-    """Whether standard output is a pipe that nobody reads."""
+    """Whether standard output is a pipe without a reader."""
     with contextlib.suppress(OSError, ValueError):  # it is no file, or closed
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)

@@ -44,7 +44,7 @@ _opened: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked child: no context that there is belongs to it."""
+    """In a forked child: no existing context belongs to it."""
     for context in list(_opened):
         context.is_open = False
 
@@ -299,15 +299,15 @@ class Context(AddressSpace, Closable):
     # ---- pool ----------------------------------------------------------------------------------
 
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
-        """Gives memory back to the driver: empty slabs, then those of which half or less is used.
+        """Gives memory back to the driver: empty slabs, then those at most half used.
 
         Their pages are copied to free pages of fuller slabs, which take their place at every
         address and in every `Pages`. A safe point only: from the end of the work in `after` until
         this returns, no GPU work may touch any mapping of the context. Slabs that an unfinished
-        batch is using stay.
+        batch uses are skipped.
 
         Args:
-            nbytes: bytes to be given back at least, as far as possible; None is all that can be.
+            nbytes: least bytes to give back, as far as possible; None: all that can be.
             after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
 
         Returns:
@@ -362,7 +362,7 @@ class Context(AddressSpace, Closable):
 
     def _leave(self) -> None:
         if self._closed or self._pid == os.getpid():
-            self.close()  # else a forked child leaves the block: nothing of it is the child's
+            self.close()  # else a forked child leaves the block, which owns nothing of it
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():

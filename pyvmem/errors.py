@@ -104,7 +104,7 @@ class InvalidArgument(VMemError, ValueError):
 
 
 class NotGpuWork(InvalidArgument, TypeError):
-    """EINVAL: an object where a stream or an event belongs, that is neither."""
+    """EINVAL: an object that is neither a stream nor an event, where one is expected."""
 
 
 class AddressOverflow(VMemError, OverflowError):
@@ -168,7 +168,7 @@ class TooManyTickets(TooManyBatches):
 
 
 class Suspended(VMemError):
-    """EAGAIN: the driver was suspended for a minute, as the machine goes to sleep; call again."""
+    """EAGAIN: the driver was suspended for a minute, the machine going to sleep; call again."""
 
 
 class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in both
@@ -180,7 +180,7 @@ class BackendUnavailable(VMemError):
 
 
 class DriverError(VMemError):
-    """EIO: the driver refused something it should not have; see `VMemError.status_name`."""
+    """EIO: the driver refused a valid request; see `VMemError.status_name`."""
 
 
 class NotRecoverable(VMemError):
@@ -213,8 +213,8 @@ _CLASSES: Final[dict[int, type[VMemError]]] = {
 def error_class(errno: int, op: str = "") -> type[VMemError]:
     """The class for a positive errno.
 
-    Two have two meanings in vmem.h, told apart by the function: for EACCES only opening and probing
-    meet a device node; for EAGAIN only submitting meets other batches.
+    Two have two meanings in vmem.h; the function tells which: only opening and probing touch a
+    device node (EACCES), and only submitting can hit the batch limit (EAGAIN).
     """
     if errno == _errno.EAGAIN and op.startswith(("vMem", "vmem_")) and op != "vmem_submit":
         return Suspended

@@ -9,12 +9,12 @@
 
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
 before them and the namespace, so equal prefixes have equal hashes in every process. The fields are
-those of ``vllm.distributed.kv_events``; who wants these classes themselves calls `KVEvents.batch`.
+those of ``vllm.distributed.kv_events``; `KVEvents.batch` makes these classes themselves.
 
-The blocks that a router finds, one after the other, are the most that a prompt can begin with. It
-is what the cache finds, but for layers with a sliding window: there a request can begin only where
-the last window is still recorded, which a prompt that leaves a recorded one in its middle may not
-have.
+The consecutive blocks that a router finds are the most that a prompt can begin with. The cache
+finds the same, except with sliding-window layers: there a request can begin only where the last
+window is still recorded, which may not be so where a prompt diverges in the middle of a recorded
+one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is recorded any more, whatever was said before."""
+    """Nothing is recorded any more, whatever earlier events said."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

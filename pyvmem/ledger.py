@@ -3,7 +3,7 @@
 
 A file of fixed size in a folder of the user's own, mapped by every engine; no daemon. An engine has
 a slot, and a lock on the slot's byte that the kernel drops when the process ends, however it ends:
-whoever can take that lock knows that the owner is dead and clears the slot. Process ids mean
+a process that can take that lock knows that the owner is dead and clears the slot. Process ids mean
 nothing across containers, so none is used for that.
 
     header   magic, version, capacity
@@ -17,7 +17,7 @@ All bytes are of one device. What an engine may take, under the lock of the file
                free memory of the device - the sum over others of max(pending, floor - used))
 
 `pending` is what was granted and is not mapped yet, so the free memory still shows it. A process
-killed between two words leaves a slot that nobody owns; there is no other state to repair.
+killed between two words leaves an unowned slot; there is no other state to repair.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _SLOT = 512
 _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
 _LOCKS = 1 << 40  # lock bytes lie far past the contents
-_STALE_NS = 2_000_000_000  # a shortage that was not posted again for so long is over
+_STALE_NS = 2_000_000_000  # a shortage not posted again for this long is over
 _TICK_S = 0.05  # of a participant's thread
 _REPORT_S = 0.25
 
@@ -138,7 +138,7 @@ def private(folder: Path) -> Path:
 
 
 def device_of(name: str, uuid: str) -> str:
-    """What a ledger is named by, for a device with this name and UUID; ``"host"`` without one.
+    """The name of the ledger for a device with this name and UUID; ``"host"`` without one.
 
     Raises:
         NotSupported: an instance of a GPU in MIG mode. Instances have the UUID of their GPU, and
@@ -170,7 +170,7 @@ def devices(folder: Path) -> list[str]:
 
 
 def engine_name(text: str, end: str = "") -> str:
-    """A name for the ledger of a text of any kind: what can be shown, as much as fits."""
+    """A valid ledger name from any text: its printable characters, as many as fit."""
     shown = "".join(char for char in text if char.isprintable()).encode()
     return shown[: _NAME_SIZE - 1 - len(end)].decode(errors="ignore") + end
 
@@ -231,7 +231,7 @@ class Ledger(Closable):
 
     Raises:
         AccessDenied: the folder or the file is another user's.
-        InvalidArgument: another capacity than the engines that run agreed on.
+        InvalidArgument: a capacity other than that of the running engines.
         LedgerError: damaged, of another version, or no room to make it.
     """
 
@@ -264,7 +264,7 @@ class Ledger(Closable):
             raise
 
     def _make(self, capacity: int) -> None:
-        """Writes the whole file before linking it to its name: nobody sees half of it."""
+        """Writes the whole file, then links it to its name: no reader sees half of it."""
         part = self.path.with_suffix(f".{secrets.token_hex(6)}")
         try:
             fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -273,7 +273,7 @@ class Ledger(Closable):
                 f"{self.path} cannot be made: {error.strerror}", errno=error.errno or errno.EIO
             ) from error
         try:
-            # Memory now: a store through the mapping of a hole on a full file system is SIGBUS.
+            # Allocate now: a store into a hole of the mapping on a full file system is SIGBUS.
             os.posix_fallocate(fd, 0, _SIZE)
             os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, _SLOTS, capacity), 0)
             with contextlib.suppress(FileExistsError):
@@ -338,9 +338,9 @@ class Ledger(Closable):
         return self._map.closed
 
     def _forked(self) -> None:
-        """In a child: lets go of the open file, whose locks would outlive the parent here.
+        """In a child: closes the open file, whose locks would outlive the parent here.
 
-        A mapping holds the file, too. Another thread may have had the lock at the fork.
+        A mapping also holds the file. Another thread may have had the lock at the fork.
         """
         self._thread_lock = threading.RLock()
         if not self._map.closed:
@@ -360,7 +360,7 @@ class Ledger(Closable):
         """Holds the file's lock, among threads and processes.
 
         Raises:
-            ForkedProcess: the ledger is the parent's of this process. BadHandle: it is closed.
+            ForkedProcess: the ledger belongs to the parent process. BadHandle: it is closed.
         """
         with self._thread_lock:
             if self._map.closed:
@@ -442,11 +442,11 @@ class Ledger(Closable):
         """A slot for an engine of this process; one for each `Ledger` object.
 
         Args:
-            name: what people call it; one of the living at a time. Up to 63 bytes, printable.
+            name: shown to people; unique among living engines. Up to 63 bytes, printable.
             floor, limit, least, virtual, identity: as in `EngineInfo`; identity 0: a random one.
 
         Raises:
-            InvalidArgument: the name is taken, or none that can be shown; the limit is below the
+            InvalidArgument: the name is taken or not printable; the limit is below the
                 floor; floors, or one of the longest requests beside them, exceed the capacity.
             LedgerError: all slots are taken.
         """
@@ -515,7 +515,7 @@ class Ledger(Closable):
             return Account(self, slot)
 
     def leave(self, slot: int) -> None:
-        """Gives a slot of this process back."""
+        """Frees a slot of this process."""
         with self.locked():
             self.put(slot, "state", _FREE)
             self._lock_byte(1 + slot, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
@@ -596,7 +596,7 @@ class Account:
         return self._get("used")
 
     def room(self, free: int | None = None) -> int:
-        """Bytes that `take` would grant now; `free`: memory of the device that nobody has."""
+        """Bytes that `take` would grant now; `free`: unused memory of the device."""
         with self.ledger.locked():
             return self._room(free)
 
@@ -616,7 +616,7 @@ class Account:
         return max(0, room)
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """Whether the engine may have so many more bytes; they are pending until `mapped`."""
+        """Whether the engine may have this many more bytes; they are pending until `mapped`."""
         ledger = self.ledger
         with ledger.locked():
             if nbytes > self._room(free):
@@ -636,7 +636,7 @@ class Account:
             self.ledger.put(self.slot, "pending", self._get("pending") - nbytes)
 
     def settle(self, mapped: int) -> None:
-        """Of what is granted so much is mapped; the rest is pending."""
+        """Sets how much of what was granted is mapped; the rest is pending."""
         with self.ledger.locked():
             self.ledger.put(self.slot, "pending", self._get("used") - mapped)
 
@@ -655,8 +655,8 @@ class Account:
     def excess(self, free: int | None = None) -> int:
         """Bytes to give back: above the limit, or that another engine is short of.
 
-        An engine is asked for no more than it has above its floor, and an engine for which there
-        is room asks nobody.
+        An engine is asked for no more than it has above its floor, and asks for nothing itself
+        while there is room for it.
         """
         with self.ledger.locked():
             used, live = self._get("used"), self.ledger.live(self.slot)
@@ -665,12 +665,12 @@ class Account:
             return max(0, used - self._limit(), asked)
 
     def has_more(self, free: int | None = None) -> bool:
-        """Whether another engine is short while this one has more than a fair part.
+        """Whether another engine is short while this one has more than its fair share.
 
-        Short here is who wants more than there is room for, and more than its own idle prefixes
-        hold. The fair part: of what this one, those that are short, and those that have more than
-        this one have, and of what is free, the same for each, but to none more than its limit or
-        less than its floor.
+        An engine is short if it wants more than there is room for, and more than its own idle
+        prefixes hold. The fair share: what this engine, those that are short and those that have
+        more than this one hold, and what is free, divided equally, but for none more than its
+        limit or less than its floor.
         """
         word = self.ledger.word
         with self.ledger.locked():
@@ -696,7 +696,7 @@ class Account:
             return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Bytes that another engine has lately wanted, and that there is no room for."""
+        """Bytes that another engine has lately wanted without room for them."""
         word = self.ledger.word
         if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
             return 0
@@ -753,7 +753,7 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
 class Participant(Closable):
     """An account, and a thread that tends it: it reports numbers, follows `vmem limit`, and leaves.
 
-    A cache that is only announced (`pyvmem.presence`) is no more than that. The owner serializes
+    A cache that is only announced (`pyvmem.presence`) has nothing else. The owner serializes
     all calls but `start`.
 
     Args:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What the library says by `logging`, under the logger ``pyvmem``.
+"""What the library logs, under the logger ``pyvmem``.
 
 Each module logs under its own name below it. At *info*: the back end that was opened, and why the
 others were not. At *debug*: what a cache does where memory is short or pages change (shortage,
 reclaiming, eviction, promotion, consolidation, trims). At *warning*: what an operator must know,
-once a minute for each cause. No call that finds its memory there logs anything.
+once a minute for each cause. A call that finds enough memory logs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 __all__ = ["PERIOD_S", "warn"]
 
 PERIOD_S = 60.0
-"""Seconds in which a cause is warned of once."""
+"""Seconds between two warnings of the same cause."""
 
 _lock = threading.Lock()
 _last: dict[str, tuple[float, int]] = {}  # by cause: when it was warned of, and how often not since

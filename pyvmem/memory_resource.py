@@ -176,7 +176,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return self._context.reserve(nbytes, align=max(self._page, 2 << 20))
 
     def _reap(self) -> None:
-        """Keeps the addresses of buffers whose pages are gone by now; closes what is too many."""
+        """Keeps the addresses of buffers whose pages are unmapped by now; closes the surplus."""
         waiting = []
         for ticket, reservation in self._going:
             if not ticket.done():

@@ -98,7 +98,7 @@ class OpBatch:
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Says that C has written `count` operations, all there are; none consumes pages."""
+        """Records that C has written `count` operations, all there are; none consumes pages."""
         end = count * _SIZE
         if not 0 <= end <= self._limit:
             self._full()
@@ -242,7 +242,7 @@ class OpBatch:
         stride: int = 0,
         holes: bool = False,
     ) -> None:
-        """Writes the byte `value` (0 to 255) all over every piece; `holes` skips unmapped parts."""
+        """Fills every piece with the byte `value` (0 to 255); `holes` skips unmapped parts."""
         end = self._end
         if end == self._limit:
             self._full()

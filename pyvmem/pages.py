@@ -256,7 +256,7 @@ class Ticket:
         self.wait()
 
     def close(self) -> None:
-        """Gives up the result, where it is not known yet; the batch runs on. Idempotent."""
+        """Discards the result if it is not known yet; the batch runs on. Idempotent."""
         if self.sent and not self._dropped and not self._held:
             self._drop()
 

@@ -3,9 +3,9 @@
 
     announced = pyvmem.announce(cache, "my-engine")     # from now on, until the cache is closed
 
-Nothing joins by itself: a library should write no file that nobody asked for. The ledger is that of
-vLLM's engines (`pyvmem.ledger`), which then count the cache's memory as another's. A thread writes
-the numbers four times a second; it holds the cache weakly, and is gone with it.
+No cache joins by itself: a library should write no file unasked. The ledger is that of vLLM's
+engines (`pyvmem.ledger`), which then count the cache's memory as another's. A thread writes the
+numbers four times a second; it holds the cache weakly, and ends with it.
 
 An announced cache takes its memory without asking. A `Budget` that is made with a ledger asks for
 it, and is in `vmem top` from then on.
@@ -148,8 +148,8 @@ def announce(
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
     A limit below what requests hold is taken when they end; until then none of them grows. Ranks of
-    a `ParallelKVCache` have agreed on theirs: they warn, and keep it. Caches that share a `Budget`
-    are one row, the budget's: announce that.
+    a `ParallelKVCache` have agreed on their limit: they warn, and keep it. Caches that share a
+    `Budget` are one row, the budget's: announce that.
 
     Args:
         what: a `KVCache` of one device, a rank's, or a `Budget`, such as a `LayeredCache`'s.

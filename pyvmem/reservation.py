@@ -153,7 +153,7 @@ class Reservation(Closable):
         self._context.write(self._at(offset, size, "vmem_write"), data)
 
     def fill(self, offset: int, size: int, value: int = 0) -> None:
-        """Writes one byte all over a range."""
+        """Fills a range with one byte."""
         self._context.fill(self._at(offset, size, "vmem_fill"), size, value)
 
     def query(self, offset: int = 0) -> RangeInfo:
@@ -262,7 +262,7 @@ class Reservation(Closable):
         self._closed = True
 
     def leave(self) -> None:
-        """Leaves what cannot be given back to the context, which has it until it is closed."""
+        """Leaves what cannot be freed to the context, which frees it when closed."""
         self._closed = True
 
     def abandon(self) -> None:

@@ -96,7 +96,7 @@ class AddressSpace:
         _native.copy(self.handle, dst, src, size)
 
     def fill(self, addr: int, size: int, value: int = 0) -> None:
-        """Writes the byte `value` (0 to 255) all over a range; done when the call returns."""
+        """Fills a range with the byte `value` (0 to 255); done when the call returns."""
         _native.fill(self.handle, addr, size, value)
 
     # ---- pool ----------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class AddressSpace:
         return _native.trim(self.handle, keep)
 
     def consolidate(self, addr: int, size: int) -> int:
-        """Maps again in one piece each run that was mapped page by page; returns the driver calls.
+        """Remaps in one piece each run that was mapped page by page; returns the driver calls.
 
         A safe point only: no GPU work may touch the range.
         """

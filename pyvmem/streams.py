@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""GPU work and devices of other libraries as libvmem takes them.
+"""Converts GPU work and devices of other libraries for libvmem.
 
 What names GPU work, wherever a call takes a ``stream`` or an ``after``:
 
@@ -121,8 +121,8 @@ class KeptEvents:
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
         """Keeps what `after_items` returned for a batch that will be submitted with `ticket`.
 
-        Forgets what is no longer needed. The ticket is kept too: once libvmem's is dropped, nobody
-        can ask whether the batch is finished.
+        Forgets what is no longer needed. The ticket is kept too: once libvmem's is
+        dropped, it is unknown whether the batch is finished.
         """
         with self._lock:
             kept = self._kept

@@ -9,8 +9,8 @@
     prometheus_client.REGISTRY.register(telemetry)      # or among an engine's own metrics
     telemetry.instrument(opentelemetry.metrics.get_meter("pyvmem"))
 
-The numbers are those of `CacheStats`; each is read on demand, so a cache that nobody
-scrapes pays nothing. Caches are held weakly; one that is closed is no longer reported.
+The numbers are those of `CacheStats`; each is read on demand, so a cache that is not scraped pays
+nothing. Caches are held weakly; one that is closed is no longer reported.
 """
 
 from __future__ import annotations

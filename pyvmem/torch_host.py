@@ -65,7 +65,7 @@ class HostBlock:
 
     @property
     def viewed(self) -> bool:
-        """Whether somebody has a view of it, or something made of one."""
+        """Whether a view of it, or an object made from one, is alive."""
         return self._shown() is not None
 
     def view(self, offset: int, nbytes: int) -> memoryview:

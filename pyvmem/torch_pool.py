@@ -146,7 +146,7 @@ class VMemPool:
         """The contents of a paused range in host memory; None where there are none.
 
         A view, not a copy; what is written there is what `resume` brings back. The memory lives as
-        long as the view, but nobody looks at it any more after `resume`.
+        long as the view, but is ignored after `resume`.
 
         Args:
             address: of a tensor in the pool.
@@ -259,7 +259,7 @@ class VMemPool:
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Takes back the segments that hold no tensor, and lets the context go. Idempotent.
+        """Frees the segments that hold no tensor, and releases the context. Idempotent.
 
         Raises:
             Busy: tensors of the pool live, or a `use` block is active; the pool can still be used.

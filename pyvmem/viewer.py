@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = fetch(args.where)
     except OSError as error:
-        print(f"vmem: watch: nobody answers at {args.where}: {error}", file=sys.stderr)
+        print(f"vmem: watch: no answer from {args.where}: {error}", file=sys.stderr)
         return 1
     if args.once:
         print(draw(found))

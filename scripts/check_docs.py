@@ -217,7 +217,7 @@ def check_errors() -> tuple[int, list[str]]:
 
 def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
     """Errnos of the library's table and of the kernel's, all names, and rows with an empty cell."""
-    tables: dict[str, set[str]] = {"": set(), "Of the kernel module": set()}
+    tables: dict[str, set[str]] = {"": set(), "From the kernel module": set()}
     python: list[str] = []
     incomplete: list[str] = []
     section = ""
@@ -233,7 +233,7 @@ def errors_page(text: str) -> tuple[set[str], set[str], dict[str, list[str]]]:
         tables.setdefault(section, set()).update(one for one in names if one.isupper())
         python += [one for one in names if not one.isupper()]
     found = {"python": python, "incomplete": incomplete}
-    return tables[""], tables["Of the kernel module"], found
+    return tables[""], tables["From the kernel module"], found
 
 
 def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:

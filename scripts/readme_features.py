@@ -79,9 +79,9 @@ def part() -> list[str]:
         lines.append("| " + " | ".join(row) + " |")
     sources = "; ".join(source(name, found.get(name)) for name in BACKENDS)
     return [
-        "What works on which back end, by what each reported when it was opened; a call that "
-        "needs what is not there is refused, and nothing is emulated. `vmem features` prints the "
-        "same for your machine.",
+        "Which features work on which back end, as each reported when opened. A call "
+        "that needs a missing capability is refused; nothing is emulated. `vmem features` prints "
+        "the same for your machine.",
         "",
         *lines,
         "",

@@ -4,18 +4,18 @@
  *
  * Vocabulary
  *   granule      the smallest page of a context, a power of two (64 KiB unless asked otherwise).
- *   page         a unit of physical memory: granule x 2^k. Sizes a back end has: vmem_info.page_sizes.
+ *   page         a unit of physical memory: granule x 2^k. The sizes of a back end: vmem_info.page_sizes.
  *   slab         one large physical allocation made with the driver; pages are cut from slabs.
  *   run          pages that are neighbours physically and virtually; one driver call maps a run.
  *   reservation  a range of virtual addresses with no memory behind it.
- *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from slabs of their
- *                own. Where all of one is mapped at once, on a 2 MiB boundary of addresses, one entry of the
- *                GPU's page tables maps it (on "uvm" see VMEM_RESERVE_LARGE), and it is unmapped or replaced as
- *                a whole.
+ *   large page   a page of 2 MiB in a context with a smaller granule. Large pages are cut from their own
+ *                slabs. If one is mapped whole at a 2 MiB boundary, a single entry of the GPU's page tables
+ *                maps it (on "uvm" see VMEM_RESERVE_LARGE), and it can only be unmapped or replaced as a
+ *                whole.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      what one vMemMap made (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
- *   ticket       names a batch given to the worker thread, and its result until vmem_ticket_drop.
+ *   ticket       names a batch given to the worker thread, and holds its result until vmem_ticket_drop.
  *
  * Ten lines
  *      vmem_t vm; uint64_t va; vmem_handle h;
@@ -32,11 +32,11 @@
  * Rules that hold for every function
  *   - Sizes and offsets are in bytes, addresses are device virtual addresses (on "host": pointers).
  *   - The return value is 0 or a negative errno, with one meaning each (list below); a failed call
- *     changes nothing, except where -ENOTRECOVERABLE says what was lost. vmem_last_error() says what,
- *     where and how many bytes, for the calling thread.
- *   - Thread-safe. No lock is held across a driver call. A range that another call is changing at the
- *     same time gives -EBUSY; nothing waits for it.
- *   - A structure's first field is its size as the caller knows it; later fields not covered count as 0.
+ *     changes nothing, except where -ENOTRECOVERABLE says what was lost. For the calling thread,
+ *     vmem_last_error() says what failed, where and for how many bytes.
+ *   - Thread-safe. No lock is held across a driver call. A range that another call is changing gives
+ *     -EBUSY at once.
+ *   - A structure's first field is its size as the caller knows it; fields beyond it count as 0.
  *     NULL options mean all defaults.
  *   - Nothing is printed, no signal is handled, the process is never ended.
  *   - Ordering against GPU work is the caller's job: unmap only what no unfinished GPU work may touch, or name that
@@ -54,20 +54,20 @@
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped
  *   -EACCES           write to a read-only mapping; or a device node that this user may not open
- *   -ERANGE           beyond the end of the handle, or in a part of it that was given back
- *   -EBUSY            live mappings (vMemFree, vMemRelease); a range under change; a page that a batch is
- *                     still to zero
+ *   -ERANGE           beyond the end of the handle, or in a part of it that was dropped
+ *   -EBUSY            live mappings (vMemFree, vMemRelease); a range being changed; a page that a batch has yet
+ *                     to zero
  *   -ENOMEM           not enough physical memory: the device's, the context's limit, or the heap
  *   -ENOSPC           a limit on the number of mappings: the system's (message names the sysctl) or the context's
  *                     (max_mappings); or visible reservations beyond the card's free memory
  *   -EAGAIN           too many unfinished batches (VMEM_MAX_PENDING); or NVIDIA's driver has been suspended for
- *                     a minute, as the machine goes to sleep: call again. Calls that unmap or close wait for
- *                     as long as that lasts
- *   -ENOBUFS          too many tickets that nobody dropped (VMEM_MAX_TICKETS); the message names the oldest whose
- *                     batch is finished
+ *                     a minute because the machine is going to sleep: call again. Calls that unmap or close
+ *                     wait until it resumes
+ *   -ENOBUFS          too many tickets not dropped (VMEM_MAX_TICKETS); the message names the oldest whose batch
+ *                     is finished
  *   -ETIMEDOUT        vmem_wait: not finished in time
  *   -ENODEV           the back end cannot be used on this machine (message says why)
- *   -EIO              the driver refused something that it should not have; its status is in vmem_error
+ *   -EIO              the driver refused a valid request; its status is in vmem_error
  *   -ENOTRECOVERABLE  a failed batch could not be undone: the named range and its pages are quarantined
  *                     (never handed out again) until vmem_close
  */
@@ -103,7 +103,7 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_ALIAS (1u << 0)       /* one page at several addresses */
 #define VMEM_CAP_READONLY (1u << 1)    /* read-only mappings */
 #define VMEM_CAP_SPARSE (1u << 2)      /* unmapped parts of a sparse reservation read as zeros */
-#define VMEM_CAP_HOST_PAGES (1u << 3)  /* pages in host memory, reached by the device */
+#define VMEM_CAP_HOST_PAGES (1u << 3)  /* pages in host memory that the device can access */
 #define VMEM_CAP_PEER (1u << 4)        /* pages in, and mappings on, another device */
 #define VMEM_CAP_CPU_ACCESS (1u << 5)  /* the CPU may dereference mapped addresses */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
@@ -119,12 +119,12 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock, uvm) */
 
 /* Log levels (vmem_open_opts.log); each includes those above it. */
-#define VMEM_LOG_WARNING 1 /* what an operator must know: a range is quarantined, a slab could not be given back */
+#define VMEM_LOG_WARNING 1 /* for operators: a range is quarantined, a slab could not be given back */
 #define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
 #define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
 
-/* Gets a line without a newline, which is valid during the call. Called from any thread that is in the library, the
- * worker included, concurrently; it must not call the library, and should return quickly: callers wait for it. */
+/* Gets a line without a newline, valid during the call. Called concurrently from any thread in the library, the
+ * worker included. It must not call the library, and should return quickly: callers wait for it. */
 typedef void (*vmem_log_fn)(void *arg, uint32_t level, const char *text);
 
 struct vmem_open_opts {
@@ -138,10 +138,10 @@ struct vmem_open_opts {
   uint64_t granule;   /* 0 = 64 KiB, or the back end's smallest where that is larger */
   uint64_t slab_size; /* 0 = the back end's choice; else a power of two, at least granule */
   uint64_t mem_limit; /* most bytes taken from the driver, all locations together; 0 = no limit */
-  uint64_t pool_low;  /* the worker keeps at least so many free bytes in the pool; 0 = none */
+  uint64_t pool_low;  /* the worker keeps at least this many free bytes in the pool; 0 = none */
   uint64_t pool_high; /* free bytes above this go back to the driver in whole slabs; 0 = the back end's
-                         default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim gives back */
-  uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's share (stock: 237,568, less on
+                         default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim returns memory */
+  uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's default (stock: 237,568, fewer on
                             several devices; half of what the driver has for all processes), elsewhere no limit */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that find their
                             memory there log nothing */
@@ -199,7 +199,7 @@ struct vmem_stats {
   uint64_t mappings;          /* map calls whose mapping lives: a run mapped page by page counts each page, and
                                  a slab's own mapping, through which it is zeroed, counts too */
   uint64_t tickets;           /* not dropped, their batches finished or not */
-  uint64_t dirty_bytes;       /* the part of free_bytes that is not zeroed yet: handed out last */
+  uint64_t dirty_bytes;       /* the part of free_bytes not zeroed yet; handed out last */
 };
 
 /* The last error of the calling thread. */
@@ -214,20 +214,20 @@ struct vmem_error {
   char text[512];
 };
 
-/* Opens a back end and proves it as vmem_probe does. "auto" skips a back end that fails; one asked for by name
- * fails with the error of the proof (-EIO where a byte differs: vmem_error.addr and text name it). The caller owns
+/* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails; one requested by name
+ * fails with the error of that test (-EIO if a byte differs: vmem_error.addr and text name it). The caller owns
  * *vm and ends it with vmem_close. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
-/* Ends a context: every mapping, page and reservation is given back. Of the unfinished batches, those that wait
- * for a descriptor that is not readable are cancelled; GPU work that the others wait for, fills under way, and a
- * suspended driver are waited for. Later use of `vm` gives -EBADF, and so does a wait for a ticket that is under way. */
+/* Closes a context and releases every mapping, page and reservation. Unfinished batches that wait for a descriptor
+ * that is not readable are cancelled; for the others vmem_close waits until their GPU work and fills are finished, as
+ * it does while the driver is suspended. Later use of `vm` gives -EBADF, and so does a vmem_wait under way. */
 VMEM_API int vmem_close(vmem_t vm);
 
 /* Describes the context. The size field of *info must be set. */
 VMEM_API int vmem_query(vmem_t vm, struct vmem_info *info);
 
-/* Whether `backend` works here, proved by mapping, writing, reading and unmapping a page, as vmem_open proves it; opens and
+/* Tests whether `backend` works here by mapping, writing, reading and unmapping a page, as vmem_open does; opens and
  * closes what it needs. Returns 0 with the result in info->usable, -EINVAL for an unknown name. */
 VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, struct vmem_probe_info *info);
 
@@ -260,14 +260,14 @@ struct vmem_reserve_opts {
 };
 
 /* Reserves `size` bytes (a multiple of the granule) of addresses. On "stock" and "uvm" the sum of all visible
- * reservations is held below the card's free memory, because CUDA makes them as managed memory and
- * programs that over-ask for that have hung GPUs. */
+ * reservations is kept below the card's free memory, because CUDA makes them as managed memory and programs
+ * that asked for too much of it have hung GPUs. */
 VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr);
 
 #define VMEM_FREE_UNMAP (1u << 0) /* unmap what is still mapped, instead of -EBUSY */
 
-/* Gives a reservation back; `addr` is its first address. Where the driver has dropped it and only its addresses cannot
- * be given back (-EIO), nothing is mapped there any more, and nothing can be: vMemFree may be called again. */
+/* Frees a reservation; `addr` is its first address. If the driver has dropped it but its addresses cannot be freed
+ * (-EIO), nothing is mapped there any more and nothing can be; vMemFree may be called again. */
 VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 
 #define VMEM_RANGE_MAPPED (1u << 0)
@@ -305,7 +305,7 @@ struct vmem_create_opts {
   uint64_t page_size;  /* 0 = granule */
 };
 
-/* Takes `size` bytes (a multiple of the page size) of physical pages, as few runs as the pool has.
+/* Takes `size` bytes (a multiple of the page size) of physical pages, in as few runs as the pool allows.
  * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
 
@@ -316,7 +316,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle);
 /* Drops the caller's reference alone: mappings stay and keep their pages. */
 VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle);
 
-/* A new handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
+/* Makes a new handle to the pages behind [addr, addr + bytes), all of which must be mapped. */
 VMEM_API int vmem_retain(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle *handle);
 
 /* The same for `count` pieces (0 = 1) whose starts are `stride` apart, as in a 2-D copy: in the handle they
@@ -325,8 +325,8 @@ VMEM_API int vmem_gather(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t coun
                          vmem_handle *handle);
 
 /* Drops the caller's reference to a part of a handle's pages: `count` pieces (0 = 1) of `bytes` bytes, the
- * first at `offset`, `stride` apart; multiples of the page size. What no mapping or other handle refers to
- * returns to the pool. The other pages keep their offsets; mapping or dropping these again is -ERANGE. */
+ * first at `offset`, `stride` apart; multiples of the page size. Pages that no mapping or other handle refers to
+ * return to the pool. The other pages keep their offsets; mapping or dropping these again is -ERANGE. */
 VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uint64_t bytes, uint64_t count,
                              uint64_t stride);
 
@@ -414,17 +414,17 @@ struct vmem_after {
   uint64_t reserved[2]; /* 0 */
 };
 
-/* Runs `n` operations as one, after the work in `after` (waits in the calling thread). New pages appear before old
- * ones vanish, or with them (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
+/* Runs `n` operations as one, after the work in `after` (the calling thread waits). New pages appear before old ones
+ * vanish, or at the same time (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
  * fills, replaces, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages
  * are zero).
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
- * the pages of any, so a malformed one is what the call reports, wherever it stands.
+ * the pages of any, so a malformed operation is reported first, wherever it stands.
  * On failure maps and unmaps are undone; bytes written by FILL stay written.
  * `after` may have any number of entries; each FD takes a descriptor of the process until it is readable.
- * A fill of another batch that still runs (its GPU work waits, say) is waited for where this batch unmaps,
- * replaces, copies, fills, or maps at a second address what that fill writes, and nowhere else.
+ * The batch waits for an unfinished fill of another batch only if it unmaps, replaces, copies, fills, or maps at a
+ * second address what that fill writes.
  * No flags are defined: 0, else -EINVAL. */
 VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const struct vmem_after *after,
                         size_t num_after, uint32_t flags);
@@ -435,8 +435,8 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
 /* The same on the worker thread. Everything is checked, and the pages are taken from the pool, before
  * the call returns: -ENOMEM comes now or never, and so do -EAGAIN (VMEM_MAX_PENDING unfinished batches) and
  * -ENOBUFS (VMEM_MAX_TICKETS tickets that nobody dropped). Until the batch is finished its ranges are -EBUSY for
- * other calls. Batches start in order, but one that waits, for GPU work, for a fill of an earlier batch, or with its
- * unmaps for its own fills, lets later ones pass: one that never ends holds up only what needs its ranges.
+ * other calls. Batches start in order, but one that waits (for GPU work, for a fill of an earlier batch, or, before
+ * its unmaps, for its own fills) lets later ones pass: one that never ends holds up only those that need its ranges.
  * The result is kept until vmem_ticket_drop, after any number of later batches. flags: VMEM_SUBMIT_*. With
  * VMEM_SUBMIT_DETACHED there is no result, `ticket` may be NULL and is set to 0 otherwise. With VMEM_SUBMIT_LATE, where
  * the pool has enough pages, the call costs the same however many they are: it checks the arguments alone. The pages are
@@ -449,19 +449,19 @@ VMEM_API int vmem_submit(vmem_t vm, const struct vmem_op *ops, size_t n, const s
  * limit; 0: poll. The result can be asked for again, by any thread, until vmem_ticket_drop. */
 VMEM_API int vmem_wait(vmem_t vm, vmem_ticket ticket, int64_t timeout_ns);
 
-/* Waits until the batch's mappings are made, then lets `stream` (a CUstream) wait for its fills; the
- * calling thread does not. Returns the batch's result. On host the same as vmem_wait without limit. */
+/* Waits until the batch's mappings are made, then makes `stream` (a CUstream), not the calling thread, wait for its
+ * fills. Returns the batch's result. On host the same as vmem_wait without a limit. */
 VMEM_API int vmem_order(vmem_t vm, vmem_ticket ticket, uint64_t stream);
 
-/* Drops the result, now or when the batch is finished, which runs on as if
- * submitted with VMEM_SUBMIT_DETACHED. A thread in vmem_wait or vmem_order meanwhile gets the result where there is
- * one, else -EBADF; later calls with the ticket get -EBADF, this one included. */
+/* Drops the result, now or when the batch is finished; the batch runs on as if submitted with VMEM_SUBMIT_DETACHED.
+ * A thread in vmem_wait or vmem_order meanwhile gets the result if there is one, else -EBADF; later calls with the
+ * ticket, including this one, get -EBADF. */
 VMEM_API int vmem_ticket_drop(vmem_t vm, vmem_ticket ticket);
 
 /* ---- contents -------------------------------------------------------------------------------- */
 
-/* Copies and fills through the device, at any mapped address, visible or plain, of this context; done
- * when the call returns. -EFAULT when a byte is not mapped, -EACCES when a written one is read-only. */
+/* Copies and fills through the device, at any mapped address of this context, visible or plain; done when the
+ * call returns. -EFAULT if a byte is not mapped, -EACCES if a byte to be written is read-only. */
 VMEM_API int vmem_read(vmem_t vm, void *dst, uint64_t addr, uint64_t bytes);
 VMEM_API int vmem_write(vmem_t vm, uint64_t addr, const void *src, uint64_t bytes);
 VMEM_API int vmem_copy(vmem_t vm, uint64_t dst, uint64_t src, uint64_t bytes);
@@ -478,17 +478,17 @@ VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
 
 /* Gives at least `want` bytes back to the driver (UINT64_MAX: all it can), after the work in `after`: empty slabs
  * first, then slabs of which no more than half is in use, the least used first. Their pages are copied to free pages
- * of fuller slabs, which then show at every address, and belong to every handle, that the old ones did; no memory is
- * taken from the driver for that. Large pages move as a whole. A safe point only: from the end of that work until the
- * call returns no GPU work may touch a mapping of the pages that move, which may be any. A slab some of whose pages a
- * call or an unfinished batch is using stays as it is; meanwhile those of a slab that moves are -EBUSY for others.
- * Each slab moves all or not at all: after an error those before it have been given back, and all else is as it was.
- * *freed (may be NULL) gets the bytes given back, with an error too. Visits every mapped page once. flags: 0. */
+ * of fuller slabs, which replace the old ones at every address and in every handle; that takes no memory from the
+ * driver. Large pages move as a whole. A safe point only: from the end of that work until the call returns no GPU
+ * work may touch a mapping of the pages that move, which may be any. A slab in use by a call or an unfinished batch
+ * is skipped; the pages of a slab that moves are -EBUSY for others meanwhile. Each slab moves entirely or not at
+ * all: after an error the slabs before it have been given back, and nothing else has changed. *freed (may be NULL)
+ * gets the bytes given back, with an error too. Visits every mapped page once. flags: 0. */
 VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *after, size_t num_after,
                           uint32_t flags, uint64_t *freed);
 
-/* Maps again, with one driver call per run, what was mapped page by page in [addr, addr + bytes):
- * frees driver memory, makes later unmaps cheaper. A safe point only: no GPU work may touch the range.
+/* Remaps, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver
+ * memory and makes later unmaps cheaper. A safe point only: no GPU work may touch the range.
  * *calls (may be NULL) gets the number of driver calls. */
 VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
 
@@ -502,8 +502,8 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 #define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
 #define VMEM_INJECT_CLEAN (1u << 6) /* zeroing of free pages in the background */
 
-/* From now on, of the driver calls of these kinds, lets `skip` pass and fails the next `count` with
- * -error. count 0 ends it. An undo retries what fails with EAGAIN, as it does for a real driver. */
+/* From now on, lets `skip` driver calls of these kinds pass and fails the next `count` with -error. count 0 ends
+ * it. An undo retries what fails with EAGAIN, as it does for a real driver. */
 VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t count, int error);
 
 /* Checks every internal invariant (free + used + quarantined = slabs, reference counts against

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""vLLM whose KV cache takes memory page by page, and gives it back: ``VMEM_VLLM=1 vllm serve ...``.
+"""vLLM with a KV cache that takes and returns memory by pages: ``VMEM_VLLM=1 vllm serve ...``.
 
     plugin      vLLM's entry point: checks a configuration and sets its worker and scheduler
-    versions    the versions of vLLM that are known, and the evidence that they work
+    versions    the known versions of vLLM, and the evidence that they work
     worker      KV tensors on reservations (memory), and the last step that uses each page
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
     engine      which blocks are backed, what for, and for how long
-    backing     the books: blocks, pages, growth and release (geometry: which block is where)
+    backing     the records: blocks, pages, growth and release (geometry: which block is where)
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     metrics     the ledger's numbers on vLLM's /metrics
     channel     calls from the scheduler to ranks in other processes

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Which blocks have memory: the books of the scheduler's side.
+"""Which blocks have memory: the scheduler's records.
 
 A block is *backed* when all its pages are mapped on every rank, otherwise *bare*. vLLM's pool sees
-only backed blocks. Pages that several blocks share are refcounted, and leave with the last block.
+only backed blocks. Pages that several blocks share are refcounted, and are unmapped with the last
+block.
 
     bare -- begin, run, finish --> backed -- retire, sent, confirm --> bare
 
@@ -37,23 +38,23 @@ class Quota(Protocol):
         """Bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int) -> bool:
-        """Whether the engine may have so many more bytes, mapped by so many driver calls.
+        """Whether the engine may have this many more bytes, mapped by this many driver calls.
 
         If so, they count as the engine's from now on.
         """
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped now, or is about to be given back."""
+        """What `take` granted is mapped now, or is about to be returned."""
 
     def give(self, nbytes: int) -> None:
-        """Takes back bytes whose pages have left."""
+        """Takes back the bytes of unmapped pages."""
 
 
 class Workers(Protocol):
     """All ranks of the engine."""
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps runs on every rank or on none; what failed, in words."""
+        """Maps runs on every rank or on none; returns what failed, in words."""
 
 
 @dataclass(eq=False)
@@ -84,8 +85,8 @@ class Counters:
     """Since the start.
 
     Attributes:
-        grown_blocks, grown_bytes, growths: what was mapped, in so many growths.
-        retired_blocks, retired_bytes, releases: what was taken back, in so many releases.
+        grown_blocks, grown_bytes, growths: what was mapped, in how many growths.
+        retired_blocks, retired_bytes, releases: what was taken back, in how many releases.
         refusals: growths that the quota cut short or refused.
         failures: growths and releases that a driver refused.
         last_failure: the text of the last failure.
@@ -110,8 +111,8 @@ class Backing:
         geometry: of the engine.
         quota: asked before anything is mapped.
         mapped_bytes: bytes of one GPU that are mapped, being mapped, or being unmapped.
-        leaving_bytes: those of them that are being unmapped.
-        outbox: releases that were sent to no rank yet.
+        leaving_bytes: the part that is being unmapped.
+        outbox: releases not yet sent to any rank.
         counters: what was done.
     """
 
@@ -138,10 +139,10 @@ class Backing:
     # ---- growth ----------------------------------------------------------------------------------
 
     def begin_null(self) -> Growth:
-        """The growth of the null block: the first one, which the ranks do by themselves.
+        """The growth of the null block: the first one, which the ranks do on their own.
 
         Raises:
-            MemoryError: the quota does not even allow that.
+            MemoryError: the quota is too small even for that.
         """
         if not self.quota.take(self._null.nbytes, self._handles(self._null)):
             raise MemoryError(
@@ -160,7 +161,7 @@ class Backing:
     def begin(self, count: int) -> Growth | None:
         """Picks up to `count` bare blocks, the lowest first: as many as the quota allows.
 
-        Low addresses first keeps neighbours together, so that a growth is few runs.
+        Taking low addresses first keeps neighbours together, so that a growth has few runs.
         """
         room = self.quota.room()
         growth = self._pick(count, room)
@@ -236,7 +237,7 @@ class Backing:
         return unused
 
     def _reserve(self, growth: Growth) -> None:
-        # Counted from here on, so that a neighbour retired meanwhile takes no shared page with it.
+        # Counted from here on, so that retiring a neighbour meanwhile frees no shared page.
         self._count(growth.blocks, 1)
         self._mark(growth.runs, _MAPPING)
         self.mapped_bytes += growth.nbytes
@@ -269,7 +270,7 @@ class Backing:
     # ---- giving back -----------------------------------------------------------------------------
 
     def retire(self, blocks: list[int]) -> int:
-        """Makes backed blocks bare that vLLM no longer knows.
+        """Makes backed blocks bare that are no longer in vLLM's pool.
 
         Their pages that no other block uses go to the `outbox`; returns their bytes.
         """
@@ -301,7 +302,7 @@ class Backing:
         return sent
 
     def confirm(self, number: int, failure: str | None) -> None:
-        """Every rank has done a release; or one has failed, and it is to be tried again."""
+        """Every rank has done a release; or one has failed, and the release will be retried."""
         release = self._sent.pop(number)
         if failure is not None:
             self.counters.failures += 1
@@ -335,7 +336,7 @@ class Backing:
         return total
 
     def check(self) -> list[str]:
-        """Contradictions in the books, in words; slow."""
+        """Contradictions in the records, in words; slow."""
         wrong: list[str] = []
         mapped = 0
         lists = sorted([*self._bare, *self._waiting])
@@ -359,5 +360,5 @@ class Backing:
                 if users[page] > self._users[kind][page]:
                     wrong.append(f"page {page} of class {kind}: {users[page]} users not counted")
         if mapped != self.mapped_bytes:
-            wrong.append(f"{mapped} bytes are mapped, the books say {self.mapped_bytes}")
+            wrong.append(f"{mapped} bytes are mapped, the records say {self.mapped_bytes}")
         return wrong

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""How the scheduler reaches the memory of a rank that lives in another process.
+"""How the scheduler reaches the memory of a rank in another process.
 
 Growth needs an answer before vLLM may use a block, and an idle engine runs no step that could carry
-an order. Both are calls of their own, over a Unix socket that only the engine's user can reach.
+an order. Both are separate calls, over a Unix socket that only the engine's user can reach.
 Releases of a busy engine travel with vLLM's `SchedulerOutput`.
 
-A message is four bytes of length and JSON: ``[operation, argument]`` there, ``[failure, result]``
-back.
+A message is four bytes of length and JSON: ``[operation, argument]`` to the rank,
+``[failure, result]`` back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pyvmem.vllm.settings import Settings
 __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "rank_address"]
 
 _LENGTH = struct.Struct("!I")
-_TIMEOUT = 120.0  # seconds without an answer after which a rank counts as lost
+_TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
 
 
 class RankLost(RuntimeError):
@@ -73,7 +73,7 @@ def _receive(sock: socket.socket) -> Any:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Removes the sockets of ranks that were killed: nobody listens there."""
+    """Removes the sockets of killed ranks, on which nothing listens."""
     for path in folder.glob("*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
             one.settimeout(1)
@@ -86,7 +86,7 @@ def _remove_dead(folder: Path) -> None:
 
 
 class Server:
-    """Serves the memory of a rank to its scheduler."""
+    """Gives the scheduler access to the memory of a rank."""
 
     def __init__(self, address: str, memory: KVMemory) -> None:
         self.address = address
@@ -270,7 +270,7 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
 
 
 class SocketRank:
-    """A rank in another process. Thread-safe but for the pair `begin_grow`, `end_grow`."""
+    """A rank in another process. Thread-safe except for the pair `begin_grow`, `end_grow`."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.RLock()
@@ -399,12 +399,12 @@ class Ranks:
         return failures[0]
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Orders a release that no step carries."""
+        """Sends a release that no step carries."""
         for rank in self.ranks:
             rank.release(number, runs, after_step)
 
     def finished(self) -> dict[int, str | None]:
-        """Releases that every rank has answered since the last call, and what failed."""
+        """Releases that all ranks have confirmed since the last call, and what failed."""
         done: dict[int, str | None] = {}
         for rank in self.ranks:
             for number, failure in rank.finished().items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An engine's memory, on the scheduler's side: which blocks are backed, what for, and how long.
+"""An engine's memory, on the scheduler's side: which blocks are backed, why, and how long.
 
     used           requests hold it
     cached         free, a prefix that the next request may hit        | vLLM's free queue,
@@ -32,8 +32,8 @@ __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between looks at what is idle
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
-_REPORT = 0.25  # s between reports to the ledger, and looks at what a busy engine could give back
-_BACKOFF = 0.02  # s before asking again for what a driver refused
+_REPORT = 0.25  # s between reports to the ledger, and checks of what a busy engine could give back
+_BACKOFF = 0.02  # s before retrying what a driver refused
 _RESERVE = 256 << 20
 _MOST_RESERVE = 1024  # blocks; limited, as they are counted one by one
 
@@ -94,7 +94,7 @@ class ElasticEngine:
 
     @staticmethod
     def _least(config: Any, groups: Any, geometry: Geometry) -> int:
-        """Bytes for one request of the greatest length: with less, it would wait for ever."""
+        """Bytes for one request of the greatest length: with less, it would wait forever."""
         blocks = 1
         for group in groups:
             spec = group.kv_cache_spec
@@ -111,7 +111,7 @@ class ElasticEngine:
             Path(settings.ledger) if settings.ledger else None,
             settings.name or model.rstrip("/").rsplit("/", 1)[-1],
             unique=bool(settings.name),
-            floor=min(settings.floor, limit),  # more it cannot use, and others can
+            floor=min(settings.floor, limit),  # it cannot use more, others can
             limit=limit,
             least=self.least,
             virtual=virtual,
@@ -188,7 +188,7 @@ class ElasticEngine:
             self._ask_others(left)
 
     def _ask_others(self, blocks: int) -> None:
-        """Tells the other engines how much a request is short of, as far as the limit allows."""
+        """Posts how much memory a request lacks, up to the limit, for other engines to see."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
         need -= need % max(1, self.backing.geometry.block_bytes)  # no block fits in the rest
@@ -226,11 +226,11 @@ class ElasticEngine:
 
     @property
     def has_more(self) -> bool:
-        """Whether another engine waits while this one has more than a fair part, by the last look.
+        """Whether, at the last check, another engine waited while this one had more than its share.
 
-        No request may join those that run then. Otherwise an engine with a queue would never give
-        anything back, since each request that ends makes room for the next one. If none runs, what
-        is idle goes by itself.
+        No request is admitted then. Otherwise an engine with a queue would never give anything
+        back, since each finished request makes room for the next one. If none runs, idle memory
+        is released anyway.
         """
         return self._has_more
 
@@ -239,7 +239,7 @@ class ElasticEngine:
         return self.backed_blocks() - 1 - int(self.pool.free_block_queue.num_free_blocks)
 
     def usage(self) -> float:
-        """The share of the memory within reach that requests hold."""
+        """The part of the available memory that requests hold."""
         size = max(1, self.backing.geometry.block_bytes)
         most = min(int(self.pool.num_gpu_blocks) - 1, self.quota.limit // size)
         return min(1.0, self.used_blocks() / max(1, most))
@@ -264,7 +264,7 @@ class ElasticEngine:
                 return
             try:
                 self.tick()
-            except RankLost as error:  # vLLM notices by itself, if it did not end the rank itself
+            except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
                 log.debug("vmem: the keeper ends: %s", error)
                 return
             except Exception:
@@ -348,7 +348,7 @@ class ElasticEngine:
             self._shrink(excess - self.backing.leaving_bytes)
 
     def _shrink(self, nbytes: int) -> None:
-        """Gives back so many bytes if it can: idle blocks, then least recently used prefixes."""
+        """Gives back up to this many bytes: idle blocks, then least recently used prefixes."""
         idle = sorted(self._idle_blocks(), reverse=True)
         nbytes -= self._retire(idle[: self._count_for(nbytes)])
         while nbytes > 0:
@@ -365,7 +365,7 @@ class ElasticEngine:
         return int(cached) * self.backing.geometry.block_bytes
 
     def _evict(self, count: int) -> int | None:
-        """Evicts so many prefix blocks, least recently used first.
+        """Evicts this many prefix blocks, least recently used first.
 
         Returns the bytes of their pages that no other block shares; None: there was none to evict.
         """
@@ -421,7 +421,7 @@ class ElasticEngine:
                 if not self.ranks.compact(_PIECE, self._step):
                     self._tidy = False
                     return
-            time.sleep(0.001)  # so that the scheduler, waiting for the lock, gets it
+            time.sleep(0.001)  # so that a waiting scheduler gets the lock
 
     def settle(self, timeout: float = 30.0) -> None:
         """Gives back all that is idle, now, and waits for it; for tests and `sleep`.

@@ -4,10 +4,9 @@
 One reservation per class of tensors (`geometry`), the tensors equally far apart, so that a run of
 pages in all of them is one operation of a batch.
 
-A page leaves only when no step that was scheduled before it was given up can touch it. The
-scheduler says which step that is; steps are launched in order on one stream, so from the end of
-that step's launch an event on the stream stands for all of them. libvmem's worker waits for the
-event, nobody else does.
+A page is unmapped only when no step scheduled before its release can touch it. The scheduler says
+which step that is; steps are launched in order on one stream, so from the end of that step's launch
+an event on the stream stands for all of them. Only libvmem's worker waits for the event.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ALIGN = 2 << 20
 
 @dataclass(eq=False)
 class _Unmap:
-    """Runs that are to leave after a step."""
+    """Runs to unmap after a step."""
 
     number: int
     runs: list[Run]
@@ -200,8 +199,8 @@ class KVMemory:
     def lent(self) -> Iterator[Any]:
         """Yields a function that maps blocks of vLLM until the ``with`` block ends.
 
-        vLLM warms up with blocks that no scheduler has given out. Their pages leave at the end,
-        after the device's work.
+        vLLM warms up with blocks that no scheduler has given out. Their pages are unmapped at the
+        end, after the device's work.
         """
         mapped: list[set[int]] = [set() for _ in self.geometry.classes]
         from pyvmem.vllm.geometry import runs_of
@@ -294,4 +293,4 @@ class KVMemory:
 
 
 _unclosed: list[Context] = []
-"""Contexts whose tensors outlived their engine: kept, as nothing can close them."""
+"""Contexts whose tensors outlived their engine: kept, since nothing can close them."""

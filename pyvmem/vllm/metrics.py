@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What `vmem top` shows, on vLLM's own ``/metrics``.
 
-The engine's core runs in another process than the one that answers there; both read the ledger.
+The engine's core and the server that answers there are different processes; both read the ledger.
 """
 
 from __future__ import annotations

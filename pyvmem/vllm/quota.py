@@ -18,7 +18,7 @@ class LocalQuota:
 
     Args:
         limit: bytes.
-        free: memory of the device that nobody has, if that is known.
+        free: unused memory of the device, if that is known.
     """
 
     def __init__(self, limit: int, free: Callable[[], int | None] = lambda: None) -> None:
@@ -71,7 +71,7 @@ class LedgerQuota:
 
     Args:
         accounts: with the number of ranks on that device.
-        free: memory of the device that nobody has, of the rank that has least.
+        free: unused memory of the device, of the rank that has least.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
 
 
 class _Elastic:
-    """The methods that go before those of a vLLM scheduler."""
+    """The methods that override those of a vLLM scheduler."""
 
     elastic: ElasticEngine
 

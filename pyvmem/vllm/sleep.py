@@ -30,7 +30,7 @@ def use_pool(pool: VMemPool) -> None:
 
 
 def loading_weights(settings: Settings, device: int) -> AbstractContextManager[Any]:
-    """A block inside which torch's tensors lie on pages that can sleep.
+    """A context manager in which torch's tensors lie on pages that can sleep.
 
     Raises:
         RuntimeError: the back end has no memory that CUDA's copies accept, which loaders use.
@@ -52,7 +52,7 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
     """The back end ``vmem``: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def suspend(self, level: int = 1) -> None:
-        """Gives the weights' memory back to the device; a further call, what was added since.
+        """Gives the weights' memory back to the device; a further call, memory added since.
 
         Raises:
             VMemError: nothing changed, for want of host memory, or the driver refused.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The versions of vLLM that are known, where they allocate, and the evidence that they work.
+"""The known versions of vLLM, where they allocate, and the evidence that they work.
 
 vLLM has options for the worker and the scheduler, but none for the memory of KV tensors: during
 `Worker.initialize_from_config` one function, named here, is replaced.
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["ADAPTERS", "Adapter", "UnknownVersion", "adapter_of"]
 
 OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
-"""Makes the memory: of so many blocks, for tensors of these sizes in bytes."""
+"""Makes the memory: of this many blocks, for tensors of these sizes in bytes."""
 
 
 class UnknownVersion(RuntimeError):
-    """A version of vLLM that is in no adapter."""
+    """A version of vLLM without an adapter."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ LOCAL: dict[str, KVMemory] = {}
 
 
 class ElasticWorker:
-    """The methods that go before those of a vLLM worker."""
+    """The methods that override those of a vLLM worker."""
 
     vllm_config: Any
     cache_config: Any
@@ -96,7 +96,7 @@ class ElasticWorker:
                 )
 
     def _open(self, num_blocks: int, sizes: Sequence[int]) -> KVMemory:
-        """The memory of so many blocks for tensors of these sizes; the null block is mapped."""
+        """The memory of this many blocks for tensors of these sizes; the null block is mapped."""
         settings, gpu = self._settings, self.device.type == "cuda"
         context = open_context(
             settings.backend or ("auto" if gpu else "host"),

@@ -137,13 +137,13 @@ ERRORS = """# Errors
 | `EINVAL` | `InvalidArgument` | a number | the text |
 | `EIO` | `DriverError` | the driver | |
 
-## Of the cache
+## From the cache
 
 | Python | cause | remedy |
 | --- | --- | --- |
 | `Lost`, `Gone` | memory | preempt |
 
-## Of the kernel module
+## From the kernel module
 
 | errno | cause | remedy |
 | --- | --- | --- |
