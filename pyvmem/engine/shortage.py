@@ -41,7 +41,11 @@ class Shortage:
 
     @property
     def what(self) -> str:
-        """``"slots"``, ``"memory"``, or ``"mappings"``: the driver has no room for more of them."""
+        """What is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
+
+        Mappings: memory is not short; the driver has no room for more of them, or (rarely) pages
+        came back while the call was on its way, and it may be made again.
+        """
         if self.slots:
             return "slots"
         return "memory" if self.missing else "mappings"
