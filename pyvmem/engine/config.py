@@ -35,12 +35,13 @@ from pyvmem.kvcache.config import (
     longest_of,
 )
 from pyvmem.layouts import (
-    CALL_US,
+    PAGE_SIZES,
     Advice,
     Limits,
     ModelShape,
     Request,
     advise,
+    call_us,
     choices,
     generate,
 )
@@ -177,10 +178,9 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
     requests = [one for one in generate(_WORKLOAD, 1) if one.longest <= longest]
     if not requests:
         requests = [Request(max(1, longest // 2), max(1, longest // 2))]
-    # Smaller pages than 64 KiB are for tests: `host` and `stock` have them on request.
-    sizes = [size for size in info.page_sizes if 64 << 10 <= size <= _LARGE] or [info.granule]
+    sizes = [size for size in PAGE_SIZES if size in info.page_sizes] or [info.granule]
     sizes = [policy.page_size] if policy.page_size else sizes
-    limits = Limits(call_us=CALL_US.get(info.backend, CALL_US["stock"]))
+    limits = Limits(call_us=call_us(info.backend))
     group = policy.layers_per_tensor
     if group:
         limits = Limits(limits.call_us, limits.iteration_ms, max_group=group)

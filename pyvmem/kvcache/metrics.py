@@ -46,7 +46,7 @@ class CacheStats:
             longer runs.
         mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
         steps, steps_async: calls that returned 0.
-        short: calls that returned -1.
+        short: `step` and `step_async` calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
         reused_pages: pages granted to a request that were already mapped.
         moved_pages: pages that replaced others at the same addresses.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The layout adviser: the cost of each group size and page size, and the best (`vmem layouts`)."""
 
-from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices
+from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, call_us, choices
 from pyvmem.layouts.cost import Choice, Cost, Held, cost
 from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
@@ -18,6 +18,7 @@ __all__ = [
     "ModelShape",
     "Request",
     "advise",
+    "call_us",
     "choices",
     "cost",
     "generate",

@@ -22,7 +22,17 @@ from pyvmem.layouts.cost import Choice, Cost, cost
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
 
-__all__ = ["CALL_US", "PAGE_SIZES", "Advice", "Limits", "advise", "choices", "mapping_ms", "name"]
+__all__ = [
+    "CALL_US",
+    "PAGE_SIZES",
+    "Advice",
+    "Limits",
+    "advise",
+    "call_us",
+    "choices",
+    "mapping_ms",
+    "name",
+]
 
 PAGE_SIZES = (64 << 10, 128 << 10, 256 << 10, 2 << 20)
 
@@ -36,6 +46,11 @@ call for a whole step, which no hardware has timed yet: 0 leaves rule 1 out.
 _CLOSE = 0.01  # of the largest batch
 _STRIDED = 0.02  # of the batch
 _HIDDEN = 0.5  # of an iteration
+
+
+def call_us(backend: str) -> float:
+    """`CALL_US`; of a back end without a number, such as `host`, that of `stock`."""
+    return CALL_US.get(backend, CALL_US["stock"])
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _take_layout(
 ) -> str:
     """Sets the layout that is advised for these prompts, where none was given; says why."""
     from pyvmem.kvcache import LayerShape
-    from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Limits, advise, choices
+    from pyvmem.layouts.adviser import PAGE_SIZES, Limits, advise, call_us, choices
     from pyvmem.layouts.shapes import ModelShape
     from pyvmem.layouts.workload import Request as Work
     from pyvmem.serve.model import encode
@@ -223,7 +223,7 @@ def _take_layout(
     longest = max(one.longest for one in work)
     memory = args.memory_limit or args.max_batch * (longest * shape.token_bytes + shape.state_bytes)
     sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]
-    limits = Limits(call_us=CALL_US.get(info.backend, 0.0))
+    limits = Limits(call_us=call_us(info.backend))
     considered = choices(shape, sizes or (info.granule,), max_group=limits.max_group)
     advice = advise(shape, work, memory, considered, limits)
     args.page_size = advice.best.choice.page_size

@@ -13,7 +13,16 @@ from pyvmem import Context, InvalidArgument, KVCache
 from pyvmem.engine import Model, Policy, Request, RequestCache
 from pyvmem.engine.config import advised
 from pyvmem.kvcache import LayeredCache, LayerShape
-from pyvmem.layouts import CALL_US, Choice, Limits, ModelShape, advise, choices, generate
+from pyvmem.layouts import (
+    CALL_US,
+    PAGE_SIZES,
+    Choice,
+    Limits,
+    ModelShape,
+    advise,
+    choices,
+    generate,
+)
 
 MIB = 1 << 20
 
@@ -78,7 +87,7 @@ def test_the_layout_is_the_advisers(host: Context) -> None:
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
     shape = ModelShape("x", 32, 8, 128)
-    sizes = [size for size in host.info.page_sizes if 64 << 10 <= size <= 2 * MIB]
+    sizes = [size for size in PAGE_SIZES if size in host.info.page_sizes]
     wanted = advise(
         shape, requests, 8 << 30, choices(shape, sizes, max_group=8), Limits(CALL_US["stock"])
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import vllm
+from packaging.version import Version
 
 from pyvmem.vllm.geometry import runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
@@ -17,7 +18,8 @@ from pyvmem.vllm.versions import adapter_of
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        vllm.__version__ < "0.32", reason=f"vllm {vllm.__version__} has a buffer for each layer"
+        Version(vllm.__version__) < Version("0.32"),
+        reason=f"vllm {vllm.__version__} has a buffer for each layer",
     ),
 ]
 
