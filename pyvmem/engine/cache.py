@@ -605,11 +605,13 @@ class RequestCache(Closable):
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
         """`_slot` of each. All at once where all run, as in every step; else one by one."""
-        if self._requests.keys() >= set(requests) and not [
-            one for one in requests if one.state is not State.RUNNING or one._slot is None
-        ]:
-            slots = [one._slot for one in requests if one._slot is not None]
-            if self.cache.owners(slots) == [one.owner for one in requests]:
+        if self._requests.keys() >= set(requests):
+            running = State.RUNNING
+            slots = [
+                one._slot for one in requests if one.state is running and one._slot is not None
+            ]
+            owners = [one.owner for one in requests]
+            if len(slots) == len(owners) and self.cache.owners(slots) == owners:
                 return slots
         return list(map(self._slot, requests))
 

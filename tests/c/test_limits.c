@@ -6,22 +6,20 @@
 
 #include "check.h"
 
-static uint64_t sysctl_max(void) {
-  FILE *f = fopen("/proc/sys/vm/max_map_count", "re");
-  unsigned long long n = 0;
-  if (!f || fscanf(f, "%llu", &n) != 1) n = 0;
+/* What a file of /proc begins with, after `label`; 0 where it does not. */
+static uint64_t number_in(const char *path, const char *label) {
+  FILE *f = fopen(path, "re");
+  char line[64] = "";
+  size_t skip = strlen(label);
+  if (f && !fgets(line, sizeof(line), f)) line[0] = 0;
   if (f) fclose(f);
-  return n;
+  return strncmp(line, label, skip) ? 0 : strtoull(line + skip, NULL, 10);
 }
 
+static uint64_t sysctl_max(void) { return number_in("/proc/sys/vm/max_map_count", ""); }
+
 /* Bytes that this process has read so far. */
-static uint64_t read_so_far(void) {
-  FILE *f = fopen("/proc/self/io", "re");
-  unsigned long long n = 0;
-  if (!f || fscanf(f, "rchar: %llu", &n) != 1) n = 0;
-  if (f) fclose(f);
-  return n;
-}
+static uint64_t read_so_far(void) { return number_in("/proc/self/io", "rchar: "); }
 
 /* Every second page: each is a VMA, and so is each hole. Stops with -ENOSPC before the kernel would, so
  * that the process can still make mappings of its own, and everything can be unmapped again. */
