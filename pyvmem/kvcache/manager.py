@@ -40,6 +40,7 @@ from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
+from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
@@ -565,10 +566,28 @@ def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> bo
     """
     first = wants[0][0].reclaimer
     others = None if first.share is None else first.share.beside([g.reclaimer for g, _ in wants])
-    for group, _ in wants:
-        group.pager.poll()
+    givers = [group.reclaimer for group, _ in wants]
+    givers += [] if others is None else others.others()
+    while True:
+        for group, _ in wants:
+            group.pager.poll()
+        if others is not None:
+            others.poll()
+        under_way = any(one.unmaps for one in givers)
+        missing = _begin_what_comes_back(wants, others, more)
+        if missing <= 0 or any(one.unmaps for one in givers):
+            return True
+        if not under_way:
+            return False
+        # It ended meanwhile, so that what else its slots have can be begun.
+
+
+def _begin_what_comes_back(
+    wants: Sequence[tuple[Group, _Want]], others: Share | None, more: int
+) -> int:
+    """Begins what can be begun now; the bytes that are missing beyond that."""
+    first = wants[0][0].reclaimer
     if others is not None:
-        others.poll()
         others.take(_bytes_lacking(wants) + more - first.room)
     for group, want in wants:
         own, size = group.reclaimer, group.layout.page_size
@@ -601,9 +620,7 @@ def _begin_to_reclaim(wants: Sequence[tuple[Group, _Want]], more: int = 0) -> bo
             others.stop_promoting(wait=False)
     for group, _ in wants:
         group.reclaim_due = True
-    givers = [group.reclaimer for group, _ in wants]
-    givers += [] if others is None else others.others()
-    return missing <= 0 or any(one.unmaps for one in givers)
+    return missing
 
 
 def _missing(wants: Sequence[tuple[Group, _Want]], more: int) -> int:

@@ -149,6 +149,26 @@ def test_what_comes_back_is_promised_once(context: Context, work: FdEvent) -> No
         cache.check_integrity()
 
 
+def test_an_unmapping_that_ends_while_others_are_begun(
+    context: Context, work: FdEvent, monkeypatch: Any
+) -> None:
+    """The rest of its slot's pages is asked for then."""
+    with part_unmapping(context, work) as cache:
+        own = cache._groups[0].reclaimer
+        want = lens(cache, **{f"r{cache.alloc_reqid(8 * ROWS)}": 8 * ROWS})
+        assert own.unmaps
+
+        def evict(pages: int) -> int:
+            work.set()
+            eventually(lambda: all(unmap.done() for unmap in own.unmaps))
+            own.poll()
+            return 0
+
+        monkeypatch.setattr(own, "evict", evict)
+        assert cache.step_async(want) == 0
+        assert cache.step(want) == 0
+
+
 def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)
