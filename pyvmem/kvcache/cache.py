@@ -738,7 +738,7 @@ class KVCache(MustClose):
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
             self._manager,
-            partial(waits.before_move, reqid=reqid, work=work, wait=wait),
+            partial(waits.before_promote, reqid=reqid, work=work, wait=wait),
             partial(manager.promote, reqid=reqid, work=work, wait=wait),
         )
 

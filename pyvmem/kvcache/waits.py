@@ -47,6 +47,7 @@ __all__ = [
     "Look",
     "before_fork",
     "before_move",
+    "before_promote",
     "before_prefix",
     "before_reclaim",
     "before_record",
@@ -234,8 +235,17 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
     return waits
 
 
+def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
+    """See `KVCache.promote`; `work`: the last work on the request."""
+    if wait:
+        return before_move(groups, reqid, work, wait=True)
+    # What is under way already is only counted.
+    both = _both(groups, reqid)
+    return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
+
+
 def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
-    """See `KVCache.move` and `promote`; `work`: the last work on the request."""
+    """See `KVCache.move`; `work`: the last work on the request."""
     waits: Waits = []
     for group, slot in _both(groups, reqid):
         waits += _own(group, slot)

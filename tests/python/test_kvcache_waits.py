@@ -169,6 +169,18 @@ def test_an_unmapping_that_ends_while_others_are_begun(
         assert cache.step(want) == 0
 
 
+def test_a_promotion_under_way_is_not_waited_for(backend: str) -> None:
+    with in_slabs(backend) as context, cache_over(context) as cache:
+        (one, _) = in_pieces(cache, PART)
+        with FdEvent.create() as written, FdEvent.create() as later:
+            assert cache.promote(one, stream=written) == 1
+            assert promptly(lambda: cache.promote(one, stream=later), later) == 1
+            written.set()
+            later.set()
+            cache.promote(one, wait=True)
+        assert cache.snapshot()[one].large_pages == UNIT
+
+
 def test_others_grow_meanwhile(context: Context, work: FdEvent) -> None:
     with small_cache(context, max_batch=2, deferred_reclaim=False) as cache:
         other = started(cache, ROWS)
