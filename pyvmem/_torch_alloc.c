@@ -38,7 +38,7 @@ static struct pool {
   vmem_t vm; /* 0: no context is registered */
   uint64_t page;
   uint32_t reserve_flags;
-  int (*sync)(void);
+  struct pyvmem_torch_gpu gpu; /* all 0: there is no GPU work */
   struct block *blocks;
   uint64_t mallocs, frees, failures;
   char error[640];
@@ -90,14 +90,26 @@ static int make_block(struct pool *p, uint64_t size, struct block **out) {
   return 0;
 }
 
+/* Waits for the device's work. The thread may have no context current, as one that only drops a tensor. */
+static int synchronize(const struct pyvmem_torch_gpu *gpu) {
+  const char *function = "cuCtxPushCurrent";
+  int status = ((int (*)(void *))(uintptr_t)gpu->push)((void *)(uintptr_t)gpu->context);
+  if (!status) {
+    void *ignored;
+    function = "cuCtxSynchronize";
+    status = ((int (*)(void))(uintptr_t)gpu->synchronize)();
+    ((int (*)(void **))(uintptr_t)gpu->pop)(&ignored);
+  }
+  if (!status) return 0;
+  vm_error_begin("vmem_free");
+  return vm_fail(-EIO, "%s returned %d; the memory stays mapped", function, status);
+}
+
 /* GPU work on a block may be unfinished when torch frees it. cudaFree waits for that work, and so does this. */
 static int end_block(struct pool *p, struct block *b) {
-  if (!b->paused && p->sync) {
-    int status = p->sync();
-    if (status) {
-      vm_error_begin("vmem_free");
-      return vm_fail(-EIO, "cuCtxSynchronize returned %d; the memory stays mapped", status);
-    }
+  if (!b->paused && p->gpu.synchronize) {
+    int err = synchronize(&p->gpu);
+    if (err) return err;
   }
   return vMemFree(p->vm, b->addr, VMEM_FREE_UNMAP);
 }
@@ -171,7 +183,8 @@ static struct pool *get(const char *op, int device, int *err) {
   return p;
 }
 
-int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, uint64_t sync) {
+int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags,
+                      const struct pyvmem_torch_gpu *gpu) {
   int err;
   struct pool *p = get("VMemPool", device, &err);
   if (!p) return err;
@@ -181,7 +194,7 @@ int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_fla
     p->vm = vm;
     p->page = page;
     p->reserve_flags = reserve_flags;
-    p->sync = (int (*)(void))(uintptr_t)sync;
+    p->gpu = gpu ? *gpu : (struct pyvmem_torch_gpu){0};
     p->mallocs = p->frees = p->failures = 0;
     p->error[0] = 0;
   }

@@ -11,9 +11,14 @@ struct pyvmem_torch_stats {
   char error[640];                                          /* the last failure, "" = none */
 };
 
-/* Makes `vm` the context of a device. `sync`: the address of cuCtxSynchronize, 0 = nothing to wait for.
- * -EBUSY: the device has one. */
-int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, uint64_t sync);
+/* A device's primary context, and the addresses of functions of libcuda. */
+struct pyvmem_torch_gpu {
+  uint64_t context, push, synchronize, pop;
+};
+
+/* Makes `vm` the context of a device. `gpu`: what a free waits for, in any thread, until the pool is closed; NULL
+ * = nothing. -EBUSY: the device has one. */
+int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, const struct pyvmem_torch_gpu *gpu);
 /* -EBUSY: blocks live. */
 int pyvmem_torch_close(int device);
 /* Sets the tag of what the calling thread allocates from now on; returns the one before. */

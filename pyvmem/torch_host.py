@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from pyvmem import _native
+from pyvmem.cuda_primary import CudaError, PrimaryContext
 
 __all__ = ["HostBlock", "HostMemory"]
 
@@ -79,7 +80,7 @@ class HostBlock:
     def unlock(self) -> None:
         """Ends the locking, before the range goes: CUDA would take what comes there for locked."""
         # A child of a fork has a copy of this object, and no CUDA.
-        if self._locked_by == os.getpid():
+        if self._device is not None and self._locked_by == os.getpid():
             _call(self._device, "cuMemHostUnregister", self.address)
         self._locked_by = 0
 
@@ -144,24 +145,13 @@ class HostMemory:
         return sum(block.size for block in self._used + self._spare if block.locked)
 
 
-def _call(device: int | None, function: str, address: int, *arguments: int) -> int:
-    """Calls a function of libcuda's in the device's primary context; returns its result.
-
-    Not by the runtime: a failure there would be reported by the next launch of a kernel.
-    """
-    cuda = ctypes.CDLL("libcuda.so.1")
-    number, context, ignored = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    code: int = cuda.cuDeviceGet(ctypes.byref(number), device)
-    if code:
-        return code
-    code = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-    if code:
-        return code
-    code = cuda.cuCtxPushCurrent_v2(context)
-    if code == 0:
-        sizes = [ctypes.c_size_t(one) for one in arguments[:1]]
-        flags = [ctypes.c_uint(one) for one in arguments[1:]]
-        code = getattr(cuda, function)(ctypes.c_void_p(address), *sizes, *flags)
-        cuda.cuCtxPopCurrent_v2(ctypes.byref(ignored))
-    cuda.cuDevicePrimaryCtxRelease_v2(number)
-    return code
+def _call(device: int, function: str, address: int, *numbers: int) -> int:
+    """Calls a function of libcuda's in the device's primary context; returns its result."""
+    sizes = [ctypes.c_size_t(one) for one in numbers[:1]]
+    flags = [ctypes.c_uint(one) for one in numbers[1:]]
+    try:
+        with PrimaryContext(device) as primary:
+            primary.call(function, ctypes.c_void_p(address), *sizes, *flags)
+    except CudaError as error:
+        return error.code
+    return 0

@@ -21,7 +21,6 @@ replayed: it holds addresses.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import threading
@@ -33,6 +32,7 @@ from typing import Any
 from pyvmem import _native, _vmem
 from pyvmem._native import torch_alloc
 from pyvmem.context import Context
+from pyvmem.cuda_primary import CudaError, PrimaryContext
 from pyvmem.info import Caps
 from pyvmem.torch_host import HostMemory
 from pyvmem.torch_tags import Tag, TorchPoolStats
@@ -55,6 +55,7 @@ class VMemPool:
 
     Raises:
         Busy: the device has an open pool already.
+        VMemError: CUDA cannot keep the device's primary context.
     """
 
     def __init__(self, context: Context) -> None:
@@ -70,21 +71,20 @@ class VMemPool:
         self._anchor = context.reserve(context.info.granule)
         self._hold: Any = self._anchor.array((1,), "uint8")
         flags = _VISIBLE if visible else 0
+        self._primary: PrimaryContext | None = None
         try:
+            if context.cuda_device is not None:
+                self._primary = PrimaryContext(self._device)
             torch_alloc.open(
-                self._device, context.handle, context.info.granule, flags, self._synchronizer()
+                self._device, context.handle, context.info.granule, flags, self._primary
             )
+        except CudaError as error:
+            self._let_go()
+            _native.fail(errno.EIO, f"device {self._device}: {error}", op="VMemPool")
         except BaseException:
             self._let_go()
             raise
         self._closed = False
-
-    def _synchronizer(self) -> int:
-        """The address of cuCtxSynchronize, which `vmem_free` calls; 0 on ``host``."""
-        if self._context.cuda_device is None:
-            return 0
-        function = ctypes.CDLL("libcuda.so.1").cuCtxSynchronize
-        return ctypes.cast(function, ctypes.c_void_p).value or 0
 
     # ---- allocation ----------------------------------------------------------------------------
 
@@ -303,6 +303,8 @@ class VMemPool:
             torch.cuda.empty_cache()
 
     def _let_go(self) -> None:
+        if self._primary is not None:
+            self._primary.close()
         self._hold = None
         self._anchor.close()
 

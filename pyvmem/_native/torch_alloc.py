@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from pyvmem._native.boundary import call, constant
 from pyvmem._vmem import ffi, lib
@@ -13,9 +13,28 @@ __all__ = ["ALL", "close", "open", "owns", "pause", "resume", "saved", "set_tag"
 ALL = constant("PYVMEM_TORCH_ALL")
 
 
-def open(device: int, vm: int, page: int, reserve_flags: int, sync: int) -> None:
-    """Makes `vm` the context that torch's allocations on a device come from."""
-    call(lib.pyvmem_torch_open, device, vm, page, reserve_flags, sync)
+class Primary(Protocol):
+    """What `open` needs of a device's primary context."""
+
+    handle: int
+
+    def address(self, function: str) -> int:
+        """The address of a function of libcuda."""
+
+
+def open(device: int, vm: int, page: int, reserve_flags: int, primary: Primary | None) -> None:
+    """Makes `vm` the context that torch's allocations on a device come from.
+
+    `primary`: what a free waits for; it lives until `close`. None: there is nothing to wait for.
+    """
+    gpu = ffi.NULL
+    if primary is not None:
+        gpu = ffi.new("struct pyvmem_torch_gpu *")
+        gpu.context = primary.handle
+        gpu.push = primary.address("cuCtxPushCurrent_v2")
+        gpu.synchronize = primary.address("cuCtxSynchronize")
+        gpu.pop = primary.address("cuCtxPopCurrent_v2")
+    call(lib.pyvmem_torch_open, device, vm, page, reserve_flags, gpu)
 
 
 def close(device: int) -> None:

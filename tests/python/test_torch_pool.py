@@ -103,6 +103,65 @@ def test_frees_of_what_is_no_block_are_counted_and_change_nothing(
     context.check()
 
 
+class Primary:
+    """A device's primary context, by functions that CUDA's stand for; `current` is the thread's."""
+
+    handle = 77
+
+    def __init__(self) -> None:
+        self.current = threading.local()
+        self.fails: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.functions = {
+            "cuCtxPushCurrent_v2": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.push),
+            "cuCtxSynchronize": ctypes.CFUNCTYPE(ctypes.c_int)(self.synchronize),
+            "cuCtxPopCurrent_v2": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.pop),
+        }
+
+    def address(self, function: str) -> int:
+        return ctypes.cast(self.functions[function], ctypes.c_void_p).value or 0
+
+    def push(self, context: int) -> int:
+        self.calls.append("push")
+        if "push" not in self.fails:
+            self.current.context = context
+        return self.fails.get("push", 0)
+
+    def synchronize(self) -> int:
+        self.calls.append("synchronize")
+        current = getattr(self.current, "context", None)
+        return self.fails.get("synchronize", 0) if current == self.handle else 201
+
+    def pop(self, _: int) -> int:
+        self.calls.append("pop")
+        self.current.context = None
+        return 0
+
+
+def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> None:
+    """As where a thread that calls nothing of CUDA drops the last reference to a tensor."""
+    primary, page = Primary(), host.info.granule
+    torch_alloc.open(0, host.handle, page, 0, primary)
+    try:
+        torch = Torch(0)
+        block = torch.malloc(page)
+        for what, code in (("push", 2), ("synchronize", 700)):
+            primary.fails = {what: code}
+            torch.free(block)
+            said = _vmem.ffi.string(torch_alloc.stats(0, torch_alloc.ALL).error).decode()
+            assert f"returned {code}; the memory stays mapped" in said
+            assert host.stats().mapped_bytes == page
+        primary.fails.clear()
+        primary.calls.clear()
+        thread = threading.Thread(target=torch.free, args=(block,))
+        thread.start()
+        thread.join()
+        assert primary.calls == ["push", "synchronize", "pop"]
+        assert host.stats().mapped_bytes == 0
+    finally:
+        torch_alloc.close(0)
+
+
 def test_exhaustion_gives_null_and_says_why(backend: str, page: int) -> None:
     context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
     with context, VMemPool(context) as pool:
