@@ -222,6 +222,8 @@ def part_models(_: list[Result]) -> list[str]:
                 cells = [number(row["median"]) for row in times if row]
                 body.append([words, name, *cells, *sizes, differs])
                 words = ""
+        if not body:
+            continue
         options = run["options"]
         head = ["", "", "prefill ms", "decode ms", "keys and values, GB", "torch's peak, GB"]
         lines += [

@@ -101,7 +101,9 @@ def gaps(record: Record) -> str:
     """What of a record was not measured and why, or failed; nothing if it is complete."""
     words = []
     for what, part in record.get("parts", {}).items():
-        if part.get("status") in ("partial", "failed"):
+        if part.get("status") == "not run" and part.get("rows"):  # written as it went
+            words.append(f"`{what}` broken off")
+        elif part.get("status") in ("partial", "failed"):
             reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
             why = "; ".join(short(reason) for reason in list(reasons)[:2]).replace("|", "\\|")
             words.append(f"`{what}` {part['status']}" + (f": {why}" if why else ""))

@@ -2,7 +2,8 @@
 """Fixtures: one context per test, on every back end that this machine can use.
 
 VMEM_TEST_BACKEND (names with commas between) chooses the back ends; one that is named and not
-usable is a failure, not a skip.
+usable is a failure, not a skip. VMEM_TEST_GRANULE (4096): bytes of the smallest page on `host`;
+with 2097152 its pages are cuda's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import pyvmem
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+HOST_GRANULE = int(os.environ.get("VMEM_TEST_GRANULE", "4096"))
+
+
 def usable_backends() -> list[str]:
     """The back ends to test: those asked for, or all that work here."""
     asked = os.environ.get("VMEM_TEST_BACKEND", "")
@@ -31,7 +35,7 @@ def usable_backends() -> list[str]:
 
 def open_context(backend: str, **options: object) -> pyvmem.Context:
     """A context with the back end's smallest granule that tests can afford."""
-    options.setdefault("granule", 4096 if backend == "host" else 0)
+    options.setdefault("granule", HOST_GRANULE if backend == "host" else 0)
     return pyvmem.Context(backend, **options)  # type: ignore[arg-type]
 
 

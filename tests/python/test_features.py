@@ -246,7 +246,7 @@ def use_budget(context: Context) -> None:
 
 def use_uneven(context: Context) -> None:
     page = context.info.granule
-    shapes = [LayerShape(page // 2048, 64), LayerShape(1, page // 16, 0)]
+    shapes = [LayerShape(page // 2048, 64), LayerShape(2, page // 32, 0)]
     options = {"dtype": "float32", "max_batch": 2, "max_seq_len": 16, "page_size": page}
     with LayeredCache(shapes, context, memory_limit=64 * page, **options) as cache:
         assert cache.alloc_reqid() == 0

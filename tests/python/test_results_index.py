@@ -94,6 +94,8 @@ def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
     assert readme_index.gaps({"parts": {"calls": part}}) == r"`calls` partial: no \| GPU"
     assert readme_index.gaps({"parts": {"calls": {"status": "failed"}}}) == "`calls` failed"
     assert readme_index.gaps({"parts": {"calls": {"status": "done"}}}) == ""
+    killed = {"status": "not run", "rows": [{"id": "calls/map"}]}
+    assert readme_index.gaps({"parts": {"calls": killed}}) == "`calls` broken off"
     assert readme_index.gaps({"tests": [{"name": "gap", "result": "FAIL"}]}) == "`gap` FAIL"
     assert readme_index.short("a few words " * 20).endswith("words a few ...")
 
