@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.ledger import Ledger, default_folder, devices
-from pyvmem.vllm.settings import parse_bytes
+from pyvmem.units import parse_bytes
 
 __all__ = ["add_parser", "run"]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.ledger import EngineInfo, Ledger, default_folder, devices
+from pyvmem.units import format_bytes
 
 __all__ = ["add_parser", "run"]
 
@@ -71,21 +72,15 @@ def rows(now: Reading, before: Reading, passed: float) -> list[tuple[str, ...]]:
                     device,
                     one.name,
                     str(one.pid),
-                    *map(size, (one.used, one.in_use, one.cached, one.limit, one.floor, one.want)),
+                    *map(
+                        format_bytes,
+                        (one.used, one.in_use, one.cached, one.limit, one.floor, one.want),
+                    ),
                     f"{one.hits / one.queries:.0%}" if one.queries else "",
                     *rates,
                 )
             )
     return found
-
-
-def size(nbytes: int) -> str:
-    """Human-readable bytes."""
-    value, units = float(nbytes), iter("KMGT")
-    unit = ""
-    while value >= 1024 and (following := next(units, "")):
-        value, unit = value / 1024, following
-    return f"{value:.1f}{unit}" if unit else str(nbytes)
 
 
 def plain(table: list[tuple[str, ...]], width: float = math.inf) -> str:

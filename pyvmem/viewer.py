@@ -27,7 +27,8 @@ from typing import Any
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.telemetry import Telemetry
-from pyvmem.top import seconds, size
+from pyvmem.top import seconds
+from pyvmem.units import format_bytes
 
 __all__ = ["add_parser", "draw", "fetch", "run", "watch"]
 
@@ -56,8 +57,9 @@ def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
     filled = round(24 * pages / total) if total else 0
     lines = [
         f"{name}  {cache['backend']} {cache['device']}".rstrip(),
-        f"[{'#' * filled}{' ' * (24 - filled)}] {size(stats['mapped_bytes'])} mapped, "
-        f"{size(stats['used_bytes'])} of rows, {size(stats['wasted_bytes'])} holding no token; "
+        f"[{'#' * filled}{' ' * (24 - filled)}] {format_bytes(stats['mapped_bytes'])} mapped, "
+        f"{format_bytes(stats['used_bytes'])} of rows, "
+        f"{format_bytes(stats['wasted_bytes'])} holding no token; "
         f"{pages} of {total} pages, {stats['short']} times short",
     ]
     slots = [slot for slot in cache["slots"] if slot["mapped_pages"] or slot["state"] == "broken"]

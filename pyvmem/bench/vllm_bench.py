@@ -37,6 +37,7 @@ from pyvmem.bench.vllm_loads import (
     later,
     tiny,
 )
+from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
 
@@ -836,9 +837,9 @@ def add_parser(which: Any) -> None:
     add("--rate", type=float, default=14.0, help="share: of a burst, requests a second (14)")
     add("--seconds", type=float, default=0.0, help="of a load (12; share 40)")
     add("--block-size", type=int, default=16, help="tokens of a block of vLLM (16)")
-    add("--page", type=int, default=0, metavar="BYTES", help="of the pool (64 KiB)")
+    add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (64K)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
-    add("--kv-memory", type=int, default=0, metavar="BYTES",
-        help="of each engine (16 GiB; rough 8, blocks 40); share: of all (12 GiB)")  # fmt: skip
+    add("--kv-memory", type=size, default=0, metavar="SIZE",
+        help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE", help="requests and their times from a trace")
     parser.set_defaults(run=run)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.kvcache.config import DTYPE_BYTES
+from pyvmem.units import parse_bytes
 
 __all__ = [
     "add_dtype",
@@ -20,20 +21,16 @@ __all__ = [
     "sizes",
 ]
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
 
 def size(text: str) -> int:
     """Bytes of "80G", "64K", "65536"; units are powers of 1,024."""
-    number = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = number[-1:] if number[-1:] in ("K", "M", "G") else ""
     try:
-        value = float(number.removesuffix(unit)) * _UNITS[unit]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64K or 80G") from None
-    if not 1 <= value < 1 << 62:
+        value = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is out of range")
-    return int(value)
+    return value
 
 
 def sizes(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.serve.printer import ended
-from pyvmem.top import size
+from pyvmem.units import format_bytes
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
@@ -113,8 +113,8 @@ class Screen:
         filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
         waiting = len(self._prompts) - self._answered - running
         return (
-            f"[{'#' * filled}{'.' * (_BAR - filled)}] {size(stats.mapped_bytes)} mapped, "
-            f"{size(stats.used_bytes)} of rows; {running} running, {waiting} waiting, "
+            f"[{'#' * filled}{'.' * (_BAR - filled)}] {format_bytes(stats.mapped_bytes)} mapped, "
+            f"{format_bytes(stats.used_bytes)} of rows; {running} running, {waiting} waiting, "
             f"{self._answered} answered"
         )
 

@@ -24,24 +24,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Settings", "parse_bytes"]
+from pyvmem.units import parse_bytes
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def parse_bytes(text: str, name: str = "size") -> int:
-    """Parses a size as people write it.
-
-    Raises:
-        ValueError: not a size; says which one.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I)
-    if not found:
-        raise ValueError(f"{name}={text!r}: expected a size such as 20G or 512M")
-    value = float(found[1]) * _UNITS[found[2].upper()]
-    if value >= 1 << 62:
-        raise ValueError(f"{name}={text!r}: expected less than 2**62 bytes")
-    return int(value)
+__all__ = ["Settings"]
 
 
 def _seconds(text: str, name: str) -> float:

@@ -30,7 +30,7 @@ from pyvmem.serve import model as models
 from pyvmem.serve.printer import AnswerPrinter
 from pyvmem.serve.screen import Screen
 from pyvmem.serve.trace import Recorder, Replay
-from pyvmem.top import size
+from pyvmem.units import format_bytes
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -135,7 +135,7 @@ def test_answers_stand_beside_their_prompts() -> None:
             assert re.search(r"0 +What \[bold\]now\S* \.{3} +This", shown)
             assert re.search(r"1 +And then\? +Then \[x\] come", shown)
             assert "2 running, 1 waiting, 0 answered" in " ".join(shown.split())
-            assert size(cache.stats().mapped_bytes) + " mapped" in shown
+            assert format_bytes(cache.stats().mapped_bytes) + " mapped" in shown
             out.truncate(0)
             done = Completion(Job(0, (1,), 9), (33,), (), FinishReason.EOS, 0, 0, 9)
             screen.feed(TokenEvent(0, 33, done))

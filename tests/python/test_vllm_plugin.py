@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 from pyvmem.errors import NotSupported
+from pyvmem.units import parse_bytes
 from pyvmem.vllm import plugin
 from pyvmem.vllm.plugin import CannotWork, configure
-from pyvmem.vllm.settings import Settings, parse_bytes
+from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.versions import ADAPTERS, UnknownVersion, adapter_of
 from pyvmem.vllm.worker import ElasticWorker
 

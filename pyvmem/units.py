@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: MIT
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(text: str, name: str = "size") -> int:
+    """Bytes of "80G", "64K", "1.5 GiB", "65536"; units are powers of 1,024.
+
+    Raises:
+        ValueError: not a size; says which one.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I)
+    if not found:
+        raise ValueError(f"{name}={text!r}: expected a size such as 20G or 512M")
+    value = float(found[1]) * _UNITS[found[2].upper()]
+    if value >= 1 << 62:
+        raise ValueError(f"{name}={text!r}: expected less than 2**62 bytes")
+    return int(value)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Human-readable bytes."""
+    value, units = float(nbytes), iter("KMGT")
+    unit = ""
+    while value >= 1024 and (following := next(units, "")):
+        value, unit = value / 1024, following
+    return f"{value:.1f}{unit}" if unit else str(nbytes)
