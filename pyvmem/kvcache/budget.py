@@ -43,12 +43,11 @@ from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
-from pyvmem.ledger import Participant, device_of, weakly
+from pyvmem.ledger import Ledger, Participant, device_of, weakly
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.kvcache.reclaim import Reclaimer
-    from pyvmem.ledger import Ledger
 
 __all__ = [
     "Budget",
@@ -206,6 +205,8 @@ class Budget(Closable):
         self._shares: list[Share] = []
         self._ledger: OnLedger | None = None
         self._left = False
+        if not (ledger is None or isinstance(ledger, Ledger)):
+            raise invalid(f"ledger must be a pyvmem.ledger.Ledger, not {ledger!r}")
         if not 0 <= floor_bytes <= self.total_bytes or (floor_bytes and ledger is None):
             most = self.total_bytes if ledger is not None else 0
             raise invalid(
