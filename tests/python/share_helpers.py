@@ -94,7 +94,8 @@ class ShareModel:
         parts: its groups of equal layers.
         tokens: by reqid, the ids whose rows the request holds.
         tags: by reqid, what the rows hold.
-        waits: GPU work of freed requests may go on when a call wants their slots.
+        waits: GPU work of freed requests may go on when a call wants their slots, as that of the
+            current stream may on a GPU.
     """
 
     waits = False
@@ -103,6 +104,7 @@ class ShareModel:
         self.cache = cache
         self.parts = cache.caches
         self.first = self.parts[0]
+        self.waits |= cache.context.cuda_device is not None
         self.random = random.Random(seed)
         self.tokens: dict[int, list[int]] = {}
         self.tags: dict[int, list[int]] = {}

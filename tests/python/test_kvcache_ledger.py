@@ -259,7 +259,7 @@ def test_a_gpu_in_mig_mode_is_refused(
 
 def test_bad_input(folder: Path, host: Context) -> None:
     total = 16 * COLUMN * PAGE
-    with pytest.raises(InvalidArgument, match="ledger must be a pyvmem.ledger.Ledger, not '/tmp'"):
+    with pytest.raises(InvalidArgument, match=r"a pyvmem\.ledger\.Ledger, not '/tmp'"):
         Budget(host, total, ledger="/tmp")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="floor_bytes 1: 0 to 0, the total, in a ledger"):
         Budget(host, total, floor_bytes=1)
