@@ -55,7 +55,7 @@ class SlotCache(SlotCacheBase):
         if len(classes_of(kept_shapes(options, config))[0]) > 1:
             raise NotSupported(
                 f"continuous batching over virtual memory: layers that differ (rows of several "
-                f"sizes or windows) need transformers 5.23; {transformers.__version__} is here",
+                f"sizes or windows) need transformers 5.18; {transformers.__version__} is here",
                 op="continuous batching",
             )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common base of the caches for all versions of transformers; see cb_5_23.py."""
+"""Common base of the caches for all versions of transformers; see cb_5_18.py."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ from pyvmem.kvcache.config import invalid
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
 
 #: transformers' versions that were checked, and the cache that each one needs.
-CHECKED = {"5.17": "pyvmem.hf.cb_5_17", "5.23": "pyvmem.hf.cb_5_23"}
+CHECKED = {
+    "5.17": "pyvmem.hf.cb_5_17",
+    **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 24)},
+}
 
 _lock = threading.Lock()
 _models: weakref.WeakKeyDictionary[Any, Options] = weakref.WeakKeyDictionary()

@@ -17,12 +17,12 @@ VERSION = ".".join(HERE.split(".")[:2])
 OLD = VERSION == "5.17"
 """It has no layers that differ, forks no request, and calls a page a block."""
 
-HOW: dict[str, Any] = (
-    {"block_size": 16} if OLD else {"page_size": 16, "auto_switch_to_flash": False}
-)
+HOW: dict[str, Any] = {"block_size" if OLD else "page_size": 16}
+if "auto_switch_to_flash" in transformers.ContinuousBatchingConfig.__annotations__:  # from 5.19 on
+    HOW["auto_switch_to_flash"] = False
 """Of a `ContinuousBatchingConfig`: small blocks, and the attention that the model has."""
 
 checked_versions = pytest.mark.skipif(
     VERSION not in CHECKED,
-    reason=f"continuous batching needs transformers {' or '.join(CHECKED)}; {HERE} is here",
+    reason=f"continuous batching needs a transformers of {', '.join(CHECKED)}; {HERE} is here",
 )

@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 layers_that_differ = pytest.mark.skipif(
-    OLD, reason=f"layers that differ need transformers 5.23; {HERE} is here"
+    OLD, reason=f"layers that differ need transformers 5.18; {HERE} is here"
 )
 GEMMA3 = pytest.param("gemma3", marks=layers_that_differ)
 
@@ -152,7 +152,7 @@ def test_requests_begin_with_what_a_window_still_holds(
     assert host.stats().used_bytes == 0
 
 
-@pytest.mark.skipif(OLD, reason=f"answers are forked by transformers 5.23; {HERE} is here")
+@pytest.mark.skipif(OLD, reason=f"answers are forked by transformers 5.18; {HERE} is here")
 @pytest.mark.parametrize(("kind", "tile"), [("gemma3", 0), ("mistral", 16)])
 def test_answers_are_forked_behind_a_window(host: pyvmem.Context, kind: str, tile: int) -> None:
     model, inputs = model_of(kind), stems(prompts(1, 9))
@@ -268,7 +268,7 @@ def test_layers_that_differ_are_refused_where_the_plug_is_installed(
     """By the adapter of 5.17, for one model or at the first use of every model's."""
     monkeypatch.setattr(continuous, "_adapter", lambda: cb_5_17.SlotCache)
     model, same = model_of("gemma3"), model_of("mistral")
-    text = f"layers that differ .* need transformers 5.23; {HERE} is here"
+    text = f"layers that differ .* need transformers 5.18; {HERE} is here"
     with pytest.raises(NotSupported, match=text), vmem_continuous_batching(model):
         pass
     with vmem_continuous_batching(**options(host)):
