@@ -167,19 +167,42 @@ def lint(session: Session) -> None:
         raise Failed("; ".join(failed))
 
 
+def on_host(session: Session, python: Path, *what: str | Path) -> None:
+    """pytest on the back end host: a process for each processor, each with whole files."""
+    marks = "long or not long" if session.long else "not long"
+    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
+    call(python, "-m", "pytest", "-q", "-m", marks, *spread, *what, VMEM_TEST_BACKEND="host")
+
+
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
-    marks = "long or not long" if session.long else "not long"
-    # A process for each processor, each with whole files.
-    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
-    call(
-        PYTHON, "-m", "pytest", "-q", "-m", marks, *spread, "tests/python", VMEM_TEST_BACKEND="host"
-    )
+    on_host(session, PYTHON, "tests/python")
+
+
+def can(script: str, *words: str) -> bool:
+    """Runs a script that sets something up, or checks it; False: this machine cannot."""
+    command = [str(PYTHON), str(ROOT / "scripts" / script), *words]
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
+    if status not in (0, CANNOT):
+        raise Failed(f"exit status {status}: scripts/{script}")
+    return status == 0
+
+
+def transformers(session: Session) -> None:
+    """The tests that use transformers, with the oldest version that pyproject.toml asks for."""
+    if not can("transformers_setup.py"):
+        session.skip("the oldest transformers: its environment cannot be had here (see above)")
+        return
+    python = BUILD / "transformers" / "bin" / "python"
+    version = quiet(python, "-c", "import transformers; print(transformers.__version__)").strip()
+    print(f"transformers {version}", flush=True)
+    tests = sorted(ROOT.glob("tests/python/test_*.py"))
+    uses = [one for one in tests if "transformers" in one.read_text(encoding="utf-8")]
+    on_host(session, python, *(one.relative_to(ROOT) for one in uses))
 
 
 def vllm(session: Session) -> None:
     """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: also the newest."""
-    setup = ROOT / "scripts" / "vllm_setup.py"
     marks = "long or not long" if session.long else "not long"
     # Warnings are vLLM's own, hundreds of them.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
@@ -189,13 +212,9 @@ def vllm(session: Session) -> None:
     for name, more in {"vllm": [], "vllm-newest": newest}.items():
         if name == "vllm-newest" and not session.long:
             break
-        words = [str(PYTHON), str(setup), *(["newest"] if more else [])]
-        status = subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
-        if status == CANNOT:
+        if not can("vllm_setup.py", *(["newest"] if more else [])):
             session.skip(f"{name}: its environment cannot be had here (see above)")
             break
-        if status:
-            raise Failed(f"exit status {status}: {setup.name}")
         python = BUILD / name / "bin" / "python"
         call(python, "-m", "pytest", *options, *more, "tests/vllm", PYTHONPATH=str(ROOT))
 
@@ -302,12 +321,8 @@ def wheel(session: Session) -> None:
 
 def in_new_systems(session: Session, script: str, what: str) -> None:
     """Runs a check that makes Debian systems of its own, which not every machine can."""
-    command = [str(PYTHON), str(ROOT / "scripts" / script)]
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
-    if status == CANNOT:
+    if not can(script):
         session.skip(f"{what} in a new Debian system: it cannot be made here (see above)")
-    elif status:
-        raise Failed(f"exit status {status}: scripts/{script}")
 
 
 def wheel_debian(session: Session) -> None:
@@ -331,6 +346,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "docs": docs,
     "python": python_tests,
     "vllm": vllm,
+    "transformers": transformers,
     "gpu-checks": gpu_checks,
     "kernel-scripts": kernel_scripts,
     "kernel": kernel,
@@ -342,7 +358,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
-LONG = ("wheel-debian", "deb")  # run where they are named and by --long
+LONG = ("transformers", "wheel-debian", "deb")  # run where they are named and by --long
 
 
 def minutes(seconds: float) -> str:

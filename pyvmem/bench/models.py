@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from pyvmem.errors import VMemError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
     import torch
 
@@ -202,6 +204,13 @@ def _model(kind: Kind, quick: bool, device: torch.device) -> Any:
         torch.set_default_dtype(before)
 
 
+def _forget_locals(error: BaseException | None) -> None:
+    """Drops what the frames of an error, and of those behind it, hold: tensors of a cache."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 class _Way:
     """Requests of one length on one cache; a context manager that frees all memory."""
 
@@ -217,8 +226,14 @@ class _Way:
             self._stack = undo.pop_all()
         return self
 
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _forget_locals(error)
+        self._stack.__exit__(kind, error, trace)
 
     def open(self, stack: ExitStack) -> None:
         """Makes the cache."""

@@ -20,6 +20,7 @@ from transformers import cache_utils
 from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
+from pyvmem.hf.empty import VMemNothing
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import Rows, Settings
 from pyvmem.hf.shapes import ATTENTION, NO_ATTENTION
@@ -32,7 +33,6 @@ __all__ = ["VMemCache", "drafting"]
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
-_Dummy: Any = getattr(cache_utils, "DummyLayer", None)  # for a layer that keeps nothing; 5.23
 
 
 class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
@@ -45,7 +45,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
     slots. Heads, type and device are taken from the first keys; memory is allocated only then.
     Layers with a sliding window keep the window, and ``window_tile`` tokens before it, which
     assisted generation may take back. For MLA the latent is stored, one tensor per layer, where
-    transformers passes it to the cache (5.23). Layers of linear attention, state spaces and short
+    the model passes it to the cache. Layers of linear attention, state spaces and short
     convolutions keep their state in the same slots, a row for each request; such a cache cannot be
     cropped, and so not be used in assisted generation. Rows are written in place, which autograd
     records as for a `StaticCache`: without ``torch.no_grad()``, results keep their inputs alive,
@@ -94,12 +94,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         layers: list[Any] = []
         for index, shape in enumerate(shapes):
             if isinstance(shape, EmptyShape):
-                if _Dummy is None:
-                    raise NotSupported(
-                        f"VMemCache: layer {index} keeps nothing, which needs transformers 5.23",
-                        op="VMemCache",
-                    )
-                layers.append(_Dummy())
+                layers.append(VMemNothing(index))
             elif isinstance(shape, StateShape):
                 layers.append(VMemState(rows, index))
             else:

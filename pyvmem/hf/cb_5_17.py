@@ -11,8 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_common import FULL, SlotCacheBase
+from pyvmem.hf.cb_options import Options, kept_shapes
+from pyvmem.kvcache.config import classes_of
 
 __all__ = ["SlotCache"]
 
@@ -30,13 +34,6 @@ class SlotCache(SlotCacheBase):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if len(self.requests.parts) > 1:
-            self.requests.close()
-            raise NotSupported(
-                "continuous batching of transformers 5.17 over virtual memory: layers that differ "
-                "need 5.23",
-                op="continuous batching",
-            )
         layout = self.requests.parts[0].layout
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors
@@ -46,6 +43,21 @@ class SlotCache(SlotCacheBase):
         self.head_dim = layout.config.head_dim
         self.key_cache = [None] * layout.config.num_layers
         self.group_cache_managers: list[Any] = []
+
+    @classmethod
+    def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
+        """Refuses what every version does, and layers that differ: a page holds one size of rows.
+
+        Raises:
+            NotSupported: see `SlotCacheBase.check`; rows of several sizes or windows.
+        """
+        super().check(options, config, tensor_parallel)
+        if len(classes_of(kept_shapes(options, config))[0]) > 1:
+            raise NotSupported(
+                f"continuous batching over virtual memory: layers that differ (rows of several "
+                f"sizes or windows) need transformers 5.18; {transformers.__version__} is here",
+                op="continuous batching",
+            )
 
     # ---- scheduler and offloading ----------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common base of the caches for all versions of transformers; see cb_5_23.py."""
+"""Common base of the caches for all versions of transformers; see cb_5_18.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SlotCacheBase:
         model_supports_logits_to_keep: bool = False,
         tp_plan: Any = None,
     ) -> None:
-        check_model(config, distributed_helper.tp_size)
+        self.check(options, config, distributed_helper.tp_size)
         cb_config = continuous_batching_config
         self.config = config
         self.dtype = dtype
@@ -81,6 +81,15 @@ class SlotCacheBase:
         cb_config.max_requests_per_batch = min(cb_config.max_requests_per_batch or slots, slots)
         self.max_batch_tokens: int = cb_config.max_batch_tokens or _MAX_BATCH_TOKENS
         self.allow_block_sharing = self.use_prefix_sharing = self.requests.sharing
+
+    @classmethod
+    def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
+        """Refuses models that the version cannot serve, before anything is changed.
+
+        Raises:
+            NotSupported: see `check_model`.
+        """
+        check_model(config, tensor_parallel)
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Shares a recorded prefix of the prompt with the request; returns its tokens."""

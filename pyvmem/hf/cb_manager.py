@@ -24,7 +24,6 @@ from pyvmem.hf.cb_options import (
     Options,
     adjust,
     check_attention,
-    check_model,
     request_limits,
 )
 from pyvmem.hf.latent import absorbed
@@ -127,13 +126,17 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
     ) -> None:
         self._vmem = None if _options_for is None else _options_for(model)
         if self._vmem is not None:
-            check_model(model.config.get_text_config())
+            _slot_cache.check(self._vmem, model.config.get_text_config())
             check_attention(model)
             continuous_batching_config = copy.deepcopy(continuous_batching_config)
             adjust(continuous_batching_config)
         self._absorbed = ExitStack()  # ends with our attention
-        super().__init__(model, generation_config, continuous_batching_config, workload_hints)
         self._vmem_cache: Any = None
+        try:
+            super().__init__(model, generation_config, continuous_batching_config, workload_hints)
+        except BaseException:
+            self._give_attention_back(model)
+            raise
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Gives the model our attention, until the manager is stopped."""
@@ -181,6 +184,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         if self._vmem is None or self.batch_processor is not None:
             return super()._create_batch_processor()
         options = self._vmem
+        self.switch_to_cb_friendly_attn(self.model)  # an earlier failure gave it back
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self._vmem_cache = _slot_cache(options, *args, **kwargs)
@@ -191,6 +195,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             processor = super()._create_batch_processor()
         except BaseException:
             self._close_cache()
+            self._give_attention_back(self.model)
             raise
         finally:
             _building.cache = None
@@ -202,18 +207,25 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers; frees all memory unless the manager is kept."""
         super().stop(*args, **kwargs)
-        self._leave_model()
+        self._leave(self.model)
         if self.batch_processor is None:
             self._close_cache()
 
     def destroy(self) -> None:
         """As in transformers; frees all memory."""
         super().destroy()
-        self._leave_model()
+        self._leave(self.model)
         self._close_cache()
 
-    def _leave_model(self) -> None:
-        if self.model.config._attn_implementation != ATTENTION:
+    def _give_attention_back(self, model: Any) -> None:
+        """What `stop` does to the model, for a manager that cannot begin."""
+        if self._original_attn_impl is not None:
+            model.set_attn_implementation(self._original_attn_impl)
+            self._original_attn_impl = None
+        self._leave(model)
+
+    def _leave(self, model: Any) -> None:
+        if model.config._attn_implementation != ATTENTION:
             self._absorbed.close()
 
     def _close_cache(self) -> None:

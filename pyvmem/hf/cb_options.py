@@ -29,6 +29,7 @@ __all__ = [
     "adjust",
     "check_attention",
     "check_model",
+    "kept_shapes",
     "make_requests",
     "request_limits",
 ]
@@ -162,6 +163,18 @@ def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, 
     return slots, longest
 
 
+def kept_shapes(options: Options, config: Any) -> list[LayerShape]:
+    """What the layers of a model keep, as installed.
+
+    Raises:
+        InvalidArgument: the configuration does not tell. NotSupported: a layer has a state.
+    """
+    shapes = row_shapes(config, "continuous batching")
+    if options.keep_windows:
+        shapes = [dataclasses.replace(shape, window=0) for shape in shapes]
+    return shapes
+
+
 def make_requests(
     options: Options,
     config: Any,
@@ -187,10 +200,8 @@ def make_requests(
             has a state.
     """
     slots, longest = request_limits(options, config, cb_config)
-    shapes = row_shapes(config, "continuous batching")
-    windows = [shape.window for shape in shapes]
-    if options.keep_windows:
-        shapes = [dataclasses.replace(shape, window=0) for shape in shapes]
+    windows = [shape.window for shape in row_shapes(config, "continuous batching")]
+    shapes = kept_shapes(options, config)
     policy = {
         "dtype": dtype,
         "max_batch": slots,

@@ -26,14 +26,17 @@ from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
-from pyvmem.hf.cb_options import Options, check_attention, check_model
+from pyvmem.hf.cb_options import Options, check_attention
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
 
 #: transformers' versions that were checked, and the cache that each one needs.
-CHECKED = {"5.17": "pyvmem.hf.cb_5_17", "5.23": "pyvmem.hf.cb_5_23"}
+CHECKED = {
+    "5.17": "pyvmem.hf.cb_5_17",
+    **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 24)},
+}
 
 _lock = threading.Lock()
 _models: weakref.WeakKeyDictionary[Any, Options] = weakref.WeakKeyDictionary()
@@ -96,7 +99,7 @@ def install(
             (``destroy_cached_continuous_batching_manager`` ends it).
         NotSupported: a version of transformers that was not checked, or a model whose attention is
             more than causal with windows: capped scores, chunks, shared layers, states; or whose
-            attention transformers cannot replace.
+            attention transformers cannot replace; or, with transformers 5.17, whose layers differ.
     """
     global _default
     options = Options(
@@ -104,7 +107,7 @@ def install(
     )
     slot_cache = _adapter()
     if model is not None:
-        check_model(model.config.get_text_config())
+        slot_cache.check(options, model.config.get_text_config())
         check_attention(model)
         if getattr(model, "_cached_continuous_batching_manager", None) is not None:
             raise invalid(

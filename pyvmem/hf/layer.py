@@ -139,9 +139,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
 
         Raises:
-            InvalidArgument: a positive number, as in transformers 5.23; the window of what is left
-                begins in rows that are gone (`KVCacheConfig.window_tile`); or other layers have a
-                state.
+            InvalidArgument: a positive number; the window of what is left begins in rows that are
+                gone (`KVCacheConfig.window_tile`); or other layers have a state.
         """
         if tokens_to_remove > 0:
             raise invalid(

@@ -3,8 +3,8 @@
 
 Windows and differences between layers come from the configuration. Heads and their sizes come from
 the keys and values that the model passes: these show what tensor parallelism left of them, and
-whether a model with MLA stores its latent (transformers 5.23: as keys of the latent's rank and
-values of the rotary part) or the keys and values computed from it.
+whether a model with MLA stores its latent (as keys of the latent's rank and values of the rotary
+part) or the keys and values computed from it.
 """
 
 from __future__ import annotations

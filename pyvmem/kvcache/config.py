@@ -425,9 +425,14 @@ def longest_of(config: Any) -> Any:
     )
 
 
+def _kinds(text: Any) -> Any:
+    """The kind of every layer; None: all are alike. RecurrentGemma has a name of its own for it."""
+    return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")
+
+
 def _window(text: Any) -> int:
     """The window that every layer has; 0 where one attends to everything."""
-    kinds = _attribute(text, "layer_types")
+    kinds = _kinds(text)
     if kinds is not None and set(kinds) != {_SLIDING}:
         return 0
     if getattr(text, "use_sliding_window", True) is False:
@@ -620,7 +625,7 @@ def layer_shapes(config: Any) -> list[Shape]:
     text = text_config(config)
     count = bounded("num_layers", _num_layers(text), 1, 1 << 14)
     _refuse_cross_attention(config, text)
-    kinds = _attribute(text, "layer_types")
+    kinds = _kinds(text)
     if kinds is not None and len(kinds) != count:
         raise invalid(f"layer_types names {len(kinds)} layers, the model has {count}")
     modes = _attribute(text, "kv_sharing_modes") or _shared_last(text, count)

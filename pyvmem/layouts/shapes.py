@@ -229,6 +229,7 @@ def _dtype(config: Any, given: str) -> str:
 
 
 _TELLING = (
+    "block_types",
     "cross_attention_layers",
     "hybrid_override_pattern",
     "is_encoder_decoder",

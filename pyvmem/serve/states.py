@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import cache_utils
 
-from pyvmem.errors import NotSupported
+from pyvmem.hf.empty import VMemNothing
 from pyvmem.kvcache import EmptyShape, LayeredCache, StateShape
 
 __all__ = ["StepPast"]
@@ -23,8 +23,7 @@ __all__ = ["StepPast"]
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
 _Layer: Any = cache_utils.CacheLayerMixin
-_State: Any = getattr(cache_utils, "LinearAttentionLayer", None)
-_Empty: Any = getattr(cache_utils, "DummyLayer", None)
+_State: Any = cache_utils.LinearAttentionLayer
 
 
 class _New(_Layer):  # type: ignore[misc]  # a base that is Any
@@ -65,21 +64,15 @@ class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
         cache: whose slots.
         slots: of the rows of the batch, in order.
         lengths: tokens that each has computed; 0: its states are new. All are 0, or none.
-
-    Raises:
-        NotSupported: a version of transformers whose layers cannot go on from a state with more
-            than one token.
     """
 
     def __init__(self, cache: LayeredCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        if _Empty is None:
-            raise NotSupported("layers with a state need transformers 5.23", op="serve")
         self._slots = torch.tensor(slots, device=cache.caches[0].k(0).device)
         self._places: list[tuple[Any, dict[str, torch.Tensor]]] = []
         layers: list[Any] = []
         for number, shape in enumerate(cache.layers):
             if isinstance(shape, EmptyShape):
-                layers.append(_Empty())
+                layers.append(VMemNothing(number))
             elif isinstance(shape, StateShape):
                 layer, rows = _State(), cache.states(number)
                 if any(lengths):

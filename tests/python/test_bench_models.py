@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from serve_helpers import one_thread
 
 from pyvmem import cli
 from pyvmem.bench import models
+from pyvmem.kvcache import KVCache
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.filterwarnings("default")  # transformers' own
@@ -52,6 +54,35 @@ def test_all_ways_of_three_kinds(tmp_path: Path, backend: str) -> None:
             assert found[f"{kind}/memory/{way}"]["value"] > 0
         for way in ways[1:]:
             assert found[f"{kind}/difference/{way}"]["value"] < (0.5 if way == "fp8" else 0.1)
+
+
+def test_why_a_way_failed_is_told_and_its_memory_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error's frames hold tensors of the cache, which must not hide it."""
+    caches: list[KVCache] = []
+    begin = models._Attend.open
+
+    def watch(self: Any, stack: Any) -> None:
+        begin(self, stack)
+        caches.append(self.cache)
+
+    def fail(module: Any, *_: Any, **__: Any) -> None:
+        held = caches[-1].k(module.layer_idx)
+        try:
+            raise KeyError("a cause")
+        except KeyError as cause:
+            raise RuntimeError(f"no kernel of {held.ndim} dimensions") from cause
+
+    monkeypatch.setattr(models._Attend, "open", watch)
+    monkeypatch.setattr(models, "_attention", fail)
+    out = tmp_path / "models.json"
+    kinds = ["--kinds", "deepseek", "--out", str(out)]
+    assert cli.main(["bench", "models", "--quick", "--backend", "host", *kinds]) == 0
+    missing = json.loads(out.read_text())["parts"]["deepseek"]["missing"]
+    why = {row["id"]: row["why"] for row in missing}
+    assert why["deepseek/decode/attend"] == "no kernel of 4 dimensions"
+    assert [cache.is_closed for cache in caches] == [True]
 
 
 def test_8_bits_may_differ_as_much_more_as_they_are_coarser() -> None:

@@ -379,14 +379,20 @@ def test_models_with_other_layers_are_refused() -> None:
     config.layer_types = ["full_attention", "hybrid"]
     with pytest.raises(NotSupported, match="layers of kind hybrid"):
         VMemCache(config, 1, 8)
-    config = LlamaConfig(num_hidden_layers=2)
-    config.num_kv_shared_layers = 1
-    with pytest.MonkeyPatch.context() as patch:  # as in transformers 5.17
-        patch.setattr("pyvmem.hf.cache._Dummy", None)
-        with pytest.raises(NotSupported, match="layer 1 keeps nothing, which needs transformers"):
-            VMemCache(config, 1, 8)
     with pytest.raises(NotSupported, match="an encoder"):
         VMemCache(LlamaConfig(num_hidden_layers=2, is_encoder_decoder=True), 1, 8)
+
+
+def test_keys_of_a_layer_that_keeps_nothing_are_refused(model: Any, host: pyvmem.Context) -> None:
+    """The configuration tells that the last layer uses another one's; this model's does not."""
+    config = copy.deepcopy(model.config)
+    config.num_kv_shared_layers = 1
+    last, ids = config.num_hidden_layers - 1, torch.tensor([[1, 2, 3]])
+    with (
+        make(host, config) as cache,
+        pytest.raises(InvalidArgument, match=f"layer {last} keeps nothing, as the configuration"),
+    ):
+        model(ids, past_key_values=cache)
 
 
 def test_memory_goes_back_at_close_and_when_forgotten(model: Any, host: pyvmem.Context) -> None:

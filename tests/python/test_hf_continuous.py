@@ -17,28 +17,25 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
 import torch
-import transformers
+from continuous_helpers import HOW, OLD, checked_versions
 from serve_helpers import VOCABULARY, one_thread, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import pyvmem
-from pyvmem import InvalidArgument, NotSupported
-from pyvmem.hf import cb_options, continuous
+from pyvmem import InvalidArgument, NotSupported, OutOfMemory
+from pyvmem.hf import cb_common, cb_options
 from pyvmem.hf.continuous import install, kvcache_of, uninstall, vmem_continuous_batching
 from pyvmem.hf.named import NamedRequests
 
 __all__ = ["one_thread"]
 
-VERSION = ".".join(transformers.__version__.split(".")[:2])
 pytestmark = [
     pytest.mark.needs_tensors,
     pytest.mark.filterwarnings("default"),  # transformers' own
-    pytest.mark.skipif(VERSION not in continuous.CHECKED, reason=f"transformers {VERSION}"),
+    checked_versions,
 ]
 
-BLOCK = "page_size" if VERSION != "5.17" else "block_size"
-STOCK = "sdpa" if VERSION != "5.17" else "paged|sdpa"
-NO_FLASH = {"auto_switch_to_flash": False} if VERSION != "5.17" else {}
+STOCK = "paged|sdpa" if OLD else "sdpa"
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +64,7 @@ def prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
 
 def config(blocks: int | None = 100, tokens: int = 24, **more: Any) -> ContinuousBatchingConfig:
     """A budget of few tokens, so that long prompts are prefilled in chunks."""
-    return ContinuousBatchingConfig(
-        **{BLOCK: 16}, **NO_FLASH, num_blocks=blocks, max_batch_tokens=tokens, **more
-    )
+    return ContinuousBatchingConfig(**HOW, num_blocks=blocks, max_batch_tokens=tokens, **more)
 
 
 def generation(new_tokens: int | None = 14, **more: Any) -> GenerationConfig:
@@ -257,8 +252,8 @@ def test_parallel_answers_are_forks(
     with vmem_continuous_batching(model, **options(context, max_batch=6)):
         got = answers(model, inputs, config(), how)
     assert got == want
-    assert len(got) == (3 if VERSION == "5.17" else 9)  # 5.17 returns one answer for each prompt
-    assert any(forked) == (VERSION != "5.17")  # there they share the recorded prompt instead
+    assert len(got) == (3 if OLD else 9)  # 5.17 returns one answer for each prompt
+    assert any(forked) != OLD  # there they share the recorded prompt instead
 
 
 def test_memory_is_taken_from_what_is_free_without_a_number_of_blocks(
@@ -346,7 +341,37 @@ def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None
         pytest.raises(InvalidArgument, match="less than one page"),
     ):
         answers(on(context, model), [[1]])
-    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_manager_that_could_not_begin_leaves_the_model(
+    model: Any, context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = on(context, model)
+    want = stock(model, [[1, 2, 3]])
+
+    def full(*args: Any) -> None:
+        raise OutOfMemory("no memory")
+
+    with vmem_continuous_batching(model, **options(context)):
+        manager = model.init_continuous_batching(generation(), config())
+        with monkeypatch.context() as patch:
+            patch.setattr(cb_common, "make_requests", full)
+            with pytest.raises(OutOfMemory):
+                manager.warmup()
+        assert model.config._attn_implementation == "sdpa"
+        manager.start()
+        manager.add_request([1, 2, 3])
+        assert [result(manager).generated_tokens] == want, "it can be tried again"
+        manager.stop(block=True)
+        with pytest.raises(RuntimeError, match="a processor"), monkeypatch.context() as patch:
+            patch.setattr(type(model), "_get_logits_processor", _no_processor)
+            model.init_continuous_batching(generation(), config())
+        assert model.config._attn_implementation == "sdpa"
+
+
+def _no_processor(*args: Any) -> None:
+    raise RuntimeError("a processor")
 
 
 def test_other_versions_and_other_attention_are_refused(

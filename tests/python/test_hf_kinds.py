@@ -12,11 +12,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
 import torch
-import transformers
 from kinds_helpers import KINDS, PARTIAL, WINDOW, model_of
 from serve_helpers import VOCABULARY, one_thread
 from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer
 
 import pyvmem
 from pyvmem import InvalidArgument
@@ -62,7 +60,14 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
     assert host.stats().used_bytes == 0
 
 
-@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="5.23's layers")
+def holds(layer: Any) -> bool:
+    """Whether a layer of transformers' own cache keeps anything after a pass."""
+    return any(
+        one is not None
+        for one in (getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values())
+    )
+
+
 @pytest.mark.parametrize("kind", PARTIAL)
 def test_layers_that_share_slide_and_keep_nothing(host: pyvmem.Context, kind: str) -> None:
     """Also capped scores, sinks and chunks, which transformers' own attention makes of the rows."""
@@ -77,7 +82,7 @@ def test_layers_that_share_slide_and_keep_nothing(host: pyvmem.Context, kind: st
         assert torch.equal(got, want)
         assert cache.kvcache is not None
         held = [shape for shape in cache.kvcache.layers if not isinstance(shape, EmptyShape)]
-        assert len(held) == sum(not isinstance(one, DummyLayer) for one in past.layers)
+        assert len(held) == sum(map(holds, past.layers))
         with copy.deepcopy(cache) as other:
             new = got[:, -1:]
             answers = [model(new, past_key_values=one).logits for one in (cache, other)]

@@ -23,6 +23,7 @@ pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
 import torch
 import transformers
+from continuous_helpers import checked_versions
 
 from pyvmem.hf import continuous, serve
 
@@ -128,8 +129,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """``python -m pyvmem.hf.serve`` in a process of its own, on a free port of this machine."""
     for package in ("fastapi", "uvicorn", "openai", "pydantic", "rich", "accelerate", "tokenizers"):
         pytest.importorskip(package, reason=f"transformers serve needs {package}: extra 'server'")
-    if ".".join(transformers.__version__.split(".")[:2]) not in continuous.CHECKED:
-        pytest.skip(f"transformers {transformers.__version__}")
     folder = tmp_path_factory.mktemp("serve")
     tokenizer, model = save_model(folder)
     with socket.socket() as free:
@@ -192,6 +191,7 @@ def chat_streamed(server: Server, prompt: str) -> str:
 def drives_the_server(test: Any) -> Any:
     """The marks of a test that uses the process."""
     for mark in (
+        checked_versions,
         pytest.mark.slow,
         pytest.mark.needs_tensors,
         pytest.mark.timeout(600),

@@ -207,6 +207,8 @@ def test_which_layers_slide_is_what_transformers_says(tmp_path: Path) -> None:
     assert [one.window for one in mistral.layers] == [24] * 4
     with pytest.raises(InvalidArgument, match="a sliding_window of 24 without layer_types"):
         model(tmp_path, sliding_window=24, model_type="of nobody")
+    with pytest.raises(InvalidArgument, match="block_types: which layers that is"):
+        model(tmp_path, block_types=["recurrent", "attention"], model_type="of nobody")
     off = model(tmp_path, sliding_window=24, use_sliding_window=False)
     assert off.layers == ()
     state = {"layer_types": ["linear_attention"] + ["full_attention"] * 3}

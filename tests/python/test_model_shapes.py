@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,6 @@ from pyvmem.layouts import Request, advise, shape_of
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # transformers' own
-    pytest.mark.skipif(
-        not transformers.__version__.startswith("5.23."), reason=transformers.__version__
-    ),
 ]
 
 CONFIGS: Any = transformers.CONFIG_MAPPING
@@ -36,18 +34,18 @@ LANGUAGE = sorted(
         *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     }
 )
-NOT_MADE = {"gemma4_assistant"}
-"""Whose own defaults transformers refuses."""
+NOT_MADE = {"gemma4_assistant", "musicgen", "musicgen_melody", "vision-encoder-decoder"}
+"""Whose own defaults a version of transformers refuses."""
 
 REFUSED = {
     "bart": "a decoder that attends to an encoder also keeps the encoder's rows",
-    "deepseek_v32": "layer 0 is indexed_attention: what it keeps is not known here",
+    "deepseek_v32": r"layer 0 is (indexed|deepseek_sparse)_attention: what it keeps is not known",
     "falcon_h1": "layer 0 is hybrid: it keeps keys and values and a state beside them",
     "mamba": "layer 0 is linear_attention: its configuration does not describe the state",
     "minimax": "layer 1 is linear_attention: its configuration does not describe the state",
     "mllama": "layer 3 attends to an image alone",
     "musicgen": "Multiple valid text configs",
-    "recurrent_gemma": "layer 0 is linear_attention: its configuration does not describe the state",
+    "recurrent_gemma": "layer 0 is (linear_attention: its configuration|recurrent: what it keeps)",
     "zamba2": "layer 6 is hybrid: it keeps keys and values and a state beside them",
 }
 # fmt: off
@@ -74,8 +72,12 @@ def test_every_model_is_answered_or_refused_by_name(tmp_path: Path) -> None:
     """From the configuration, and for those that are named below from a file; no other error."""
     answers: dict[str, str] = {}
     requests = [Request(60, 4)]
-    for name in [one for one in LANGUAGE if one not in NOT_MADE]:
-        config = CONFIGS[name]()
+    for name in LANGUAGE:
+        try:
+            config = CONFIGS[name]()
+        except Exception:  # each class checks in its own way
+            assert name in NOT_MADE
+            continue
         try:
             layers = layer_shapes(config)
         except VMemError as error:
@@ -91,9 +93,10 @@ def test_every_model_is_answered_or_refused_by_name(tmp_path: Path) -> None:
         plain = LayerShape(shape.num_kv_heads, shape.head_dim)
         assert (shape.layers or (plain,) * shape.num_layers) == tuple(layers), name
         assert advise(shape, requests, 64 << 30).best.batch > 0
-    assert {name: answers[name] for name in ANSWERED} == dict.fromkeys(ANSWERED, "")
-    for name, text in REFUSED.items():
-        assert text in answers[name], name
+    here = [name for name in ANSWERED if name in CONFIGS]
+    assert {name: answers[name] for name in here} == dict.fromkeys(here, "")
+    for name in answers.keys() & REFUSED.keys():
+        assert re.search(REFUSED[name], answers[name]), name
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -136,21 +139,25 @@ def kept(config: Any) -> list[Any]:
         torch.set_default_dtype(before)
     found: list[Any] = []
     for layer in past.layers:
-        if getattr(layer, "conv_states", None):
-            states = (layer.conv_states[0], layer.recurrent_states[0])
+        states = [getattr(layer, f"{name}_states", {}).get(0) for name in ("conv", "recurrent")]
+        if all(one is not None for one in states):
             found.append(StateShape(*(tuple(one.shape[1:]) for one in states)))
-        elif layer.keys is None:
+        elif getattr(layer, "keys", None) is None:
             found.append(EmptyShape())
         else:
             _, heads, _, wide = layer.keys.shape
             window = getattr(layer, "sliding_window", 0)
             found.append(LayerShape(heads, wide, layer.values.shape[3], window))
-    return found
+    # Up to 5.22 the layers that use another one's keys are not there.
+    return found + [EmptyShape()] * (config.num_hidden_layers - len(found))
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_answer_is_what_the_model_keeps(name: str) -> None:
-    config = CONFIGS[name.split(",")[0]](**SMALL[name])
+    kind = name.split(",")[0]
+    if kind not in CONFIGS:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = CONFIGS[kind](**SMALL[name])
     told: list[Any] = layer_shapes(config)
     rank = getattr(config, "kv_lora_rank", None)
     if rank:  # transformers calls the latent a key and its rotary part a value

@@ -10,13 +10,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from kvcache_helpers import LAYERS, ROWS, lens, small_cache
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from pyvmem import Caps, Context, InvalidArgument, KVCache, telemetry
 from pyvmem._native import Waits
@@ -25,6 +22,17 @@ from pyvmem.telemetry import Telemetry
 
 TENSORS = 2 * LAYERS
 Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def optional(module: str) -> Any:
+    """A module of a package that `pyvmem.telemetry` does without."""
+    package = module.partition(".")[0]
+    return pytest.importorskip(module, reason=f"the extra 'metrics': {package} is not installed")
+
+
+def families(text: str) -> list[Any]:
+    """Prometheus text as its own parser understands it."""
+    return list(optional("prometheus_client.parser").text_string_to_metric_families(text))
 
 
 @pytest.fixture
@@ -37,10 +45,10 @@ def cache(context: Context) -> Iterator[KVCache]:
 
 
 def parsed(text: str) -> Numbers:
-    """Prometheus text as its own parser understands it, the cache's label left out."""
+    """The samples of `families`, the cache's label left out."""
     return {
         (one.name, tuple(sorted((k, v) for k, v in one.labels.items() if k != "cache"))): one.value
-        for family in text_string_to_metric_families(text)
+        for family in families(text)
         for one in family.samples
     }
 
@@ -135,18 +143,20 @@ def test_hits_and_evictions_are_counted(context: Context) -> None:
 
 
 def test_prometheus_client_tells_the_same(cache: KVCache) -> None:
+    client = optional("prometheus_client")
     numbers = Telemetry()
     numbers.add(cache, "a")
-    registry = CollectorRegistry()
+    registry = client.CollectorRegistry()
     registry.register(numbers)
-    assert parsed(generate_latest(registry).decode()) == parsed(numbers.text())
+    assert parsed(client.generate_latest(registry).decode()) == parsed(numbers.text())
 
 
 def test_opentelemetry_tells_the_same(cache: KVCache) -> None:
+    metrics = optional("opentelemetry.sdk.metrics")
     numbers = Telemetry()
     numbers.add(cache, "a")
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
+    reader = optional("opentelemetry.sdk.metrics.export").InMemoryMetricReader()
+    provider = metrics.MeterProvider([reader])
     try:
         numbers.instrument(provider.get_meter("pyvmem"))
         data = reader.get_metrics_data()
@@ -164,7 +174,7 @@ def test_opentelemetry_tells_the_same(cache: KVCache) -> None:
             one.name.removesuffix("_total").replace("_", "."),
             tuple(sorted(one.labels.items())),
         ): one.value
-        for family in text_string_to_metric_families(numbers.text())
+        for family in families(numbers.text())
         for one in family.samples
     }
     assert found == wanted
@@ -176,8 +186,7 @@ def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -
         numbers.add(first, 'odd "name"\n\\')
         with pytest.raises(InvalidArgument, match="added already"):
             numbers.add(first, 'odd "name"\n\\')
-        families = list(text_string_to_metric_families(numbers.text()))
-        labels = {s.labels["cache"] for family in families for s in family.samples}
+        labels = {s.labels["cache"] for one in families(numbers.text()) for s in one.samples}
         assert labels == {'odd "name"\n\\'}
     assert "cache=" not in numbers.text()
     with small_cache(context) as second:

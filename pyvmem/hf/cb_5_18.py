@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cache for continuous batching in transformers 5.23.
+"""The cache for continuous batching in transformers 5.18 to 5.23.
 
 It implements what scheduler, inputs, offloading and runner use of ``PagedAttentionCache`` and its
 allocators (``generation/continuous_batching/cache.py``), which have no abstract base. Their blocks

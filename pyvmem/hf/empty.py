@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: MIT
+"""A layer of a transformers cache that keeps nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from transformers import cache_utils
+
+from pyvmem.kvcache.config import invalid
+
+__all__ = ["VMemNothing"]
+
+# A base that is Any: the same to a type checker with and without transformers. From 5.23 on
+# transformers has a class of its own, by which it knows such layers.
+_Layer: Any = getattr(cache_utils, "DummyLayer", object)
+
+
+class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
+    """Stands where a layer has no attention, or reads another layer's keys.
+
+    It is no layer of attention and none with a state, so that transformers asks the others for the
+    length.
+    """
+
+    supports_early_init = False
+    is_compileable = True
+    is_croppable = True
+
+    def __init__(self, index: int) -> None:
+        self.is_initialized = True
+        self.keys = self.values = None
+        self._index = index
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses keys and values.
+
+        Raises:
+            InvalidArgument: always.
+        """
+        raise invalid(
+            f"layer {self._index} keeps nothing, as the configuration tells, and was passed keys"
+        )
+
+    def get_max_length(self) -> int:
+        """None is set."""
+        return -1
+
+    def _nothing(self, *args: Any) -> None:
+        """There is nothing to drop or to pick from."""
+
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing

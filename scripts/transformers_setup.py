@@ -1,0 +1,30 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Makes build/transformers: the oldest transformers that pyproject.toml asks for, on build/venv.
+
+Exit status 77: it cannot be had here. What that version asks for in a version other than
+build/venv's (huggingface-hub) comes with it; all else is build/venv's.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from overlay import BASE, ROOT, make
+
+__all__ = ["oldest"]
+
+
+def oldest() -> str:
+    """The requirement, as ``transformers==VERSION``."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = set(re.findall(r'"transformers>=([0-9.]+)', text))
+    if len(bounds) != 1:
+        sys.exit(f"pyproject.toml: {len(bounds)} lowest versions of transformers; one is wanted")
+    return f"transformers=={bounds.pop()}"
+
+
+if __name__ == "__main__":
+    requirement = oldest()
+    sys.exit(make("transformers", requirement, [requirement], BASE))

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: MIT
+"""What continuous batching of the transformers that is here has, and how it is called there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from pyvmem.hf.continuous import CHECKED
+
+__all__ = ["HERE", "HOW", "OLD", "checked_versions"]
+
+HERE = transformers.__version__
+VERSION = ".".join(HERE.split(".")[:2])
+OLD = VERSION == "5.17"
+"""It has no layers that differ, forks no request, and calls a page a block."""
+
+HOW: dict[str, Any] = {"block_size" if OLD else "page_size": 16}
+if "auto_switch_to_flash" in transformers.ContinuousBatchingConfig.__annotations__:  # from 5.19 on
+    HOW["auto_switch_to_flash"] = False
+"""Of a `ContinuousBatchingConfig`: small blocks, and the attention that the model has."""
+
+checked_versions = pytest.mark.skipif(
+    VERSION not in CHECKED,
+    reason=f"continuous batching needs a transformers of {', '.join(CHECKED)}; {HERE} is here",
+)
