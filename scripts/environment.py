@@ -32,8 +32,9 @@ REQUIREMENTS = ROOT / "scripts" / "requirements"
 # Without these nothing runs; the others only take a part of the program or of the tests with them.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
-# Only the model's file is wanted, not the program that the package is a plug-in of.
-WITHOUT_DEPENDENCIES = ("model",)
+# Only the model's file is wanted, not the program that the package is a plug-in of; and vllm.txt
+# names what is imported of vLLM, a third of what it asks for.
+WITHOUT_DEPENDENCIES = ("model", "vllm", "vllm-newest")
 PYTHONS = ((3, 10), (3, 13))
 # A line of a file of requirements; some packages have no version for all Pythons.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')

@@ -22,12 +22,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import extra_environment
+from extra_environment import CANNOT  # of a script too: this machine lacks what it needs
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
-OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-CANNOT = 77  # of a script: this machine lacks what it needs
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
+# What build/venv is made of, but for what checks and packs the sources.
+TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
 # A minute of tests that see most mistakes: each layer, and the cache's usual calls.
 EVERYDAY = (
@@ -169,12 +174,40 @@ def lint(session: Session) -> None:
 
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
-    marks = "long or not long" if session.long else "not long"
-    # A process for each processor, each with whole files.
-    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
-    call(
-        PYTHON, "-m", "pytest", "-q", "-m", marks, *spread, "tests/python", VMEM_TEST_BACKEND="host"
-    )
+    suite(PYTHON, "long or not long" if session.long else "not long")
+
+
+def suite(python: Path, marks: str) -> None:
+    """pytest on the back end host: a process for each processor, each with whole files."""
+    words = ["-q", "-m", marks, "-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
+    call(python, "-m", "pytest", *words, "tests/python", VMEM_TEST_BACKEND="host")
+
+
+def other_pythons(session: Session) -> None:
+    """pytest on the back end host with each other Python that is here, but for what is long."""
+    own = answer(str(PYTHON), "-c", VERSION)
+    found, absent = interpreters()
+    for version in absent:
+        if version != own:
+            session.skip(f"the Python tests on {version}: no such interpreter here")
+    failed = []
+    for version, python in found.items():
+        if version == own:
+            continue
+        venv = BUILD / f"python-{version}"
+        status = extra_environment.make(venv, TESTED_WITH, python=python)
+        if status == CANNOT:
+            session.skip(f"the Python tests on {version}: what they need cannot be had (see above)")
+            continue
+        if status:
+            raise Failed(f"no environment of Python {version} could be made")
+        print(f"Python {version}:", flush=True)
+        try:
+            suite(venv / "bin" / "python", "not long")
+        except Failed:
+            failed.append(version)
+    if failed:
+        raise Failed(f"the Python tests on {', '.join(failed)}")
 
 
 def vllm(session: Session) -> None:
@@ -256,13 +289,12 @@ def gpu_tests(session: Session) -> None:
 def interpreters() -> tuple[dict[str, str], list[str]]:
     """Executables of the Pythons that are here, by version, and the versions that are not."""
     found: dict[str, str] = {}
-    for version in OTHER_PYTHONS:
+    for version in PYTHONS:
         for path in (shutil.which(f"python{version}"), *map(str, pyenv_pythons(version))):
-            probe = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-            if path and (answer(path, "-c", probe) == version):
+            if path and answer(path, "-c", VERSION) == version:
                 found[version] = path
                 break
-    return found, [v for v in OTHER_PYTHONS if v not in found]
+    return found, [v for v in PYTHONS if v not in found]
 
 
 def pyenv_pythons(version: str) -> list[Path]:
@@ -330,6 +362,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "lint": lint,
     "docs": docs,
     "python": python_tests,
+    "pythons": other_pythons,
     "vllm": vllm,
     "gpu-checks": gpu_checks,
     "kernel-scripts": kernel_scripts,
@@ -342,7 +375,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
-LONG = ("wheel-debian", "deb")  # run where they are named and by --long
+LONG = ("pythons", "wheel-debian", "deb")  # run where they are named and by --long
 
 
 def minutes(seconds: float) -> str:
