@@ -513,7 +513,7 @@ def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count:
 
 def _forkable(engine: Engine, rows: int) -> tuple[KVCache, int]:
     cache = engine.cache(max_batch=6)
-    if not {Caps.ALIAS, Caps.READONLY} <= set(engine.context.info.caps):
+    if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
         raise NotHere("requests cannot share pages")
     engine.start(cache, 3)
     return cache, engine.start(cache, rows)
@@ -557,7 +557,7 @@ def fork_into_used_slots(engine: Engine) -> Steps:
 
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
     """A request whose first pages have left its window."""
-    if not {Caps.ALIAS, Caps.READONLY} <= set(engine.context.info.caps):
+    if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
         raise NotHere("requests cannot share pages")
     policy = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS, "max_batch": 6, **changes}
     cache = engine.cache(**policy)
