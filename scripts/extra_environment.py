@@ -41,7 +41,7 @@ def make(
     wanted = "\n".join([version, str(ROOT), *(one.read_text(encoding="utf-8") for one in pins)])
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return 0
-    print(f"setup: making {venv.relative_to(ROOT)} (1 GB or more)", flush=True)
+    print(f"setup: making {venv.relative_to(ROOT)} (1 GB, with PyPI's torch 5 GB)", flush=True)
     command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1
