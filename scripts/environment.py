@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -30,9 +32,12 @@ REQUIREMENTS = ROOT / "scripts" / "requirements"
 # Without these nothing runs; the others only take a part of the program or of the tests with them.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
-# Only the model's file is wanted, not the program that the package is a plug-in of.
-WITHOUT_DEPENDENCIES = ("model",)
+# Only the model's file is wanted, not the program that the package is a plug-in of; and vllm.txt
+# names what is imported of vLLM, a third of what it asks for.
+WITHOUT_DEPENDENCIES = ("model", "vllm", "vllm-newest")
 PYTHONS = ((3, 10), (3, 13))
+# A line of a file of requirements; some packages have no version for all Pythons.
+PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')
 
 Pins = dict[str, str]
 
@@ -42,7 +47,7 @@ def say(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 
-def fail(text: str) -> None:
+def fail(text: str) -> NoReturn:
     """Ends the program with a message."""
     sys.exit(f"setup: {text}")
 
@@ -132,11 +137,20 @@ def install_debian_packages(packages: list[str]) -> None:
             fail("Debian packages could not be installed: " + " ".join(packages))
 
 
-def read_pins(group: str) -> Pins:
-    """Name to version of one file of requirements."""
-    lines = (REQUIREMENTS / f"{group}.txt").read_text(encoding="utf-8").splitlines()
-    pins = (line.split("==") for line in lines if line and not line.startswith("#"))
-    return {line[0]: line[1] for line in pins}
+def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
+    """Name to version of one file of requirements, for Python 3.`minor`."""
+    path = REQUIREMENTS / f"{group}.txt"
+    pins: Pins = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pin = PIN.fullmatch(line)
+        if pin is None:
+            fail(f"{path.name}: no pin: {line}")
+        name, version, sign, than = pin.groups()
+        if sign is None or (minor < int(than)) == (sign == "<"):
+            pins[name] = version
+    return pins
 
 
 def installed(names: Iterable[str]) -> Pins:

@@ -22,12 +22,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import extra_environment
+from extra_environment import CANNOT  # of a script too: this machine lacks what it needs
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
-OTHER_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-CANNOT = 77  # of a script: this machine lacks what it needs
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
+# What build/venv is made of, but for what checks and packs the sources.
+TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
 # A minute of tests that see most mistakes: each layer, and the cache's usual calls.
 EVERYDAY = (
@@ -167,16 +172,42 @@ def lint(session: Session) -> None:
         raise Failed("; ".join(failed))
 
 
-def on_host(session: Session, python: Path, *what: str | Path) -> None:
+def on_host(python: Path, marks: str, *what: str | Path) -> None:
     """pytest on the back end host: a process for each processor, each with whole files."""
-    marks = "long or not long" if session.long else "not long"
     spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
     call(python, "-m", "pytest", "-q", "-m", marks, *spread, *what, VMEM_TEST_BACKEND="host")
 
 
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
-    on_host(session, PYTHON, "tests/python")
+    on_host(PYTHON, "long or not long" if session.long else "not long", "tests/python")
+
+
+def other_pythons(session: Session) -> None:
+    """pytest on the back end host with each other Python that is here, but for what is long."""
+    own = answer(str(PYTHON), "-c", VERSION)
+    found, absent = interpreters()
+    for version in absent:
+        if version != own:
+            session.skip(f"the Python tests on {version}: no such interpreter here")
+    failed = []
+    for version, python in found.items():
+        if version == own:
+            continue
+        venv = BUILD / f"python-{version}"
+        status = extra_environment.make(venv, TESTED_WITH, python=python)
+        if status == CANNOT:
+            session.skip(f"the Python tests on {version}: what they need cannot be had (see above)")
+            continue
+        if status:
+            raise Failed(f"no environment of Python {version} could be made")
+        print(f"Python {version}:", flush=True)
+        try:
+            on_host(venv / "bin" / "python", "not long", "tests/python")
+        except Failed:
+            failed.append(version)
+    if failed:
+        raise Failed(f"the Python tests on {', '.join(failed)}")
 
 
 def can(script: str, *words: str) -> bool:
@@ -198,7 +229,7 @@ def transformers(session: Session) -> None:
     print(f"transformers {version}", flush=True)
     tests = sorted(ROOT.glob("tests/python/test_*.py"))
     uses = [one for one in tests if "transformers" in one.read_text(encoding="utf-8")]
-    on_host(session, python, *(one.relative_to(ROOT) for one in uses))
+    on_host(python, "not long", *(one.relative_to(ROOT) for one in uses))
 
 
 def vllm(session: Session) -> None:
@@ -275,13 +306,12 @@ def gpu_tests(session: Session) -> None:
 def interpreters() -> tuple[dict[str, str], list[str]]:
     """Executables of the Pythons that are here, by version, and the versions that are not."""
     found: dict[str, str] = {}
-    for version in OTHER_PYTHONS:
+    for version in PYTHONS:
         for path in (shutil.which(f"python{version}"), *map(str, pyenv_pythons(version))):
-            probe = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-            if path and (answer(path, "-c", probe) == version):
+            if path and answer(path, "-c", VERSION) == version:
                 found[version] = path
                 break
-    return found, [v for v in OTHER_PYTHONS if v not in found]
+    return found, [v for v in PYTHONS if v not in found]
 
 
 def pyenv_pythons(version: str) -> list[Path]:
@@ -345,6 +375,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "lint": lint,
     "docs": docs,
     "python": python_tests,
+    "pythons": other_pythons,
     "vllm": vllm,
     "transformers": transformers,
     "gpu-checks": gpu_checks,
@@ -358,7 +389,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
-LONG = ("transformers", "wheel-debian", "deb")  # run where they are named and by --long
+LONG = ("pythons", "transformers", "wheel-debian", "deb")  # run where they are named and by --long
 
 
 def minutes(seconds: float) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import sys
 
-from overlay import BASE, ROOT, make
+from environment import BUILD, ROOT, VENV
+from extra_environment import make
 
 __all__ = ["oldest"]
 
@@ -26,5 +27,4 @@ def oldest() -> str:
 
 
 if __name__ == "__main__":
-    requirement = oldest()
-    sys.exit(make("transformers", requirement, [requirement], BASE))
+    sys.exit(make(BUILD / "transformers", [], [VENV], more=[oldest()]))

@@ -2,22 +2,21 @@
 # SPDX-License-Identifier: MIT
 """Makes build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: it cannot be had here.
 
-Up to 1 GB. With the argument ``newest`` also build/vllm-newest, on top of both: the newest version
-that is known. Packages are installed without their dependencies: requirements/vllm.txt names what
-is imported, a third of what vLLM asks for. Libraries of the system that vLLM's extension is linked
-with come from Debian's packages, if they are missing.
+With the argument ``newest`` also build/vllm-newest, on top of both: the newest version that is
+known. Environments of their own, because vLLM asks for versions of its own; what they share with
+build/venv (torch alone is most of 1 GB) they take from there. Libraries of the system that vLLM's
+extension is linked with come from Debian's packages, if they are missing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from pathlib import Path
 
-from environment import install_debian_packages
-from overlay import BASE, BUILD, ROOT, SKIP, make
+from environment import BUILD, VENV, install_debian_packages
+from extra_environment import CANNOT, make
 
-__all__ = ["missing_libraries", "pinned"]
+__all__ = ["missing_libraries"]
 
 # What vLLM's own extension is linked with beside libc, and Debian's package of it. Without it vLLM
 # warns, goes on, and fails much later for an operation that it does not have.
@@ -35,12 +34,6 @@ def missing_libraries() -> list[str]:
     return missing
 
 
-def pinned(name: str, *below: Path) -> int:
-    """`make` with what requirements/NAME.txt names, and nothing else."""
-    pins = ROOT / "scripts" / "requirements" / f"{name}.txt"
-    return make(name, pins.read_text(encoding="utf-8"), ["--no-deps", "-r", pins], *below)
-
-
 def main() -> int:
     """Makes one environment or both."""
     if packages := missing_libraries():
@@ -48,10 +41,11 @@ def main() -> int:
             install_debian_packages(packages)
         except SystemExit as error:
             print(error, flush=True)
-            return SKIP
-    status = pinned("vllm", BASE)
+            return CANNOT
+    vllm, newest = BUILD / "vllm", BUILD / "vllm-newest"
+    status = make(vllm, ["vllm"], [VENV])
     if status == 0 and sys.argv[1:] == ["newest"]:
-        status = pinned("vllm-newest", BUILD / "vllm", BASE)
+        status = make(newest, ["vllm-newest"], [vllm, VENV])
     return status
 
 

@@ -11,10 +11,11 @@ looks at its eval breaker
 - 3.12 and 3.13: after CALL, CALL_KW, CALL_FUNCTION_EX, JUMP_BACKWARD and RESUME.
 
 Taken here is what any of them does: after each of these, also after calls of Python functions, and
-where a frame begins or goes on. The exception is raised before the next instruction
-runs. Where that one has another handler than the call (``return f()`` inside ``with``), the point
-is left out: CPython would enter the call's handler, which tracing cannot. Left out, too, are
-finalizers, whose exceptions are lost, and frames of other packages.
+where a frame begins or goes on; not where something is thrown into a generator, which also happens
+when one is dropped, as `any` may do. The exception is raised before the next instruction runs.
+Where that one has another handler than the call (``return f()`` inside ``with``), the point is left
+out: CPython would enter the call's handler, which tracing cannot. Left out, too, are finalizers,
+whose exceptions are lost, and frames of other packages.
 """
 
 from __future__ import annotations
@@ -174,9 +175,9 @@ class Interrupts:
             states.pop(id(sys._getframe(1)), None)
 
         def raises(code: CodeType, offset: int, error: BaseException) -> None:
-            state = states.get(id(sys._getframe(1)))
-            if state is not None:
-                state[0] = -1  # an instruction that raises looks at nothing
+            # An instruction that raises looks at nothing; nor does a generator thrown into.
+            if code.co_filename.startswith(self._package):
+                states[id(sys._getframe(1))] = [-1, False]
 
         def instruction(code: CodeType, offset: int) -> Any:
             if not code.co_filename.startswith(self._package):
@@ -255,7 +256,7 @@ class Interrupts:
                     self._point(known, last)
                 last = at
             elif event == "exception":
-                last = -1  # an instruction that raises looks at nothing
+                last, entry = -1, False  # see `raises`
             return trace
 
         return trace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: set-up goes on without a package that nothing needs, and does not try again."""
+"""Description: what set-up installs, and how it goes on without a package that nothing needs."""
 
 from __future__ import annotations
 
@@ -42,3 +42,25 @@ def test_without_a_way_to_install_nothing_is_run(
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     environment.install_useful_packages(PACKAGE)
     assert "without systemtap-sdt-dev: no USDT probes" in capsys.readouterr().out
+
+
+def test_pins_of_a_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["# why", "", "one==1.0+cpu", 'two==2; python_version < "3.11"']
+    lines += ['two==2.5; python_version >= "3.11"']
+    (tmp_path / "some.txt").write_text("\n".join(lines))
+    monkeypatch.setattr(environment, "REQUIREMENTS", tmp_path)
+    for minor, version in {10: "2", 11: "2.5", 13: "2.5"}.items():
+        assert environment.read_pins("some", minor) == {"one": "1.0+cpu", "two": version}
+    (tmp_path / "some.txt").write_text("one>=1\n")
+    with pytest.raises(SystemExit, match=r"some\.txt: no pin: one>=1"):
+        environment.read_pins("some")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(environment.REQUIREMENTS.glob("*.txt")), ids=lambda path: path.stem
+)
+def test_every_python_has_the_same_packages(path: Path) -> None:
+    (_, first), (_, last) = environment.PYTHONS
+    names = [set(environment.read_pins(path.stem, minor)) for minor in range(first, last + 1)]
+    assert names[0]
+    assert all(one == names[0] for one in names)

@@ -16,7 +16,7 @@ from pyvmem.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEven
 
 @pytest.fixture
 def sharing(context: Context) -> Context:
-    if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+    if Caps.ALIAS | Caps.READONLY not in context.info.caps:
         pytest.skip("the back end has no prefixes")
     return context
 
@@ -98,7 +98,7 @@ def test_hashes_depend_on_all_before_and_on_the_namespace() -> None:
 def test_a_router_knows_what_the_cache_knows(backend: str, seed: int) -> None:
     dice = random.Random(seed)
     with open_context(backend) as context:
-        if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+        if Caps.ALIAS | Caps.READONLY not in context.info.caps:
             pytest.skip("the back end has no prefixes")
         limit = 14 * 2 * LAYERS * context.info.granule
         with small_cache(context, memory_limit=limit) as cache:
@@ -135,7 +135,7 @@ def test_a_namespace_is_never_taken_for_none(sharing: Context, namespace: Hashab
 
 def test_with_a_window_a_router_knows_the_most_that_can_match(backend: str) -> None:
     with open_context(backend) as context:
-        if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+        if Caps.ALIAS | Caps.READONLY not in context.info.caps:
             pytest.skip("the back end has no prefixes")
         window = {"window": ROWS, "window_tile": ROWS // 2, "max_seq_len": 12 * ROWS}
         dice = random.Random(1)

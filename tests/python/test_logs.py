@@ -65,7 +65,7 @@ def test_a_life_without_shortage_logs_nothing(
 def test_shortage_reclaiming_eviction_and_trims_are_told_at_debug(
     context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+    if Caps.ALIAS | Caps.READONLY not in context.info.caps:
         pytest.skip("the back end has no prefixes to evict")
     caplog.set_level(logging.DEBUG, "pyvmem")
     limit = 4 * TENSORS * context.info.granule

@@ -106,3 +106,34 @@ def test_refuses_unknown_stages(runner, capsys, words, text):
         runner(*words)
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_other_pythons(monkeypatch, capsys):
+    """Each but that of build/venv; what cannot be had is said, and a failure ends no other."""
+    found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}
+    made, tested = [], []
+
+    def make(venv, groups, python):
+        made.append((venv.name, python))
+        return run_tests.CANNOT if python.endswith("3.14") else 0
+
+    def suite(python, marks):
+        tested.append(python.parent.parent.name)
+        assert marks == "not long"
+        if python.parent.parent.name.endswith("3.12"):
+            raise run_tests.Failed("exit status 1")
+
+    monkeypatch.setattr(run_tests, "answer", lambda *words: "3.11")
+    monkeypatch.setattr(run_tests, "interpreters", lambda: (found, ["3.10"]))
+    monkeypatch.setattr(run_tests.extra_environment, "make", make)
+    monkeypatch.setattr(run_tests, "suite", suite)
+    session = run_tests.Session(long=True)
+    with pytest.raises(run_tests.Failed, match=r"the Python tests on 3\.12$"):
+        run_tests.other_pythons(session)
+    names = ["python-3.12", "python-3.13", "python-3.14"]
+    assert made == [(one, f"/usr/bin/{one.replace('-', '')}") for one in names]
+    assert tested == ["python-3.12", "python-3.13"]
+    assert session.not_run == [
+        "the Python tests on 3.10: no such interpreter here",
+        "the Python tests on 3.14: what they need cannot be had (see above)",
+    ]

@@ -123,7 +123,7 @@ def test_every_number_of_the_stats_is_told(cache: KVCache) -> None:
 
 
 def test_hits_and_evictions_are_counted(context: Context) -> None:
-    if not {Caps.ALIAS, Caps.READONLY} <= set(context.info.caps):
+    if Caps.ALIAS | Caps.READONLY not in context.info.caps:
         pytest.skip("the back end has no prefixes")
     with small_cache(context) as cache:
         reqid = cache.alloc_reqid()

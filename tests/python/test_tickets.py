@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
-import sys
 import threading
 import time
-from types import FrameType
 from typing import Any
 
 import pytest
+from interrupts_helpers import Interrupted, Interrupts
 
 import pyvmem
 from pyvmem import _native
@@ -124,76 +124,44 @@ def test_waits_of_several_threads(context: pyvmem.Context) -> None:
             assert not errors
 
 
-class Interrupt(Exception):
-    """Stands for KeyboardInterrupt."""
-
-
-@pytest.mark.skipif(
-    sys.version_info >= (3, 12), reason="from Python 3.12 on, opcode tracing misses some points"
-)
 @pytest.mark.parametrize("fails", [False, True])
 def test_interrupted_anywhere(context: pyvmem.Context, fails: bool) -> None:
-    """An exception before any opcode of wait: the next wait says the same as ever."""
+    """An exception at any point of wait: the next wait says the same as ever."""
     page = context.info.granule
+    result = pytest.raises(pyvmem.DriverError) if fails else contextlib.nullcontext()
     with context.reserve(page) as reservation, context.create(page) as pages:
-        at = 0
-        while True:
+
+        def finished() -> pyvmem.Ticket:
             ticket = failing(context, reservation.addr, pages) if fails else empty(context)
             finish(context)
-            interrupted = wait_interrupted(ticket, at)
-            if fails:
-                with pytest.raises(pyvmem.DriverError):
-                    ticket.wait()
-                assert not pages._done
-            else:
+            return ticket
+
+        counter = Interrupts()
+        with result:
+            counter.run(finished().wait)
+        assert counter.count > 5
+        for at in range(1, counter.count + 1):
+            ticket = finished()
+            with pytest.raises(Interrupted):
+                Interrupts(at).run(ticket.wait)
+            with result:
                 ticket.wait()
+            assert not pages._done
             assert context.stats().tickets == 0
-            at += 1
-            if not interrupted:
-                break
-        assert at > 20
-
-
-def wait_interrupted(ticket: pyvmem.Ticket, at: int) -> bool:
-    """Waits, with an exception before opcode number `at`; whether there was one so late."""
-    left = at
-    names = (sys.modules["pyvmem.pages"].__file__, sys.modules[_native.wait.__module__].__file__)
-
-    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
-        nonlocal left
-        if frame.f_code.co_filename not in names:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Interrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        ticket.wait()
-    except (Interrupt, pyvmem.DriverError) as error:
-        return isinstance(error, Interrupt)
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def test_signal_while_waiting(context: pyvmem.Context) -> None:
     """A wait that a signal's handler ends leaves the ticket as it was."""
 
     def ring(*_: object) -> None:
-        raise Interrupt
+        raise Interrupted
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
         with pyvmem.FdEvent.create() as gate:
             ticket = empty(context, [gate])
             signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupt):
+            with pytest.raises(Interrupted):
                 ticket.wait()
             assert context.stats().tickets == 1
             gate.set()

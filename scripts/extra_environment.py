@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""Environments beside build/venv, for what asks for versions, or for a Python, of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from environment import REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCIES
+
+__all__ = ["CANNOT", "make"]
+
+CANNOT = 77  # the packages cannot be had here
+
+
+def ask(python: str | Path, program: str) -> str:
+    """What a Python prints."""
+    return subprocess.check_output([python, "-c", program], text=True).strip()
+
+
+def packages(environment: Path) -> Path:
+    """Where an environment has its packages."""
+    program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(ask(environment / "bin" / "python", program))
+
+
+def make(
+    venv: Path,
+    groups: Sequence[str],
+    below: Sequence[Path] = (),
+    python: str = sys.executable,
+    more: Sequence[str] = (),
+) -> int:
+    """Brings an environment up to date; 0, or an exit status (`CANNOT`).
+
+    Args:
+        groups: files of scripts/requirements.
+        below: environments that it sees the packages of, the nearest first.
+        more: requirements, with what they ask for.
+    """
+    stamp = venv / "installed"
+    pins = [REQUIREMENTS / f"{group}.txt" for group in groups]
+    version = ask(python, "import sys; print(sys.version)")
+    read = [one.read_text(encoding="utf-8") for one in pins]
+    wanted = "\n".join([version, str(ROOT), *read, *more])
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return 0
+    print(f"setup: making {venv.relative_to(ROOT)} (1 GB, with PyPI's torch 5 GB)", flush=True)
+    command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+        return 1
+    # pyvmem too: build/venv has it as a link to this tree, which a path file does not follow.
+    paths = [*map(packages, below), ROOT]
+    (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")
+    pip = [VENV / "bin" / "python", "-m", "pip", "--python", venv / "bin" / "python", "install"]
+    pip += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]
+    steps = [["-r", str(file)] for file in pins] + ([[*more]] if more else [])
+    for group, step in zip([*groups, ""], steps, strict=False):
+        alone = ["--no-deps"] if group in WITHOUT_DEPENDENCIES else []
+        done = subprocess.run(
+            [*map(str, pip), *alone, *step],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            lines = done.stdout.strip().splitlines()
+            print("\n".join(lines[-5:]), flush=True)
+            return CANNOT
+    stamp.write_text(wanted, encoding="utf-8")
+    return 0

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""Description: environments beside build/venv are made once, and anew when their pins change."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import extra_environment
+import pytest
+from extra_environment import CANNOT, make
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree whose pip notes what it is asked for and ends as the file `status` says."""
+    pip = tmp_path / "base" / "bin" / "python"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nexit $(cat {tmp_path}/status)\n')
+    pip.chmod(0o755)
+    (tmp_path / "status").write_text("0")
+    (tmp_path / "plain.txt").write_text("one==1\n")
+    (tmp_path / "model.txt").write_text("two==2\n")
+    for name, value in {"ROOT": tmp_path, "REQUIREMENTS": tmp_path}.items():
+        monkeypatch.setattr(extra_environment, name, value)
+    monkeypatch.setattr(extra_environment, "VENV", tmp_path / "base")
+    return tmp_path
+
+
+def asked(tree: Path) -> list[str]:
+    """The files that pip was given since the last time, and whether without dependencies."""
+    log = tree / "asked"
+    lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    log.unlink(missing_ok=True)
+    return [("alone " if "--no-deps" in one else "") + Path(one[-1]).name for one in lines]
+
+
+def test_made_once_and_anew_when_its_pins_change(tree: Path) -> None:
+    venv, groups = tree / "one", ["plain", "model"]
+    for _ in range(2):
+        assert make(venv, groups) == 0
+    assert asked(tree) == ["plain.txt", "alone model.txt"]
+    told = subprocess.check_output([venv / "bin/python", "-c", "import sys; print(sys.path)"])
+    assert repr(str(tree)) in told.decode(), "pyvmem is that of the tree"
+    left = venv / "left"
+    left.touch()
+    (tree / "plain.txt").write_text("one==1.1\n")
+    assert make(venv, groups) == 0
+    assert asked(tree) == ["plain.txt", "alone model.txt"]
+    assert not left.exists()
+
+
+def test_requirements_beside_files_come_with_what_they_ask_for(tree: Path) -> None:
+    for version in ("three==3", "three==3", "three==4"):
+        assert make(tree / "one", ["model"], more=[version]) == 0
+    assert asked(tree) == ["alone model.txt", "three==3", "alone model.txt", "three==4"]
+
+
+def test_packages_of_those_below_are_seen(tree: Path) -> None:
+    below, venv = tree / "below", tree / "above"
+    assert make(below, []) == 0
+    (extra_environment.packages(below) / "its_module.py").write_text("said = 25\n")
+    assert make(venv, [], [below]) == 0
+    program = "import its_module; print(its_module.said)"
+    assert extra_environment.ask(venv / "bin" / "python", program) == "25"
+
+
+def test_what_cannot_be_had_is_asked_for_again(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "status").write_text("1")
+    for _ in range(2):
+        assert make(tree / "one", ["plain", "model"]) == CANNOT
+        assert asked(tree) == ["plain.txt"]
+    assert "setup: making one" in capsys.readouterr().out
