@@ -237,10 +237,11 @@ class VMemPool:
         return [self._tags[name]]
 
     def _synchronize(self) -> None:
-        if self._context.cuda_device is not None:
-            import torch
-
-            torch.cuda.synchronize(self._device)
+        if self._primary is not None:
+            try:
+                self._primary.call("cuCtxSynchronize")
+            except CudaError as error:
+                _native.fail(errno.EIO, f"device {self._device}: {error}", op="VMemPool")
 
     @property
     def paused(self) -> frozenset[str]:
@@ -285,7 +286,7 @@ class VMemPool:
 
         A matrix product elsewhere would go on using it, paused or not; it gets a new one.
         """
-        if self._context.cuda_device is not None:
+        if any(tag.pool is not None for tag in self._tags.values()):
             import torch
 
             torch._C._cuda_clearCublasWorkspaces()

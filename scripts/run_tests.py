@@ -41,6 +41,13 @@ EVERYDAY = (
     *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
     *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
 )
+# What the back end cuda is tried with on a software CUDA driver; the others take long in its pages.
+ON_CUDA = (
+    *("bad_input", "calls", "context", "engine_requests", "errors", "features", "tensor"),
+    *("torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
+    *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
+    *("kvcache_waits", "kvcache_window", "parallel"),
+)
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 TIMES = BUILD / "test-times.json"
 
@@ -139,7 +146,7 @@ def docs(session: Session) -> None:
 
 def c_sources() -> list[Path]:
     """The C in libvmem's dialect; vmem.h is laid out by hand."""
-    folders = ("libvmem/src", "libvmem/examples", "tests/c", "tests/gpu")
+    folders = ("libvmem/src", "libvmem/examples", "tests/c", "tests/gpu", "tests/softcuda")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.[ch]")]
     return sorted([*found, *(ROOT / "pyvmem").glob("_[!v]*.[ch]")])  # _vmem.c is generated
 
@@ -287,6 +294,17 @@ def gpu_checks(session: Session) -> None:
     call("sh", "scripts/run_c_tests.sh", "300", "", *programs, COUNT="1")
 
 
+def cuda(session: Session) -> None:
+    """The back end cuda on a software CUDA driver, without a GPU."""
+    build = BUILD / "softcuda"
+    quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
+    files = [f"tests/python/test_{name}.py" for name in ON_CUDA]
+    marks = "not long" if session.long else "not slow and not long"
+    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
+    env = {"VMEM_TEST_BACKEND": "cuda", "LD_LIBRARY_PATH": str(build)}
+    call(PYTHON, "-m", "pytest", "-q", "-m", marks, *spread, *files, **env)
+
+
 def usable_gpu_backends() -> list[str]:
     """Those of stock and cuda that their probe proves."""
     found = json.loads(quiet(VENV / "vmem", "probe", "--json"))
@@ -379,6 +397,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "vllm": vllm,
     "transformers": transformers,
     "gpu-checks": gpu_checks,
+    "cuda": cuda,
     "kernel-scripts": kernel_scripts,
     "kernel": kernel,
     "kernel-checks": kernel_checks,

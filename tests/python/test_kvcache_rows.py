@@ -154,6 +154,7 @@ def test_given_up_pages_are_the_next_ones_that_another_request_gets(context: Con
         assert cache.step(lens(cache, **{f"r{one}": 4 * ROWS})) == -1
 
 
+@pytest.mark.needs_tensors  # a read by the library waits for what is being unmapped
 @pytest.mark.parametrize("deferred", [True, False])
 def test_given_up_pages_wait_for_the_work_on_them(context: Context, deferred: bool) -> None:
     shape = {"memory_limit": 4 * TENSORS * context.info.granule, "deferred_reclaim": deferred}

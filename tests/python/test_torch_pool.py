@@ -22,7 +22,7 @@ from pyvmem._native import torch_alloc
 from pyvmem.torch_host import HostMemory
 from pyvmem.torch_pool import VMemPool
 
-SEGMENT = 2 << 20
+SEGMENT = 20 << 20  # as torch asks for when a tensor has 1 MiB or more
 
 
 class Torch:
