@@ -7,22 +7,12 @@ A failure of a call of the runtime would be reported by the next launch of a ker
 from __future__ import annotations
 
 import ctypes
+import errno
 from typing import Any
 
-__all__ = ["CudaError", "PrimaryContext"]
+from pyvmem import _native
 
-
-class CudaError(Exception):
-    """A function of libcuda failed.
-
-    Attributes:
-        function: its name.
-        code: what it returned, a CUresult.
-    """
-
-    def __init__(self, function: str, code: int) -> None:
-        super().__init__(f"{function} returned {code}")
-        self.function, self.code = function, code
+__all__ = ["PrimaryContext"]
 
 
 class PrimaryContext:
@@ -35,7 +25,7 @@ class PrimaryContext:
         handle: the CUcontext.
 
     Raises:
-        CudaError: there is no such device, or it has no memory for a context.
+        VMemError: there is no such device, or it has no memory for a context.
     """
 
     def __init__(self, device: int) -> None:
@@ -54,7 +44,7 @@ class PrimaryContext:
         """Calls a function with the context current, whichever is in this thread.
 
         Raises:
-            CudaError: it failed, or the context cannot be made current.
+            VMemError: it failed, or the context cannot be made current.
         """
         self._check("cuCtxPushCurrent_v2", ctypes.c_void_p(self.handle))
         try:
@@ -75,4 +65,4 @@ class PrimaryContext:
     def _check(self, function: str, *arguments: Any) -> None:
         code: int = getattr(self._cuda, function)(*arguments)
         if code:
-            raise CudaError(function, code)
+            _native.fail(errno.EIO, f"{function} returned {code}", op="CUDA")

@@ -13,12 +13,13 @@ import weakref
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.cuda_primary import CudaError, PrimaryContext
+from pyvmem.cuda_primary import PrimaryContext
+from pyvmem.errors import VMemError
 
 __all__ = ["HostBlock", "HostMemory"]
 
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_HOST_REGISTER = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_HOST_REGISTER = ctypes.c_uint(1 | 2)  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +51,12 @@ class HostBlock:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self._device = device
         if device is not None:
-            code = _call(device, "cuMemHostRegister_v2", self.address, size, _HOST_REGISTER)
-            if code == 0:
+            try:
+                self._call(device, "cuMemHostRegister_v2", ctypes.c_size_t(size), _HOST_REGISTER)
                 self._locked_by = os.getpid()
-            else:
-                text = (
-                    "%d bytes of host memory cannot be page-locked (CUDA error %d): copies are slow"
-                )
-                log.warning(text, size, code)
+            except VMemError as error:
+                text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
+                log.warning(text, size, error)
 
     @property
     def locked(self) -> bool:
@@ -81,8 +80,13 @@ class HostBlock:
         """Ends the locking, before the range goes: CUDA would take what comes there for locked."""
         # A child of a fork has a copy of this object, and no CUDA.
         if self._device is not None and self._locked_by == os.getpid():
-            _call(self._device, "cuMemHostUnregister", self.address)
+            with contextlib.suppress(VMemError):  # CUDA is gone, and what it knew
+                self._call(self._device, "cuMemHostUnregister")
         self._locked_by = 0
+
+    def _call(self, device: int, function: str, *arguments: Any) -> None:
+        with PrimaryContext(device) as primary:
+            primary.call(function, ctypes.c_void_p(self.address), *arguments)
 
     def __del__(self) -> None:
         if self._locked_by:
@@ -143,15 +147,3 @@ class HostMemory:
     def locked_bytes(self) -> int:
         """Of those that are page-locked."""
         return sum(block.size for block in self._used + self._spare if block.locked)
-
-
-def _call(device: int, function: str, address: int, *numbers: int) -> int:
-    """Calls a function of libcuda's in the device's primary context; returns its result."""
-    sizes = [ctypes.c_size_t(one) for one in numbers[:1]]
-    flags = [ctypes.c_uint(one) for one in numbers[1:]]
-    try:
-        with PrimaryContext(device) as primary:
-            primary.call(function, ctypes.c_void_p(address), *sizes, *flags)
-    except CudaError as error:
-        return error.code
-    return 0

@@ -32,7 +32,7 @@ from typing import Any
 from pyvmem import _native, _vmem
 from pyvmem._native import torch_alloc
 from pyvmem.context import Context
-from pyvmem.cuda_primary import CudaError, PrimaryContext
+from pyvmem.cuda_primary import PrimaryContext
 from pyvmem.info import Caps
 from pyvmem.torch_host import HostMemory
 from pyvmem.torch_tags import Tag, TorchPoolStats
@@ -78,9 +78,6 @@ class VMemPool:
             torch_alloc.open(
                 self._device, context.handle, context.info.granule, flags, self._primary
             )
-        except CudaError as error:
-            self._let_go()
-            _native.fail(errno.EIO, f"device {self._device}: {error}", op="VMemPool")
         except BaseException:
             self._let_go()
             raise
@@ -238,10 +235,7 @@ class VMemPool:
 
     def _synchronize(self) -> None:
         if self._primary is not None:
-            try:
-                self._primary.call("cuCtxSynchronize")
-            except CudaError as error:
-                _native.fail(errno.EIO, f"device {self._device}: {error}", op="VMemPool")
+            self._primary.call("cuCtxSynchronize")
 
     @property
     def paused(self) -> frozenset[str]:

@@ -179,15 +179,22 @@ def lint(session: Session) -> None:
         raise Failed("; ".join(failed))
 
 
-def on_host(python: Path, marks: str, *what: str | Path) -> None:
-    """pytest on the back end host: a process for each processor, each with whole files."""
-    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
-    call(python, "-m", "pytest", "-q", "-m", marks, *spread, *what, VMEM_TEST_BACKEND="host")
+def pytest_on(
+    backend: str, python: Path, marks: str, *what: str | Path, libraries: str = ""
+) -> None:
+    """pytest on a back end: a process for each processor, each with whole files.
+
+    `libraries`: the folder in which shared libraries are looked for first.
+    """
+    words = ["-q", "-m", marks, "-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
+    path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
+    what = ("-m", "pytest", *words, *what)
+    call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path)
 
 
 def python_tests(session: Session) -> None:
     """pytest on the back end host."""
-    on_host(PYTHON, "long or not long" if session.long else "not long", "tests/python")
+    pytest_on("host", PYTHON, "long or not long" if session.long else "not long", "tests/python")
 
 
 def other_pythons(session: Session) -> None:
@@ -210,7 +217,7 @@ def other_pythons(session: Session) -> None:
             raise Failed(f"no environment of Python {version} could be made")
         print(f"Python {version}:", flush=True)
         try:
-            on_host(venv / "bin" / "python", "not long", "tests/python")
+            pytest_on("host", venv / "bin" / "python", "not long", "tests/python")
         except Failed:
             failed.append(version)
     if failed:
@@ -236,7 +243,7 @@ def transformers(session: Session) -> None:
     print(f"transformers {version}", flush=True)
     tests = sorted(ROOT.glob("tests/python/test_*.py"))
     uses = [one for one in tests if "transformers" in one.read_text(encoding="utf-8")]
-    on_host(python, "not long", *(one.relative_to(ROOT) for one in uses))
+    pytest_on("host", python, "not long", *(one.relative_to(ROOT) for one in uses))
 
 
 def vllm(session: Session) -> None:
@@ -300,9 +307,7 @@ def cuda(session: Session) -> None:
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
     files = [f"tests/python/test_{name}.py" for name in ON_CUDA]
     marks = "not long" if session.long else "not slow and not long"
-    spread = ["-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
-    env = {"VMEM_TEST_BACKEND": "cuda", "LD_LIBRARY_PATH": str(build)}
-    call(PYTHON, "-m", "pytest", "-q", "-m", marks, *spread, *files, **env)
+    pytest_on("cuda", PYTHON, marks, *files, libraries=str(build))
 
 
 def usable_gpu_backends() -> list[str]:
