@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,18 +43,29 @@ for part in (0, 1):
 """
 
 
-def shared_memory() -> int:
-    """Bytes of shared memory in the whole system (Shmem of /proc/meminfo)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no Shmem")
+File = tuple[int, int]  # device and inode
 
 
-def taken(backend: str) -> int:
-    """Bytes in use, as the system tells: shared memory on host, the device's memory on a GPU."""
-    if backend == "host":
-        return shared_memory()
+def memory_files(pid: str) -> dict[File, int]:
+    """The memory files that a process holds open, and the bytes in each; none that is not ours."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(fd).startswith("/memfd:"):
+                    one = fd.stat()
+                    found[one.st_dev, one.st_ino] = one.st_blocks * 512
+    return found
+
+
+def holders(files: set[File]) -> list[str]:
+    """The processes that hold one of them."""
+    pids = [one.name for one in Path("/proc").iterdir() if one.name.isdigit()]
+    return [pid for pid in pids if not files.isdisjoint(memory_files(pid))]
+
+
+def device_memory() -> int:
+    """Bytes in use of the GPU, as the system tells."""
     import torch
 
     if not torch.cuda.is_available():
@@ -64,20 +76,9 @@ def taken(backend: str) -> int:
     return int(total - free)
 
 
-def memfds(pid: int) -> int:
-    """Memory files that a process holds."""
-    found = 0
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found += os.readlink(fd).startswith("/memfd:")
-    return found
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.05, None])
-def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> None:
-    rest = random.uniform(0, 0.2) if delay is None else delay
-    taken(backend)  # the first call on a GPU makes a context of this process
-    start = taken(backend)
+@contextlib.contextmanager
+def killed(backend: str) -> Iterator[str]:
+    """The pid of a process in the middle of its batches, which is killed in the end."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, backend], stdout=subprocess.PIPE, text=True
     )
@@ -85,21 +86,45 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
         assert child.stdout is not None
         assert child.stdout.readline() == "full\n"
         assert child.stdout.readline() == "full\n"
-        assert (memfds(child.pid) > 0) == (backend == "host")
-        assert taken(backend) - start > 100 << 20  # one of the two is always there
-        time.sleep(rest)
+        yield str(child.pid)
         assert child.poll() is None
-        full = taken(backend)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert child.stdout is not None
         child.stdout.close()
-    # The kernel frees a dead process's memory on its own time. Others may take shared memory
-    # meanwhile; on a GPU the child's context must be gone too.
-    want = min(full - start, 100 << 20) * 3 // 4 if backend == "host" else (full - start) * 9 // 10
-    deadline = time.monotonic() + 60
-    while (freed := full - taken(backend)) < want:
-        assert time.monotonic() < deadline, f"{freed} bytes came back of {full - start}"
-        time.sleep(0.05)
     assert not Path(f"/proc/{child.pid}").exists()
+
+
+def eventually_is(true: Callable[[], bool]) -> bool:
+    """The kernel frees a dead process's memory on its own time."""
+    deadline = time.monotonic() + 60
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, None])
+def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> None:
+    """On host memory is in files, gone with the last who holds them; a GPU's is counted."""
+    rest = random.uniform(0, 0.2) if delay is None else delay
+    if backend == "host":
+        with killed(backend) as pid:
+            files = memory_files(pid)
+            assert sum(files.values()) > 100 << 20  # one of the two is always there
+            assert holders(set(files)) == [pid]
+            time.sleep(rest)
+            files |= memory_files(pid)
+        assert eventually_is(lambda: not holders(set(files)))
+        return
+    device_memory()  # the first call makes a context of this process
+    start = device_memory()
+    with killed(backend) as pid:
+        assert not memory_files(pid)
+        assert device_memory() - start > 100 << 20
+        time.sleep(rest)
+        full = device_memory()
+    # The child's context must be gone, too.
+    assert eventually_is(lambda: full - device_memory() >= (full - start) * 9 // 10)
