@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "flex", "why_not"]
 
 _SHAPES = 128  # shapes of models and batches compiled for in one process; then it raises
-_WIDEST = 256  # the largest head_dim that its tiles support on a GPU
+_NARROWEST, _WIDEST = 16, 256  # head_dim on a GPU: what Triton multiplies, what fits its tiles
 BLOCK = 128  # rows in a block of FlexAttention's mask, which it reads as a whole
 
 
@@ -37,6 +37,9 @@ def why_not(form: Form, device: torch.device) -> str:
             return "it has no float64"
         if max(form.head_dim, form.v_head_dim) > _WIDEST:
             return f"head_dim {form.head_dim} is above {_WIDEST}: a tile does not fit"
+        if min(form.head_dim, form.v_head_dim) < _NARROWEST:
+            sizes = f"keys of {form.head_dim} elements and values of {form.v_head_dim}"
+            return f"{sizes}: Triton multiplies no fewer than {_NARROWEST}"
     return ""
 
 

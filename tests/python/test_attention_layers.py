@@ -357,6 +357,20 @@ def test_a_form_of_other_value_heads_is_not_for_flash(host: pyvmem.Context) -> N
         assert flash.why_not_blocks(form) == ""
 
 
+def test_what_flex_attention_takes_on_a_gpu(
+    host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyvmem.attention import flex
+
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    with KVCache(KVCacheConfig(1, 1, 64, "float16", max_batch=1, max_seq_len=64), host) as cache:
+        gpu = torch.device("cuda")
+        assert flex.why_not(Form(cache, cache, 256, 16), gpu) == ""
+        assert "head_dim 257 is above 256" in flex.why_not(Form(cache, cache, 257, 256), gpu)
+        small = "keys of 16 elements and values of 8: Triton multiplies no fewer than 16"
+        assert flex.why_not(Form(cache, cache, 16, 8), gpu) == small
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(
     ("new", "rows", "window"), [(33, 50, 0), (50, 50, 0), (33, 50, 9), (2, 50, 1)]
