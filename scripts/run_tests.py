@@ -186,7 +186,10 @@ def pytest_on(
 
     `libraries`: the folder in which shared libraries are looked for first.
     """
-    words = ["-q", "-m", marks, "-n", str(len(os.sched_getaffinity(0))), "--dist", "loadfile"]
+    workers = len(os.sched_getaffinity(0))
+    if backend != "host":
+        workers = min(workers, 8)  # each has a CUDA context
+    words = ["-q", "-m", marks, "-n", str(workers), "--dist", "loadfile"]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
     call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path)
@@ -322,8 +325,10 @@ def gpu_tests(session: Session) -> None:
     backends = session.backends or usable_gpu_backends()
     if not backends:
         raise Failed("no back end of a GPU can be used on this machine")
-    folders = ["tests/python", "tests/gpu"]
-    call(PYTHON, "-m", "pytest", "-q", *folders, VMEM_TEST_BACKEND=",".join(backends))
+    for backend in backends:
+        pytest_on(backend, PYTHON, "not long", "tests/python")
+    # One after the other: they look at the device's memory from outside.
+    call(PYTHON, "-m", "pytest", "-q", "tests/gpu", VMEM_TEST_BACKEND=",".join(backends))
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:
