@@ -117,16 +117,16 @@ def test_the_other_pythons(monkeypatch, capsys):
         made.append((venv.name, python))
         return run_tests.CANNOT if python.endswith("3.14") else 0
 
-    def suite(python, marks):
+    def suite(backend, python, marks, what):
         tested.append(python.parent.parent.name)
-        assert marks == "not long"
+        assert (backend, marks, what) == ("host", "not long", "tests/python")
         if python.parent.parent.name.endswith("3.12"):
             raise run_tests.Failed("exit status 1")
 
     monkeypatch.setattr(run_tests, "answer", lambda *words: "3.11")
     monkeypatch.setattr(run_tests, "interpreters", lambda: (found, ["3.10"]))
     monkeypatch.setattr(run_tests.extra_environment, "make", make)
-    monkeypatch.setattr(run_tests, "suite", suite)
+    monkeypatch.setattr(run_tests, "pytest_on", suite)
     session = run_tests.Session(long=True)
     with pytest.raises(run_tests.Failed, match=r"the Python tests on 3\.12$"):
         run_tests.other_pythons(session)
@@ -137,3 +137,17 @@ def test_the_other_pythons(monkeypatch, capsys):
         "the Python tests on 3.10: no such interpreter here",
         "the Python tests on 3.14: what they need cannot be had (see above)",
     ]
+
+
+def test_the_back_ends_of_a_gpu(monkeypatch):
+    """The suite on each in several processes, and what looks at the device alone."""
+    calls = []
+    monkeypatch.setattr(run_tests, "call", lambda *words, **env: calls.append((words, env)))
+    monkeypatch.setattr(run_tests.os, "sched_getaffinity", lambda pid: range(64))
+    run_tests.gpu_tests(run_tests.Session(backends=["stock", "cuda"]))
+    (_, *suites, (alone, env)) = calls
+    assert [env["VMEM_TEST_BACKEND"] for _, env in suites] == ["stock", "cuda"]
+    assert all(words[words.index("-n") + 1] == "8" for words, _ in suites)
+    assert "-n" not in alone
+    assert "tests/gpu" in alone
+    assert env["VMEM_TEST_BACKEND"] == "stock,cuda"
