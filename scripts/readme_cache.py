@@ -185,10 +185,13 @@ def part_kernel_times(_: list[Result]) -> list[str]:
             reads = [str(mine[0][name]) for name in ("past", "before")]
             body.append([f"`{kernel}`", phase, *reads, *(times.get(one, "") for one in cases)])
         head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
-        lines += [
+        words = (
             f"Microseconds in the median, a prefill of {found[0]['tokens']:,} tokens and decoding "
             "of 8 requests of as many, by type and head size; rows that are read past a length and "
-            f"before a window; empty: the kernel cannot be used, or was not run; {title(run)}:",
+            f"before a window; empty: the kernel cannot be used, or was not run; {title(run)}:"
+        )
+        lines += [
+            words if not lines else f"The same in another run, in which FlashInfer took part; {title(run)}:",
             "",
             *table(head, body),
             "",
