@@ -191,7 +191,7 @@ def part_kernel_times(_: list[Result]) -> list[str]:
             f"before a window; empty: the kernel cannot be used, or was not run; {title(run)}:"
         )
         lines += [
-            words if not lines else f"The same in another run, in which FlashInfer took part; {title(run)}:",
+            f"The same in another run, with FlashInfer; {title(run)}:" if lines else words,
             "",
             *table(head, body),
             "",
