@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = getattr(item, "callspec", None)
         if item.get_closest_marker("needs_tensors") is None or chosen is None:
             continue
-        if chosen.params.get("backend") != "host" and not has_cuda():
+        if chosen.params.get("backend", "host") != "host" and not has_cuda():
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
