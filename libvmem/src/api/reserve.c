@@ -36,6 +36,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   struct vm_ctx *c = vm_get(vm, "vMemReserve", &err);
   struct vmem_reserve_opts o;
   struct vm_space *s = NULL;
+  uint64_t base = 0; /* once the reservation is known, another thread may free it, and `s` with it */
   bool gone;
   if (!c) return err;
   if (!addr)
@@ -46,15 +47,16 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   err = -ENOMEM;
   if (!(s = vm_space_new(c, size))) goto out;
   if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
+  base = s->base;
   pthread_mutex_lock(&c->lock);
   err = c->closing ? vm_fail(-EBADF, "the context is being closed") : vm_space_insert(c, s);
   pthread_mutex_unlock(&c->lock);
   if (err)
     VM_UNDO(vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone));
   else
-    *addr = s->base;
+    *addr = base;
 out:
-  VM_PROBE4(reserve, c, err ? 0 : s->base, size, err);
+  VM_PROBE4(reserve, c, err ? 0 : base, size, err);
   if (err && s) vm_space_destroy(s);
   vm_put(c);
   return err;
