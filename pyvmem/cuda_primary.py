@@ -11,11 +11,12 @@ import errno
 from typing import Any
 
 from pyvmem import _native
+from pyvmem.closing import Closable
 
 __all__ = ["PrimaryContext"]
 
 
-class PrimaryContext:
+class PrimaryContext(Closable):
     """Keeps a device's primary context, which the runtime and torch use, until it is closed.
 
     Args:
@@ -35,6 +36,7 @@ class PrimaryContext:
         context = ctypes.c_void_p()
         self._check("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._number)
         self.handle: int = context.value or 0
+        self._closed = False
 
     def address(self, function: str) -> int:
         """The address of a function of libcuda."""
@@ -53,14 +55,10 @@ class PrimaryContext:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def close(self) -> None:
-        """Gives the context back."""
-        self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
-
-    def __enter__(self) -> PrimaryContext:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        """Gives the context back; does nothing when called again."""
+        if not self._closed:
+            self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
+            self._closed = True
 
     def _check(self, function: str, *arguments: Any) -> None:
         code: int = getattr(self._cuda, function)(*arguments)

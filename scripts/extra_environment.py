@@ -56,11 +56,13 @@ def make(
     (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")
     pip = [VENV / "bin" / "python", "-m", "pip", "--python", venv / "bin" / "python", "install"]
     pip += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]
-    steps = [["-r", str(file)] for file in pins] + ([[*more]] if more else [])
-    for group, step in zip([*groups, ""], steps, strict=False):
-        alone = ["--no-deps"] if group in WITHOUT_DEPENDENCIES else []
+    steps = [
+        [*(["--no-deps"] if group in WITHOUT_DEPENDENCIES else []), "-r", str(file)]
+        for group, file in zip(groups, pins, strict=True)
+    ]
+    for step in [*steps, [*more]] if more else steps:
         done = subprocess.run(
-            [*map(str, pip), *alone, *step],
+            [*map(str, pip), *step],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -32,7 +32,6 @@ from pyvmem.errors import VMemError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     import torch
 
@@ -226,14 +225,9 @@ class _Way:
             self._stack = undo.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _forget_locals(error)
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *exc: Any) -> None:
+        _forget_locals(exc[1])
+        self._stack.__exit__(*exc)
 
     def open(self, stack: ExitStack) -> None:
         """Makes the cache."""

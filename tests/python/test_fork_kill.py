@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvcache_helpers import eventually
 
 # Two threads, each with 128 MiB in 64 scattered pieces, do batches until the process is killed.
 CHILD = """
@@ -96,16 +97,6 @@ def killed(backend: str) -> Iterator[str]:
     assert not Path(f"/proc/{child.pid}").exists()
 
 
-def eventually_is(true: Callable[[], bool]) -> bool:
-    """The kernel frees a dead process's memory on its own time."""
-    deadline = time.monotonic() + 60
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 @pytest.mark.parametrize("delay", [0.0, 0.05, None])
 def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> None:
     """On host memory is in files, gone with the last who holds them; a GPU's is counted."""
@@ -117,7 +108,7 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
             assert holders(set(files)) == [pid]
             time.sleep(rest)
             files |= memory_files(pid)
-        assert eventually_is(lambda: not holders(set(files)))
+        eventually(lambda: not holders(set(files)))
         return
     device_memory()  # the first call makes a context of this process
     start = device_memory()
@@ -127,4 +118,4 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
         time.sleep(rest)
         full = device_memory()
     # The child's context must be gone, too.
-    assert eventually_is(lambda: full - device_memory() >= (full - start) * 9 // 10)
+    eventually(lambda: full - device_memory() >= (full - start) * 9 // 10)
