@@ -117,9 +117,20 @@ def _compiled(
             block_mask=mask,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[2],
+            kernel_options=_options(batch.max_q, q.shape[1] // k.shape[2]),
         )
     out: torch.Tensor = found.transpose(1, 2)[where]
     return out
+
+
+def _options(rows: int, sharing: int) -> dict[str, Any]:
+    """Of the call: `rows` queries of a request, `sharing` heads of which read one head's keys.
+
+    For queries shorter than a block torch takes its decoding kernel, whose one tile holds the rows
+    of all heads that share; where that is more than a block of the mask, torch 2.13 and older raise
+    NoValidChoicesError (pytorch/pytorch#185349) and are told to take the other kernel.
+    """
+    return {"FORCE_USE_FLEX_ATTENTION": True} if rows * sharing > BLOCK else {}
 
 
 def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:

@@ -32,6 +32,7 @@ CASES = (
     Case("decode, equal lengths", (1, 2, 3), (1, 1, 1), (77, 77, 77)),
     Case("prefill", (0, 2), (130, 5), (130, 5)),
     Case("chunked prefill", (3, 1), (20, 33), (300, 34)),
+    Case("one request's chunk", (2,), (100,), (130,)),
     Case("mixed, out of order", (5, 0, 4, 1), (1, 64, 7, 1), (260, 64, 90, 2)),
 )
 

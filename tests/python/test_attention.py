@@ -137,6 +137,32 @@ def test_an_advanced_batch_has_a_mask_of_its_own(host: pyvmem.Context) -> None:
         attend.close()
 
 
+@pytest.mark.parametrize(("rows", "sharing", "forced"), [(1, 8, False), (32, 4, False), (33, 4, True)])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_a_chunk_that_torchs_decoding_kernel_cannot_hold(
+    host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
+) -> None:
+    """What a GPU compiles, uncompiled: its options are those that torch has a kernel for."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    given = []
+
+    def call(*tensors: torch.Tensor, kernel_options: dict[str, Any], **more: Any) -> Any:
+        given.append(kernel_options)
+        return flex_attention(*tensors, **more)
+
+    monkeypatch.setattr(flex, "_kernel", lambda: call)
+    case = Case("chunk", (2,), (rows,), (130,))
+    with filled(host, case, poison=False, overread_rows=191, overread_decode=True) as cache:
+        q = queries(cache, case, sharing)
+        attend = Attention(cache, "flex")
+        batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+        out = flex._compiled(q, cache.k(1), cache.v(1), batch, q.shape[2] ** -0.5, 0)
+        close(out, reference(q, cache, 1, case))
+        attend.close()
+    assert given == [{"FORCE_USE_FLEX_ATTENTION": True} if forced else {}]
+
+
 def test_neighbours_of_equal_length_are_one_call(host: pyvmem.Context) -> None:
     case = Case("runs", (0, 1, 2, 4, 5, 3), (1, 1, 1, 1, 2, 2), (9, 9, 9, 9, 9, 9))
     with filled(host, case) as cache:
