@@ -137,7 +137,9 @@ def test_an_advanced_batch_has_a_mask_of_its_own(host: pyvmem.Context) -> None:
         attend.close()
 
 
-@pytest.mark.parametrize(("rows", "sharing", "forced"), [(1, 8, False), (32, 4, False), (33, 4, True)])
+@pytest.mark.parametrize(
+    ("rows", "sharing", "forced"), [(1, 8, False), (32, 4, False), (33, 4, True)]
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_a_chunk_that_torchs_decoding_kernel_cannot_hold(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
