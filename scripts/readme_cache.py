@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
@@ -171,32 +172,32 @@ def part_prefix_map(_: list[Result]) -> list[str]:
 
 
 def part_kernel_times(_: list[Result]) -> list[str]:
-    """Each kernel by phase, head size and type, with what it reads beyond a request's rows."""
-    lines: list[str] = []
-    for run in runs("models"):
-        found = [row for row in run["parts"].get("kernels", {}).get("rows", []) if "kernel" in row]
-        cases = list(dict.fromkeys((row["dtype"], row["head_dim"]) for row in found))
-        if not found:
-            continue
-        body = []
-        for kernel, phase in dict.fromkeys((row["kernel"], row["phase"]) for row in found):
-            mine = [row for row in found if (row["kernel"], row["phase"]) == (kernel, phase)]
-            times = {(row["dtype"], row["head_dim"]): number(row["median"]) for row in mine}
-            reads = [str(mine[0][name]) for name in ("past", "before")]
-            body.append([f"`{kernel}`", phase, *reads, *(times.get(one, "") for one in cases)])
-        head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
-        words = (
-            f"Microseconds in the median, a prefill of {found[0]['tokens']:,} tokens and decoding "
-            "of 8 requests of as many, by type and head size; rows that are read past a length and "
-            f"before a window; empty: the kernel cannot be used, or was not run; {title(run)}:"
-        )
-        lines += [
-            f"The same in another run, with FlashInfer; {title(run)}:" if lines else words,
-            "",
-            *table(head, body),
-            "",
-        ]
-    return lines[:-1]
+    """Each kernel by phase, head size and type, with what it reads beyond a request's rows.
+
+    Of the kept runs, the one of the most kernels.
+    """
+
+    def timed(run: Result) -> list[Any]:
+        part = run["parts"].get("kernels", {})
+        return [row for row in part.get("rows", []) if "kernel" in row]
+
+    run = max(runs("models"), key=lambda run: len({row["kernel"] for row in timed(run)}))
+    found = timed(run)
+    cases = list(dict.fromkeys((row["dtype"], row["head_dim"]) for row in found))
+    body = []
+    for kernel, phase in dict.fromkeys((row["kernel"], row["phase"]) for row in found):
+        mine = [row for row in found if (row["kernel"], row["phase"]) == (kernel, phase)]
+        times = {(row["dtype"], row["head_dim"]): number(row["median"]) for row in mine}
+        reads = [str(mine[0][name]) for name in ("past", "before")]
+        body.append([f"`{kernel}`", phase, *reads, *(times.get(one, "") for one in cases)])
+    head = ["kernel", "phase", "past", "before", *(f"{one[0]}, {one[1]}" for one in cases)]
+    return [
+        f"Microseconds in the median, a prefill of {found[0]['tokens']:,} tokens and decoding "
+        "of 8 requests of as many, by type and head size; rows that are read past a length and "
+        f"before a window; empty: the kernel cannot be used; {title(run)}:",
+        "",
+        *table(head, body),
+    ]
 
 
 WAYS = {
