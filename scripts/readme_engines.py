@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from readme_cache import runs
-from readme_format import Result, number, rows, table, title
+from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
 # As benchmarks/serve/README.md names the arms.
 ARMS = (
@@ -206,6 +207,21 @@ def share_table(run: Result) -> Iterator[str]:
     yield ""
     head = ["engines", "first token mean ms", "p50", "p99", "between tokens p50 ms", "p99"]
     yield from table([*head, "requests a round", "rounds"], body)
+    yield ""
+    yield f"![Memory over time, and the time to the first token]({picture_of(run)})"
+
+
+def picture_of(run: Result) -> str:
+    """Where the picture of a run with engines that share lies."""
+    return f"benchmarks/vllm/{Path(run['file']).stem}.svg"
+
+
+def pictures() -> dict[Path, Result]:
+    """The pictures of kept runs with engines that share, and the raw files that they show."""
+    shared = [run for run in runs("vllm") if "share" in run["parts"]]
+    return {
+        ROOT / picture_of(run): load_run(RESULTS / "raw" / Path(run["file"]).name) for run in shared
+    }
 
 
 def blocks_table(run: Result) -> Iterator[str]:

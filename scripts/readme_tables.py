@@ -5,8 +5,9 @@
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
 by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
 Every part is in one file, and links in it are made relative to that. patches/kernels.json is made
-too. `--check` changes nothing and fails where a file does not say what the results say. The parts
-of readme_cache.py are only asked for when there is a result for them.
+too, and the pictures of benchmarks/vllm. `--check` changes nothing and fails where a file does not
+show what the results say. The parts of readme_cache.py are only asked for when there is a result
+for them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ import readme_metrics
 import readme_summary
 from readme_cache import CACHE_PARTS
 from readme_engines import PARTS as ENGINE_PARTS
+from readme_engines import pictures
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
+
+from pyvmem.bench import vllm_picture
 
 README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")
 FORMAT = "vmem-bench-api/1"
+AGAIN = "run scripts/readme_tables.py"
 NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
 
 OPERATIONS = [
@@ -505,10 +510,18 @@ def main() -> int:
             continue
         if check:
             name = path.relative_to(ROOT)
-            print(f"{name} does not show benchmarks/results: run scripts/readme_tables.py")
+            print(f"{name} does not show benchmarks/results: {AGAIN}")
             status = 1
         else:
             path.write_text(wanted, encoding="utf-8")
+    for path, raw in pictures().items():
+        if path.is_file() and vllm_picture.digest(raw) in path.read_text(encoding="utf-8"):
+            continue
+        if check:
+            print(f"{path.relative_to(ROOT)} does not show {raw['file']}: {AGAIN}")
+            status = 1
+        else:
+            path.write_text(vllm_picture.draw(raw), encoding="utf-8")
     return status
 
 

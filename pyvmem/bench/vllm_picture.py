@@ -1,52 +1,94 @@
 # SPDX-License-Identifier: MIT
-"""Memory over time of engines that share it: ``python -m pyvmem.bench.vllm_picture RAW OUT.svg``.
+"""Engines that share memory, drawn: ``python -m pyvmem.bench.vllm_picture RAW OUT.svg``.
 
-RAW is the raw file of ``vmem bench vllm --part share``. Needs matplotlib.
+RAW is the raw file of ``vmem bench vllm --part share``. Needs matplotlib. The file contains a
+digest of the rows that it shows, since drawings differ between versions of matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-__all__ = ["draw", "main"]
+__all__ = ["digest", "draw", "main"]
 
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
+_POINTS = 400  # of a line, at most
+_ARMS = ("shared", "static", "alone")
 
 
-def draw(document: dict[str, Any], out: Path) -> None:
-    """Draws what each engine has mapped, stacked, in the first round of the arm ``shared``.
+def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is drawn, by id.
+
+    Raises:
+        ValueError: the document has no samples of memory.
+    """
+    part = document.get("parts", {}).get("share", {})
+    found = {row["id"].removeprefix("share/"): row for row in part.get("rows", ())}
+    if not found.get("memory/shared", {}).get("samples"):
+        raise ValueError("no samples of share/memory/shared: a raw file of --part share has them")
+    names = ["memory/shared", "capacity", *(f"first/{arm}" for arm in _ARMS)]
+    return {name: found[name] for name in names if name in found}
+
+
+def digest(document: dict[str, Any]) -> str:
+    """A digest of all that the picture of a raw file shows."""
+    return hashlib.sha256(json.dumps(_rows(document)).encode()).hexdigest()
+
+
+def draw(document: dict[str, Any]) -> str:
+    """The picture as SVG: memory over time, and the time to the first token by arm.
+
+    Memory is what each engine has mapped, stacked, in the first round of the arm ``shared``.
 
     Raises:
         ValueError: the document has no such samples.
+        ModuleNotFoundError: matplotlib is not installed.
     """
+    rows = _rows(document)
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    settings: Any = {
+        "svg.hashsalt": "vmem",
+        "svg.fonttype": "none",  # keep text as text
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(9, 3), layout="constrained")
+        axes: Any = figure.subplots(1, 3, width_ratios=(3.4, 1, 1))
+        _memory(axes[0], rows)
+        arms = [arm for arm in _ARMS if f"first/{arm}" in rows]
+        for where, field in zip(axes[1:], ("mean", "p99"), strict=True):
+            where.bar(arms, [rows[f"first/{arm}"][field] for arm in arms], color=_PALETTE[0])
+            where.set_ylabel(f"first token, {field}: ms")
+            where.tick_params("x", labelsize=8)
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return f"{out.getvalue().rstrip()}\n<!-- {digest(document)} -->\n"
 
-    rows = {row["id"]: row for row in document.get("parts", {}).get("share", {}).get("rows", ())}
-    seen = rows.get("share/memory/shared", {}).get("samples")
-    if not seen:
-        raise ValueError("no samples of share/memory/shared: a raw file of --part share has them")
+
+def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
+    seen = [one for one in rows["memory/shared"]["samples"] if one[0] >= 0]
+    seen = seen[:: -(-len(seen) // _POINTS)]
     at = [one[0] for one in seen]
     engines = [[one[2 + k] / _GB for one in seen] for k in range(len(seen[0]) - 2)]
-    capacity = rows["share/capacity"]["value"] / _GB
-    pyplot.rcParams["svg.fonttype"] = "none"  # keep text as text
-    figure, axes = pyplot.subplots(figsize=(8, 3.2))
+    capacity = rows["capacity"]["value"] / _GB
     names = [f"engine {k}" for k in range(len(engines))]
     axes.stackplot(at, engines, labels=names, colors=_PALETTE[: len(engines)], linewidth=0)
-    axes.axhline(capacity, color="black", linewidth=1, label="all engines together")
+    axes.axhline(capacity, color="gray", linewidth=1, label="all together")
     static = capacity / len(engines)
-    axes.axhline(static, color="black", linewidth=1, linestyle=":", label="a static part")
-    axes.set(xlabel="seconds", ylabel="GiB mapped", xlim=(0, max(at)), ylim=(0, capacity * 1.1))
-    axes.legend(loc="upper right", ncols=2, fontsize="small", frameon=False)
-    with matplotlib.rc_context({"svg.hashsalt": "vmem"}):
-        figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
+    axes.axhline(static, color="gray", linewidth=1, linestyle=":", label="a static part")
+    axes.set(xlabel="seconds", ylabel="GiB mapped", xlim=(0, max(at)), ylim=(0, capacity * 1.3))
+    axes.legend(loc="upper center", ncols=len(engines) + 2, fontsize=8, frameon=False,
+                columnspacing=1, handlelength=1)  # fmt: skip
 
 
 def main() -> int:
@@ -55,7 +97,7 @@ def main() -> int:
     parser.add_argument("raw", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    draw(json.loads(args.raw.read_text(encoding="utf-8")), args.out)
+    args.out.write_text(draw(json.loads(args.raw.read_text(encoding="utf-8"))), encoding="utf-8")
     return 0
 
 

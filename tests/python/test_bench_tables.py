@@ -11,7 +11,7 @@ import readme_cache
 import readme_index
 import readme_tables
 
-from pyvmem.bench import record
+from pyvmem.bench import record, vllm_picture
 from pyvmem.cli import main
 
 pytest.importorskip("torch")
@@ -76,6 +76,23 @@ def test_parts_are_asked_for_when_there_is_a_result(
     shown = "".join(readme_tables.render(texts, measured).values())
     assert "mapped in the background |" in shown
     assert "single 64 KB pages |" in shown
+
+
+def test_a_picture_says_which_samples_it_shows() -> None:
+    memory = {
+        "id": "share/memory/shared",
+        "samples": [[-0.5, 9, 9, 9], [0.0, 9, 1, 2], [1.0, 9, 2, 2]],
+    }
+    first = {"id": "share/first/shared", "mean": 2.0, "p99": 4.0}
+    rows = [memory, {"id": "share/capacity", "value": 1 << 30}, first]
+    document = {"parts": {"share": {"rows": rows}}}
+    shown = vllm_picture.draw(document)
+    assert vllm_picture.digest(document) in shown
+    assert "engine 1" in shown
+    first["p99"] = 5.0
+    assert vllm_picture.digest(document) not in shown
+    with pytest.raises(ValueError, match="no samples of share/memory/shared"):
+        vllm_picture.draw({"parts": {"share": {"rows": rows[1:]}}})
 
 
 def test_links_of_a_part_are_relative_to_its_file() -> None:
