@@ -497,7 +497,7 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
                 return False
     for group, want in wants:
         group.pager.runs.refused = ""
-        left = [(slot, (slot.owner, pages)) for slot, pages in want if slot.mapped < pages]
+        left = [(slot, (slot.owner, pages)) for slot, pages in want if slot.grows_from < pages]
         group.left.update(left)
     return True
 
@@ -634,7 +634,7 @@ def _left_to_a_step(group: Group, want: _Want) -> _Want:
     if not group.left:
         return []
     for slot, (owner, pages) in list(group.left.items()):
-        if slot.owner != owner or not slot.active or slot.mapped >= pages:
+        if slot.owner != owner or not slot.active or slot.grows_from >= pages:
             del group.left[slot]
     named = {slot for slot, _ in want}
     return [(slot, pages) for slot, (_, pages) in group.left.items() if slot not in named]
@@ -642,7 +642,7 @@ def _left_to_a_step(group: Group, want: _Want) -> _Want:
 
 def _lacking(group: Group, want: _Want) -> int:
     """Physical pages that are to be mapped."""
-    pages = sum([count - slot.mapped for slot, count in want if count > slot.mapped])
+    pages = sum([max(0, count - slot.grows_from) for slot, count in want])
     return pages * group.layout.num_tensors
 
 

@@ -148,6 +148,11 @@ class Slot(Watched):
         )
 
     @property
+    def grows_from(self) -> int:
+        """Where its next pages are mapped; 0 where it is stale: all that is there goes before."""
+        return 0 if self.stale else self.mapped
+
+    @property
     def spare(self) -> int:
         """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
         if self.kept:

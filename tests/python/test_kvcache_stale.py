@@ -255,3 +255,17 @@ def test_what_it_has_of_the_earlier_owner_can_be_taken_back(backend: str, way: s
         assert cache.can_admit([6 * ROWS])
         assert cache.step(want) == 0
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("pages", range(1, 7))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_goes_first_is_not_counted_as_mapped(backend: str, way: str, pages: int) -> None:
+    """`step` keeps what `step_async` has promised, where others keep the earlier owner's pages."""
+    with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
+        mapped = cache.stats().mapped_bytes // cache.layout.page_size
+        cache.set_limit(mapped + TENSORS)
+        want = lens(cache, r0=pages * ROWS)
+        promised = cache.step_async(want)
+        with firing_later(event):
+            assert cache.step(want) == promised
+        cache.check_integrity()
