@@ -593,8 +593,7 @@ class RequestCache(Closable):
                 continue
             self._own(request)
             if self._background.works_on(request):
-                request.require(State.RUNNING)
-                continue
+                raise request.refusal(State.BUSY, State.RUNNING)
             with self._turns, self._journal:
                 self._look(request)
 

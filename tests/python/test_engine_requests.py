@@ -579,6 +579,44 @@ def test_a_request_is_busy_until_its_background_call_is_over(host: Context) -> N
         assert request.state is State.SWAPPED
 
 
+def test_a_state_is_read_once() -> None:
+    """The background call ends after the first look: the request was busy then."""
+
+    class Ending(Request):
+        @property  # type: ignore[misc]
+        def state(self) -> State:
+            return looks.pop()
+
+        @state.setter
+        def state(self, state: State) -> None:
+            pass
+
+    looks = [State.RUNNING, State.BUSY]
+    with pytest.raises(Busy, match="request 3 of 0 tokens is busy, not running"):
+        _ = Ending(3).slot
+    assert looks == [State.RUNNING]
+
+
+def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        with held_up(cache):
+            future = cache.swap_out_async(request)
+
+            def works_on(key: object) -> bool:
+                request.state = State.SWAPPED
+                return True
+
+            with monkeypatch.context() as patch:
+                patch.setattr(cache._background, "works_on", works_on)
+                with pytest.raises(Busy, match="is busy, not running"):
+                    cache.swap_in(request)
+            request.state = State.BUSY
+        assert future.result(WAIT) is None
+
+
 def test_admission_in_the_background(host: Context) -> None:
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)
