@@ -696,5 +696,4 @@ def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool])
 
 def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
     """Pages per tensor that the slot can lose, but for shared ones; a stale one loses all."""
-    kept = max(slot.shared, slot.granted, 0 if slot.stale else keep.get(slot, 0))
-    return slot.mapped - slot.places.ceil(kept)
+    return slot.here_from(max(slot.shared, slot.granted, 0 if slot.stale else keep.get(slot, 0)))

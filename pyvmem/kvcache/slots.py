@@ -152,6 +152,13 @@ class Slot(Watched):
         """Where its next pages are mapped; 0 where it is stale: all that is there goes before."""
         return 0 if self.stale else self.mapped
 
+    def here_from(self, page: int) -> int:
+        """Pages of the device from this one on; a large one that begins before is left out."""
+        if not self.places.noted:
+            return max(0, self.mapped - page)
+        low = self.places.ceil(page)
+        return max(0, self.mapped - low - sum(self.places.away(low, self.mapped).values()))
+
     @property
     def spare(self) -> int:
         """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
@@ -542,9 +549,7 @@ def _entry(slot: Slot) -> _Entry:
     if taking:
         returning = job.pages
     if (taking or job is None) and not slot.lost:
-        kept = max(slot.shared, slot.granted)
-        places = slot.places
-        spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
+        spare = slot.here_from(max(slot.shared, slot.granted))
     age = (order, index)
     stale = slot.stale
     if slot.active:

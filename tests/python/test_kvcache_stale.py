@@ -269,3 +269,19 @@ def test_what_goes_first_is_not_counted_as_mapped(backend: str, way: str, pages:
         with firing_later(event):
             assert cache.step(want) == promised
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("pages", range(1, 7))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_come_back_is_not_counted(backend: str, way: str, pages: int) -> None:
+    """`can_admit` is right about another request: shared pages stay, and those of other tiers."""
+    with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
+        mapped = cache.stats().mapped_bytes // cache.layout.page_size
+        cache.set_limit(mapped + TENSORS)
+        other = cache.alloc_reqid()
+        fits = cache.can_admit([pages * ROWS])
+        want = lens(cache)
+        want[other] = pages * ROWS
+        with firing_later(event):
+            assert (cache.step(want) == 0) == fits
+        cache.check_integrity()
