@@ -147,6 +147,13 @@ class Slot(Watched):
             or (bool(self.places.noted) and self.places.away_end > granted)
         )
 
+    def spare_beyond(self, keep: int) -> int:
+        """Pages of the device that it can lose and still have `keep`; a stale one keeps none.
+
+        Shared ones are counted elsewhere.
+        """
+        return self.here_from(max(self.shared, self.granted, 0 if self.stale else keep))
+
     @property
     def grows_from(self) -> int:
         """Where its next pages are mapped; 0 where it is stale: all that is there goes before."""
@@ -549,7 +556,7 @@ def _entry(slot: Slot) -> _Entry:
     if taking:
         returning = job.pages
     if (taking or job is None) and not slot.lost:
-        spare = slot.here_from(max(slot.shared, slot.granted))
+        spare = slot.spare_beyond(0)
     age = (order, index)
     stale = slot.stale
     if slot.active:
@@ -610,6 +617,13 @@ class Growth:
     def awaited(self) -> bool:
         """Whether an owner still waits for it: one that has not been freed since it began."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
+
+    def deserted(self) -> list[Slot]:
+        """Its slots in which no owner waits for it: what they have can go when it is over."""
+        if not self.awaited:
+            return self.slots
+        waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
+        return [slot for slot in self.slots if slot not in waiting]
 
     def done(self) -> bool:
         """Whether both batches are finished, well or not."""
