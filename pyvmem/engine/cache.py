@@ -133,8 +133,9 @@ class RequestCache(Closable):
 
         The request holds the prefix's rows, `Request.length`; the engine computes those after it.
         Pages for the rest and for `room` more tokens are mapped in the background. If an `extend`
-        up to there comes next, it finds no shortage; calls in between may take pages that are still
-        on their way (`KVCache.step_async`). Growth of running requests is not taken into account.
+        up to there comes next, it finds no shortage; calls in between, and other users of the
+        device, may take pages that are still on their way (`KVCache.step_async`). Growth of running
+        requests is not taken into account.
 
         Args:
             prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.

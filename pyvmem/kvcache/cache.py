@@ -400,8 +400,8 @@ class KVCache(MustClose):
         owner delays a slot, and where an earlier call is still mapping pages of the request.
 
         A shortage is reported at once, with one exception: memory not yet mapped when this returns
-        may be taken by a call in between, such as a `fork`, or by another user of the context; the
-        `step` then returns -1.
+        may be taken by a call in between, such as a `fork`, or by another user of the context or of
+        the device; the `step` then returns -1.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
