@@ -19,7 +19,7 @@ from pyvmem.engine.prefix import Namespace, Prefix, key_of
 from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
-from pyvmem.kvcache import KVCache, PrefixEvicted, TokenIds, waits
+from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.streams import check, work_of
@@ -133,8 +133,9 @@ class RequestCache(Closable):
 
         The request holds the prefix's rows, `Request.length`; the engine computes those after it.
         Pages for the rest and for `room` more tokens are mapped in the background. If an `extend`
-        up to there comes next, it finds no shortage; calls in between may take pages that are still
-        on their way (`KVCache.step_async`). Growth of running requests is not taken into account.
+        up to there comes next, it finds no shortage; calls in between, and other users of the
+        device, may take pages that are still on their way (`KVCache.step_async`). Growth of running
+        requests is not taken into account.
 
         Args:
             prompt: token ids, or a `Prefix` of them, whose lease ends when the request is admitted.
@@ -206,10 +207,10 @@ class RequestCache(Closable):
                 prefix.renew()
                 fits = cache.can_admit([want], [prefix.match])
             if not fits:
-                return self._shortage({}, want, held=prefix.length)
+                return self._shortage({}, want, match=prefix.match)
             begun = self._take_slot(prefix, stream)
             if begun is None:
-                return self._shortage({}, want, held=prefix.length)
+                return self._shortage({}, want, match=prefix.match)
             slot, held = begun
             short = None
             try:
@@ -255,7 +256,7 @@ class RequestCache(Closable):
                 key_of(namespace)  # it is open
                 begun = self._take_slot(prompt, stream)
                 if begun is None:
-                    return self._shortage({}, prompt.length, held=prompt.length)
+                    return self._shortage({}, prompt.length, match=prompt.match)
                 return self._begun(*begun, namespace)
         key_of(namespace)
         tokens = operator.index(prompt)
@@ -386,7 +387,8 @@ class RequestCache(Closable):
         rows = request.length if length is None else operator.index(length)
         slots = self.cache.fork_many(slot, count, rows, work)
         if slots is None:
-            return self._shortage({}, rows, count)
+            needed = self.cache.forked_bytes(slot, count, rows)
+            return self._shortage({}, rows, count, needed=needed)
         return [self._begun(one, rows, request.namespace) for one in slots]
 
     def record(self, request: Request, tokens: Any, stream: Any = None) -> int:
@@ -593,8 +595,7 @@ class RequestCache(Closable):
                 continue
             self._own(request)
             if self._background.works_on(request):
-                request.require(State.RUNNING)
-                continue
+                raise request.refusal(State.BUSY, State.RUNNING)
             with self._turns, self._journal:
                 self._look(request)
 
@@ -663,21 +664,21 @@ class RequestCache(Closable):
         wanted: Mapping[int, int],
         new: int = 0,
         count: int = 1,
-        held: int = 0,
+        *,
+        match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
         """The shortage of slots that are to hold so many tokens.
 
-        Or `count` new requests of `new` tokens, of which `held` are recorded. `needed`: bytes, None
+        Or `count` new requests of `new` tokens, which begin with a match. `needed`: bytes, None
         where the tokens say it.
         """
-        size, slots = self.cache.missing_bytes, 0
+        size = self.cache.missing_bytes
         if needed is None:
-            needed = self.cache.lacking_bytes(self._lengths(wanted)) if wanted else 0
+            lengths = self._lengths(wanted)
+            needed = self.cache.lacking_bytes(lengths) if wanted else size(None, new, match)
+        slots = 0 if wanted else max(0, count - self.cache.num_free_slots)
         largest = max(new, *wanted.values(), 0)
-        if not wanted:
-            needed = max(0, size(None, new) - size(None, held)) if held else size(None, new)
-            slots = max(0, count - self.cache.num_free_slots)
         available, limit = self.cache.obtainable_bytes()
         return Shortage(needed, available, limit, size(None, largest), slots)
 

@@ -8,7 +8,7 @@ import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyvmem.errors import BadHandle, Busy
+from pyvmem.errors import BadHandle, Busy, VMemError
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
@@ -66,14 +66,18 @@ class Request:
 
     def require(self, state: State) -> None:
         """Raises what `slot` raises where the request is in another state."""
-        if self.state is state:
-            return
-        text = f"{self!r} is {self.state.value}, not {state.value}"
-        if self.state is State.ENDED:
-            raise BadHandle(text, errno=errno.EBADF, op="Request")
-        if self.state is State.BUSY:
-            raise Busy(f"{text}: wait for its background call", errno=errno.EBUSY, op="Request")
-        raise invalid(text)
+        now = self.state  # read once: a background call may change it meanwhile
+        if now is not state:
+            raise self.refusal(now, state)
+
+    def refusal(self, now: State, state: State) -> VMemError:
+        """What `require` raises in the state `now`."""
+        text = f"request {self.number} of {self.length} tokens is {now.value}, not {state.value}"
+        if now is State.ENDED:
+            return BadHandle(text, errno=errno.EBADF, op="Request")
+        if now is State.BUSY:
+            return Busy(f"{text}: wait for its background call", errno=errno.EBUSY, op="Request")
+        return invalid(text)
 
     def __repr__(self) -> str:
         return f"<Request {self.number}: {self.length} tokens, {self.state.value}>"

@@ -43,8 +43,9 @@ class Shortage:
     def what(self) -> str:
         """What is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
-        Mappings: memory is not short; the driver has no room for more of them, or (rarely) pages
-        came back while the call was on its way, and it may be made again.
+        Mappings: by the cache's count memory is not short. The driver has no room for more of them;
+        or others have taken the device's memory; or an earlier `admit` or `prepare` was promised
+        it; or (rarely) pages came back while the call was on its way, and it may be made again.
         """
         if self.slots:
             return "slots"

@@ -400,8 +400,8 @@ class KVCache(MustClose):
         owner delays a slot, and where an earlier call is still mapping pages of the request.
 
         A shortage is reported at once, with one exception: memory not yet mapped when this returns
-        may be taken by a call in between, such as a `fork`, or by another user of the context; the
-        `step` then returns -1.
+        may be taken by a call in between, such as a `fork`, or by another user of the context or of
+        the device; the `step` then returns -1.
 
         Args:
             seq_lens: as in `step`. They may be some tokens ahead of the next `step`'s, which does
@@ -889,18 +889,21 @@ class KVCache(MustClose):
         with self.lock, self.journal:
             return manager.is_ready(self._open(), reqid, seq_len)
 
-    def missing_pages(self, reqid: int | None, seq_len: int) -> int:
+    def missing_pages(
+        self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None
+    ) -> int:
         """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
 
         Args:
             reqid: a taken slot; None: a request that has none yet.
             seq_len: tokens.
+            match: with None, a leased match that it begins with: pages that it shares are there.
 
         Raises:
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
         with self.lock, self.journal:
-            return manager.missing(self._open(), reqid, seq_len)
+            return manager.missing(self._open(), reqid, seq_len, match)
 
     def obtainable_pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that the cache may have.
@@ -912,9 +915,11 @@ class KVCache(MustClose):
         some, every = self.obtainable_bytes()
         return some // size, every // size
 
-    def missing_bytes(self, reqid: int | None, seq_len: int) -> int:
+    def missing_bytes(
+        self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None
+    ) -> int:
         """`missing_pages` in bytes."""
-        return self.missing_pages(reqid, seq_len) * self._groups[0].layout.page_size
+        return self.missing_pages(reqid, seq_len, match) * self._groups[0].layout.page_size
 
     def copied_bytes(self, reqid: int, length: int) -> int:
         """Bytes that `truncate` to so many tokens, fewer than are held, needs for its copies.
@@ -923,6 +928,16 @@ class KVCache(MustClose):
         """
         with self.lock, self.journal:
             return manager.copied(self._open(), reqid, operator.index(length))
+
+    def forked_bytes(self, reqid: int, count: int, length: int) -> int:
+        """Bytes that `fork_many` of the first tokens of a request needs: what is not shared.
+
+        Raises InvalidArgument for a reqid that does not exist or is not taken.
+        """
+        with self.lock, self.journal:
+            return manager.forked(
+                self._open(), reqid, operator.index(count), operator.index(length)
+            )
 
     def lacking_bytes(self, seq_lens: Sequence[int]) -> int:
         """`missing_bytes` of all requests together, for a `step` with these numbers.

@@ -766,6 +766,7 @@ class ParallelKVCache(MustClose):
     readable_rows, reclaim_free = _told(KVCache.readable_rows), _told(KVCache.reclaim_free)
     missing_pages, missing_bytes = _told(KVCache.missing_pages), _told(KVCache.missing_bytes)
     lacking_bytes, copied_bytes = _told(KVCache.lacking_bytes), _told(KVCache.copied_bytes)
+    forked_bytes = _told(KVCache.forked_bytes)
     obtainable_pages = _told(KVCache.obtainable_pages)
     obtainable_bytes = _told(KVCache.obtainable_bytes)
 

@@ -650,8 +650,8 @@ class Pager(Journaled):
         return isinstance(job, Growth) and not all(map(is_over, job.handover))
 
     def finish_idle(self) -> None:
-        """Waits for growths that no owner waits for, so that their pages can be taken back."""
-        for job in [job for job in self.growths if not job.awaited]:
+        """Waits for growths over slots in which no owner waits, whose pages can go then."""
+        for job in [job for job in self.growths if job.deserted()]:
             with self.counters.waiting():
                 error = self._complete(job, None, whole=True)
             if (error := self._failure(job, error)) is not None:
@@ -696,9 +696,8 @@ class Pager(Journaled):
             keep: slots that are to have at least so many pages per tensor.
             promoting: count copies that would be cancelled, not only those that were.
         """
-        idle = [slot for job in self.growths if not job.awaited for slot in job.slots]
-        kept = [max(slot.granted, slot.shared, keep.get(slot, 0)) for slot in idle]
-        pages = sum(max(0, slot.mapped - least) for slot, least in zip(idle, kept, strict=True))
+        idle = [slot for job in self.growths for slot in job.deserted()]
+        pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
         return pages * self.layout.num_tensors

@@ -66,6 +66,7 @@ __all__ = [
     "claim",
     "empty_slots",
     "fork_all",
+    "forked",
     "free",
     "free_pages",
     "grow",
@@ -497,7 +498,7 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
                 return False
     for group, want in wants:
         group.pager.runs.refused = ""
-        left = [(slot, (slot.owner, pages)) for slot, pages in want if slot.mapped < pages]
+        left = [(slot, (slot.owner, pages)) for slot, pages in want if slot.grows_from < pages]
         group.left.update(left)
     return True
 
@@ -634,7 +635,7 @@ def _left_to_a_step(group: Group, want: _Want) -> _Want:
     if not group.left:
         return []
     for slot, (owner, pages) in list(group.left.items()):
-        if slot.owner != owner or not slot.active or slot.mapped >= pages:
+        if slot.owner != owner or not slot.active or slot.grows_from >= pages:
             del group.left[slot]
     named = {slot for slot, _ in want}
     return [(slot, pages) for slot, (_, pages) in group.left.items() if slot not in named]
@@ -642,7 +643,7 @@ def _left_to_a_step(group: Group, want: _Want) -> _Want:
 
 def _lacking(group: Group, want: _Want) -> int:
     """Physical pages that are to be mapped."""
-    pages = sum([count - slot.mapped for slot, count in want if count > slot.mapped])
+    pages = sum([max(0, count - slot.grows_from) for slot, count in want])
     return pages * group.layout.num_tensors
 
 
@@ -862,12 +863,8 @@ def fork(
         group.mover.finish(parent, work)
     if parent.job is not None or parent.mapped > parent.granted:
         pager.release(parent)
+    full, pages = _forked_pages(group, parent, rows)
     nbytes = layout.bytes_for(rows)
-    # A state is written again with every token, and cannot be shared.
-    full = 0 if layout.state else nbytes // layout.page_size
-    if parent.places.noted:
-        full = parent.places.floor(full)
-    pages = layout.pages_for(rows)
     new_pages = (pages - full) * count * layout.num_tensors
     try:
         slots = sharing.make_empty(count, chosen)
@@ -907,6 +904,23 @@ def fork(
         group.enter(slot, rows)
     group.note_peaks()
     return list(map(attrgetter("index"), slots))
+
+
+def _forked_pages(group: Group, parent: Slot, rows: int) -> tuple[int, int]:
+    """Pages per tensor that a fork with so many rows shares, and all that it has."""
+    layout = group.layout
+    # A state is written again with every token, and cannot be shared.
+    full = 0 if layout.state else layout.bytes_for(rows) // layout.page_size
+    return parent.places.floor(full), layout.pages_for(rows)
+
+
+def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
+    """See `KVCache.forked_bytes`."""
+    found = 0
+    for group in groups:
+        full, pages = _forked_pages(group, group.slot(reqid), length)
+        found += (pages - full) * count * group.page_bytes
+    return found
 
 
 def _chosen(group: Group, count: int, into: Sequence[int]) -> list[Slot]:
@@ -1012,7 +1026,9 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
     return _reach(groups), first.share.total()
 
 
-def missing(groups: Sequence[Group], reqid: int | None, seq_len: int) -> int:
+def missing(
+    groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
+) -> int:
     """See `KVCache.missing_pages`."""
     pages, length = 0, _length(groups[0], seq_len)
     for group in groups:
@@ -1020,6 +1036,8 @@ def missing(groups: Sequence[Group], reqid: int | None, seq_len: int) -> int:
         if reqid is not None:
             slot = group.slot(reqid)
             held, have = group.rows[slot.index], slot.granted
+        elif match is not None:
+            held, have = match.length, group.prefixes.kept_pages(group.place, match)
         need = group.layout.pages_for_step(held, length)
         pages += max(0, need - have) * group.layout.num_tensors
     return pages

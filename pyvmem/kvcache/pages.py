@@ -34,7 +34,7 @@ without the part that another prefix has:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -422,6 +422,24 @@ class SharedPages(Journaled):
         for block, low, high in span.parts:
             if not block.away:
                 found += block.users[low:high].count(users)
+        return found
+
+    def kept(self, spans: Iterable[Span]) -> int:
+        """Pages of the device that no request uses and that these spans keep from coming back.
+
+        Each once, and of a large page all parts.
+        """
+        named: dict[Block, list[tuple[int, int]]] = {}
+        for block, low, high in (part for span in spans for part in span.parts):
+            if not block.away:
+                unit = block.kind.unit
+                named.setdefault(block, []).append((low - low % unit, high + -high % unit))
+        found = 0
+        for block, ranges in named.items():
+            end = 0
+            for low, high in sorted(ranges):
+                found += block.users[max(low, end) : high].count(0)
+                end = max(end, high)
         return found
 
     def returns(self, span: Span, going: Sequence[Span] = ()) -> int:

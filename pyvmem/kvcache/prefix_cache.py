@@ -713,21 +713,23 @@ class PrefixCache:
         return bool(holders)
 
     def _any_idle(self) -> bool:
-        """Whether a page is recorded that no request uses and no match has leased."""
+        """Whether a page is recorded that no request uses and no match keeps."""
         kept = self.leases.kept()
-        rest = [node for node in self.tree if node not in kept]
-        return any(self._idle_pages(place, rest) for place in range(len(self._groups)))
+        return any(
+            self._kept_pages(place, self.tree) > self._kept_pages(place, kept)
+            for place in range(len(self._groups))
+        )
 
     def leased(self, place: int) -> int:
-        """Pages per tensor that no request uses, and that cannot be evicted: matches lease them."""
+        """Pages per tensor that no request uses, and that cannot be evicted: matches keep them."""
         if not self.leases:
             return 0
-        return self._idle_pages(place, self.leases.kept())
+        return self._kept_pages(place, self.leases.kept())
 
-    def _idle_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
-        """A group's pages per tensor of these nodes that no request uses."""
+    def _kept_pages(self, place: int, nodes: Iterable[Node[_Spans]]) -> int:
+        """A group's pages per tensor that no request uses, and that these nodes keep."""
         shared = self._groups[place].reclaimer.shared
-        return sum(shared.idle(node.span.each[place]) for node in nodes)
+        return shared.kept(node.span.each[place] for node in nodes)
 
     # ---- reports and recovery --------------------------------------------------------------------
 

@@ -553,7 +553,7 @@ class Reclaimer(Journaled):
         for slot in self.table.victims():
             if pending >= pages:
                 return
-            take = min(_spare(slot, keep), -(-(pages - pending) // tensors))
+            take = min(slot.spare_beyond(keep.get(slot, 0)), -(-(pages - pending) // tensors))
             if take <= 0:
                 continue
             if not self.try_unmap(slot, slot.mapped - take, now=now):
@@ -575,7 +575,7 @@ class Reclaimer(Journaled):
             job = slot.job
             if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
                 continue  # not counted
-            spare += max(0, _spare(slot, keep)) - max(0, _spare(slot, {}))
+            spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
         return spare + self.shared.pages - self.shared.used - self.leased()
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
@@ -692,9 +692,3 @@ def wait_for_unmaps(reclaimers: Sequence[Reclaimer], enough: Callable[[], bool])
             one._finish(unmap, None if len(pending) == 1 else _SLICE_S)
             if enough():
                 return
-
-
-def _spare(slot: Slot, keep: Mapping[Slot, int]) -> int:
-    """Pages per tensor that the slot can lose; shared ones are counted elsewhere."""
-    kept = max(slot.shared, slot.granted, keep.get(slot, 0))
-    return slot.mapped - slot.places.ceil(kept)

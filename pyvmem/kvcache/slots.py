@@ -147,6 +147,25 @@ class Slot(Watched):
             or (bool(self.places.noted) and self.places.away_end > granted)
         )
 
+    def spare_beyond(self, keep: int) -> int:
+        """Pages of the device that it can lose and still have `keep`; a stale one keeps none.
+
+        Shared ones are counted elsewhere.
+        """
+        return self.here_from(max(self.shared, self.granted, 0 if self.stale else keep))
+
+    @property
+    def grows_from(self) -> int:
+        """Where its next pages are mapped; 0 where it is stale: all that is there goes before."""
+        return 0 if self.stale else self.mapped
+
+    def here_from(self, page: int) -> int:
+        """Pages of the device from this one on; a large one that begins before is left out."""
+        if not self.places.noted:
+            return max(0, self.mapped - page)
+        low = self.places.ceil(page)
+        return max(0, self.mapped - low - sum(self.places.away(low, self.mapped).values()))
+
     @property
     def spare(self) -> int:
         """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
@@ -537,9 +556,7 @@ def _entry(slot: Slot) -> _Entry:
     if taking:
         returning = job.pages
     if (taking or job is None) and not slot.lost:
-        kept = max(slot.shared, slot.granted)
-        places = slot.places
-        spare = max(0, mapped - (places.ceil(kept) if places.noted else kept))
+        spare = slot.spare_beyond(0)
     age = (order, index)
     stale = slot.stale
     if slot.active:
@@ -600,6 +617,13 @@ class Growth:
     def awaited(self) -> bool:
         """Whether an owner still waits for it: one that has not been freed since it began."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
+
+    def deserted(self) -> list[Slot]:
+        """Its slots in which no owner waits for it: what they have can go when it is over."""
+        if not self.awaited:
+            return self.slots
+        waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
+        return [slot for slot in self.slots if slot not in waiting]
 
     def done(self) -> bool:
         """Whether both batches are finished, well or not."""

@@ -18,6 +18,11 @@ from pyvmem.engine import Namespace, Prefix, Request, RequestCache, Shortage, St
 __all__ = ["EngineModel"]
 
 
+def told(short: Shortage) -> str:
+    """A shortage with what follows from its numbers."""
+    return f"{short!r}, short of {short.what}, {short.missing} bytes"
+
+
 @dataclass(eq=False)
 class Life:
     """A request as its engine knows it: the ids whose rows it holds, and what these hold."""
@@ -141,7 +146,8 @@ class EngineModel:
             life = self.born(found, ids[: found.length])
             if options["reserve"] and not later and not self.calls:  # what was promised
                 room = min(len(ids) + options["room"], self.longest)
-                assert self.engine.extend({found: room}) is None
+                short = self.engine.extend({found: room})
+                assert short is None, f"{found!r} was promised {room} tokens: {told(short)}"
                 self.write(life, [*ids[len(life.ids) :], *[0] * (room - len(ids))])
             else:
                 self.grow({life: ids[found.length :]})

@@ -174,7 +174,9 @@ class ShareModel:
         more = {r: ids[: longest - len(self.tokens[r])] for r, ids in more.items()}
         want = self.lens({reqid: len(ids) for reqid, ids in more.items()})
         ahead = self.random.random() < 0.5
-        if (ahead and self.cache.step_async(want) == -1) or self.cache.step(want) == -1:
+        refused = ahead and self.cache.step_async(want) == -1
+        if refused or self.cache.step(want) == -1:
+            assert refused or not ahead, "step_async had reserved the pages"
             self.count("short")
             self.give_up()
             return

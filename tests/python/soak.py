@@ -12,7 +12,8 @@ one cache is not called at all, for more batches than a context remembers. With 
 calls are interrupted at random points (interrupts_helpers.py) and the model finds out what became
 of them.
 
-The last line says what was done; an error ends the run with the seed and the step that repeat it.
+The last line says what was done; an error ends the run with the state of the caches, and with the
+seed and the step that repeat it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from test_kvcache_window_prefix import gemma_like
 
 from pyvmem import Caps, Context, FdEvent, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
+from pyvmem.kvcache.budget import free_bytes
 
 __all__ = ["Soak", "main"]
 
@@ -386,6 +388,24 @@ class SoakEngine(EngineModel):
         self.stream = lambda: late.create() if dice.random() < 0.4 else None
 
 
+def described(cache: KVCache) -> Iterator[str]:
+    """The state of a cache, a line each: first the records as they are, then what polls batches."""
+    for group in cache._groups:
+        yield str(group.config)
+        for slot in group.table:
+            yield f"slot {slot.index}: {group.rows[slot.index]} rows, {slot!r}, stale {slot.stale}"
+        for node in group.prefixes.tree:
+            yield f"{node!r}: {node.span.each[group.place]!r}, {node.pins} pins"
+        yield f"leased: {group.prefixes.leases.nodes()}"
+        yield f"left to a later call: {[(slot.index, *left) for slot, left in group.left.items()]}"
+        yield f"moves: {list(group.mover.moves.values())}, cancelled: {group.mover.cancelled}"
+        yield f"errors: {group.reclaimer.errors}, refused: {group.pager.runs.refused!r}"
+    for part in cache.caches:
+        yield str(part.stats())
+    some, every = cache.obtainable_bytes()
+    yield f"{some} of {every} bytes can be had"
+
+
 class Soak:
     """A run; `steps` and `seconds` end it, whichever is first (0: no limit)."""
 
@@ -414,7 +434,11 @@ class Soak:
                 pages = rng.choice((0, 16 * page))
             with open_context(self.backend, slab_size=pages) as context:
                 with self._models(context, late) as models:
-                    self._drive(models, late)
+                    try:
+                        self._drive(models, late)
+                    except Exception:
+                        self._tell(context, models)
+                        raise
                     for one in models:
                         self.counts.update(one.counts)
                 left = context.stats()
@@ -521,6 +545,16 @@ class Soak:
         except Interrupted:
             self.interrupted += 1
             model.settle(before)
+
+    def _tell(self, context: Context, models: list[Any]) -> None:
+        """Prints what is known after a failure, as far as it can still be had."""
+        device = context.cuda_device
+        print(f"soak: round {self.rounds}, {context!r}, {context.stats()}")
+        print(f"soak: {free_bytes(device, -1)} bytes are free on {device=}, -1: not known")
+        for model in models:
+            print(f"soak: {type(model).__name__}, {model.counts}")
+            for line in described(model.cache):
+                print(f"soak:   {line}")
 
     def told(self) -> str:
         """The closing line."""

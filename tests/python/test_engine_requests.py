@@ -345,6 +345,16 @@ def test_bad_admissions(host: Context, prompt: list[int], room: int, text: str) 
         assert kv(cache).stats().active_slots == 0
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_fork_that_is_short_needs_what_it_does_not_share(host: Context, count: int) -> None:
+    with requests(host, memory_limit=memory(3, host), growth_fraction=0) as cache:
+        parent = computed(cache, PROMPT[: 2 * ROWS + 3], room=0)
+        short = cache.fork(parent, count)
+        assert isinstance(short, Shortage)
+        assert short.what == "memory"
+        assert short.missing == short.needed == count * memory(1, host)
+
+
 # ---- prefixes ------------------------------------------------------------------------------------
 
 
@@ -370,6 +380,19 @@ def test_a_lease_keeps_a_prefix_and_admission_counts_it(host: Context) -> None:
             assert request.length == 4 * ROWS
         cache.release(request)
         assert isinstance(cache.admit([1] * (2 * ROWS), room=0), Request)  # evicts
+
+
+def test_a_prefix_that_ends_in_a_large_page_is_copied_and_needed(host: Context) -> None:
+    options = {"large_page_size": 4 * host.info.granule, "growth_fraction": 0}
+    with requests(host, memory_limit=memory(5, host), **options) as cache:
+        cache.release(computed(cache, PROMPT[: 4 * ROWS], room=0), tokens=PROMPT[: 4 * ROWS])
+        with cache.match([*PROMPT[: 2 * ROWS], 1]) as prefix:
+            assert prefix.length == 2 * ROWS
+            for short in (cache.admit(prefix, room=0), cache.begin(prefix)):
+                assert isinstance(short, Shortage)
+                assert short.what == "memory"
+                assert short.available == memory(1, host)
+            assert short.needed == memory(2, host)
 
 
 def test_a_lost_lease_is_taken_again(host: Context) -> None:
@@ -577,6 +600,44 @@ def test_a_request_is_busy_until_its_background_call_is_over(host: Context) -> N
             assert not future.done()
         assert future.result(WAIT) is None
         assert request.state is State.SWAPPED
+
+
+def test_a_state_is_read_once() -> None:
+    """The background call ends after the first look: the request was busy then."""
+
+    class Ending(Request):
+        @property  # type: ignore[misc]
+        def state(self) -> State:
+            return looks.pop()
+
+        @state.setter
+        def state(self, state: State) -> None:
+            pass
+
+    looks = [State.RUNNING, State.BUSY]
+    with pytest.raises(Busy, match="request 3 of 0 tokens is busy, not running"):
+        _ = Ending(3).slot
+    assert looks == [State.RUNNING]
+
+
+def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        with held_up(cache):
+            future = cache.swap_out_async(request)
+
+            def works_on(key: object) -> bool:
+                request.state = State.SWAPPED
+                return True
+
+            with monkeypatch.context() as patch:
+                patch.setattr(cache._background, "works_on", works_on)
+                with pytest.raises(Busy, match="is busy, not running"):
+                    cache.swap_in(request)
+            request.state = State.BUSY
+        assert future.result(WAIT) is None
 
 
 def test_admission_in_the_background(host: Context) -> None:

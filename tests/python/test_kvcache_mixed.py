@@ -374,6 +374,48 @@ def test_a_large_page_goes_with_its_last_prefix(context: Context) -> None:
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("leased", [ROWS, 2 * ROWS, PART])
+def test_a_lease_of_a_part_keeps_the_whole_page(context: Context, leased: int) -> None:
+    """None of it is promised to others."""
+    limit = 2 * UNIT * TENSORS * context.info.granule
+    with mixed(context, memory_limit=limit) as cache:
+        cache.free_reqid(start(cache, PART), tokens=range(PART))
+        other = cache.alloc_reqid()
+        with cache.match([*range(leased), 99]) as match:
+            assert match.length == leased
+            assert cache.obtainable_pages()[0] == UNIT * TENSORS
+            assert cache.can_admit([PART])
+            assert not cache.can_admit([PART + 1])
+            want = [0] * cache.config.max_batch
+            want[other] = PART + 1
+            assert cache.step_async(want) == cache.step(want) == -1
+        assert cache.obtainable_pages()[0] == 2 * UNIT * TENSORS
+        assert cache.step_async(want) == cache.step(want) == 0
+        cache.check_integrity()
+
+
+def test_leases_that_name_a_page_twice_keep_it_once(context: Context) -> None:
+    """Two prefixes begin with the same pages of their own, where a third has a large page."""
+    with mixed(context) as cache:
+        cache.free_reqid(start(cache, PART), tokens=range(PART))
+        small = start(cache, ROWS, by=1)
+        grow(cache, small, ROWS, 3 * ROWS, by=1)
+        child = cache.fork(small)
+        for one, last in ((small, 7), (child, 8)):
+            grow(cache, one, 3 * ROWS, 4 * ROWS, by=1)
+            assert cache.record(one, [*range(3 * ROWS), *[last] * ROWS]) == 4 * ROWS
+            cache.free_reqid(one)
+        cache.trim()
+        held = cache.stats().mapped_bytes
+        leases = [cache.match([*range(3 * ROWS), *[last] * ROWS, 9]) for last in (7, 8)]
+        assert [one.length for one in leases] == [4 * ROWS] * 2
+        some, every = cache.obtainable_pages()
+        assert some == every - held // cache.layout.page_size
+        for one in leases:
+            one.release()
+        assert cache.obtainable_pages()[0] == every
+
+
 def test_without_memory_for_the_copy_nothing_is_taken(context: Context) -> None:
     limit = 6 * TENSORS * context.info.granule
     with mixed(context, memory_limit=limit) as cache:

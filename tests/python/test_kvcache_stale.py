@@ -255,3 +255,64 @@ def test_what_it_has_of_the_earlier_owner_can_be_taken_back(backend: str, way: s
         assert cache.can_admit([6 * ROWS])
         assert cache.step(want) == 0
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("pages", range(1, 7))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_goes_first_is_not_counted_as_mapped(backend: str, way: str, pages: int) -> None:
+    """`step` keeps what `step_async` has promised, where others keep the earlier owner's pages."""
+    with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
+        mapped = cache.stats().mapped_bytes // cache.layout.page_size
+        cache.set_limit(mapped + TENSORS)
+        want = lens(cache, r0=pages * ROWS)
+        promised = cache.step_async(want)
+        with firing_later(event):
+            assert cache.step(want) == promised
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("pages", range(1, 7))
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_come_back_is_not_counted(backend: str, way: str, pages: int) -> None:
+    """`can_admit` is right about another request: shared pages stay, and those of other tiers."""
+    with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
+        mapped = cache.stats().mapped_bytes // cache.layout.page_size
+        cache.set_limit(mapped + TENSORS)
+        other = cache.alloc_reqid()
+        fits = cache.can_admit([pages * ROWS])
+        want = lens(cache)
+        want[other] = pages * ROWS
+        with firing_later(event):
+            assert (cache.step(want) == 0) == fits
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("pages", range(1, 7))
+def test_a_freed_slot_that_another_requests_growth_is_over(backend: str, pages: int) -> None:
+    """What it shared comes back when that growth, which waits for GPU work, is over."""
+    with ExitStack() as stack:
+        context = stack.enter_context(open_context(backend))
+        cache = stack.enter_context(small_cache(context))
+        event = stack.enter_context(pending())
+        cache.free_reqid(start(cache, 3 * ROWS), tokens=PROMPT[: 3 * ROWS])
+        cache.trim()
+        taken, other = cache.alloc_prefix([*PROMPT[: 3 * ROWS], 7]), start(cache, 3 * ROWS)
+        assert taken is not None
+        one = taken[0]
+        grow(cache, one, 3 * ROWS, 5 * ROWS)
+        for reqid, rows in ((one, 3 * ROWS), (other, ROWS)):
+            assert cache.truncate(reqid, rows, event) == 0
+        want = lens(cache)
+        want[one], want[other] = 5 * ROWS, 3 * ROWS
+        assert cache.step_async(want) == 0  # zeroes what the event's work may still write
+        cache.free_reqid(one)
+        cache.set_limit(cache.stats().mapped_bytes // cache.layout.page_size)
+        last = cache.alloc_reqid()
+        fits = cache.can_admit([pages * ROWS])
+        want = lens(cache)
+        want[last] = pages * ROWS
+        promised = cache.step_async(want)
+        assert fits == (promised == 0) == (pages <= 5)
+        with firing_later(event):
+            assert cache.step(want) == promised
+        cache.check_integrity()

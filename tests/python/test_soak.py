@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from soak import Soak
@@ -34,6 +35,21 @@ def test_random_engines_that_are_interrupted(backend: str) -> None:
     soak = Soak(backend, 5, interrupts=True)
     soaked(soak, seconds=12)
     assert soak.interrupted
+
+
+def test_a_failure_tells_the_state_of_the_caches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Any, models: list[Any], late: Any) -> None:
+        raise AssertionError("the model and the cache differ")
+
+    monkeypatch.setattr(Soak, "_drive", fails)
+    with pytest.raises(AssertionError, match="differ"):
+        Soak("host", 1).run(steps=1)
+    said = capsys.readouterr().out
+    for text in ("round 0, <Context host", "bytes are free", "KVCacheConfig(", "slot 5: 0 rows",
+                 "leased: []", "CacheStats(", "bytes can be had"):  # fmt: skip
+        assert text in said
 
 
 @pytest.mark.long
