@@ -180,16 +180,22 @@ def lint(session: Session) -> None:
 
 
 def pytest_on(
-    backend: str, python: Path, marks: str, *what: str | Path, libraries: str = ""
+    backend: str,
+    python: Path,
+    marks: str,
+    *what: str | Path,
+    libraries: str = "",
+    told: str = "-q",
 ) -> None:
     """pytest on a back end: a process for each processor, each with whole files.
 
-    `libraries`: the folder in which shared libraries are looked for first.
+    `libraries`: the folder in which shared libraries are looked for first. `told`: how much is
+    printed.
     """
     workers = len(os.sched_getaffinity(0))
     if backend != "host":
         workers = min(workers, 8)  # each has a CUDA context
-    words = ["-q", "-m", marks, "-n", str(workers), "--dist", "loadfile"]
+    words = [told, "-m", marks, "-n", str(workers), "--dist", "loadfile"]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
     call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path)
@@ -325,10 +331,20 @@ def gpu_tests(session: Session) -> None:
     backends = session.backends or usable_gpu_backends()
     if not backends:
         raise Failed("no back end of a GPU can be used on this machine")
+    # A GPU is lent for a time: a run that is cut short has named what failed by then. Not with -q,
+    # which takes one -v back.
+    told, failed = "-v", []
     for backend in backends:
-        pytest_on(backend, PYTHON, "not long", "tests/python")
-    # One after the other: they look at the device's memory from outside.
-    call(PYTHON, "-m", "pytest", "-q", "tests/gpu", VMEM_TEST_BACKEND=",".join(backends))
+        try:
+            pytest_on(backend, PYTHON, "not long", "tests/python", told=told)
+        except Failed:
+            failed.append(f"tests/python on {backend}")
+    try:  # one after the other: they look at the device's memory from outside
+        call(PYTHON, "-m", "pytest", told, "tests/gpu", VMEM_TEST_BACKEND=",".join(backends))
+    except Failed:
+        failed.append("tests/gpu")
+    if failed:
+        raise Failed(", ".join(failed))
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:

@@ -677,22 +677,32 @@ class OnLedger(Participant):
 
 
 def available_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that a cache may take by default: part of a GPU's free memory; on host, all."""
-    free = free_bytes(cuda_device, unknown)
+    """Memory that a cache may take by default: part of a GPU's free memory; on host, all.
+
+    `unknown` where nothing reports it.
+    """
+    free = _free_bytes(cuda_device)
+    if free is None:
+        return unknown
     return free if cuda_device is None else int(free * _PART_OF_CARD)
 
 
 def free_bytes(cuda_device: int | None, unknown: int) -> int:
     """Memory that is free on the device now; `unknown` where nothing reports it."""
+    free = _free_bytes(cuda_device)
+    return unknown if free is None else free
+
+
+def _free_bytes(cuda_device: int | None) -> int | None:
     if cuda_device is not None:
         try:
             import torch
         except ImportError:
-            return unknown
+            return None
         if not torch.cuda.is_available():
-            return unknown
+            return None
         return int(torch.cuda.mem_get_info(cuda_device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
-    return unknown
+    return None

@@ -131,7 +131,15 @@ static void more_memory_than_there_is(void) {
   struct vmem_error e = {.size = sizeof(e)};
   uint64_t va;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = GIB(1024)};
+  uint64_t all = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE) / PAGE * PAGE;
   EQ(vMemCreate(vm, GIB(1024), NULL, &h), -ENOMEM);
+  OK(vmem_get_error(&e));
+  CHECK(strstr(e.text, "more than all memory"));
+  EQ(vmem_warm(vm, GIB(1024)), -ENOMEM);
+  after = stats_of(vm);
+  CHECK(same_state(&before, &after));
+  EQ(after.slab_calls, before.slab_calls);    /* others would lack meanwhile what was taken */
+  EQ(vMemCreate(vm, all, NULL, &h), -ENOMEM); /* this process itself has some */
   OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "available"));
   after = stats_of(vm);

@@ -111,9 +111,12 @@ def test_create_page_size_that_the_back_end_lacks(
 
 
 def test_create_more_than_there_is(context: pyvmem.Context) -> None:
+    """Nothing is taken for it: other processes on the device would lack it meanwhile."""
+    before = context.stats().slab_calls
     with refused(context, pyvmem.OutOfMemory, calls=True) as caught:
         context.create(1 << 56)
-    assert caught.value.bytes > 0
+    assert 0 < caught.value.limit < caught.value.bytes <= 1 << 56
+    assert context.stats().slab_calls == before
 
 
 def test_driver_out_of_memory_arrives(context: pyvmem.Context, page: int) -> None:

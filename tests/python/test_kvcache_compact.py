@@ -24,6 +24,8 @@ REQUESTS = 160
 LAYERS = 4
 ROW = 8 * 128 * 2  # bytes: 32 rows fill a page
 ROWS = PAGE // ROW
+LIVE = REQUESTS // 10 * 2 * LAYERS * 8 * PAGE  # bytes of the requests that are not freed
+AN_HOUR = 3600.0  # the cache's own thread does nothing while a test runs: see `looks`
 
 
 def config(**changes: object) -> KVCacheConfig:
@@ -56,6 +58,7 @@ def fragmented(backend: str, **changes: object) -> Iterator[tuple[KVCache, dict[
                 lens[reqid] = rows
                 assert cache.step(lens) == 0
         marks = {reqid: reqid + 1 for reqid in chance.sample(range(REQUESTS), REQUESTS // 10)}
+        assert cache.context.stats().slab_bytes > 4 * compact_bytes()
         for reqid, mark in marks.items():
             write(cache, reqid, mark)
         for reqid in range(REQUESTS):
@@ -84,9 +87,26 @@ def holds(cache: KVCache, reqid: int, mark: int) -> bool:
     )
 
 
+def compact_bytes() -> float:
+    """The most that is taken from the device when what lives lies together."""
+    return LIVE * 1.1 + SLAB
+
+
 def is_compact(cache: KVCache) -> bool:
-    stats = cache.context.stats()
-    return stats.slab_bytes <= stats.used_bytes * 1.1 + SLAB
+    return cache.context.stats().slab_bytes <= compact_bytes()
+
+
+def looks(cache: KVCache) -> None:
+    """All that the cache's thread does in a rest of `idle_seconds`, done by the caller."""
+    idle = cache._idle
+    assert idle is not None
+    idle._look()  # which sees what was called since the last one
+
+    def trimmed() -> bool:
+        idle._look()
+        return idle._trimmed
+
+    eventually(trimmed)
 
 
 def rest(cache: KVCache, stream: Any = None) -> None:
@@ -131,13 +151,12 @@ def test_trim_moves_what_runs_where_its_caller_says_so(backend: str) -> None:
 def test_an_idle_cache_is_compacted(backend: str) -> None:
     """With nothing configured; what is missing to others is what the system says."""
     before = device_bytes(backend)
-    with fragmented(backend) as (cache, marks):
+    with fragmented(backend) as (cache, _):
         rest(cache)
-        live = len(marks) * 2 * LAYERS * 8 * PAGE
-        eventually(lambda: cache.context.stats().used_bytes == live and is_compact(cache))
+        eventually(lambda: is_compact(cache))
         after = device_bytes(backend)
         if before is not None and after is not None:
-            assert after - before <= live * 1.1 + SLAB
+            assert after - before <= compact_bytes()
 
 
 def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
@@ -160,14 +179,11 @@ def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
 
 def test_what_runs_stays_where_it_is(backend: str) -> None:
     """The last step named the living requests: their work may be in the GPU's queue."""
-    with fragmented(backend, idle_seconds=0.1) as (cache, marks):
+    with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
         assert cache.step(lens) == 0
-        live = len(marks) * 2 * LAYERS * 8 * PAGE
-        eventually(lambda: cache.context.stats().used_bytes == live)
-        idle = cache._idle
-        assert idle is not None
-        eventually(lambda: idle._trimmed)
+        looks(cache)
+        assert cache.context.stats().used_bytes == LIVE
         assert not is_compact(cache)
 
 
@@ -177,11 +193,10 @@ def test_an_engine_may_promise_that_nothing_runs(backend: str) -> None:
 
 
 def test_never_where_that_is_configured(backend: str) -> None:
-    with fragmented(backend, idle_seconds=0.1, idle_compact=False) as (cache, _):
+    with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=False) as (cache, _):
         rest(cache)
-        idle = cache._idle
-        assert idle is not None
-        eventually(lambda: idle._trimmed)
+        looks(cache)
+        assert cache.context.stats().used_bytes == LIVE
         assert not is_compact(cache)
 
 
@@ -206,9 +221,10 @@ def test_the_last_work_is_over_first(backend: str) -> None:
 
 
 def test_not_while_others_have_pages_in_the_context(backend: str) -> None:
-    with fragmented(backend, idle_seconds=0.1) as (cache, _):
+    with fragmented(backend, idle_seconds=AN_HOUR) as (cache, _):
         rest(cache)
         with cache.context.reserve(PAGE):
+            looks(cache)
             cache.trim()
             assert not is_compact(cache)
         cache.trim()
@@ -219,40 +235,53 @@ def test_a_call_that_comes_in_waits_for_one_piece(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache is compacted slab by slab; a step between two of them ends it."""
-    with fragmented(backend, idle_seconds=0.1, idle_compact=True) as (cache, _):
-        began, pieces = threading.Event(), []
-        compact = cache.context.compact
+    with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=True) as (cache, _):
+        began, stepping, stepped = threading.Event(), threading.Event(), threading.Event()
+        pieces: list[int] = []
+        compact, idle = cache.context.compact, cache._idle
+        assert idle is not None
 
         def slow(nbytes: int | None = None, after: Any = ()) -> int:
-            freed = compact(nbytes)
-            pieces.append(freed)
+            pieces.append(compact(nbytes))
             began.set()
             stepping.wait(60)
-            return freed
+            return pieces[-1]
 
-        stepping = threading.Event()
-        monkeypatch.setattr(cache.context, "compact", slow)
+        def begun() -> bool:
+            idle._look()
+            return began.is_set()
+
         lens = [slot.seq_len for slot in cache.snapshot()]
-        assert began.wait(60)
-        started = len(pieces)
-        threading.Timer(0.05, stepping.set).start()
-        assert cache.step(lens) == 0
-        assert started == len(pieces) == 1
-        assert pieces[0] <= SLAB
-        monkeypatch.setattr(cache.context, "compact", compact)
-        eventually(lambda: is_compact(cache))
+        with monkeypatch.context() as patched:
+            patched.setattr(cache.context, "compact", slow)
+            patched.setattr(idle._ended, "wait", lambda pause: began.is_set() and stepped.wait(60))
+            looking = threading.Thread(target=eventually, args=(begun,))
+            looking.start()
+            assert began.wait(60)
+            threading.Timer(0.05, stepping.set).start()
+            assert cache.step(lens) == 0
+            assert stepping.is_set(), "the call waited for the piece"
+            stepped.set()
+            looking.join(60)
+        assert len(pieces) == 1
+        assert 0 < pieces[0] <= SLAB
+        looks(cache)
+        assert is_compact(cache)
 
 
 def test_a_steady_load_is_not_compacted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fragmented(backend, idle_seconds=0.2, idle_compact=True) as (cache, _):
+    with fragmented(backend, idle_seconds=AN_HOUR, idle_compact=True) as (cache, _):
         lens = [slot.seq_len for slot in cache.snapshot()]
         pieces: list[int] = []
         monkeypatch.setattr(cache.context, "compact", lambda *args: pieces.append(1) or 0)
-        pause = threading.Event()
-        for _ in range(100):
+        idle = cache._idle
+        assert idle is not None
+        for _ in range(20):
             assert cache.step(lens) == 0
-            pause.wait(0.01)
+            idle._look()
         assert not pieces
+        looks(cache)
+        assert pieces
 
 
 def test_requests_go_on_after_it(backend: str) -> None:

@@ -2,10 +2,12 @@
 """The runner of the tests: where it is, how long it has to go, and where to go on."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 import run_tests
+from kvcache_helpers import eventually
 
 
 @pytest.fixture
@@ -139,15 +141,66 @@ def test_the_other_pythons(monkeypatch, capsys):
     ]
 
 
-def test_the_back_ends_of_a_gpu(monkeypatch):
-    """The suite on each in several processes, and what looks at the device alone."""
-    calls = []
-    monkeypatch.setattr(run_tests, "call", lambda *words, **env: calls.append((words, env)))
+@pytest.fixture
+def gpu_calls(monkeypatch):
+    """What the stage `gpu` calls, and with which environment; the calls in `fails` fail."""
+    calls, fails = [], set()
+
+    def call(*words, **env):
+        calls.append((words, env))
+        if len(calls) in fails:
+            raise run_tests.Failed("exit status 1")
+
+    monkeypatch.setattr(run_tests, "call", call)
     monkeypatch.setattr(run_tests.os, "sched_getaffinity", lambda pid: range(64))
-    run_tests.gpu_tests(run_tests.Session(backends=["stock", "cuda"]))
-    (_, *suites, (alone, env)) = calls
+
+    def stage(*failing):
+        fails.update(failing)
+        run_tests.gpu_tests(run_tests.Session(backends=["stock", "cuda"]))
+
+    stage.calls = calls
+    return stage
+
+
+def test_the_back_ends_of_a_gpu(gpu_calls):
+    """The suite on each in several processes, and what looks at the device alone."""
+    gpu_calls()
+    (_, *suites, (alone, env)) = gpu_calls.calls
     assert [env["VMEM_TEST_BACKEND"] for _, env in suites] == ["stock", "cuda"]
     assert all(words[words.index("-n") + 1] == "8" for words, _ in suites)
     assert "-n" not in alone
     assert "tests/gpu" in alone
     assert env["VMEM_TEST_BACKEND"] == "stock,cuda"
+
+
+def test_a_back_end_that_fails_ends_no_other(gpu_calls):
+    with pytest.raises(run_tests.Failed, match=r"^tests/python on stock, tests/gpu$"):
+        gpu_calls(2, 4)
+    assert len(gpu_calls.calls) == 4
+
+
+def test_a_run_on_a_gpu_that_is_cut_short_has_named_what_failed(gpu_calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_tests.os, "sched_getaffinity", lambda pid: range(1))
+    gpu_calls()
+    _, (suite, _), _, (alone, _) = gpu_calls.calls
+    gate, out = tmp_path / "gate", tmp_path / "out"
+    (tmp_path / "test_wrong.py").write_text("def test_one():\n    assert 0\n")
+    (tmp_path / "test_wrong_later.py").write_text(
+        "import time, pathlib\n"
+        "def test_two():\n"
+        f"    while not pathlib.Path({str(gate)!r}).exists():\n"
+        "        time.sleep(0.01)\n"
+    )
+    for words in (suite, alone):
+        command = [sys.executable, *words[1:-1], "-p", "no:cacheprovider", "."]
+        with out.open("w") as log:
+            run = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)
+        try:
+            eventually(lambda: "FAILED" in out.read_text())
+        finally:
+            run.kill()
+            run.wait()
+            gate.touch()
+        (said,) = [line for line in out.read_text().splitlines() if "FAILED" in line]
+        assert "test_wrong.py::test_one" in said
+        gate.unlink()

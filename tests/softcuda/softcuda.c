@@ -10,6 +10,7 @@
  *
  *   SOFTCUDA_DEVICES (1), SOFTCUDA_MEMORY (4294967296): bytes of each
  *   SOFTCUDA_DELAY_US (0): work of a stream begins up to so much late, at random
+ *   SOFTCUDA_CALL_US (0): so do calls that make, map, unmap and release memory, as with other processes on the device
  */
 #include <errno.h>
 #include <pthread.h>
@@ -94,7 +95,7 @@ static struct alloc *allocs;
 static struct mapping *mappings;
 static struct range *reserved, *locked_host;
 static uint64_t next_id = 1, memory = 4ull << 30;
-static unsigned num_devices = 1, delay_us;
+static unsigned num_devices = 1, delay_us, call_us;
 static bool started, forked;
 
 static _Thread_local struct context *stack[MAX_DEPTH];
@@ -133,10 +134,16 @@ struct copy_params {
   } copies[166];
 };
 
-static void late(unsigned *seed) {
-  unsigned us = delay_us ? (unsigned)rand_r(seed) % (delay_us + 1) : 0;
+static void late(unsigned most, unsigned *seed) {
+  unsigned us = most ? (unsigned)rand_r(seed) % (most + 1) : 0;
   struct timespec t = {.tv_sec = us / 1000000, .tv_nsec = us % 1000000 * 1000L};
   if (us) nanosleep(&t, NULL);
+}
+
+static void late_call(void) {
+  static _Thread_local unsigned seed;
+  if (!seed) seed = (unsigned)(uintptr_t)&seed;
+  late(call_us, &seed);
 }
 
 static void compute(const struct op *op) {
@@ -161,7 +168,7 @@ static void *run(void *arg) {
     while (op->kind == WAIT && op->event->done < op->count) pthread_cond_wait(&changed, &lock);
     if (op->kind == FILL || op->kind == COPY) {
       pthread_mutex_unlock(&lock);
-      late(&seed);
+      late(delay_us, &seed);
       compute(op);
       pthread_mutex_lock(&lock);
     } else if (op->kind == RECORD && op->event->done < op->count) {
@@ -395,6 +402,7 @@ EXPORT int cuInit(unsigned flags) {
     if (num_devices > MAX_DEVICES) num_devices = MAX_DEVICES;
     memory = number("SOFTCUDA_MEMORY", 4ull << 30);
     delay_us = (unsigned)number("SOFTCUDA_DELAY_US", 0);
+    call_us = (unsigned)number("SOFTCUDA_CALL_US", 0);
     pthread_atfork(NULL, NULL, in_child);
     started = true;
   }
@@ -601,6 +609,7 @@ EXPORT int cuMemCreate(unsigned long long *handle, size_t bytes, const void *pro
   void *seen;
   (void)flags;
   NEED_CONTEXT();
+  late_call();
   if (!bytes || bytes % GRANULE || device >= (int)num_devices) return INVALID_VALUE;
   a = calloc(1, sizeof(*a));
   if (!a) return OUT_OF_MEMORY;
@@ -645,6 +654,7 @@ EXPORT int cuMemRelease(unsigned long long handle) {
   struct alloc *a;
   int err = INVALID_VALUE;
   NEED_CONTEXT();
+  late_call();
   pthread_mutex_lock(&lock);
   a = *find(handle);
   if (a && !a->released) {
@@ -663,6 +673,7 @@ EXPORT int cuMemMap(uint64_t addr, size_t bytes, size_t offset, unsigned long lo
   int err = INVALID_VALUE;
   (void)flags;
   NEED_CONTEXT();
+  late_call();
   if (!m) return OUT_OF_MEMORY;
   pthread_mutex_lock(&lock);
   a = *find(handle);
@@ -685,6 +696,7 @@ EXPORT int cuMemSetAccess(uint64_t addr, size_t bytes, const void *access, size_
   } *first = access;
   int prot = first->prot == 3 ? PROT_READ | PROT_WRITE : first->prot == 1 ? PROT_READ : PROT_NONE, err = INVALID_VALUE;
   NEED_CONTEXT();
+  late_call();
   if (!count) return INVALID_VALUE;
   pthread_mutex_lock(&lock);
   for (struct mapping *m = mappings; m; m = m->next)
@@ -702,6 +714,7 @@ EXPORT int cuMemUnmap(uint64_t addr, size_t bytes) {
   uint64_t found = 0;
   bool cut = false;
   NEED_CONTEXT();
+  late_call();
   pthread_mutex_lock(&lock);
   for (struct mapping *m = mappings; m; m = m->next)
     if (m->addr < addr + bytes && addr < m->addr + m->bytes) {

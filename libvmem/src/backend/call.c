@@ -64,6 +64,13 @@ int vm_drv_discard(struct vm_ctx *c, uint64_t slab, uint64_t offset, uint64_t by
   return CALL(VMEM_INJECT_SLAB, &c->driver->slab_calls, c->be->discard(c->bes, slab, offset, bytes));
 }
 
+uint64_t vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device) {
+  uint64_t unused, total = 0;
+  int err = 0;
+  VM_UNDO(err = CALL(0, NULL, c->be->mem_info(c->bes, location, device, &unused, &total)));
+  return err || !total ? UINT64_MAX : total;
+}
+
 static int alias_map(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint64_t addr, uint64_t priv) {
   uint64_t most = c->info->bind_bytes ? c->info->bind_bytes : bytes, n;
   int err = 0;

@@ -150,14 +150,28 @@ static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   return more;
 }
 
+/* Of what is more than there is, nothing is taken: others would lack it meanwhile. Asked only where the answer costs
+ * little beside the memory. */
+static int there_is(struct vm_ctx *c, const struct vm_pool *p, uint64_t bytes) {
+  uint64_t all = bytes > MAX_SLAB ? vm_drv_memory(c, p->location, p->device) : UINT64_MAX;
+  if (bytes <= all) return 0;
+  return vm_fail_at(-ENOMEM, 0, bytes, all, "%llu bytes are more than all memory there, %llu",
+                    (unsigned long long)bytes, (unsigned long long)all);
+}
+
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
                  uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info->pub.slab_size;
   uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
   bool single = c->info->one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could do so forever */
+  int err;
   if (units > UINT64_MAX >> c->shift) {
     vm_pool_undo_grow(c, *id);
     return vm_fail_at(-ENOMEM, 0, UINT64_MAX, 0, "%llu pages are more than any machine has", (unsigned long long)units);
+  }
+  if ((err = there_is(c, p, need))) {
+    VM_UNDO(vm_pool_undo_grow(c, *id));
+    return err;
   }
   piece <<= c->shift;
   if (piece > slab) slab = piece < MAX_SLAB ? vm_round_up(piece, slab) : MAX_SLAB;
@@ -168,7 +182,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
   pthread_mutex_unlock(&c->lock);
   for (uint64_t done = 0; done < need; done += got) {
     uint64_t left = need - done, least = single ? page : vm_round_up(left < slab ? left : slab, chunk);
-    int err = grow_once(c, p, slab, least < slab ? least : slab, page, *id, &got);
+    err = grow_once(c, p, slab, least < slab ? least : slab, page, *id, &got);
     /* The limit may leave less than a chunk: then take exactly what is wanted. */
     if (err == -ENOMEM && !single && vm_round_up(left, page) < least)
       err = grow_once(c, p, vm_round_up(left, page), page, page, *id, &got);
