@@ -9,6 +9,7 @@ import check_docs
 import docs_man
 import docs_site
 import pytest
+import readme_format
 import readme_metrics
 
 PAGE = """.Sh NAME
@@ -101,6 +102,12 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "index.html: no page b/",
         "index.html: loads https://elsewhere/x.js from another host",
     ]
+
+
+def test_columns_of_words_are_on_the_left() -> None:
+    body = [["`fa3`", "prefill", "191", ""], ["`sdpa`", "decode", "", "1 ms"]]
+    rows = readme_format.table(["kernel", "phase", "rows", "time"], body)
+    assert rows[1] == "| --- | --- | ---: | ---: |"
 
 
 def test_the_table_of_metrics() -> None:
