@@ -54,6 +54,8 @@ TABLE = re.compile(r"<table>.*?</table>", re.S)
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+# What becomes of "a, b, c: text" in a docstring: a name with a comma, the others as its type.
+NAMES = re.compile(r"<b><code>(<span[^>]*>\w+,</span>)</code></b>\s*\(<code>(.*?)</code>\)\s*–", re.S)
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
@@ -268,7 +270,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Says of table cells and of options in code what may not be broken, or needs room."""
+    """Says of table cells and of options in code what may not be broken, or needs room.
+
+    And names that a docstring describes together are shown as equals.
+    """
 
     def cell(match: re.Match[str]) -> str:
         length = len(re.sub(r"<[^>]+>", "", match[2]))
@@ -282,5 +287,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     def code(match: re.Match[str]) -> str:
         return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
 
-    parts = re.split(r"(<pre.*?</pre>)", TABLE.sub(table, html), flags=re.S)
+    def names(match: re.Match[str]) -> str:
+        found = re.findall(r"\w+", re.sub(r"<[^>]+>", "", match[1] + match[2]))
+        return ", ".join(f"<b><code>{name}</code></b>" for name in found) + " –"
+
+    html = NAMES.sub(names, TABLE.sub(table, html))
+    parts = re.split(r"(<pre.*?</pre>)", html, flags=re.S)
     return "".join(part if k % 2 else CODE.sub(code, part) for k, part in enumerate(parts))
