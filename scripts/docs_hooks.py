@@ -55,7 +55,9 @@ CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 # What becomes of "a, b, c: text" in a docstring: a name with a comma, the others as its type.
-NAMES = re.compile(r"<b><code>(<span[^>]*>\w+,</span>)</code></b>\s*\(<code>(.*?)</code>\)\s*–", re.S)
+NAMES = re.compile(
+    r"<b><code>(<span[^>]*>\w+,</span>)</code></b>\s*\(<code>(.*?)</code>\)\s*–", re.S
+)
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
@@ -289,7 +291,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def names(match: re.Match[str]) -> str:
         found = re.findall(r"\w+", re.sub(r"<[^>]+>", "", match[1] + match[2]))
-        return ", ".join(f"<b><code>{name}</code></b>" for name in found) + " –"
+        return ", ".join(f"<b><code>{name}</code></b>" for name in found)
 
     html = NAMES.sub(names, TABLE.sub(table, html))
     parts = re.split(r"(<pre.*?</pre>)", html, flags=re.S)
