@@ -55,7 +55,9 @@ CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 # What becomes of "a, b, c: text" in a docstring: a name with a comma, the others as its type.
-NAMES = re.compile(r"<b><code>(<span[^>]*>\w+,</span>)</code></b>\s*\(<code>(.*?)</code>\)", re.S)
+NAMES = re.compile(
+    r"<b><code>(<autoref[^>]*>\w+,</autoref>)</code></b>\s*\(<code>(.*?)</code>\)", re.S
+)
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
