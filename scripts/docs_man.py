@@ -190,7 +190,9 @@ class Page:
             if macro == "Nm":
                 self._name = self._name or words[0]
             if macro == "Nd":
-                self._out += ["", f"<p class='man-summary'>{text_of(rest).capitalize()}.</p>", ""]
+                said = text_of(rest)
+                said = f"{said[:1].upper()}{said[1:]}."
+                self._out += ["", f"<p class='man-summary'>{said}</p>", ""]
             return
         handler = getattr(self, f"_do_{macro.replace('%', '')}", None)
         if handler is not None:

@@ -15,7 +15,7 @@ import readme_metrics
 
 PAGE = """.Sh NAME
 .Nm vmem_x
-.Nd an example
+.Nd an example of GPUs
 .Sh SYNOPSIS
 .In vmem.h
 .Ft int
@@ -45,6 +45,7 @@ def test_a_man_page(tmp_path: Path) -> None:
     out = docs_man.convert(path, link)
     assert "#include &lt;vmem.h&gt;\n\nint\nvmem_x(vmem_t vm);" in out
     assert "<code>a</code>, <code>b</code>\n(see <vmem_y.3>)." in out
+    assert "<p class='man-summary'>An example of GPUs.</p>" in out
     assert "<dt>[<code>EINVAL</code>]</dt>" in out
     assert "A &lt; B." in out
 
