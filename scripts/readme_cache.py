@@ -181,7 +181,10 @@ def part_kernel_times(_: list[Result]) -> list[str]:
         part = run["parts"].get("kernels", {})
         return [row for row in part.get("rows", []) if "kernel" in row]
 
-    run = max(runs("models"), key=lambda run: len({row["kernel"] for row in timed(run)}))
+    kept = [run for run in runs("models") if timed(run)]
+    if not kept:
+        return []
+    run = max(kept, key=lambda run: len({row["kernel"] for row in timed(run)}))
     found = timed(run)
     cases = list(dict.fromkeys((row["dtype"], row["head_dim"]) for row in found))
     body = []
