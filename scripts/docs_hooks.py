@@ -278,8 +278,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """
 
     def cell(match: re.Match[str]) -> str:
-        length = len(re.sub(r"<[^>]+>", "", match[2]))
-        name = "short" if length <= 12 else "long" if length > 90 else ""
+        text = re.sub(r"<[^>]+>", "", match[2])
+        short = len(text) <= 12 and "(" not in text
+        name = "short" if short else "long" if len(text) > 90 else ""
         return f'<td{match[1]} class="{name}">{match[2]}</td>' if name else match[0]
 
     def table(match: re.Match[str]) -> str:
