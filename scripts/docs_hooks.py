@@ -297,3 +297,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     html = NAMES.sub(names, TABLE.sub(table, html))
     parts = re.split(r"(<pre.*?</pre>)", html, flags=re.S)
     return "".join(part if k % 2 else CODE.sub(code, part) for k, part in enumerate(parts))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Names the search dialog, which the theme does not."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
