@@ -32,6 +32,19 @@ takes
 A < B.
 .El
 """
+NESTED = """.Sh DESCRIPTION
+.Bl -tag -width Ds
+.It Fa flags
+.Bl -tag -width Ds
+.It Dv ONE
+first
+.It Dv TWO
+second
+.El
+.It Fa rest
+zero
+.El
+"""
 
 
 def link(name: str, section: str) -> str:
@@ -48,6 +61,14 @@ def test_a_man_page(tmp_path: Path) -> None:
     assert "<p class='man-summary'>An example of GPUs.</p>" in out
     assert "<dt>[<code>EINVAL</code>]</dt>" in out
     assert "A &lt; B." in out
+
+
+def test_lists_in_lists(tmp_path: Path) -> None:
+    path = tmp_path / "vmem_x.3"
+    path.write_text(NESTED)
+    tags = re.findall(r"</?d[ltd]\b", docs_man.convert(path, link))
+    inner = "<dl <dt </dt <dd </dd <dt </dt <dd </dd </dl"
+    assert " ".join(tags) == f"<dl <dt </dt <dd {inner} </dd <dt </dt <dd </dd </dl"
 
 
 def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
