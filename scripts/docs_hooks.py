@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What MkDocs does beside rendering docs/: pages taken in or generated, links, drawings.
+"""What MkDocs does beside rendering docs/: pages taken in or generated, links, drawings, tables.
 
 Some pages are files of the repository that also stand where they are (TAKEN); man pages and the
 command line's reference are generated. A link in any of them is written relative to the file it
@@ -20,6 +20,7 @@ from pathlib import Path
 import docs_man
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
 
 log = logging.getLogger("mkdocs.docs_hooks")
@@ -49,6 +50,14 @@ SHOWN = {".json", ".svg", ".txt", ".png"}
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)", re.M)
 INCLUDE = re.compile(r"^<!-- include (\S+) (\w+) -->$", re.M)
+TABLE = re.compile(r"<table>.*?</table>", re.S)
+CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
+CODE = re.compile(r"<code>[^<]*</code>")
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+# What becomes of "a, b, c: text" in a docstring: a name with a comma, the others as its type.
+NAMES = re.compile(
+    r"<b><code>(<autoref[^>]*>\w+,</autoref>)</code></b>\s*\(<code>(.*?)</code>\)", re.S
+)
 DRAWING = re.compile(r"^!\[([^\]]*)\]\(([^)]+\.svg)\)$", re.M)
 
 
@@ -168,6 +177,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Warns of an index page that would be taken for the page of the section around it."""
+    for section in (item for item in nav.items if isinstance(item, Section)):
+        for child in section.children[1:]:
+            if isinstance(child, Page) and child.is_index:
+                log.warning("mkdocs.yml: %s hides %s", section.title, child.file.src_uri)
+    return nav
+
+
 def publish(path: str, files: Files, config: MkDocsConfig) -> str:
     """Puts a file of the repository, or the list of a folder, on the site; its name there."""
     if (ROOT / path).is_dir():
@@ -222,12 +240,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def draw(match: re.Match[str]) -> str:
         path = repository_path(match[2], source)
         if path is None or not path.startswith("docs/drawings/"):
-            return match[0]
+            return f'<figure class="drawing" tabindex="0" markdown="span">{match[0]}</figure>'
         svg = (ROOT / path).read_text(encoding="utf-8")
         svg = re.sub(r"<\?xml.*?\?>|<!--.*?-->", "", svg, flags=re.S)
         svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.S)
         svg = re.sub(r"\n\s*\n", "\n", svg).strip()
-        return f'<figure class="drawing" role="img" aria-label="{match[1]}">{svg}</figure>'
+        svg = svg.replace("<svg", f'<svg role="img" aria-label="{match[1]}"', 1)
+        return f'<figure class="drawing" tabindex="0">{svg}</figure>'
 
     def link(match: re.Match[str]) -> str:
         path = repository_path(match[2], source)
@@ -250,3 +269,36 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = DRAWING.sub(draw, markdown)
     parts = re.split(r"(^ *(?:```+).*?^ *```+ *$)", markdown, flags=re.M | re.S)
     return "".join(part if k % 2 else LINK.sub(link, part) for k, part in enumerate(parts))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Says of table cells and of options in code what may not be broken, or needs room.
+
+    And names that a docstring describes together are shown as equals.
+    """
+
+    def cell(match: re.Match[str]) -> str:
+        text = re.sub(r"<[^>]+>", "", match[2])
+        short = len(text) <= 12 and "(" not in text
+        name = "short" if short else "long" if len(text) > 90 else ""
+        return f'<td{match[1]} class="{name}">{match[2]}</td>' if name else match[0]
+
+    def table(match: re.Match[str]) -> str:
+        wide = match[0].partition("</tr>")[0].count("<th") > 3
+        return CELL.sub(cell, match[0]) if wide else match[0]
+
+    def code(match: re.Match[str]) -> str:
+        return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
+
+    def names(match: re.Match[str]) -> str:
+        found = re.findall(r"\w+", re.sub(r"<[^>]+>", "", match[1] + match[2]))
+        return ", ".join(f"<b><code>{name}</code></b>" for name in found)
+
+    html = NAMES.sub(names, TABLE.sub(table, html))
+    parts = re.split(r"(<pre.*?</pre>)", html, flags=re.S)
+    return "".join(part if k % 2 else CODE.sub(code, part) for k, part in enumerate(parts))
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Names the search dialog, which the theme does not."""
+    return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')

@@ -152,8 +152,7 @@ class Page:
         self._link = link
         self._out: list[str] = []
         self._paragraph: list[str] = []
-        self._item = False
-        self._lists = 0
+        self._lists: list[bool] = []  # the open ones; whether an item is open
         self._name = ""
         self._section = ""
         self._hold = ""  # an opened parenthesis that the next word follows
@@ -190,7 +189,9 @@ class Page:
             if macro == "Nm":
                 self._name = self._name or words[0]
             if macro == "Nd":
-                self._out += ["", f"<p class='man-summary'>{text_of(rest).capitalize()}.</p>", ""]
+                said = text_of(rest)
+                said = f"{said[:1].upper()}{said[1:]}."
+                self._out += ["", f"<p class='man-summary'>{said}</p>", ""]
             return
         handler = getattr(self, f"_do_{macro.replace('%', '')}", None)
         if handler is not None:
@@ -238,22 +239,21 @@ class Page:
 
     def _do_Bl(self, _words: list[str], _lines: object) -> None:
         self._flush()
-        self._lists += 1
+        self._lists.append(False)
         self._out.append("<dl class='man'>")
 
     def _do_It(self, words: list[str], _lines: object) -> None:
         self._flush()
-        if self._item:
+        if self._lists[-1]:
             self._out.append("</dd>")
         self._out.append(f"<dt>{Inline(words, self._link, self._name).render()}</dt>")
         self._out.append("<dd>")
-        self._item = True
+        self._lists[-1] = True
 
     def _do_El(self, _words: list[str], _lines: object) -> None:
         self._flush()
         self._out += ["</dd>", "</dl>", ""]
-        self._lists -= 1
-        self._item = False
+        self._lists.pop()
 
     def _prototype(self, line: str, lines: object) -> None:
         macro, _, rest = line[1:].partition(" ")

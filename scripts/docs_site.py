@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import urllib.parse
@@ -23,6 +24,7 @@ from kernel_common import ROOT
 
 ENVIRONMENT = ROOT / "build" / "docs-venv"
 SITE = ROOT / "build" / "site"
+FOREIGN = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s;]+)""")
 REQUIREMENTS = ROOT / "scripts" / "requirements" / "docs.txt"
 MISSING = 3  # exit status: the tools could not be installed here
 
@@ -72,7 +74,7 @@ class References(HTMLParser):
         self.names |= {values[name] for name in ("id", "name") if values.get(name)}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
-        elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
+        elif tag == "link" and values.get("rel") not in ("canonical", "prev", "next"):
             self.loaded.append(values.get("href", ""))
         elif tag in ("script", "img", "iframe", "source") and values.get("src"):
             self.loaded.append(values["src"])
@@ -121,6 +123,9 @@ def check_site() -> list[str]:
         for link in found.loaded:
             if urllib.parse.urlsplit(link).netloc:
                 problems.append(f"{where}: loads {link} from another host")
+    for sheet in sorted(SITE.rglob("*.css")):
+        for link in FOREIGN.findall(sheet.read_text(encoding="utf-8")):
+            problems.append(f"{sheet.relative_to(SITE)}: loads {link} from another host")
     print(f"{len(pages)} pages, {sum(len(one.links) for one in pages.values())} links")
     return problems
 

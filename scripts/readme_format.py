@@ -38,6 +38,8 @@ def title(result: Result) -> str:
 
 
 def table(head: list[str], body: list[list[str]]) -> list[str]:
-    """A table in Markdown; the first column is text."""
-    rule = ["---"] + ["---:"] * (len(head) - 1)
+    """A table in Markdown; text is on the left: the first column, and those without a digit."""
+    columns = zip(*body, strict=True)
+    counts = [any(character.isdigit() for character in "".join(column)) for column in columns]
+    rule = ["---"] + ["---:" if count else "---" for count in counts[1:]]
     return ["| " + " | ".join(line) + " |" for line in [head, rule, *body]]

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import check_docs
 import docs_man
 import docs_site
 import pytest
+import readme_format
 import readme_metrics
 
 PAGE = """.Sh NAME
 .Nm vmem_x
-.Nd an example
+.Nd an example of GPUs
 .Sh SYNOPSIS
 .In vmem.h
 .Ft int
@@ -30,6 +32,19 @@ takes
 A < B.
 .El
 """
+NESTED = """.Sh DESCRIPTION
+.Bl -tag -width Ds
+.It Fa flags
+.Bl -tag -width Ds
+.It Dv ONE
+first
+.It Dv TWO
+second
+.El
+.It Fa rest
+zero
+.El
+"""
 
 
 def link(name: str, section: str) -> str:
@@ -43,8 +58,17 @@ def test_a_man_page(tmp_path: Path) -> None:
     out = docs_man.convert(path, link)
     assert "#include &lt;vmem.h&gt;\n\nint\nvmem_x(vmem_t vm);" in out
     assert "<code>a</code>, <code>b</code>\n(see <vmem_y.3>)." in out
+    assert "<p class='man-summary'>An example of GPUs.</p>" in out
     assert "<dt>[<code>EINVAL</code>]</dt>" in out
     assert "A &lt; B." in out
+
+
+def test_lists_in_lists(tmp_path: Path) -> None:
+    path = tmp_path / "vmem_x.3"
+    path.write_text(NESTED)
+    tags = re.findall(r"</?d[ltd]\b", docs_man.convert(path, link))
+    inner = "<dl <dt </dt <dd </dd <dt </dt <dd </dd </dl"
+    assert " ".join(tags) == f"<dl <dt </dt <dd {inner} </dd <dt </dt <dd </dd </dl"
 
 
 def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
@@ -93,14 +117,65 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "a" / "index.html").write_text('<h1 id="here">x</h1><a href="../">up</a>')
     (tmp_path / "index.html").write_text(
         '<a href="a/#here">1</a><a href="a/#gone">2</a><a href="b/">3</a>'
-        '<script src="https://elsewhere/x.js"></script>'
+        '<script src="https://elsewhere/x.js"></script><link rel="preconnect" href="//fonts">'
     )
+    (tmp_path / "x.css").write_text("a { background: url('//elsewhere/y.png') url(z.png) }")
     monkeypatch.setattr(docs_site, "SITE", tmp_path)
     assert docs_site.check_site() == [
         "index.html: no part a/#gone",
         "index.html: no page b/",
         "index.html: loads https://elsewhere/x.js from another host",
+        "index.html: loads //fonts from another host",
+        "x.css: loads //elsewhere/y.png from another host",
     ]
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of a colour, as WCAG defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours, as WCAG defines it."""
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize(("scheme", "page"), [("default", "#ffffff"), ("slate", "#1e2129")])
+def test_drawings_can_be_read(scheme: str, page: str) -> None:
+    css = (check_docs.ROOT / "docs" / "assets" / "extra.css").read_text()
+    block = re.search(rf'\[data-md-color-scheme="{scheme}"\] {{([^}}]*--d-ink[^}}]*)}}', css)
+    assert block
+    colours = dict(re.findall(r"--d-(\w+): (#\w{6});", block[1]))
+    for ground in (page, *(colours[name] for name in ("a", "b", "c", "none"))):
+        assert contrast(colours["ink"], ground) >= 4.5, ground
+    assert contrast(colours["soft"], page) >= 4.5
+    for path in sorted((check_docs.ROOT / "docs" / "drawings").glob("*.svg")):
+        text = path.read_text()
+        inks = re.findall(r'<text[^>]*fill="var\(--d-(\w+), ', text)
+        assert len(inks) == text.count("<text"), f"{path.name}: text in a colour of its own"
+        assert set(inks) <= {"ink", "soft"}, path.name
+        if scheme == "default":  # where nothing sets the colours, the drawing's own are the same
+            own = set(re.findall(r"--d-(\w+), (#\w{6})\)", text))
+            assert own <= set(colours.items()), path.name
+
+
+def test_charts_have_a_white_ground() -> None:
+    docs = check_docs.ROOT / "docs"
+    charts = [path for path in docs.rglob("*.svg") if path.parent.name != "drawings"]
+    assert charts
+    for path in charts:
+        ground = re.search(r"<path [^>]*style=\"([^\"]*)\"", path.read_text())
+        assert ground, path.name
+        assert ground[1] == "fill: #ffffff", f"{path.name}: the dark scheme turns it over"
+
+
+def test_columns_of_words_are_on_the_left() -> None:
+    body = [["`fa3`", "prefill", "191", ""], ["`sdpa`", "decode", "", "1 ms"]]
+    rows = readme_format.table(["kernel", "phase", "rows", "time"], body)
+    assert rows[1] == "| --- | --- | ---: | ---: |"
 
 
 def test_the_table_of_metrics() -> None:

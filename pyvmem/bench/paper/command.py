@@ -31,8 +31,9 @@ hide: [toc]  # the tables are wide
 One row for each table and figure of the three papers: their number, ours, the command that makes
 it, and why the two differ. Theirs are of one or more A100 of 80 GB, ours of the GPU that the row
 names, or arithmetic. "not run" names the result that is not kept yet; what no machine here can
-show says so. Figures of vAttention have the numbers of arXiv's third version; its artifact counts
-one less from figure 7 on.
+show says so. Letters in brackets say [where a number of theirs is
+from](#where-the-papers-numbers-are-from). Figures of vAttention have the numbers of arXiv's third
+version; its artifact counts one less from figure 7 on.
 
 AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
 names, FILE for FlashAttention-3's shared object. A ratio of equal arms ("again") shows how much two
