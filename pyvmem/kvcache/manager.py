@@ -863,8 +863,7 @@ def fork(
         group.mover.finish(parent, work)
     if parent.job is not None or parent.mapped > parent.granted:
         pager.release(parent)
-    full, pages = _forked_pages(group, parent, rows)
-    nbytes = layout.bytes_for(rows)
+    nbytes, full, pages = _forked(group, parent, rows)
     new_pages = (pages - full) * count * layout.num_tensors
     try:
         slots = sharing.make_empty(count, chosen)
@@ -906,19 +905,22 @@ def fork(
     return list(map(attrgetter("index"), slots))
 
 
-def _forked_pages(group: Group, parent: Slot, rows: int) -> tuple[int, int]:
-    """Pages per tensor that a fork with so many rows shares, and all that it has."""
+def _forked(group: Group, parent: Slot, rows: int) -> tuple[int, int, int]:
+    """Of a fork with so many rows, per tensor: bytes, pages that it shares, and all its pages."""
     layout = group.layout
+    nbytes = layout.bytes_for(rows)
     # A state is written again with every token, and cannot be shared.
-    full = 0 if layout.state else layout.bytes_for(rows) // layout.page_size
-    return parent.places.floor(full), layout.pages_for(rows)
+    full = 0 if layout.state else nbytes // layout.page_size
+    if parent.places.noted:
+        full = parent.places.floor(full)
+    return nbytes, full, layout.pages_for(rows)
 
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
     """See `KVCache.forked_bytes`."""
     found = 0
     for group in groups:
-        full, pages = _forked_pages(group, group.slot(reqid), length)
+        _, full, pages = _forked(group, group.slot(reqid), length)
         found += (pages - full) * count * group.page_bytes
     return found
 
