@@ -331,8 +331,8 @@ def gpu_tests(session: Session) -> None:
     backends = session.backends or usable_gpu_backends()
     if not backends:
         raise Failed("no back end of a GPU can be used on this machine")
-    # A GPU is lent for a time: a run that is cut short has named what failed by then. Not with -q,
-    # which takes one -v back.
+    # With -v each test is named as it ends, so a run that is cut short tells what failed by then.
+    # Beside a -q it would not.
     told, failed = "-v", []
     for backend in backends:
         try:
