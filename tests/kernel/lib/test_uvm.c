@@ -392,6 +392,9 @@ static void no_memory(void) {
   uint64_t before = gpu_free(vm);
   EQ(vMemCreate(vm, GIB(4), NULL, &h), -ENOMEM);
   OK(vmem_get_error(&e));
+  CHECK(strstr(e.text, "4294967296 bytes are more than all memory there, 268435456"));
+  EQ(vMemCreate(vm, MIB(256), NULL, &h), -ENOMEM);
+  OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "no physical memory left"));
   CHECK(strstr(e.text, "CREATE of "));
   CHECK(e.bytes > 0);
