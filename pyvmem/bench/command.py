@@ -66,10 +66,15 @@ def backends(device: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def conducted(part: Part) -> Iterator[None]:
-    """Records when and how a part ended; a failure does not lose other parts' results."""
+    """Records when and how a part ended; a failure does not lose other parts' results.
+
+    What is written meanwhile says that the part is partial: the process may be killed.
+    """
     part.started, began = now(), time.monotonic()
+    part.status, part.why = "partial", "it was stopped before its end"
     try:
         yield
+        part.why = ""
         part.status = "not run" if not part.rows else "partial" if part.missing else "done"
         if not part.rows and part.missing:
             part.why = part.missing[0]["why"]

@@ -70,45 +70,44 @@ def _page(command: Command) -> int:
     return int(getattr(command.args, "page", 0)) or 64 << 10
 
 
-def _aims(command: Command, kernel: str, cases: Sequence[Case], blocks: Sequence[int]) -> None:
+def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> None:
     """Adds our contiguous form's speed over the best paged form, each block, and the card."""
     pages = f"{page_name(_page(command))} pages"
-    for case in cases:
-        prefix = f"{kernel}/{case.name}"
-        ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
-        goal = _DECODE if case.decodes else _PREFILL
-        # For decoding one request, both kernels choose their splits: only the tuned case counts.
-        plain = case.decodes and case.batch == 1 and not case.tuned
-        over = []  # name, text, our rows and the paged form's, and the target
-        for block in (0, *blocks) if blocks else ():
-            words = "the best paged form" if block == 0 else f"blocks of {block}"
-            judged = block == 0 and not plain and kernel != Gather.name
-            name, what = f"{block or 'best'}", f"speed of contiguous {pages} over {words}"
-            over.append((name, what, ours, blocks if block == 0 else (block,), judged and goal))
-        for how, words in SLOTS.items() if blocks and not case.tuned else ():
-            mine = [f"{prefix}/{how}/{memory}" for memory in OURS]
-            prompt = case.q_len == case.kv_len >= _LONG
-            judged = kernel == FlashInfer.name and how == "slots" and prompt
-            what = f"speed over {words}, {pages}, over the best paged form"
-            over.append((how, what, mine, blocks, judged and _FLASHINFER))
-        for name, what, mine, sizes, wanted in over:
-            theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
-            command.aims.add(
-                f"{kernel}_{case.name}_{name}",
-                f"{kernel}, {case.what}: {what}",
-                [*mine, *theirs],
-                partial(_speed, len(mine), len(THEIRS)),
-                op=">=" if wanted else None,
-                aim=wanted or None,
-            )
-        if case.decodes:
-            command.aims.add(
-                f"{kernel}_{case.name}_roofline",
-                f"{kernel}, {case.what}: bytes that contiguous {pages} read a second, over the "
-                "memory's bandwidth",
-                [*ours, f"{kernel}/peak"],
-                _roofline,
-            )
+    prefix = f"{kernel}/{case.name}"
+    ours = [f"{prefix}/contiguous/{memory}" for memory in OURS]
+    goal = _DECODE if case.decodes else _PREFILL
+    # For decoding one request, both kernels choose their splits: only the tuned case counts.
+    plain = case.decodes and case.batch == 1 and not case.tuned
+    over = []  # name, text, our rows and the paged form's, and the target
+    for block in (0, *blocks) if blocks else ():
+        words = "the best paged form" if block == 0 else f"blocks of {block}"
+        judged = block == 0 and not plain and kernel != Gather.name
+        name, what = f"{block or 'best'}", f"speed of contiguous {pages} over {words}"
+        over.append((name, what, ours, blocks if block == 0 else (block,), judged and goal))
+    for how, words in SLOTS.items() if blocks and not case.tuned else ():
+        mine = [f"{prefix}/{how}/{memory}" for memory in OURS]
+        prompt = case.q_len == case.kv_len >= _LONG
+        judged = kernel == FlashInfer.name and how == "slots" and prompt
+        what = f"speed over {words}, {pages}, over the best paged form"
+        over.append((how, what, mine, blocks, judged and _FLASHINFER))
+    for name, what, mine, sizes, wanted in over:
+        theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
+        command.aims.add(
+            f"{kernel}_{case.name}_{name}",
+            f"{kernel}, {case.what}: {what}",
+            [*mine, *theirs],
+            partial(_speed, len(mine), len(THEIRS)),
+            op=">=" if wanted else None,
+            aim=wanted or None,
+        )
+    if case.decodes:
+        command.aims.add(
+            f"{kernel}_{case.name}_roofline",
+            f"{kernel}, {case.what}: bytes that contiguous {pages} read a second, over the "
+            "memory's bandwidth",
+            [*ours, f"{kernel}/peak"],
+            _roofline,
+        )
 
 
 def _roofline(*rows: Any) -> float:
@@ -192,8 +191,6 @@ def run(args: argparse.Namespace) -> int:
             except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
                 part.not_run("*", str(error).split("\n")[0])
     _run_all(command, parts, kernels, cases, device)
-    for name, kernel in kernels.items():
-        _aims(command, name, cases, kernel.blocks)
     return command.finish()
 
 
@@ -228,6 +225,7 @@ def _run_all(
                         share -= 1
                         command.show(f"{name}, {case.what}")
                         _one(bench, part, case, left)
+                        _aims(command, name, case, kernel.blocks)
                         command.write()
                     _raise_wrong(part)
         finally:

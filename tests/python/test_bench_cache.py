@@ -18,7 +18,7 @@ from pyvmem.bench import deferred, fill, overlap, overlap_modes, paged, prefix_m
 from pyvmem.bench.command import Command
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import CASES, SETS, TINY_CASES, Call, Case, Gather
+from pyvmem.bench.paged_kernels import CASES, SETS, TINY_CASES, TINY_SETS, Call, Case, Gather
 from pyvmem.cli import main
 
 torch = pytest.importorskip("torch")
@@ -397,6 +397,27 @@ def test_sets_of_cases_are_chosen_by_their_names() -> None:
     assert chosen("nothing") == []
 
 
+def test_a_run_that_is_stopped_has_written_the_cases_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, cases = paged._one, [case.name for case in TINY_SETS["heads"]]
+
+    def stopped(bench: Any, part: Any, case: Case, deadline: Any) -> None:
+        if case.name == cases[2]:
+            raise KeyboardInterrupt
+        measure(bench, part, case, deadline)
+
+    monkeypatch.setattr(paged, "_one", stopped)
+    out = str(tmp_path / "kernels.json")
+    words = ("--kernels", "sdpa", "--cases", "heads", "--out", out)
+    assert main(["bench", "kernels", "--quick", "--backend", "host", *words]) == 130
+    data = json.loads((tmp_path / "kernels.json").read_text())
+    part = data["parts"]["sdpa"]
+    assert (part["status"], part["why"]) == ("partial", "it was stopped before its end")
+    assert all(aims(data)[f"sdpa_{name}_16"]["value"] for name in cases[:2])
+    assert not any(cases[2] in name for name in rows(data))
+
+
 def test_heads_from_mha_to_mqa_in_other_pages(tmp_path: Path) -> None:
     options = ("--kernels", "sdpa", "--cases", "heads", "--page", "2M")
     data = conduct("kernels", tmp_path, "host", *options)
@@ -419,13 +440,15 @@ def test_decoding_is_held_against_the_roofline(tmp_path: Path) -> None:
     part = command.record.part("fa3", "")
     for memory, rate in (("random0", 2000.0), ("random1", 3000.0)):
         part.value(f"decode_b32_16k/contiguous/{memory}", "", memory, 1.0, "ms", gb_per_s=rate)
-    paged._aims(command, "fa3", CASES, (16,))
+    for case in CASES:
+        paged._aims(command, "fa3", case, (16,))
     found = {aim["id"]: aim for aim in command.aims.found}
     assert found["fa3_decode_b32_16k_roofline"]["value"] is None
     assert "fa3/peak" in found["fa3_decode_b32_16k_roofline"]["why"]
     assert "fa3_prefill_16k_roofline" not in found
     part.value("peak", "", "device", 5000.0, "GB/s")
-    paged._aims(command, "fa3", CASES, (16,))
+    for case in CASES:
+        paged._aims(command, "fa3", case, (16,))
     found = {aim["id"]: aim for aim in command.aims.found}
     assert found["fa3_decode_b32_16k_roofline"]["value"] == pytest.approx(0.5)
 
@@ -433,7 +456,8 @@ def test_decoding_is_held_against_the_roofline(tmp_path: Path) -> None:
 def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:
     args = argparse.Namespace(backend="host", device=0, quick=True, fa3=None, deadline=1, out=None)
     command = Command(args, "kernels", {})
-    paged._aims(command, "fa3", CASES, (16, 256))
+    for case in CASES:
+        paged._aims(command, "fa3", case, (16, 256))
     goals = {aim["id"]: aim["aim"] for aim in command.aims.found if aim["aim"]}
     assert goals == {
         "fa3_decode_b1_16k_tuned_best": 0.97,
@@ -447,11 +471,13 @@ def test_the_goals_of_paged_kernels(tmp_path: Path) -> None:
     }
     assert all(aim["value"] is None and aim["why"] for aim in command.aims.found)
     command.aims.found.clear()
-    paged._aims(command, "flashinfer", (*CASES, *SETS["long"]), (16,))
+    for case in (*CASES, *SETS["long"]):
+        paged._aims(command, "flashinfer", case, (16,))
     goals = {aim["id"]: aim["aim"] for aim in command.aims.found if aim["id"].endswith("_slots")}
     wanted = {f"flashinfer_prefill_{n}k_slots": 1.10 for n in (64, 128, 192)}
     assert {name: aim for name, aim in goals.items() if aim} == wanted
-    paged._aims(command, "fa2", CASES, ())
+    for case in CASES:
+        paged._aims(command, "fa2", case, ())
     added = [aim["id"] for aim in command.aims.found if aim["id"].startswith("fa2_")]
     assert added == [f"fa2_{case.name}_roofline" for case in CASES if case.decodes]
 

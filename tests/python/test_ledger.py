@@ -408,7 +408,7 @@ def test_another_version_is_refused(folder: Path) -> None:
     assert caught.value.errno_name == "EPROTO"
 
 
-@pytest.mark.parametrize("contents", [b"", b"short", b"x" * 36864])
+@pytest.mark.parametrize("contents", [b"", b"short", b"x" * 36864], ids=len)
 def test_a_damaged_ledger_is_refused(folder: Path, contents: bytes) -> None:
     path = folder / "host.ledger"
     path.write_bytes(contents)

@@ -116,7 +116,9 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"no answer from {port}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[1]", b'{"a": {}}', b" " * ((16 << 20) + 1)])
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"[1]", b'{"a": {}}', b" " * ((16 << 20) + 1)], ids=len
+)
 def test_an_answer_of_something_else(body: bytes) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
