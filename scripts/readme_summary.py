@@ -63,12 +63,16 @@ def overlap() -> tuple[str, str]:
 
 
 def vllm() -> tuple[str, str]:
-    """Throughput of the elastic engine over stock's, at each rate that was run."""
-    found = []
+    """Throughput of the elastic engine over stock's at each rate; sharing engines' first token."""
+    found, shared = [], []
     where: list[Result] = []
     equal = answers = 0
     for run in runs("vllm"):
         times = rows(run)
+        if "share/first/static" in times:
+            late = (times[f"share/first/{arm}"]["p99"] for arm in ("shared", "static"))
+            shared.append(next(late) / next(late))
+            where.append(run)
         for name, row in times.items():
             if name.startswith("load/rate/") and name.endswith("/elastic"):
                 same = times[name.replace("/rate/", "/same/")]
@@ -78,7 +82,8 @@ def vllm() -> tuple[str, str]:
     if not found:
         return NOT_MEASURED, ""
     same_words = "every answer" if equal == answers else f"{equal:,} of {answers:,} answers"
-    return f"{spread(found, '.3f')} times, {same_words} the same", machines(where)
+    text = f"{spread(found, '.3f')} times, {same_words} the same"
+    return text + (f"; {spread(shared, '.2g')} times" if shared else ""), machines(where)
 
 
 def counts() -> tuple[str, str]:
@@ -129,7 +134,8 @@ def part(results: list[Result]) -> list[str]:
             "docs/driver/evidence.md",
         ),
         (
-            "vLLM on the pool, tokens a second over stock vLLM",
+            "vLLM on the pool: tokens a second over stock vLLM; 99th percentile of the first token "
+            "where servers share memory, over equal static parts",
             vllm(),
             "benchmarks/vllm/README.md",
         ),
