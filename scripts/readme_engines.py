@@ -12,7 +12,7 @@ from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, 
 # As benchmarks/serve/README.md names the arms.
 ARMS = (
     *("contiguous", "again", "fa3", "256K", "2M", "paged16", "paged128", "static"),
-    *("fa2", "flashinfer", "flashinfer16"),
+    *("fa2", "flashinfer", "flashinfer16", "vllm"),
 )
 ENGINES = ("stock", "elastic", "stock again")
 _GB = 1e9
@@ -29,18 +29,19 @@ def arrivals(options: Result) -> str:
 
 
 def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
-    """What one arm did."""
-    cell = {key: found[f"{part}/{key}/{arm}"]["value"] for key in ("tokens", "batch", "host")}
-    times = [found[f"{part}/{key}/{arm}"]["value"] for key in ("first50", "first99", "between99")]
-    held, used = (found[f"{part}/{key}/{arm}"]["value"] / _GB for key in ("held", "used"))
+    """What one arm did; blank where it was not seen."""
+
+    def cell(key: str, form: str, per: float = 1) -> str:
+        row = found.get(f"{part}/{key}/{arm}")
+        return "" if row is None else format(row["value"] / per, form)
+
     return [
         f"`{arm}`",
-        f"{cell['tokens']:,.0f}",
-        f"{cell['batch']:.1f}",
-        *(f"{value:,.0f}" for value in times),
-        f"{held:.1f}",
-        f"{used:.1f}",
-        f"{cell['host']:,.0f}",
+        cell("tokens", ",.0f"),
+        cell("batch", ".1f"),
+        *(cell(key, ",.0f") for key in ("first50", "first99", "between99")),
+        *(cell(key, ".1f", _GB) for key in ("held", "used")),
+        cell("host", ",.0f"),
     ]
 
 

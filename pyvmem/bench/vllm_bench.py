@@ -96,6 +96,19 @@ def _kv_memory(command: Command, default: int) -> int:
     return int(command.args.kv_memory or (16 * _MIB if command.quick else default))
 
 
+def _fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:
+    """Engines of the command's shape; a quick run's are tiny."""
+    args, quick = command.args, command.quick
+    return Fleet(
+        command,
+        SHAPES["tiny" if quick else args.shape],
+        ranks=args.tensor_parallel,
+        block_size=args.block_size,
+        max_num_seqs=0 if quick else max_num_seqs,
+        **options,
+    )
+
+
 # ---- load ----------------------------------------------------------------------------------------
 
 
@@ -119,7 +132,7 @@ def _load(command: Command, part: Part) -> None:
                 part.value(f"waits/{rate:g}", "steps that waited", "elastic", waits, "steps")
         _rest_rows(part, end)
 
-    with Fleet(command, block_size=args.block_size) as fleet:
+    with _fleet(command) as fleet:
         book = _Book(command, part, rows)
         fleet.start({arm: Plan(arm == "elastic", memory) for arm in ("stock", "elastic")})
         end["empty"] = fleet.free()
@@ -244,7 +257,7 @@ def _check_ranks(end: dict[str, Any]) -> None:
 
 def _idle(command: Command, part: Part) -> None:
     args, quick = command.args, command.quick
-    with Fleet(command, block_size=args.block_size) as fleet:
+    with _fleet(command) as fleet:
         cap = (8 if quick else 1000) * fleet.block_bytes
         memory = _kv_memory(command, 16 * _GIB)
         env = {"VMEM_PREFIX": str(cap)}
@@ -362,9 +375,7 @@ def _share(command: Command, part: Part) -> None:
     args, quick = command.args, command.quick
     count = args.engines
     arms = args.arms or ["shared", "static", "alone"]
-    with Fleet(
-        command, block_size=args.block_size, max_num_seqs=256, enable_prefix_caching=False
-    ) as fleet:
+    with _fleet(command, max_num_seqs=256, enable_prefix_caching=False) as fleet:
         memory = args.kv_memory or (4 * _MIB if quick else 12 * _GIB)
         if args.bursts == "climb":
             peak = 2.0 if quick else args.rate
@@ -513,7 +524,7 @@ def _sleep(command: Command, part: Part) -> None:
         for kind, (same, of) in equal.items():
             part.value(f"same/{kind}", "answers as before sleep", kind, same, "requests", of=of)
 
-    with Fleet(command, block_size=args.block_size) as fleet:
+    with _fleet(command) as fleet:
         book = _Book(command, part, rows)
         load = Load.of(at_rate(tiny(4), 0), fleet.vocabulary, 1)
         memory = _kv_memory(command, 16 * _GIB)
@@ -619,7 +630,7 @@ def _blocks(command: Command, part: Part) -> None:
             for name, value in held[size].items():
                 part.value(f"{name}/{size}", _HELD[name], f"blocks of {size}", value, "bytes")
 
-    with Fleet(command, longest=whole + 64) as fleet:
+    with _fleet(command, longest=whole + 64) as fleet:
         book = _Book(command, part, rows)
         page = str(args.page or 64 << 10)
         fleet.start(
@@ -704,7 +715,7 @@ def _rough(command: Command, part: Part) -> None:
                 row, what = f"same/{arm}", "answers equal to stock's"
                 part.value(row, what, arm, same[arm], "requests", of=of[arm])
 
-    with Fleet(command, block_size=args.block_size, max_num_seqs=64) as fleet:
+    with _fleet(command, max_num_seqs=64) as fleet:
         book = _Book(command, part, rows)
         fleet.start(
             {

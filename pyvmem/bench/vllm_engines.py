@@ -21,16 +21,17 @@ from pyvmem.bench.command import Command, WrongResult
 from pyvmem.bench.timing import Deadline
 from pyvmem.ledger import EngineInfo, Ledger, devices
 
-__all__ = ["LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]
+__all__ = ["LLAMA", "LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]
 
 LONGEST = 4096
 """Tokens of the longest request, unless a fleet allows longer ones."""
 
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+"""What the configurations of all models of this architecture begin with."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
-        **_LLAMA,
+        **LLAMA,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
@@ -58,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
     "tiny": {
-        **_LLAMA,
+        **LLAMA,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -147,26 +148,30 @@ class Fleet:
 
     Args:
         command: of the run.
+        shape: the model's, as in `SHAPES`.
+        ranks: of an engine, on a GPU each.
         block_size: tokens of a vLLM block; 32 on the CPU, which takes only multiples of 32.
-        max_num_seqs: most requests that an engine runs at a time.
-        longest: tokens of the longest request, prompt and answer; a quick run has its own limit.
+        max_num_seqs: most requests that an engine runs at a time; 0: 128, 8 in a quick run.
+        longest: tokens of the longest request, prompt and answer; 0: `LONGEST`, 512 in a quick run.
         options: for vLLM, in every engine.
     """
 
     def __init__(
         self,
         command: Command,
+        shape: Mapping[str, Any],
         *,
+        ranks: int = 1,
         block_size: int = 0,
-        max_num_seqs: int = 128,
-        longest: int = LONGEST,
+        max_num_seqs: int = 0,
+        longest: int = 0,
         **options: Any,
     ) -> None:
         self.command, self.options = command, options
-        self.longest = 512 if command.quick else longest
-        self.shape = SHAPES["tiny" if command.quick else command.args.shape]
+        self.longest = longest or (512 if command.quick else LONGEST)
+        self.shape, self.ranks = shape, ranks
         self.block_size = 32 if command.backend == "host" else block_size or 16
-        self.max_num_seqs = 8 if command.quick else max_num_seqs
+        self.max_num_seqs = max_num_seqs or (8 if command.quick else 128)
         self.engines: dict[str, Engine] = {}
         self._ends: dict[str, Callable[[], None]] = {}
 
@@ -208,7 +213,7 @@ class Fleet:
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
 
     def _options(self, plan: Plan, count: int) -> dict[str, Any]:
-        quick, ranks = self.command.quick, self.command.args.tensor_parallel
+        quick, ranks = self.command.quick, self.ranks
         options: dict[str, Any] = {
             "model": str(self.folder / "model"),
             "dtype": "float32" if quick else "bfloat16",
@@ -259,7 +264,7 @@ class Fleet:
         env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_LEDGER": str(self.ledger)}
         env |= {"VMEM_VLLM": str(int(plan.elastic)), "VMEM_NAME": plain}
-        page = self.command.args.page
+        page = getattr(self.command.args, "page", 0)
         env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
         words = [sys.executable, "-m", "pyvmem.bench.vllm_arm", "--options", str(out)]
         try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ from pyvmem.bench.serving import loop, ranks  # noqa: E402
 from pyvmem.bench.serving.forward import Forward, Kernels, Work  # noqa: E402
 from pyvmem.bench.serving.infer import Prompts  # noqa: E402
 from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
-from pyvmem.bench.serving.results import AGAIN, add_rows  # noqa: E402
+from pyvmem.bench.serving.results import AGAIN, VLLM, add_rows  # noqa: E402
 from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -559,6 +560,7 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
     arms = [*serve_command.ARMS, AGAIN]
+    arms.remove(VLLM)  # needs vLLM
     assert main([*words, "--speed-up", "1000", "--arms", ",".join(arms)]) == 0
     data = json.loads(out.read_text())
     assert data["format"] == "vmem-bench-serve/1"
@@ -639,6 +641,30 @@ def test_an_arm_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     assert {"azure/makespan/contiguous", "azure/makespan/2M"} <= found
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ([], "ImportError: vLLM is not installed"),
+        (["--workload", "prefixes"], "ValueError: what vLLM finds of prefixes is not seen"),
+    ],
+    ids=["not installed", "prefixes"],
+)
+def test_vllm_that_cannot_run_says_why(
+    options: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name)
+    )
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out), *options]
+    assert main([*words, "--arms", "contiguous,vllm", "--requests", "2"]) == 0
+    (part,) = json.loads(out.read_text())["parts"].values()
+    assert part["status"] == "partial"
+    (missing,) = part["missing"]
+    assert (missing["id"].partition("/")[2], missing["why"]) == ("makespan/vllm", why)
+
+
 def test_an_arm_that_fails_midway_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -711,6 +737,7 @@ def result(path: Path, arms: dict[str, list[float]], waited: float = 1.0, **chan
                 new_tokens=int(abs(one)),
                 cut=one < 0,
                 between=[1.0],
+                steps=1,
                 host_ns=1000,
                 short_s=waited,
                 short_batch_s=3.0 * waited,

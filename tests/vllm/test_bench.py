@@ -43,6 +43,30 @@ def test_elastic_beside_stock(bench: Any) -> None:
     assert [one["id"] for one in part["missing"]] == ["load/rest/held"]
 
 
+def test_vllm_beside_the_serving_loop(tmp_path: Path) -> None:
+    """`vmem bench serve` gives vLLM the requests of its other arms."""
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
+    words += ["--arms", "contiguous,vllm", "--no-check", "--workload", "offline"]
+    assert main(words) == 0
+    data = json.loads(out.read_text())
+    part = data["parts"]["offline"]
+    assert part["status"] == "done", part
+    rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
+    assert rows["makespan/vllm"]["finished"] == [data["options"]["served"]] == [6]
+    for arm in ("contiguous", "vllm"):
+        assert 0 < rows[f"first50/{arm}"]["value"] <= rows[f"first99/{arm}"]["value"]
+    done = [
+        rows[f"tokens/{arm}"]["value"] * rows[f"makespan/{arm}"]["value"]
+        for arm in ("contiguous", "vllm")
+    ]
+    assert done[0] == pytest.approx(done[1], rel=1e-4)
+    assert "host/vllm" not in rows
+    aims = {aim["id"] for aim in data["aims"]}
+    assert {"tokens_vllm", "between99_vllm"} <= aims
+    assert "host_vllm" not in aims
+
+
 @pytest.mark.long
 def test_two_ranks(bench: Any) -> None:
     rows, _ = bench("load", "--rounds", "1", "--requests", "6", "--tensor-parallel", "2")

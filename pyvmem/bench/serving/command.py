@@ -30,7 +30,7 @@ from pyvmem.bench.command import (
     run_on_device,
 )
 from pyvmem.bench.record import Part
-from pyvmem.bench.serving.results import AGAIN, add_aims, add_rows, figures, join
+from pyvmem.bench.serving.results import AGAIN, VLLM, add_aims, add_rows, figures, join
 from pyvmem.bench.timing import quiet
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import size
@@ -71,7 +71,7 @@ class Arm:
 
     Attributes:
         what: in words.
-        kind: "slots", "paged" or "static".
+        kind: "slots", "paged", "static", or "vllm", which is an engine of its own.
         prefill, decode: the attention kernel's call, "contiguous" or "paged".
         page: bytes of a page, for slots; 0: the command's.
         group: layers in a tensor, for slots; 0: the command's.
@@ -82,8 +82,8 @@ class Arm:
 
     what: str
     kind: str
-    prefill: str
-    decode: str
+    prefill: str = ""
+    decode: str = ""
     page: int = 0
     block: int = _BLOCK
     backend: str = ""
@@ -121,6 +121,7 @@ ARMS = {
         block=16,
         library="flashinfer",
     ),
+    VLLM: Arm("vLLM itself", VLLM),
 }
 WORKLOADS = {
     "azure": "lengths of Azure's conversations, or of a trace; arrivals at its times",
@@ -205,6 +206,9 @@ class _Runner:
         from pyvmem.bench.serving.ranks import Run
 
         run = Run(name, slots or self.command.args.slots, limit or self.limit, budget)
+        tokens = partial(_tokens, self.model.sizes)
+        if self.arm(name).kind == VLLM:
+            return self._vllm(run, arrivals, tokens)
         forward: Forward
         if self.group is None:
             forward = self.open(run)
@@ -217,12 +221,30 @@ class _Runner:
                 return serve(
                     forward,
                     arrivals,
-                    partial(_tokens, self.model.sizes),
+                    tokens,
                     budget=max(budget, forward.store.slots),
                     ahead=self.command.args.ahead,
                     limit_s=limit_s,
                     observer=observer,
                 )
+
+    def _vllm(self, run: Run, arrivals: Sequence[Arrival], tokens: Any) -> Outcome:
+        from pyvmem.bench.serving import stock_vllm
+
+        if self.group is not None:
+            raise ValueError("vLLM is compared on one rank")
+        if self.prefixes:
+            raise ValueError("what vLLM finds of prefixes is not seen")
+        return stock_vllm.serve(
+            self.command,
+            self.model.sizes,
+            arrivals,
+            tokens,
+            slots=run.slots,
+            limit=run.limit,
+            budget=run.budget,
+            longest=self.longest,
+        )
 
     def open(self, run: Run) -> Forward:
         """A forward pass over a new store; rank 0's tells the other ranks."""
@@ -293,7 +315,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
     if wanted is None:
         return wrong
     for name in names[1:]:
-        if runner.arm(name) == runner.arm(names[0]):
+        if runner.arm(name).kind == VLLM or runner.arm(name) == runner.arm(names[0]):
             continue
         found = _attempt(runner, part, name, partial(runner.logits, name, requests))
         if found is None:

@@ -22,9 +22,10 @@ from pyvmem.bench.timing import percentile
 if TYPE_CHECKING:
     from pyvmem.bench.serving.loop import Outcome
 
-__all__ = ["AGAIN", "add_aims", "add_rows", "figures", "join", "over"]
+__all__ = ["AGAIN", "VLLM", "add_aims", "add_rows", "figures", "join", "over"]
 
 AGAIN = "again"  # the reference once more
+VLLM = "vllm"  # an engine of its own, whose steps are not seen
 _FORMAT = "vmem-bench-serve/1"
 # Options in which joined runs may differ.
 _FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
@@ -37,23 +38,14 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
     """What is reported about a run: name, words, value, unit."""
     seconds = outcome.seconds
     tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
-    found = {
+    found: dict[str, tuple[str, float, str]] = {
         "makespan": ("time until the last token", seconds, "s"),
         "tokens": ("tokens of prompts and answers", tokens / seconds, "1/s"),
         "answers": ("tokens of answers", outcome.new_tokens / seconds, "1/s"),
         "requests": ("requests finished", 60 * outcome.finished / seconds, "1/min"),
-        "batch": ("requests in a step, mean", outcome.batch_s / seconds, "requests"),
-        "largest": ("requests in a step, at most", outcome.largest, "requests"),
-        "preemptions": ("preemptions", outcome.preemptions, "count"),
-        "shared": ("tokens that were there already", outcome.shared, "count"),
-        "recomputed": ("tokens computed again", outcome.recomputed, "count"),
-        "steps": ("forward passes", outcome.steps, "count"),
-        "host": (
-            "host time in the cache or block manager, a step",
-            outcome.host_ns / 1e3 / max(1, outcome.steps),
-            "us",
-        ),
     }
+    if outcome.steps:  # vLLM's are not seen
+        found |= _of_steps(outcome)
     if outcome.short_s:
         found["full"] = (
             "requests in a step while others wait for memory or a slot, mean",
@@ -89,6 +81,22 @@ def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
     return found
 
 
+def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
+    return {
+        "batch": ("requests in a step, mean", outcome.batch_s / outcome.seconds, "requests"),
+        "largest": ("requests in a step, at most", outcome.largest, "requests"),
+        "preemptions": ("preemptions", outcome.preemptions, "count"),
+        "shared": ("tokens that were there already", outcome.shared, "count"),
+        "recomputed": ("tokens computed again", outcome.recomputed, "count"),
+        "steps": ("forward passes", outcome.steps, "count"),
+        "host": (
+            "host time in the cache or block manager, a step",
+            outcome.host_ns / 1e3 / outcome.steps,
+            "us",
+        ),
+    }
+
+
 def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> None:
     """Adds the rows of an arm, with each round's value; none if it has no round."""
     if not outcomes:
@@ -105,6 +113,8 @@ def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> N
         value = more.pop("value")
         part.value(f"{key}/{name}", f"{what}: {words}", name, value, unit, **more)
     samples = [list(asdict(one).values()) for one in outcomes[-1].samples]
+    if not samples:
+        return
     every = -(-len(samples) // _SERIES)
     part.value(
         f"memory/{name}",
@@ -113,7 +123,7 @@ def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> N
         len(samples),
         "samples",
         columns=["seconds", "mapped", "held", "used", "running"],
-        series=samples[::every] if samples else [],
+        series=samples[::every],
     )
 
 
@@ -175,7 +185,8 @@ def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> No
             speed, batch = (">=", 1.2), (">=", 1.5)
         add(name, "tokens", "tokens a second", *speed)
         add(name, "between99", "p99 between tokens", *pause)
-        add(name, "host", "host time in the manager", *host)
+        if name != VLLM:
+            add(name, "host", "host time in the manager", *host)
         if name == "2M":
             add(name, "batch", "mean batch")
             add(name, "full", "mean batch while others wait", *batch)
