@@ -204,6 +204,8 @@ def _by_slots(results: Results) -> str:
         try:
             slots, layered, whole = (one.aim(f"{name}_{how}") for how in _WAYS)
         except NotMeasured:
+            if not parts:  # then nothing is
+                raise
             parts.append(f"prefill {tokens}: not run")
             continue
         words = f"{slots:.2f}x, of layers in one tensor {layered:.2f}x"
