@@ -78,6 +78,8 @@ class ElasticEngine:
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
         reserve = min(reserve, limit // 8)
         self.reserve_blocks = min(reserve // geometry.block_bytes, _MOST_RESERVE)
+        self._ahead = self.reserve_blocks  # blocks that the keeper keeps idle
+        self._taken, self._waited = 0, False  # by the step that is being scheduled
         self._step = self._ended = 0
         self._peaks: deque[tuple[float, int]] = deque()
         self._busy_until = 0.0
@@ -88,7 +90,7 @@ class ElasticEngine:
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = False
         self._reported = 0.0
-        self._spare = -1  # idle blocks above half of the reserve, at least; below 0: unknown
+        self._spare = -1  # idle blocks above half of `_ahead`, at least; below 0: unknown
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
         self._take_over()
 
@@ -143,12 +145,21 @@ class ElasticEngine:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def begin_step(self) -> tuple[int, list[Release]]:
-        """Numbers a step that was scheduled, and the releases that travel with it."""
+    def begin_step(self, prompts: bool = False) -> tuple[int, list[Release]]:
+        """Numbers a step that was scheduled, and the releases that travel with it.
+
+        `prompts`: the next step computes prompts as well. Then it will take about as many blocks as
+        this one, and the keeper backs them while this one runs.
+        """
         self._step += 1
         self._busy_until = time.monotonic() + self.settings.idle
-        if self._spare < 0:
-            self._spare = self._idle_count(self.reserve_blocks) - self.reserve_blocks // 2
+        self._ahead = self.reserve_blocks
+        if prompts and self._ahead and not self._has_more:
+            self._ahead = max(self._ahead, min(self._taken, _MOST_RESERVE))
+        self.waits += self._waited
+        self._taken, self._waited = 0, False
+        if self._spare < 0 or self._ahead > self.reserve_blocks:
+            self._spare = self._idle_count(self._ahead) - self._ahead // 2
             if self._spare < 0:
                 self._wake.set()
         return self._step, self.backing.send()
@@ -167,12 +178,14 @@ class ElasticEngine:
     def prepare(self, count: int) -> None:
         """Makes `count` blocks idle for vLLM to take, or as many as can be had."""
         self._spare -= max(0, count)
+        self._taken += max(0, count)
         short = count - self._idle_count(count) if count > 0 else 0
         if short <= 0:
             if self._short:
                 self._ask_others(0)
             return
         if self._background is not None:
+            self._waited |= not self._grown.is_set()
             self._grown.wait()
             self._finish_background()
             short = count - self._idle_count(count)
@@ -182,7 +195,7 @@ class ElasticEngine:
             if growth is not None:
                 growth.run(self.ranks)
                 self._enter(growth)
-                self.waits += 1
+                self._waited = True
         left = count - self._idle_count(count)
         if left > 0 or self._short:
             self._ask_others(left)
@@ -335,7 +348,7 @@ class ElasticEngine:
 
     def _give_back(self, long_idle: bool) -> None:
         idle = self._idle_blocks()
-        keep = 0 if long_idle else self.reserve_blocks + self._peaks[0][1] - self._peaks[-1][1]
+        keep = 0 if long_idle else self._ahead + self._peaks[0][1] - self._peaks[-1][1]
         surplus = len(idle) - keep
         if surplus > (0 if long_idle else self.reserve_blocks // 2):
             # The highest addresses: growth takes the lowest, so that what is used stays together.
@@ -402,10 +415,10 @@ class ElasticEngine:
     def _begin_ahead(self, now: float) -> Growth | None:
         if self._background is not None or now < self._refused_until:
             return None
-        idle = self._idle_count(self.reserve_blocks)
-        if idle >= max(1, self.reserve_blocks // 2):
+        idle = self._idle_count(self._ahead)
+        if idle >= max(1, self._ahead // 2):
             return None
-        growth = self.backing.begin(self.reserve_blocks - idle)
+        growth = self.backing.begin(self._ahead - idle)
         if growth is not None:
             self._grown.clear()
             self._background = growth

@@ -112,9 +112,16 @@ class _Elastic:
         """vLLM's; the output carries the step's number and releases."""
         with self.elastic.lock:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            step, releases = self.elastic.begin_step()
+            step, releases = self.elastic.begin_step(self._has_prompts())
             output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases])
             return output
+
+    def _has_prompts(self) -> bool:
+        """Whether a request waits, or has not had all of its prompt computed."""
+        return bool(self.waiting) or any(  # type: ignore[attr-defined]
+            one.num_computed_tokens < one.num_prompt_tokens
+            for one in self.running  # type: ignore[attr-defined]
+        )
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; counts the step as over."""

@@ -198,7 +198,8 @@ def _page_size(results: Results) -> str:
 
 def _by_slots(results: Results) -> str:
     """The best paged form's time divided by that of FlashInfer's calls for each slot."""
-    one, parts = results["kernels-flashinfer-long-h200"], []
+    one = results["kernels-flashinfer-long-h200"]
+    parts: list[str] = []
     for tokens in ("64k", "128k", "192k"):
         name = f"flashinfer_prefill_{tokens}"
         try:
