@@ -39,6 +39,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._window = window
         self.is_sliding = bool(window)
         self._length = 0
+        self._copied = 0  # rows before it were not copied to every slot
         self._ancestry = Ancestry(0)
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
@@ -87,6 +88,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """The first row that a token after `length` of them sees."""
         return max(0, length - self._window + 1) if self._window else 0
 
+    def _first(self) -> int:
+        """The first row that every slot has: those before it have left the window."""
+        return max(self._copied, self._rows.first_row(self._index)) if self._window else 0
+
     def _view(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._k is not None
         assert self._v is not None
@@ -105,16 +110,17 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """
         if other.keys is None or other.values is None:
             return
-        keys, values = other.keys.detach(), other.values.detach()
-        self.lazy_initialization(keys, values)
-        length, first = other.get_seq_length(), self._offset(other.get_seq_length())
+        self.lazy_initialization(other.keys, other.values)
+        length = other.get_seq_length()
         self._rows.hold(self.batch_size, length)
+        self._length = length
+        first = self._copied = min(max(other._first(), self._first()), length)
+        keys, values = (rows.detach() for rows in other._view(first))
         where = self._rows.where(first, length, self.device)
         assert self._k is not None
         assert self._v is not None
         self._k[: self.batch_size].index_copy_(1, where, keys.transpose(1, 2))
         self._v[: self.batch_size].index_copy_(1, where, values.transpose(1, 2))
-        self._length = length
         self._show()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -148,7 +154,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             )
         if self.is_initialized and tokens_to_remove:
             left = max(0, self._length + tokens_to_remove)
-            self._rows.check_back(self._index, left)
+            self._rows.check_back(self._index, left, self._first())
             self._length = left
             self._ancestry.crop(self._length)
             self._settle()
@@ -169,7 +175,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     def forget(self) -> None:
         """Drops every tensor: the layer is as before the first `update`."""
         self._k = self._v = self.keys = self.values = None
-        self._length = 0
+        self._length = self._copied = 0
         self.is_initialized = False
         self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
 
@@ -187,8 +193,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         assert self._k is not None
         assert self._v is not None
         self._rows.hold(len(source), self._length)
-        first = self._ancestry.take(source, self._length)
-        first = max(first, self._rows.kept_from(self._index, self._length))
+        self._copied = self._first()
+        first = max(self._copied, self._ancestry.take(source, self._length))
         move_rows(self._k, first, self._length, source)
         move_rows(self._v, first, self._length, source)
         self.batch_size = len(source)

@@ -201,18 +201,25 @@ class Rows:
         with torch.inference_mode(False), torch.enable_grad():
             return self.cache.states(layer)[name]
 
-    def kept_from(self, layer: int, length: int) -> int:
-        """A layer's first row still present when its rows have `length` tokens."""
-        shape = self.shapes[layer]
-        window = shape.window if isinstance(shape, LayerShape) else 0
-        if not window:
-            return 0
-        return max(0, length - window - self.parts[0].config.window_tile)
+    def _part(self, layer: int) -> GroupView:
+        """The group of a layer's keys."""
+        places = classes_of(self.shapes)[1][layer]
+        assert places is not None
+        return self.parts[places[0].part]
 
-    def check_back(self, layer: int, length: int) -> None:
+    def first_row(self, layer: int) -> int:
+        """A layer's first row that has memory in every slot."""
+        return max(self._part(layer).first_rows(range(self.count)), default=0)
+
+    def check_back(self, layer: int, length: int, first: int) -> None:
         """Raises InvalidArgument where rows cannot shrink to so few tokens.
 
         Their window begins in rows that are gone, or another layer has a state.
+
+        Args:
+            layer: with keys and values.
+            length: tokens that are left.
+            first: the layer's first row that all slots have.
         """
         for other, one in enumerate(self.shapes):
             if isinstance(one, StateShape) and length:
@@ -222,17 +229,11 @@ class Rows:
                 )
         shape = self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
-        if not window or not self.count:
-            return
-        places = classes_of(self.shapes)[1][layer]
-        assert places is not None
-        part = self.parts[places[0].part]
-        there = max(part.first_rows(range(self.count)))
-        if max(0, length - window + 1) < there:
+        if window and max(0, length - window + 1) < first:
             raise invalid(
                 f"{length} tokens: the window of {window} of layer {layer} begins in rows that "
-                f"are gone, those before {there}; window_tile is how many can be taken back",
-                limit=part.config.window_tile,
+                f"are gone, those before {first}; window_tile is how many can be taken back",
+                limit=self._part(layer).config.window_tile,
             )
 
     def hold(self, count: int, length: int) -> None:

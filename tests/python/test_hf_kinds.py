@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -180,3 +181,33 @@ def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) ->
         with copy.deepcopy(cache) as other:
             answers = [model(ids[:, 88:], past_key_values=one).logits for one in (cache, other)]
             assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("page", [4096, 65536])
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_rows_before_the_window_go_along_with_the_others(
+    host: pyvmem.Context, kind: str, page: int
+) -> None:
+    """What may be taken back is there in a copy and after a reorder, and no row that is gone."""
+    model, ids = model_of(kind), prompts(2, 256)["input_ids"]
+    how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": page}
+    for length, back in product((231, 232), (1, TILE, TILE + 9)):  # 232: a page ends there
+        with torch.no_grad(), VMemCache(model.config, 4, 512, **how) as cache:
+            for new in ids[:, :length].split(WINDOW, 1):
+                model(new, past_key_values=cache)
+            for other, rows in ((copy.deepcopy(cache), ids), (cache, ids.flip(0))):
+                with other:
+                    if other is cache:
+                        cache.batch_repeat_interleave(2)
+                        cache.batch_select_indices(torch.tensor([2, 0]))
+                    try:
+                        other.crop(-back)
+                    except InvalidArgument:
+                        assert back > TILE
+                        continue
+                    other.reorder_cache(torch.tensor([1, 0]))
+                    past, left = DynamicCache(config=model.config), length - back
+                    model(rows.flip(0)[:, :left], past_key_values=past)
+                    new = rows.flip(0)[:, left : left + 3]
+                    got, want = (model(new, past_key_values=one).logits for one in (other, past))
+                    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
