@@ -187,8 +187,8 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+    except (OSError, ValueError, TypeError) as error:
         known = ", ".join(SHAPES)
         raise invalid(
             f"{model!r} is none of {known}, nor a readable config.json: {error}"
@@ -213,6 +213,11 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
         own,
         layers=() if set(layers) == {plain} else layers,
     )
+
+
+def _number(values: dict[str, Any]) -> Any:
+    """An object of a file; the number, where transformers wrote an infinite one as an object."""
+    return float(values["__float__"]) if set(values) == {"__float__"} else values
 
 
 def _dtype(config: Any, given: str) -> str:

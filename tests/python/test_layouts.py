@@ -367,6 +367,9 @@ def test_bad_shapes(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(InvalidArgument, match="list, where a configuration is an object"):
         shape_of(str(path))
+    path.write_text('{"time_step_limit": {"__float__": [1]}}')
+    with pytest.raises(InvalidArgument, match=r"nor a readable config.json: float\(\) argument"):
+        shape_of(str(path))
     with pytest.raises(InvalidArgument, match=r"leave nothing of 1073741824; use more ranks"):
         budget(LLAMA, GB)
 

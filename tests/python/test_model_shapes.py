@@ -190,6 +190,27 @@ def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> No
         shape_of(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("bamba", {"num_hidden_layers": 4, "attn_layer_indices": [1]}),
+        ("granitemoehybrid", {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}),
+        ("jamba", {}),
+        ("nemotron_h", {}),
+    ],
+)
+@pytest.mark.parametrize("diff", [True, False])
+def test_a_file_that_transformers_saved_is_read(
+    tmp_path: Path, name: str, more: dict[str, Any], diff: bool
+) -> None:
+    """With all defaults, too: some are infinite, which it writes as objects."""
+    config = CONFIGS[name](dtype="bfloat16", **more)
+    config.to_json_file(tmp_path / "config.json", use_diff=diff)
+    shape = shape_of(str(tmp_path))
+    plain = LayerShape(shape.num_kv_heads, shape.head_dim)
+    assert (shape.layers or (plain,) * shape.num_layers) == tuple(layer_shapes(config))
+
+
 def test_models_of_unlike_layers_are_no_plain_cache() -> None:
     jamba, gemma = CONFIGS["jamba"](dtype="bfloat16"), CONFIGS["gemma4_text"](dtype="bfloat16")
     with pytest.raises(InvalidArgument, match="has layers of kind linear_attention, which"):
