@@ -65,7 +65,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         With a sliding window: all that one of them sees.
 
         Raises:
-            InvalidArgument: another batch size, or more tokens than the cache was made for.
+            InvalidArgument: another batch size, shape, type or device, or more tokens than the
+                cache was made for.
             OutOfMemory: too few pages. In both cases nothing changed.
         """
         if not self.is_initialized:
@@ -75,6 +76,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             raise invalid(f"a batch of {batch} rows; layer {self._index} has {self.batch_size}")
         assert self._k is not None
         assert self._v is not None
+        if not (_fits(key_states, self._k) and _fits(value_states, self._v)):
+            self._rows.open(self._index, key_states, value_states)  # refuses them
         first, last = self._length, self._length + new
         self._rows.hold(batch, last)
         where = self._rows.where(first, last, key_states.device)
@@ -182,14 +185,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     def _take(self, source: Sequence[int]) -> None:
         if not self.is_initialized:
             return
-        wrong = [row for row in source if not 0 <= row < self.batch_size]
-        if wrong or not source:
-            raise invalid(
-                f"row {wrong[0]} is not between 0 and {self.batch_size - 1}"
-                if wrong
-                else "no row is left; use reset",
-                limit=self.batch_size,
-            )
+        self._check_rows(source)
         assert self._k is not None
         assert self._v is not None
         self._rows.hold(len(source), self._length)
@@ -205,3 +201,9 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         if self.is_initialized:
             self._show()
         self._rows.settle()
+
+
+def _fits(new: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether ``[batch, num_kv_heads, any, head_dim]`` can be written to a layer's tensor."""
+    same = (new.shape[1], new.shape[3]) == rows.shape[2:]
+    return same and (new.dtype, new.device) == (rows.dtype, rows.device)

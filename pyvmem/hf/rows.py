@@ -53,6 +53,17 @@ class TakesRows:
     is_initialized: bool
     batch_size: int
 
+    def _check_rows(self, source: Sequence[int]) -> None:
+        """Raises InvalidArgument for no row, or one that the batch does not have."""
+        wrong = [row for row in source if not 0 <= row < self.batch_size]
+        if wrong or not source:
+            raise invalid(
+                f"row {wrong[0]} is not between 0 and {self.batch_size - 1}"
+                if wrong
+                else "no row is left; use reset",
+                limit=self.batch_size,
+            )
+
     def _take(self, source: Sequence[int]) -> None:
         """Row i becomes what row ``source[i]`` was; copies only what the two do not share."""
         raise NotImplementedError
@@ -69,7 +80,15 @@ class TakesRows:
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order; numbers or a mask."""
         if self.is_initialized:
-            self._take(torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist())
+            rows = torch.as_tensor(indices).cpu()
+            try:
+                chosen = torch.arange(self.batch_size)[rows].tolist()
+            except IndexError as error:
+                raise invalid(
+                    f"rows {rows.tolist()!r:.80} of a batch of {self.batch_size}: {error}",
+                    limit=self.batch_size,
+                ) from None
+            self._take(chosen)
 
 
 class Rows:

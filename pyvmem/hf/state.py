@@ -130,6 +130,9 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
 
     def _take(self, source: Sequence[int]) -> None:
+        if not self.is_initialized:
+            return
+        self._check_rows(source)
         for name, rows in self._held().items():
             taken = rows[torch.tensor(source, device=rows.device)]
             self._show(name, len(source))

@@ -358,10 +358,18 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
             InvalidArgument, match=r"of 24 elements and values of 12, .* 2 heads of 24 and 24"
         ):
             cache.update(states, states[..., :12], 1)
+        with pytest.raises(InvalidArgument, match=r"layer 0: keys of 2 heads of 24 .*bfloat16 on"):
+            cache.update(states.bfloat16(), states.bfloat16(), 0)
+        with pytest.raises(InvalidArgument, match="layer 0: keys of 1 heads of 24 elements"):
+            cache.update(states[:, :1], states[:, :1], 0)
+        with pytest.raises(InvalidArgument, match=r"24 elements and values of 12, .* and 24"):
+            cache.update(states, states[..., :12], 0)
         with pytest.raises(ValueError, match=r"crop\(3\)"):
             cache.crop(3)
         with pytest.raises(InvalidArgument, match="row 2 is not between 0 and 1"):
             cache.reorder_cache(torch.tensor([0, 2]))
+        with pytest.raises(InvalidArgument, match=r"rows \[0, 7\] of a batch of 2: index 7 is out"):
+            cache.batch_select_indices(torch.tensor([0, 7]))
         with pytest.raises(InvalidArgument, match="no row is left"):
             cache.batch_select_indices(torch.tensor([], dtype=torch.long))
         for name in ("offload", "prefetch"):

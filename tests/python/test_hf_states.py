@@ -124,6 +124,21 @@ def test_a_state_does_not_go_back(host: pyvmem.Context) -> None:
             model.generate(ids, **run, **draft)
 
 
+def test_rows_that_a_batch_does_not_have_are_refused(host: pyvmem.Context) -> None:
+    model = model_of("jamba")
+    with torch.no_grad(), VMemCache(model.config, 2, 16, context=host) as cache:
+        cache.reorder_cache(torch.tensor([1, 0]))  # nothing is there
+        model(prompts(2, 3), past_key_values=cache)
+        for row in (-1, 2):
+            with pytest.raises(InvalidArgument, match=f"row {row} is not between 0 and 1"):
+                cache.reorder_cache(torch.tensor([0, row]))
+        with pytest.raises(InvalidArgument, match=r"rows \[7\] of a batch of 2: index 7 is out of"):
+            cache.batch_select_indices(torch.tensor([7]))
+        with pytest.raises(InvalidArgument, match="no row is left"):
+            cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+        assert {layer.batch_size for layer in cache.layers} == {2}
+
+
 def test_other_states_are_refused(host: pyvmem.Context) -> None:
     model = model_of("jamba")
     wrong = copy.deepcopy(model.config)
