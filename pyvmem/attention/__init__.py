@@ -100,6 +100,7 @@ class Attention:
         self._forms = [form for form in dict.fromkeys(forms) if form is not None]
         if not self._forms:
             raise invalid("no layer of the cache has keys and values")
+        self._caches = [form.caches for form in self._forms]
         self.choices = [choose(form, self._device, kernel) for form in self._forms]
         self.choice = self.choices[0]
         self._dtype = self._forms[0].dtype
@@ -162,6 +163,7 @@ class Attention:
         latent = self._forms[one.form].latent
         if latent != (value is None):
             raise invalid(f"layer {layer} has {'one tensor' if latent else 'values, too'}")
+        self._check_batch(batch)
         where = (batch.slots, batch.positions)
         rows = [("key", key, one.k)] + ([] if value is None else [("value", value, one.v)])
         for name, new, tensor in rows:
@@ -199,8 +201,7 @@ class Attention:
         self._check("q", q, (batch.tokens, heads, k.shape[3]))
         if heads % k.shape[2]:
             raise invalid(f"{heads} heads are not a multiple of {k.shape[2]} KV heads")
-        if len(batch.parts) != len(self._forms) or batch.kernel not in KERNELS:
-            raise invalid(f"a batch with kernel {batch.kernel!r}; take one of Attention.batch")
+        self._check_batch(batch)
         part = batch.parts[one.form]
         run: Any = KERNELS[part.kernel].run
         more = {} if self._scales is None else {"scales": self._scales[layer]}
@@ -217,6 +218,9 @@ class Attention:
         return self._forms[self._layer(layer).form].window
 
     def _layer(self, layer: int) -> _Layer:
+        last = len(self._layers) - 1
+        if not 0 <= layer <= last:
+            raise invalid(f"layer {layer} is not between 0 and {last}", limit=last)
         one = self._layers[layer]
         if one is None:
             raise invalid(f"layer {layer} has no keys and values, so no attention")
@@ -227,6 +231,13 @@ class Attention:
         self._layers = []
         if any("flex" in (choice.name, choice.decode) for choice in self.choices):
             gc.collect()  # the compiler's traces hold their inputs in reference cycles
+
+    def _check_batch(self, batch: Batch) -> None:
+        if [part.caches for part in batch.parts] != self._caches or batch.kernel not in KERNELS:
+            raise invalid(
+                f"a batch of another cache, with kernel {batch.kernel!r}; take one of "
+                "Attention.batch"
+            )
 
     def _check(self, name: str, rows: torch.Tensor, want: tuple[int, ...]) -> None:
         kind = str(rows.dtype).removeprefix("torch.")

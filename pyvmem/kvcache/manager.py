@@ -851,8 +851,6 @@ def fork(
     parent = group.slot(reqid)
     held = pager.columns.held[parent.index]
     rows = held if length is None else operator.index(length)
-    if not 0 <= rows <= held:
-        raise invalid(f"length {rows}: reqid {parent.index} holds {held} tokens", limit=held)
     if not 1 <= count <= len(group.table.slots):
         raise invalid(
             f"fork of {count} requests; it must lie between 1 and {len(group.table)}",
@@ -1103,7 +1101,9 @@ def fork_all(
     for group in groups:
         group.sharing.require(FORK, "fork")
         if length is not None:
-            group.check_back(group.slot(reqid), operator.index(length))
+            slot = group.slot(reqid)
+            _check_kept(operator.index(length), reqid, group.rows[slot.index])
+            group.check_back(slot, operator.index(length))
     done: list[Group] = []
     forked: list[int] | None = None
 
@@ -1628,12 +1628,17 @@ def swap_in(
 # ---- fewer rows ----------------------------------------------------------------------------------
 
 
+def _check_kept(length: int, reqid: int, held: int) -> None:
+    """Raises InvalidArgument unless a request that holds so many tokens can keep `length`."""
+    if not 0 <= length <= held:
+        raise invalid(f"length {length}: reqid {reqid} holds {held} tokens", limit=held)
+
+
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """See `KVCache.truncate`; of several caches with the same requests, all or none."""
     slots = [group.slot(reqid) for group in groups]
     rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
-    if not 0 <= rows <= held:
-        raise invalid(f"length {rows}: reqid {slots[0].index} holds {held} tokens", limit=held)
+    _check_kept(rows, slots[0].index, held)
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
     if rows == held:

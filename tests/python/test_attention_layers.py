@@ -392,3 +392,44 @@ def test_narrow_values_block_by_block(
         torch.testing.assert_close(found, want.transpose(1, 2))
         low = sdpa.causal(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.3, window)
         torch.testing.assert_close(low.float(), want.transpose(1, 2), atol=0.05, rtol=0.05)
+
+
+def test_layers_and_batches_of_others_are_refused(context: pyvmem.Context) -> None:
+    """The lengths of a batch were checked against its own cache: here rows may not be mapped."""
+    shapes = [LayerShape(1, 16), LayerShape(1, 16, window=WINDOW)]
+    how: dict[str, Any] = {"dtype": "float32", "max_batch": 1, "max_seq_len": 64}
+    with (
+        LayeredCache(shapes, context=context, **how) as cache,
+        LayeredCache(shapes, context=context, **how) as other,
+    ):
+        attends = [Attention(one, "sdpa") for one in (cache, other)]
+        reqid = cache.alloc_reqid()
+        assert reqid is not None
+        assert cache.step([9]) == 0
+        batch, new = attends[0].batch([reqid], [9], [9]), cache.k(0).new_ones(9, 1, 16)
+        for layer in (-1, 2):
+            text = f"layer {layer} is not between 0 and 1"
+            with pytest.raises(InvalidArgument, match=text):
+                attends[0](new, layer, batch)
+            with pytest.raises(InvalidArgument, match=text):
+                attends[0].write(layer, new, new, batch)
+            with pytest.raises(InvalidArgument, match=text):
+                attends[0].window(layer)
+        with pytest.raises(InvalidArgument, match="a batch of another cache"):
+            attends[1](new, 0, batch)
+        with pytest.raises(InvalidArgument, match="a batch of another cache"):
+            attends[1].write(0, new, new, batch)
+        for one in attends:
+            one.close()
+
+
+def test_a_fork_of_no_length_is_refused_as_such(context: pyvmem.Context) -> None:
+    with LayeredCache(
+        [LayerShape(1, 16), LayerShape(1, 16, window=WINDOW)], context=context, max_batch=2
+    ) as cache:
+        reqid = cache.alloc_reqid()
+        assert reqid is not None
+        assert cache.step([9 if slot == reqid else 0 for slot in range(2)]) == 0
+        for length in (-1, 10):
+            with pytest.raises(InvalidArgument, match=f"length {length}: reqid 0 holds 9 tokens"):
+                cache.fork(reqid, length)
