@@ -582,6 +582,10 @@ def classes_of(
             ]
             places[layer] = (found[0], found[1] if len(found) > 1 else None)
             continue
+        if not isinstance(shape, LayerShape):
+            raise invalid(
+                f"layer {layer} is {shape!r:.80}; it must be a LayerShape, StateShape or EmptyShape"
+            )
         heads, dim, values, window = (
             shape.num_kv_heads,
             shape.head_dim,
