@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import check_docs
@@ -119,15 +122,36 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         '<a href="a/#here">1</a><a href="a/#gone">2</a><a href="b/">3</a>'
         '<script src="https://elsewhere/x.js"></script><link rel="preconnect" href="//fonts">'
     )
+    (tmp_path / "404.html").write_text('<a href="/a/#here">1</a><a href="/c/">2</a>')
     (tmp_path / "x.css").write_text("a { background: url('//elsewhere/y.png') url(z.png) }")
     monkeypatch.setattr(docs_site, "SITE", tmp_path)
     assert docs_site.check_site() == [
+        "404.html: no page /c/",
         "index.html: no part a/#gone",
         "index.html: no page b/",
         "index.html: loads https://elsewhere/x.js from another host",
         "index.html: loads //fonts from another host",
         "x.css: loads //elsewhere/y.png from another host",
     ]
+
+
+# What the theme's search worker does with a message, as far as our part before it is concerned.
+WORKER = "addEventListener('message', event => said.push(event.data.data));"
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_the_site_finds_options_as_they_are_written() -> None:
+    queries = ["--backend", "serve --kv-cache-dtype", "-h", '"--out x"', "[-q]", "prefix-map", "-"]
+    ours = (check_docs.ROOT / "scripts" / "docs_search.js").read_text()
+    page = "const said = [], heard = []; const addEventListener = (_, one) => heard.push(one);"
+    events = json.dumps([{"data": {"data": one}} for one in [{"lang": ["en"]}, *queries]])
+    send = f"for (const event of {events}) for (const one of heard) one(event);"
+    program = "\n".join([page, ours, WORKER, send, "console.log(JSON.stringify(said))"])
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    options, *said = json.loads(done.stdout)
+    assert options == {"lang": ["en"]}, "what is no query is left alone"
+    words = ["backend", "serve kv-cache-dtype", "h", '" out x"', "[ q]", "prefix-map", ""]
+    assert [" ".join(one.split()) for one in said] == words
 
 
 def luminance(colour: str) -> float:
