@@ -86,6 +86,12 @@ def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
     [
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", "AssertionError"),
         ("```sh\nfalse\n```\n", "failed"),
+        ("```python\nprint(1)\n```\n", "page.md:1: the page does not show what it prints:\n1\n"),
+        (
+            "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n",
+            "page.md:5: the page shows another text than what it prints:\n1\n",
+        ),
+        ("```sh\necho 1 2\n```\n\n```text\n1 ... 2\n```\n", "than what it prints:\n1 2\n"),
         ("```\nwhat\n```\n", "a block of no language"),
         ("text\n\n    code\n", "an indented block: code"),
         ("```sh\nfalse\n```\n\n*Needs a GPU. Log: none.*\n", "what ran it is not linked"),
@@ -107,12 +113,23 @@ def test_what_is_right_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "run.log").write_text("")
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\n```text\nanything\n```\n\n"
+        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\nSo:\n\n```text\nanything\n```\n\n"
         "```sh\nfalse\n```\n\n*Needs a GPU. Log: [run](run.log).*\n"
     )
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
     assert check_docs.check_code(page) == (4, [])
     assert check_docs.check_links(page) == (1, [])
+
+
+def test_what_a_block_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint(1)\nprint('a b c ')\n```\n\n```text\n1\na ... c\n```\n\n"
+        "```python\nx = 2\n```\n\nas it\n\n```text\ncould be\n```\n\n"
+        "```sh\nseq 9\n```\n\n```text\n1\n2\n...\n9\n```\n\n```sh\nseq 9\n```\n"
+    )
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    assert check_docs.check_code(page) == (7, [])
 
 
 def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
