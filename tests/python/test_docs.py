@@ -113,7 +113,7 @@ def test_what_is_right_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "run.log").write_text("")
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\nSo:\n\n```text\nanything\n```\n\n"
+        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\nSo:\n\n```text\nany\n```\n\n"
         "```sh\nfalse\n```\n\n*Needs a GPU. Log: [run](run.log).*\n"
     )
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
