@@ -232,7 +232,8 @@ def other_pythons(session: Session) -> None:
         if version == own:
             continue
         venv = BUILD / f"python-{version}"
-        status = extra_environment.make(venv, TESTED_WITH, python=python)
+        size = "2 GB, with PyPI's torch 5 GB"
+        status = extra_environment.make(venv, TESTED_WITH, python=python, size=size)
         if status == CANNOT:
             session.skip(f"the Python tests on {version}: what they need cannot be had (see above)")
             continue

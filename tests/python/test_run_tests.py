@@ -149,7 +149,7 @@ def test_the_other_pythons(monkeypatch, capsys):
     found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}
     made, tested = [], []
 
-    def make(venv, groups, python):
+    def make(venv, groups, python, size):
         made.append((venv.name, python))
         return run_tests.CANNOT if python.endswith("3.14") else 0
 
