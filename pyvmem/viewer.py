@@ -59,7 +59,7 @@ def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
         f"{name}  {cache['backend']} {cache['device']}".rstrip(),
         f"[{'#' * filled}{' ' * (24 - filled)}] {format_bytes(stats['mapped_bytes'])} mapped, "
         f"{format_bytes(stats['used_bytes'])} of rows, "
-        f"{format_bytes(stats['wasted_bytes'])} holding no token; "
+        f"{format_bytes(stats['wasted_bytes'])} holding no token",
         f"{pages} of {total} pages, {stats['short']} times short",
     ]
     slots = [slot for slot in cache["slots"] if slot["mapped_pages"] or slot["state"] == "broken"]
@@ -68,7 +68,7 @@ def _cache(name: str, cache: Numbers, width: int, rows: int) -> list[str]:
     room = max(8, width - 26)
     scale = max(1, math.ceil(max(slot["mapped_pages"] for slot in slots) / room))
     marks = ", ".join(f"{mark} {text}" for mark, text in _MARKS.items())
-    lines.append(f"one character: {scale} page{'s' * (scale > 1)} of each tensor; {marks}")
+    lines += [f"one character: {scale} page{'s' * (scale > 1)} of each tensor", marks]
     for slot in slots[:rows]:
         flight = "~" if slot["in_flight"] else " "
         state = "" if slot["state"] in ("active", "cached") else f"  {slot['state']}"
@@ -123,7 +123,7 @@ def watch(
     console = Console(file=file)
 
     def picture() -> Text:
-        return Text(draw(telemetry.caches(), console.width, max(4, console.height - 6)))
+        return Text(draw(telemetry.caches(), console.width, max(4, console.height - 8)))
 
     ended = threading.Event()
     with Live(get_renderable=picture, console=console, auto_refresh=False) as live:
@@ -142,6 +142,8 @@ def watch(
             ended.set()
             if console.is_terminal:
                 thread.join()
+    if not console.is_terminal and not console.is_jupyter:
+        console.line()  # which Live leaves out
 
 
 def _positive(interval: float) -> None:
@@ -207,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Live(auto_refresh=False) as live:
         while True:
-            rows = max(4, live.console.height - 6)
+            rows = max(4, live.console.height - 8)
             live.update(Text(draw(found, live.console.width, rows)), refresh=True)
             time.sleep(args.interval)
             try:

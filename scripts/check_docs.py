@@ -8,8 +8,10 @@ by a line that says what it needs and links to what ran it, a test or a log:
 
     *Needs a GPU. Log: [h100-bench.log](../benchmarks/results/logs/h100-bench.log).*
 
-Blocks of `text` are what programs print, and drawings. Also checked: links to files of the
-repository, that every error and every environment variable is listed, and the README's version.
+A block of `text` right after one that is run is what that one prints; "..." in it stands for
+anything. Python that prints has such a block. Other blocks of `text` are drawings, and what was
+printed elsewhere. Also checked: links to files of the repository, that every error and every
+environment variable is listed, and the README's version.
 
 Run by the interpreter of an environment with pyvmem and torch. Prints "N passed, N failed".
 """
@@ -41,6 +43,8 @@ README_LINES = 200
 LIBRARY = ROOT / "build" / "lib"
 NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log): (.+?)\*\n", re.S)
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+PRINTS = re.compile(r"\n+```text\n(.*?)^```$", re.M | re.S)
+END = "\0"  # printed between blocks
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
@@ -57,6 +61,7 @@ class Block:
     language: str
     code: str
     needs: str
+    prints: str | None  # what the page says that it prints
 
 
 def pages() -> list[Path]:
@@ -72,17 +77,22 @@ def blocks(page: Path) -> Iterator[Block]:
         mark = NEEDS.match(text, match.end())
         code = re.sub(rf"^{match[1]}", "", match[3], flags=re.M)
         line = text.count("\n", 0, match.start()) + 1
-        yield Block(page, line, match[2], code, mark[1] if mark else "")
+        after = PRINTS.match(text, match.end())
+        yield Block(
+            page, line, match[2], code, mark[1] if mark else "", after[1] if after else None
+        )
 
 
-def run(command: list[str], cwd: str, code: str = "") -> str:
-    """Runs a program; what it said where it failed."""
+def run(command: list[str], cwd: str, code: str = "") -> tuple[str, str]:
+    """Runs a program; what it printed, and what is wrong where it failed."""
     paths = [str(ROOT / "build" / "venv" / "bin"), os.environ.get("PATH", "")]
     environment = {
         **os.environ,
         "PATH": ":".join(paths),
         "LD_LIBRARY_PATH": str(LIBRARY),
         "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",  # the pages show what the back end host prints
+        "COLUMNS": "80",
     }
     try:
         done = subprocess.run(
@@ -96,20 +106,35 @@ def run(command: list[str], cwd: str, code: str = "") -> str:
             timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return f"not done after {SECONDS:.0f} s"
-    return f"{done.stdout}{done.stderr}".strip() or "failed" if done.returncode else ""
+        return "", f"not done after {SECONDS:.0f} s"
+    said = f"{done.stdout}{done.stderr}".replace(END, "").strip() or "failed"
+    return done.stdout, said if done.returncode else ""
+
+
+def check_output(block: Block, said: str) -> list[str]:
+    """Compares what a block printed with what the page says."""
+    where = f"{block.page.relative_to(ROOT)}:{block.line}"
+    if block.prints is None:
+        silent = block.language != "python" or not said
+        return [] if silent else [f"{where}: the page does not show what it prints:\n{said}"]
+    pattern = ".*?".join(re.escape(part) for part in block.prints.split("..."))
+    right = re.fullmatch(pattern, re.sub(r" +$", "", said, flags=re.M), re.S)
+    return [] if right else [f"{where}: the page shows another text than what it prints:\n{said}"]
 
 
 def run_python(found: list[Block]) -> list[str]:
     """Runs a page's blocks as one program; each sees the names of those before."""
-    # Lines keep their numbers, so that a traceback names the page's.
-    lines: list[str] = []
-    for block in found:
-        lines += [""] * (block.line - len(lines)) + block.code.splitlines()
     page = found[0].page.relative_to(ROOT)
-    program = f"exec(compile({chr(10).join(lines)!r}, {str(page)!r}, 'exec'))"
-    said = run([sys.executable, "-W", "error", "-c", program], "/")
-    return [f"{page}: its Python fails:\n{said}"] if said else []
+    program = ""
+    for block in found:  # each at its line, so that a traceback names the page's
+        code = "\n" * block.line + block.code
+        program += f"exec(compile({code!r}, {str(page)!r}, 'exec'))\n"
+        program += f"print(end={END!r}, flush=True)\n"
+    printed, said = run([sys.executable, "-W", "error", "-c", program], "/")
+    if said:
+        return [f"{page}: its Python fails:\n{said}"]
+    parts = zip(found, printed.split(END), strict=False)
+    return [problem for block, part in parts for problem in check_output(block, part)]
 
 
 def run_c(block: Block) -> list[str]:
@@ -119,15 +144,23 @@ def run_c(block: Block) -> list[str]:
         source.write_text(block.code, encoding="utf-8")
         include = f"-I{HEADER.parent}"
         command = ["cc", "-Wall", "-Wextra", "-Werror", include, str(source), "-o", "program"]
-        said = run([*command, f"-L{LIBRARY}", "-lvmem"], folder) or run(["./program"], folder)
-    return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"] if said else []
+        printed, said = run([*command, f"-L{LIBRARY}", "-lvmem"], folder)
+        if not said:
+            printed, said = run(["./program"], folder)
+    return outcome(block, printed, said)
 
 
 def run_shell(block: Block) -> list[str]:
     """Runs commands in an empty folder."""
     with tempfile.TemporaryDirectory(prefix="vmem-docs-") as folder:
-        said = run(["sh", "-eu"], folder, block.code)
-    return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"] if said else []
+        return outcome(block, *run(["sh", "-eu"], folder, block.code))
+
+
+def outcome(block: Block, printed: str, said: str) -> list[str]:
+    """What is wrong with a block that was run by itself."""
+    if said:
+        return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"]
+    return check_output(block, printed)
 
 
 def check_code(page: Path) -> tuple[int, list[str]]:

@@ -302,3 +302,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Names the search dialog, which the theme does not."""
     return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Puts our reading of a query before the theme's search."""
+    query = (ROOT / "scripts" / "docs_search.js").read_text(encoding="utf-8")
+    workers = sorted(Path(config.site_dir).glob("assets/javascripts/workers/search.*.js"))
+    if len(workers) != 1:
+        log.warning("the theme has %d search workers, not one", len(workers))
+    for worker in workers:
+        worker.write_text(query + worker.read_text(encoding="utf-8"), encoding="utf-8")

@@ -32,6 +32,8 @@ def make(
     below: Sequence[Path] = (),
     python: str = sys.executable,
     more: Sequence[str] = (),
+    *,
+    size: str,
 ) -> int:
     """Brings an environment up to date; 0, or an exit status (`CANNOT`).
 
@@ -39,6 +41,7 @@ def make(
         groups: files of scripts/requirements.
         below: environments that it sees the packages of, the nearest first.
         more: requirements, with what they ask for.
+        size: of what is installed, which a person is told before.
     """
     stamp = venv / "installed"
     pins = [REQUIREMENTS / f"{group}.txt" for group in groups]
@@ -47,7 +50,7 @@ def make(
     wanted = "\n".join([version, str(ROOT), *read, *more])
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return 0
-    print(f"setup: making {venv.relative_to(ROOT)} (1 GB, with PyPI's torch 5 GB)", flush=True)
+    print(f"setup: making {venv.relative_to(ROOT)} ({size})", flush=True)
     command = [python, "-m", "venv", "--without-pip", "--clear", str(venv)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1

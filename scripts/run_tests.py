@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,7 @@ ON_CUDA = (
     *("kvcache_waits", "kvcache_window", "parallel"),
 )
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
+WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
 
 
@@ -70,6 +72,18 @@ class Session:
         self.not_run.append(text)
 
 
+def shown(command: Sequence[str | Path]) -> str:
+    """A command in a line: the tool, its options, and the first of many files."""
+    words = [str(word) for word in command]
+    if len(words) > 2 and words[1] == "-m":
+        words = words[2:]
+    elif Path(words[0]) == PYTHON:
+        words = words[1:]
+    words = [word.removeprefix(f"{VENV}/").removeprefix(f"{ROOT}/") for word in words]
+    more = f" and {len(words) - WORDS} more" if len(words) > WORDS + 1 else ""
+    return shlex.join(words[:WORDS] if more else words) + more
+
+
 def call(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
     """Runs a command with no standard input; Failed unless it succeeds."""
     done = subprocess.run(
@@ -80,7 +94,7 @@ def call(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
         check=False,
     )
     if done.returncode:
-        raise Failed(f"exit status {done.returncode}: {' '.join(map(str, command))}")
+        raise Failed(f"{shown(command)}: exit status {done.returncode}")
 
 
 def quiet(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
@@ -97,7 +111,7 @@ def quiet(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
     )
     if done.returncode:
         print(done.stdout, flush=True)
-        raise Failed(f"exit status {done.returncode}: {' '.join(map(str, command))}")
+        raise Failed(f"{shown(command)}: exit status {done.returncode}")
     return done.stdout
 
 
@@ -141,7 +155,7 @@ def docs(session: Session) -> None:
     if status == NO_TOOLS:
         session.skip("the documentation's site: its tools cannot be had here")
     elif status:
-        raise Failed(f"exit status {status}: scripts/docs_site.py")
+        raise Failed(f"scripts/docs_site.py: exit status {status}")
 
 
 def c_sources() -> list[Path]:
@@ -218,7 +232,8 @@ def other_pythons(session: Session) -> None:
         if version == own:
             continue
         venv = BUILD / f"python-{version}"
-        status = extra_environment.make(venv, TESTED_WITH, python=python)
+        size = "2 GB, with PyPI's torch 5 GB"
+        status = extra_environment.make(venv, TESTED_WITH, python=python, size=size)
         if status == CANNOT:
             session.skip(f"the Python tests on {version}: what they need cannot be had (see above)")
             continue
@@ -238,7 +253,7 @@ def can(script: str, *words: str) -> bool:
     command = [str(PYTHON), str(ROOT / "scripts" / script), *words]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status not in (0, CANNOT):
-        raise Failed(f"exit status {status}: scripts/{script}")
+        raise Failed(f"scripts/{script}: exit status {status}")
     return status == 0
 
 

@@ -27,4 +27,4 @@ def oldest() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(make(BUILD / "transformers", [], [VENV], more=[oldest()]))
+    sys.exit(make(BUILD / "transformers", [], [VENV], more=[oldest()], size="130 MB"))

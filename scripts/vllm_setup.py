@@ -43,9 +43,9 @@ def main() -> int:
             print(error, flush=True)
             return CANNOT
     vllm, newest = BUILD / "vllm", BUILD / "vllm-newest"
-    status = make(vllm, ["vllm"], [VENV])
+    status = make(vllm, ["vllm"], [VENV], size="1 GB")
     if status == 0 and sys.argv[1:] == ["newest"]:
-        status = make(newest, ["vllm-newest"], [vllm, VENV])
+        status = make(newest, ["vllm-newest"], [vllm, VENV], size="520 MB")
     return status
 
 

@@ -109,14 +109,16 @@ class Screen:
         table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
 
     def _memory(self, running: int) -> str:
+        """The most about memory and requests that fits in a line."""
         stats = self._cache.stats()
         filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
-        waiting = len(self._prompts) - self._answered - running
-        return (
-            f"[{'#' * filled}{'.' * (_BAR - filled)}] {format_bytes(stats.mapped_bytes)} mapped, "
-            f"{format_bytes(stats.used_bytes)} of rows; {running} running, {waiting} waiting, "
-            f"{self._answered} answered"
-        )
+        bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] "
+        mapped = f"{format_bytes(stats.mapped_bytes)} mapped"
+        rows = f", {format_bytes(stats.used_bytes)} of rows"
+        some = f"; {running} running, {len(self._prompts) - self._answered - running} waiting"
+        every = f"{some}, {self._answered} answered"
+        lines = (bar + mapped + rows + every, mapped + rows + every, mapped + every, mapped + some)
+        return next((one for one in lines if len(one) <= self._console.width), mapped)
 
     def _picture(self) -> Any:
         from rich.console import Group
@@ -125,11 +127,11 @@ class Screen:
         with self._lock:
             running = {name: list(tokens) for name, tokens in self._tokens.items()}
         table = self._table()
-        width = max(20, self._console.width // 2)
+        room = max(2, self._console.width - 8)  # for a prompt and its answer
         rows = max(1, self._console.height - 4)
         for name in sorted(running)[:rows]:
             answer = " ".join(self._answer(running[name]).rstrip("\ufffd").split())
             prompt = " ".join(self._prompts[name].split())
-            short = prompt if len(prompt) <= width // 2 else f"{prompt[: width // 2]} ..."
-            self._add(table, str(name), short, answer[-width:])
+            cells = (str(name), prompt, answer[-(room // 2) :])
+            table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
         return Group(table, Text(self._memory(len(running)), style="bold", no_wrap=True))

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import check_docs
@@ -83,6 +86,12 @@ def test_an_unknown_macro_is_an_error(tmp_path: Path) -> None:
     [
         ("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n", "AssertionError"),
         ("```sh\nfalse\n```\n", "failed"),
+        ("```python\nprint(1)\n```\n", "page.md:1: the page does not show what it prints:\n1\n"),
+        (
+            "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n\n```text\n2\n```\n",
+            "page.md:5: the page shows another text than what it prints:\n1\n",
+        ),
+        ("```sh\necho 1 2\n```\n\n```text\n1 ... 2\n```\n", "than what it prints:\n1 2\n"),
         ("```\nwhat\n```\n", "a block of no language"),
         ("text\n\n    code\n", "an indented block: code"),
         ("```sh\nfalse\n```\n\n*Needs a GPU. Log: none.*\n", "what ran it is not linked"),
@@ -104,12 +113,23 @@ def test_what_is_right_with_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "run.log").write_text("")
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\n```text\nanything\n```\n\n"
+        "```python\nx = 1\n```\n\n```python\nassert x == 1\n```\n\nSo:\n\n```text\nany\n```\n\n"
         "```sh\nfalse\n```\n\n*Needs a GPU. Log: [run](run.log).*\n"
     )
     monkeypatch.setattr(check_docs, "ROOT", tmp_path)
     assert check_docs.check_code(page) == (4, [])
     assert check_docs.check_links(page) == (1, [])
+
+
+def test_what_a_block_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint(1)\nprint('a b c ')\n```\n\n```text\n1\na ... c\n```\n\n"
+        "```python\nx = 2\n```\n\nas it\n\n```text\ncould be\n```\n\n"
+        "```sh\nseq 9\n```\n\n```text\n1\n2\n...\n9\n```\n\n```sh\nseq 9\n```\n"
+    )
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    assert check_docs.check_code(page) == (7, [])
 
 
 def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,15 +139,36 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         '<a href="a/#here">1</a><a href="a/#gone">2</a><a href="b/">3</a>'
         '<script src="https://elsewhere/x.js"></script><link rel="preconnect" href="//fonts">'
     )
+    (tmp_path / "404.html").write_text('<a href="/a/#here">1</a><a href="/c/">2</a>')
     (tmp_path / "x.css").write_text("a { background: url('//elsewhere/y.png') url(z.png) }")
     monkeypatch.setattr(docs_site, "SITE", tmp_path)
     assert docs_site.check_site() == [
+        "404.html: no page /c/",
         "index.html: no part a/#gone",
         "index.html: no page b/",
         "index.html: loads https://elsewhere/x.js from another host",
         "index.html: loads //fonts from another host",
         "x.css: loads //elsewhere/y.png from another host",
     ]
+
+
+# What the theme's search worker does with a message, as far as our part before it is concerned.
+WORKER = "addEventListener('message', event => said.push(event.data.data));"
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_the_site_finds_options_as_they_are_written() -> None:
+    queries = ["--backend", "serve --kv-cache-dtype", "-h", '"--out x"', "[-q]", "prefix-map", "-"]
+    ours = (check_docs.ROOT / "scripts" / "docs_search.js").read_text()
+    page = "const said = [], heard = []; const addEventListener = (_, one) => heard.push(one);"
+    events = json.dumps([{"data": {"data": one}} for one in [{"lang": ["en"]}, *queries]])
+    send = f"for (const event of {events}) for (const one of heard) one(event);"
+    program = "\n".join([page, ours, WORKER, send, "console.log(JSON.stringify(said))"])
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    options, *said = json.loads(done.stdout)
+    assert options == {"lang": ["en"]}, "what is no query is left alone"
+    words = ["backend", "serve kv-cache-dtype", "h", '" out x"', "[ q]", "prefix-map", ""]
+    assert [" ".join(one.split()) for one in said] == words
 
 
 def luminance(colour: str) -> float:

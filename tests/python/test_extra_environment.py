@@ -38,29 +38,29 @@ def asked(tree: Path) -> list[str]:
 def test_made_once_and_anew_when_its_pins_change(tree: Path) -> None:
     venv, groups = tree / "one", ["plain", "model"]
     for _ in range(2):
-        assert make(venv, groups) == 0
+        assert make(venv, groups, size="9 MB") == 0
     assert asked(tree) == ["plain.txt", "alone model.txt"]
     told = subprocess.check_output([venv / "bin/python", "-c", "import sys; print(sys.path)"])
     assert repr(str(tree)) in told.decode(), "pyvmem is that of the tree"
     left = venv / "left"
     left.touch()
     (tree / "plain.txt").write_text("one==1.1\n")
-    assert make(venv, groups) == 0
+    assert make(venv, groups, size="9 MB") == 0
     assert asked(tree) == ["plain.txt", "alone model.txt"]
     assert not left.exists()
 
 
 def test_requirements_beside_files_come_with_what_they_ask_for(tree: Path) -> None:
     for version in ("three==3", "three==3", "three==4"):
-        assert make(tree / "one", ["model"], more=[version]) == 0
+        assert make(tree / "one", ["model"], more=[version], size="9 MB") == 0
     assert asked(tree) == ["alone model.txt", "three==3", "alone model.txt", "three==4"]
 
 
 def test_packages_of_those_below_are_seen(tree: Path) -> None:
     below, venv = tree / "below", tree / "above"
-    assert make(below, []) == 0
+    assert make(below, [], size="9 MB") == 0
     (extra_environment.packages(below) / "its_module.py").write_text("said = 25\n")
-    assert make(venv, [], [below]) == 0
+    assert make(venv, [], [below], size="9 MB") == 0
     program = "import its_module; print(its_module.said)"
     assert extra_environment.ask(venv / "bin" / "python", program) == "25"
 
@@ -70,6 +70,6 @@ def test_what_cannot_be_had_is_asked_for_again(
 ) -> None:
     (tree / "status").write_text("1")
     for _ in range(2):
-        assert make(tree / "one", ["plain", "model"]) == CANNOT
+        assert make(tree / "one", ["plain", "model"], size="9 MB") == CANNOT
         assert asked(tree) == ["plain.txt"]
-    assert "setup: making one" in capsys.readouterr().out
+    assert "setup: making one (9 MB)" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 """The runner of the tests: where it is, how long it has to go, and where to go on."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -110,12 +111,45 @@ def test_refuses_unknown_stages(runner, capsys, words, text):
     assert text in capsys.readouterr().err
 
 
+def test_a_command_that_fails_is_named_in_a_line(monkeypatch, capsys):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        status = 1 if "ruff" in command or "clang-format" in command[0] else 0
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(run_tests.subprocess, "run", run)
+    with pytest.raises(run_tests.Failed) as caught:
+        run_tests.lint(run_tests.Session())
+    assert max(map(len, commands)) > 100, "C has that many files"
+    first, second, third = str(caught.value).split("; ")
+    assert first == "ruff check pyvmem scripts tests setup.py: exit status 1"
+    assert second == "ruff format --check pyvmem scripts tests setup.py: exit status 1"
+    assert re.fullmatch(
+        r"clang-format --dry-run -Werror( \w+/\S+\.[ch]){9} and \d+ more: exit status 1", third
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ([run_tests.PYTHON, run_tests.ROOT / "scripts" / "x.py", "--a"], "scripts/x.py --a"),
+        (["/usr/bin/python3", "-m", "pytest", "-m", "not long"], "pytest -m 'not long'"),
+        (["make", *map(str, range(12))], "make " + " ".join(map(str, range(12)))),
+        (["make", *map(str, range(13))], "make 0 1 2 3 4 5 6 7 8 9 10 and 2 more"),
+    ],
+)
+def test_a_command_in_a_line(command, text):
+    assert run_tests.shown(command) == text
+
+
 def test_the_other_pythons(monkeypatch, capsys):
     """Each but that of build/venv; what cannot be had is said, and a failure ends no other."""
     found = {one: f"/usr/bin/python{one}" for one in ("3.11", "3.12", "3.13", "3.14")}
     made, tested = [], []
 
-    def make(venv, groups, python):
+    def make(venv, groups, python, size):
         made.append((venv.name, python))
         return run_tests.CANNOT if python.endswith("3.14") else 0
 

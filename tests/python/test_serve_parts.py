@@ -132,7 +132,7 @@ def test_answers_stand_beside_their_prompts() -> None:
             letters(screen, 1, "Then [x] come")
             console.print(screen._picture())
             shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-            assert re.search(r"0 +What \[bold\]now\S* \.{3} +This", shown)
+            assert re.search(r"0 +What \[bold\]now\[/bold\]\? +This", shown)
             assert re.search(r"1 +And then\? +Then \[x\] come", shown)
             assert "2 running, 1 waiting, 0 answered" in " ".join(shown.split())
             assert format_bytes(cache.stats().mapped_bytes) + " mapped" in shown
@@ -142,6 +142,35 @@ def test_answers_stand_beside_their_prompts() -> None:
             shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
             assert "This!" in shown
             assert "1 tokens, end of the answer" in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (100, r"\[#+\.*\] \S+ mapped, \S+ of rows; 2 running, 0 waiting, 0 answered"),
+        (64, r"\S+ mapped, \S+ of rows; 2 running, 0 waiting, 0 answered"),
+        (50, r"\S+ mapped; 2 running, 0 waiting, 0 answered"),
+        (40, r"\S+ mapped; 2 running, 0 waiting"),
+        (24, r"\S+ mapped"),
+    ],
+)
+def test_the_line_of_memory_fits_the_terminal(width: int, line: str) -> None:
+    rich_console = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    console = rich_console.Console(file=out, width=width, height=20)
+    asked = dict.fromkeys(range(2), "What is the answer to all of these questions?")
+    with KVCache(KVCacheConfig(2, 4, 64, max_batch=2, max_seq_len=512), backend="host") as cache:
+        slot = cache.alloc_reqid()
+        assert slot is not None
+        assert cache.step([100 if i == slot else 0 for i in range(2)]) == 0
+        screen = Screen(Letters(), asked, cache, console)
+        for name in asked:
+            letters(screen, name, "an answer of some length " * 9)
+        console.print(screen._picture())
+    *rows, memory = out.getvalue().splitlines()
+    assert len(rows) == 2, "a line for each request"
+    assert all(row.rstrip().endswith("length") for row in rows), "the end of the answer"
+    assert re.fullmatch(line, memory.rstrip())
 
 
 def test_a_request_without_an_answer_is_printed() -> None:

@@ -27,7 +27,9 @@ def test_what_is_missing_is_installed_first(
 
     monkeypatch.setattr(vllm_setup, "missing_libraries", lambda: ["libnuma1"])
     monkeypatch.setattr(vllm_setup, "install_debian_packages", refuse)
-    monkeypatch.setattr(vllm_setup, "make", lambda *arguments: pytest.fail("made all the same"))
+    monkeypatch.setattr(
+        vllm_setup, "make", lambda *arguments, **_: pytest.fail("made all the same")
+    )
     assert vllm_setup.main() == vllm_setup.CANNOT
     assert asked == [["libnuma1"]]
     assert "not root" in capsys.readouterr().out
