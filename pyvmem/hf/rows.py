@@ -108,6 +108,7 @@ class Rows:
         self.handed: list[Handed | None] = []
         self.count = 0
         self.length = 0
+        self._held = 0  # tokens that the KV cache counts: a crop takes none of them
         self.layers: list[Any] = []  # those of the VMemCache; they hold tensors of the cache
         self._closed = False
         self._where: tuple[int, int, torch.Tensor] | None = None
@@ -227,8 +228,15 @@ class Rows:
         return self.parts[places[0].part]
 
     def first_row(self, layer: int) -> int:
-        """A layer's first row that has memory in every slot."""
-        return max(self._part(layer).first_rows(range(self.count)), default=0)
+        """A layer's first row that every slot has, and keeps whatever follows.
+
+        Rows further back than the window and its tile may be mapped still; the next step that gives
+        pages back counts from the most tokens that there were, and takes them.
+        """
+        part, shape = self._part(layer), self.shapes[layer]
+        window = shape.window if isinstance(shape, LayerShape) else 0
+        kept = self._held - window + 1 - part.config.window_tile if window else 0
+        return max(kept, *part.first_rows(range(self.count)), 0)
 
     def check_back(self, layer: int, length: int, first: int) -> None:
         """Raises InvalidArgument where rows cannot shrink to so few tokens.
@@ -290,6 +298,7 @@ class Rows:
             self._drop(before)
             raise
         self.length = tokens
+        self._held = max(self._held, tokens)
         if tokens < settings.max_length:
             with suppress(TooManyBatches):
                 cache.step_async(self._lengths(tokens + 1))  # on -1 a later `hold` reports it
@@ -322,6 +331,7 @@ class Rows:
             self.count -= 1
             self.cache.free_reqid(self.count)
         if not count:
+            self._held = 0
             for part in self.parts:
                 part.drop()  # and autograd's graph of what they were written from
 

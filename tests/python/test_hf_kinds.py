@@ -183,6 +183,29 @@ def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) ->
             assert torch.equal(*answers)
 
 
+def test_what_is_taken_back_beyond_the_tile_is_refused_while_it_is_still_mapped(
+    host: pyvmem.Context,
+) -> None:
+    """A page goes when its last row may; what lies on it until then is not promised."""
+    model, ids = model_of("mistral"), prompts(1, 256)["input_ids"]
+    how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": 64 << 10}
+    length = WINDOW + TILE + 5
+    for back in (TILE, TILE + 1, length):
+        with torch.no_grad(), VMemCache(model.config, 1, 512, **how) as cache:
+            model(ids[:, :length], past_key_values=cache)
+            if back > TILE:
+                with pytest.raises(InvalidArgument, match="begins in rows that are gone"):
+                    cache.crop(-back)
+                continue
+            cache.crop(-back)
+            past, left = DynamicCache(config=model.config), length - back
+            model(ids[:, :left], past_key_values=past)
+            for at in range(left, left + 2 * WINDOW, 2):
+                new = ids[:, at : at + 2]
+                got, want = (model(new, past_key_values=one).logits for one in (cache, past))
+                torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("page", [4096, 65536])
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
 def test_rows_before_the_window_go_along_with_the_others(
