@@ -70,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         return _failed(f"{command} needs a package that is not installed: {error}")
     except VMemError as error:
+        # Of the package's own calls the person knows nothing; of libvmem's there are man pages.
+        call = error.op if error.op.startswith(("vMem", "vmem_")) else command
         name = error.errno_name or type(error).__name__
-        return _failed(f"{error.op or command}: {name}: {error}")
+        return _failed(f"{call}: {name}: {error}")
     except OSError as error:
         unread = _unread()
         _drop_output()

@@ -52,6 +52,7 @@ from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
+from pyvmem.layouts.options import existing
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
 
@@ -121,14 +122,14 @@ def _add_benchmarks(which: Any) -> None:
     api.add_argument(
         "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"
     )
-    api.add_argument("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    api.add_argument("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     api.add_argument(
         "--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/"
     )
     api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
     api.add_argument(
         "--merge",
-        type=Path,
+        type=existing,
         nargs="+",
         metavar="FILE",
         help="measure nothing: put results together",

@@ -26,7 +26,7 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import existing, size
 from pyvmem.probe import probe
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     add = parser.add_argument
     add("--backend", default="auto", help="back end of the cache (default: auto)")
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
-    add("--fa3", type=Path, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    add("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     add(
         "--deadline",
         type=float,

@@ -96,7 +96,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         with path.open(encoding="utf-8") as lines:
             found = [_prompt(json.loads(line)) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise invalid(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise invalid(f"{path}: {type(error).__name__}: {error}") from None
     if not found:
         raise invalid(f"{path}: no request")

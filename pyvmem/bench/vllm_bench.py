@@ -37,7 +37,7 @@ from pyvmem.bench.vllm_loads import (
     later,
     tiny,
 )
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import existing, size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
 
@@ -852,5 +852,5 @@ def add_parser(which: Any) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip
-    add("--trace", type=Path, metavar="FILE", help="requests and their times from a trace")
+    add("--trace", type=existing, metavar="FILE", help="requests and their times from a trace")
     parser.set_defaults(run=run)

@@ -16,6 +16,7 @@ __all__ = [
     "add_overread",
     "add_workload",
     "counts",
+    "existing",
     "page_name",
     "size",
     "sizes",
@@ -52,6 +53,17 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
     return found
 
 
+def existing(text: str) -> Path:
+    """A path at which there is something."""
+    path = Path(text)
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        why = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"{text}: {why}") from None
+    return path
+
+
 def page_name(page_size: int) -> str:
     """ "64K" or "2M"."""
     return f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
@@ -68,7 +80,7 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
         **how: more for ``--trace``.
     """
     add = parser.add_argument
-    add("--trace", type=Path, help=trace, **how)
+    add("--trace", type=existing, help=trace, **how)
     add("--requests", type=int, default=requests, help=f"made-up {what} instead ({requests})")
     add("--seed", type=int, default=1, help=f"of the made-up {what} (1)")
 

@@ -190,9 +190,8 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError, TypeError) as error:
         known = ", ".join(SHAPES)
-        raise invalid(
-            f"{model!r} is none of {known}, nor a readable config.json: {error}"
-        ) from None
+        why = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+        raise invalid(f"{model!r} is none of {known}, nor a readable config.json: {why}") from None
     if not isinstance(values, dict):
         raise invalid(f"{path}: {type(values).__name__}, where a configuration is an object")
     try:

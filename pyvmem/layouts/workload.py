@@ -95,7 +95,8 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
                 rows = csv.DictReader(lines)
             requests = [(_request(path, number, row), row) for number, row in enumerate(rows, 1)]
     except (OSError, ValueError) as error:  # also what json and float say
-        raise invalid(f"{path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise invalid(f"{path}: {why}") from None
     found = [one for one in requests if min(one[0]) > 0]
     if not found:
         raise invalid(f"{path}: no request")

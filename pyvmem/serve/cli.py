@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import existing, size
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -79,7 +79,7 @@ def add_parser(sub: Any) -> None:
     add("--max-seq-len", type=_count, help="tokens that a slot can hold (the model's context)")
     add("--max-new-tokens", type=_count, default=48, help="length of an answer (48)")
     add("--num-prompts", type=_count, help="how many prompts (default: all of the file)")
-    add("--prompts", help="file of prompts, separated by lines of three dashes")
+    add("--prompts", type=existing, help="file of prompts, separated by lines of three dashes")
     add("--memory-limit", type=_size, default=0, help="most KV memory, 64M, ... (what is free)")
     add("--prefill-chunk", type=_count, default=0, help="prompt tokens per request and step (all)")
     add("--no-background", action="store_true", help="map everything in step, nothing ahead")
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     chatter.disable_progress_bar()
     try:
         return _demo(args)
-    except (ModelNotFound, VMemError, ValueError, OSError) as error:
+    except (ModelNotFound, VMemError, ValueError) as error:
         return _fail(str(error))
 
 

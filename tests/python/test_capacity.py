@@ -271,7 +271,7 @@ def test_command_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "status"),
     [
         (["--models", "Yi-34B", "--memory", "40G"], 1),
-        (["--trace", "/nonexistent.csv"], 1),
+        (["--trace", "/nonexistent.csv"], 2),
         (["--models", "Yi-6B:x"], 2),
         (["--groups", "x"], 2),
         (["--blocks", "-1"], 2),

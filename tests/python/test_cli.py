@@ -87,6 +87,55 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert vmem(words, subprocess.DEVNULL) == (1, expected)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["layouts", "--trace"],
+        ["bench", "api", "--fa3"],
+        ["bench", "api", "--merge"],
+        ["bench", "capacity", "--trace"],
+        ["bench", "prefixes", "--trace"],
+        ["bench", "kernels", "--fa3"],
+        ["bench", "serve", "--trace"],
+        ["bench", "serve", "--merge"],
+        ["bench", "sharing", "--model"],
+        ["bench", "vllm", "--trace"],
+        ["serve-demo", "--prompts"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_is_not_there_is_refused_before_anything_runs(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gone"
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*words, str(file)])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"error: argument {words[-1]}: {file}: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    "words", [["layouts", "--model"], ["bench", "prefixes", "--model"]], ids=" ".join
+)
+def test_a_model_that_is_none(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gone"
+    assert cli.main([*words, str(file)]) == 1
+    assert capsys.readouterr().err == (
+        f"vmem: {words[0]}: EINVAL: '{file}' is none of Yi-6B, Llama-3-8B, Yi-34B, SmolLM2-135M, "
+        f"nor a readable config.json: {file}: No such file or directory\n"
+    )
+
+
+def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["layouts"], ["bench", "prefixes"]):
+        assert cli.main([*words, "--trace", str(tmp_path)]) == 1
+        expected = f"vmem: {words[0]}: EINVAL: {tmp_path}: Is a directory\n"
+        assert capsys.readouterr().err == expected
+
+
 @pytest.mark.parametrize("device", ["-1", "gpu", "cuda:x"])
 def test_a_device_that_is_none(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["probe", f"--device={device}"]) == 1

@@ -167,8 +167,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_with_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "prefixes", "--trace", "/nonexistent.jsonl"]) == 1
-    assert "FileNotFoundError" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "prefixes", "--trace", "/nonexistent.jsonl"])
+    assert caught.value.code == 2
+    assert "/nonexistent.jsonl: No such file or directory" in capsys.readouterr().err
     words = ["bench", "prefixes", "--requests", "5", "--budgets", "10G", "--prompt", "9"]
     assert cli.main(words) == 1
     assert "a prompt of 200 tokens" in capsys.readouterr().err

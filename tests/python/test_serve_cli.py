@@ -194,7 +194,6 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("option", "message"),
     [
         (["--model", "/nowhere"], "/nowhere: no model folder"),
-        (["--prompts", "/nowhere"], "/nowhere"),
         (["--page-size", "3000"], "3000"),
         (["--group-size", "2"], "group_size 2 does not divide num_layers 3"),
         (["--max-seq-len", "10"], "a slot holds 10"),
@@ -215,6 +214,7 @@ def test_bad_values_are_told_and_nothing_is_printed(
     "option",
     [
         ["--page-size", "x"],
+        ["--prompts", "/nowhere"],
         ["--memory-limit", "-1"],
         ["--max-batch", "0"],
         ["--max-new-tokens", "two"],

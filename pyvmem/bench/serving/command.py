@@ -33,7 +33,7 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.serving.results import AGAIN, VLLM, add_aims, add_rows, figures, join
 from pyvmem.bench.timing import quiet
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import existing, size
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
 
 if TYPE_CHECKING:
@@ -516,7 +516,12 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     add("--arms", type=_arms, default=_arms(f"contiguous,{AGAIN},paged16,paged128,fa3,2M,static"))
     add("--workload", choices=list(WORKLOADS), default="azure", help="(azure)")
-    add("--trace", type=Path, metavar="FILE", help="Azure's or vAttention's CSV, Mooncake's JSONL")
+    add(
+        "--trace",
+        type=existing,
+        metavar="FILE",
+        help="Azure's or vAttention's CSV, Mooncake's JSONL",
+    )
     add("--requests", type=int, default=400, help="of the trace, or made up (400)")
     add("--skip", type=int, default=0, help="requests of the trace before the first (0)")
     add("--seed", type=int, default=1, help="of a made-up workload (1)")
@@ -538,7 +543,7 @@ def add_parser(which: Any) -> None:
     add("--rounds", type=int, default=2, help="of all arms (2)")
     add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
     add("--eager", action="store_true", help="no CUDA graphs")
-    merge = {"type": Path, "nargs": "+", "metavar": "FILE"}
+    merge = {"type": existing, "nargs": "+", "metavar": "FILE"}
     add("--merge", **merge, help="measure nothing: put runs of some arms each together")
     add("--no-check", action="store_true", help="do not compare the arms' logits first")
     parser.set_defaults(run=run)
