@@ -19,7 +19,6 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.command import Command, WrongResult, add_common, conducted, open_command

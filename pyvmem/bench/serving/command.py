@@ -18,7 +18,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.command import (
