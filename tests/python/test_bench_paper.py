@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -212,7 +214,7 @@ def test_rows_are_whole() -> None:
         assert not (row.cannot and row.ours)
         assert bool(row.command) == (row.ours is not None), row.number
         if row.command:
-            words = row.command.replace("FILE", "x").split()[1:]
+            words = re.sub("FILE|AZURE|ARXIV|MOONCAKE", os.devnull, row.command).split()[1:]
             parser.parse_args(words)  # SystemExit: no such command or option
     assert {row.paper for row in ROWS} == set(PAPERS)
 

@@ -98,7 +98,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ["bench", "kernels", "--fa3"],
         ["bench", "serve", "--trace"],
         ["bench", "serve", "--merge"],
-        ["bench", "sharing", "--model"],
         ["bench", "vllm", "--trace"],
         ["serve-demo", "--prompts"],
     ],
