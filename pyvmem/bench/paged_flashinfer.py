@@ -2,7 +2,8 @@
 """FlashInfer, contiguous (its ragged wrapper), paged, and over a cache's slots.
 
 Its kernels are compiled on first use. The ragged wrapper takes rows without gaps, but slots have
-gaps: over slots a prefill is one single-request call for each (`pyvmem.attention.infer`).
+gaps: over slots it serves a lone long prompt, and other prefills are one single-request call for
+each (`pyvmem.attention.infer`).
 
 Written for flashinfer-python 0.6.14, whose wheel has the headers; it needs nvcc, a C++ compiler and
 ninja on the PATH. Decoding uses the ``fa2`` kernels, which divide a request's rows among
@@ -139,7 +140,8 @@ class FlashInfer:
 
     def slots(self, case: Case) -> Call:
         """Prefill: a call for each request. Decoding: the paged call, with the identity table."""
-        self._need("fa2" if case.decodes else _SINGLE)
+        for name in ("fa2",) if case.decodes else (_SINGLE, "fa3"):
+            self._need(name)
         return of_slots("flashinfer", "flashinfer", case, self._device)
 
     def _backend(self, case: Case) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from dataclasses import replace
@@ -14,11 +15,21 @@ from typing import Any
 import pytest
 
 import pyvmem
+from pyvmem.attention import infer
 from pyvmem.bench import deferred, fill, overlap, overlap_modes, paged, prefix_map
 from pyvmem.bench.command import Command
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import CASES, SETS, TINY_CASES, TINY_SETS, Call, Case, Gather
+from pyvmem.bench.paged_kernels import (
+    CASES,
+    SETS,
+    TINY_CASES,
+    TINY_SETS,
+    Call,
+    Case,
+    Gather,
+    of_slots,
+)
 from pyvmem.cli import main
 
 torch = pytest.importorskip("torch")
@@ -593,6 +604,40 @@ def test_flashinfer_takes_a_call_for_each_slot(monkeypatch: pytest.MonkeyPatch) 
     wanted = Gather().contiguous(case, 0)(q, k.contiguous(), v.contiguous())
     assert torch.equal(flashinfer.slots(case)(q, k, v), wanted)
     assert seen == [(8 * 2 * 128, 128, 1)] * 3
+
+
+def test_flashinfer_takes_its_ragged_call_for_one_long_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planned once for all layers, and again for other lengths; two prompts are two calls."""
+    monkeypatch.setattr(infer, "_LONG", 32)
+    monkeypatch.setattr(infer, "_wrapper", functools.cache(infer._wrapper.__wrapped__))
+    case = replace(TINY_CASES[3], batch=1)
+    assert case.q_len >= 32
+    plans: list[list[int]] = []
+
+    class Counted(_Wrapper):
+        def plan(self, *shape: Any, **more: Any) -> None:
+            super().plan(*shape, **more)
+            assert more["causal"]
+            plans.append([int(starts[-1]) for starts in shape[:2]])
+
+    module = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Counted)
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", module)
+    q = torch.randn(case.q_len, 4, 128, dtype=torch.bfloat16)
+    wide = torch.randn(2, 1, case.kv_len, 8, 2, 128, dtype=torch.bfloat16)
+    call = of_slots("flashinfer", "flashinfer", case, torch.device("cpu"))
+    for layer in (3, 5):
+        k, v = wide[0][:, :, layer], wide[1][:, :, layer]
+        wanted = Gather().contiguous(case, 0)(q, k.contiguous(), v.contiguous())
+        assert torch.equal(call(q, k, v), wanted)
+    assert plans == [[case.q_len, case.kv_len]]
+    shorter = replace(case, kv_len=case.kv_len - 16)
+    again = of_slots("flashinfer", "flashinfer", shorter, torch.device("cpu"))
+    k, v = wide[0][:, :, 3], wide[1][:, :, 3]
+    cut = (k[:, : shorter.kv_len].contiguous(), v[:, : shorter.kv_len].contiguous())
+    assert torch.equal(again(q, k, v), Gather().contiguous(shorter, 0)(q, *cut))
+    assert plans[1:] == [[case.q_len, shorter.kv_len]]
 
 
 # ---- fill ----------------------------------------------------------------------------------------

@@ -540,8 +540,9 @@ ROWS = (
         "the same by FlashInfer, a call for each slot",
         "with Table 6: 1.17x to 1.36x of FlashInfer paged end to end (A100)",
         "s",
-        "Its batched call for contiguous rows takes no gaps, which slots have; its call for one "
-        "request takes longer over the same rows from 128K on.",
+        "Measured with its call for one request, which takes longer over the same rows than its "
+        "batched call. A step of one such prompt makes the batched call since; with several slots "
+        "it cannot, as they leave gaps.",
         "kernels-flashinfer-long-h200",
         _by_slots,
         "vmem bench kernels --kernels flashinfer --cases prefill_64k,prefill_128k,prefill_192k",
