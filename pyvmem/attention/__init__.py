@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pyvmem.attention import latent
 from pyvmem.attention.batch import Batch, OverRead, Part, Run
 from pyvmem.attention.kernels import (
     KERNELS,
@@ -33,6 +34,7 @@ from pyvmem.attention.kernels import (
     overread_rows,
     probe,
 )
+from pyvmem.attention.latent import UpProjections
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.scales import FP8, quantised, scales_of
 from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
@@ -47,6 +49,7 @@ __all__ = [
     "Choice",
     "OverRead",
     "Run",
+    "UpProjections",
     "attention",
     "choose",
     "overread_rows",
@@ -178,7 +181,13 @@ class Attention:
                 tensor.view(torch.uint8)[where] = made.view(torch.uint8)
 
     def __call__(
-        self, q: torch.Tensor, layer: int, batch: Batch, *, scale: float | None = None
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: Batch,
+        *,
+        scale: float | None = None,
+        up: UpProjections | None = None,
     ) -> torch.Tensor:
         """Causal attention of the new tokens over their own requests.
 
@@ -188,9 +197,13 @@ class Attention:
             layer: of the cache; its new rows must have been written.
             batch: of this object.
             scale: of the scores; None: ``head_dim ** -0.5``.
+            up: for a latent, the up-projections of its keys and values: `q` then has the heads'
+                own queries, ``nope + rotary`` elements, and the result their values. Requests with
+                many new tokens have their rows expanded (`pyvmem.attention.latent`).
 
         Returns:
-            ``[tokens, num_heads, v_head_dim]``, in the type of `q`.
+            ``[tokens, num_heads, v_head_dim]``, in the type of `q`; `v_head_dim` is that of `up`,
+            if given.
 
         Raises:
             InvalidArgument: another shape, type or device.
@@ -198,16 +211,32 @@ class Attention:
         one = self._layer(layer)
         k, v = one.k, one.v
         heads = q.shape[1] if q.ndim == 3 else 1
-        self._check("q", q, (batch.tokens, heads, k.shape[3]))
+        wide = k.shape[3] if up is None else self._check_up(layer, one, heads, up)
+        self._check("q", q, (batch.tokens, heads, wide))
         if heads % k.shape[2]:
             raise invalid(f"{heads} heads are not a multiple of {k.shape[2]} KV heads")
         self._check_batch(batch)
         part = batch.parts[one.form]
         run: Any = KERNELS[part.kernel].run
         more = {} if self._scales is None else {"scales": self._scales[layer]}
-        scale = k.shape[3] ** -0.5 if scale is None else scale
-        out: torch.Tensor = run(q, k, v, batch, scale, part.window, **more)
+        scale = wide**-0.5 if scale is None else scale
+        out: torch.Tensor
+        if up is None:
+            out = run(q, k, v, batch, scale, part.window, **more)
+        else:
+            out = latent.attend(run, q, k, v, batch, scale, part.window, up)
         return out
+
+    def _check_up(self, layer: int, one: _Layer, heads: int, up: UpProjections) -> int:
+        """Elements of a head's query, of which the last are rotary."""
+        form, slots = self._forms[one.form], one.k.shape
+        if not form.latent or slots[2] != 1:
+            raise invalid(f"layer {layer} is no latent of one head, so it has no up-projections")
+        key, value = up
+        nope, values = (part.shape[1] if part.ndim == 3 else 1 for part in up)
+        self._check("up.key", key, (heads, nope, form.v_head_dim))
+        self._check("up.value", value, (heads, values, form.v_head_dim))
+        return nope + slots[3] - form.v_head_dim
 
     def is_latent(self, layer: int) -> bool:
         """Whether a layer has one tensor, so that `write` takes no values for it."""

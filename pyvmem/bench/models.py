@@ -7,7 +7,7 @@ Four ways, each with the same tokens:
     dynamic   ``model.forward`` with transformers' own `DynamicCache`, attention by SDPA
     vmem      the same with `pyvmem.hf.VMemCache`
     attend    requests concatenated in one batch without padding, `pyvmem.attention` over the slots,
-              MLA with absorbed projections: what engines with continuous batching do
+              MLA with its up-projections: what engines with continuous batching do
     fp8       the same with keys and values of 8 bits, if a kernel reads them
 
 A last part times the kernels themselves (heads.py).
@@ -359,11 +359,14 @@ def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
 ) -> tuple[Any, None]:
     """An attention function for transformers, over the step that comes with the call."""
+    from pyvmem.hf.latent import UP
+
     attend, step = more["vmem_models"]
     layer = int(module.layer_idx)
     k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
     attend.write(layer, k, None if attend.is_latent(layer) else v, step)
-    out = attend(query[0].transpose(0, 1), layer, step, scale=more.get("scaling"))
+    q = query[0].transpose(0, 1)
+    out = attend(q, layer, step, scale=more.get("scaling"), up=more.get(UP))
     return out[None], None
 
 

@@ -26,7 +26,7 @@ from pyvmem.hf.cb_options import (
     check_attention,
     request_limits,
 )
-from pyvmem.hf.latent import absorbed
+from pyvmem.hf.latent import UP, absorbed
 from pyvmem.hf.named import NamedRequests
 from pyvmem.hf.shapes import plain_scores
 from pyvmem.kvcache.config import invalid
@@ -80,7 +80,7 @@ def _attention(
             op=ATTENTION,
         )
     q, k, v = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))
-    return cache.requests.attend(layer, q, k, v, scaling).unsqueeze(0), None
+    return cache.requests.attend(layer, q, k, v, scaling, kwargs.get(UP)).unsqueeze(0), None
 
 
 def _guard(scheduler: Any, requests: NamedRequests) -> None:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Attention over MLA's latent, with the up-projections absorbed, in an unmodified model.
+"""Attention over MLA's latent in an unmodified model.
 
 transformers computes every head's keys and values from the latents of the whole past, in every
-layer and step. Here the up-projection of the keys is applied to the queries and that of the values
-to the result, so that attention runs over the latents themselves: one KV head of ``kv_lora_rank +
-qk_rope_head_dim`` elements, whose first ``kv_lora_rank`` are the values. The numbers are the same
-up to rounding.
+layer and step. Here the attention function gets the latents themselves, which it caches, and the
+up-projections, which it applies to queries and result or to the rows (`pyvmem.attention.latent`):
+one KV head of ``kv_lora_rank + qk_rope_head_dim`` elements, whose first ``kv_lora_rank`` are the
+values. The numbers are the same up to rounding.
 
-The attention function, whatever is registered under the model's ``attn_implementation``, then gets
-``query [1, heads, tokens, rank + rotary]`` and ``key`` and ``value`` of one head.
+The function, whatever is registered under the model's ``attn_implementation``, gets ``query [1,
+heads, tokens, nope + rotary]``, ``key`` and ``value`` of one head, and `UP`, the
+`pyvmem.attention.UpProjections`; it returns ``[1, tokens, heads, v_head_dim]``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from typing import Any
 
 import torch
 
+from pyvmem.attention import UpProjections
 from pyvmem.errors import NotSupported
 
-__all__ = ["absorbed", "is_latent", "latent_rank"]
+__all__ = ["UP", "absorbed", "is_latent", "latent_rank"]
+
+UP = "latent_up"
+"""Keyword of the attention function."""
 
 _PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "q_lora_rank", "kv_lora_rank")
 
@@ -113,8 +118,8 @@ def _forward(
     rotate = source.apply_rotary_pos_emb_interleave if interleaved else source.apply_rotary_pos_emb
     q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
     up = module.kv_b_proj.weight.view(-1, nope + module.v_head_dim, rank)
-    up_k, up_v = up.split([nope, module.v_head_dim], 1)
-    query = torch.cat([torch.einsum("bhtn,hnr->bhtr", q_nope, up_k), q_rot], -1)
+    kwargs[UP] = UpProjections(*up.split([nope, module.v_head_dim], 1))
+    query = torch.cat([q_nope, q_rot], -1)
     key = torch.cat([latent, k_rot], -1)
 
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -130,5 +135,4 @@ def _forward(
         scaling=module.scaling,
         **kwargs,
     )
-    out = torch.einsum("bthr,hvr->bthv", out, up_v)
     return module.o_proj(out.reshape(batch, tokens, -1)), None

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from pyvmem.attention import Attention
+from pyvmem.attention import Attention, UpProjections
 from pyvmem.engine import Namespace, Request, RequestCache, Shortage
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
@@ -292,7 +292,13 @@ class NamedRequests:
         self._next.queue(name, past, new)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        up: UpProjections | None = None,
     ) -> torch.Tensor:
         """Writes the batch's new rows and attends, causally, each request over its own.
 
@@ -301,9 +307,10 @@ class NamedRequests:
             q: ``[tokens, num_heads, head_dim]``; tokens after the batch's are padding.
             k, v: ``[tokens, num_kv_heads, head_dim]``; for a latent, `v` is ignored.
             scale: of the scores; None: ``head_dim ** -0.5``.
+            up: see `Attention`.
 
         Returns:
-            As `q`; zeros where there is padding.
+            As `Attention`; zeros where there is padding.
 
         Raises:
             InvalidArgument: fewer tokens than were queued, or no batch.
@@ -312,7 +319,7 @@ class NamedRequests:
             requests = {name: one.request for name, one in self._requests.items()}
             tokens = {one.request: one.tokens for one in self._requests.values()}
             self._next.begin(requests, tokens, self.stream)
-        return self._next.attend(layer, q, k, v, scale)
+        return self._next.attend(layer, q, k, v, scale, up)
 
     def window(self, layer: int) -> int:
         """Tokens that a token of a layer sees; 0: all."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pyvmem.attention import Attention, Batch
+from pyvmem.attention import Attention, Batch, UpProjections
 from pyvmem.engine import Request, RequestCache
 from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import twice
@@ -77,7 +77,13 @@ class NextBatch:
             cache.prepare(ahead)  # if memory is short, the next `hold` reports it
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        up: UpProjections | None,
     ) -> torch.Tensor:
         """See `NamedRequests.attend`."""
         batch = self._batch
@@ -91,7 +97,7 @@ class NextBatch:
         self._seen.add(layer)
         latent = self._attention.is_latent(layer)
         self._attention.write(layer, k[:count], None if latent else v[:count], batch)
-        out = self._attention(q[:count], layer, batch, scale=scale)
+        out = self._attention(q[:count], layer, batch, scale=scale, up=up)
         if q.shape[0] > count:
             out = torch.cat([out, out.new_zeros((q.shape[0] - count, *out.shape[1:]))])
         return out

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pyvmem.attention import Attention, Batch
+from pyvmem.hf.latent import UP
 from pyvmem.hf.shapes import plain_scores, twice
 
 __all__ = ["NAME", "AttentionStep", "attention_forward", "register"]
@@ -76,7 +77,7 @@ def attention_forward(
         raise twice(layer)
     vmem_step.seen.add(layer)
     attend.write(layer, _flat(key), None if attend.is_latent(layer) else _flat(value), batch)
-    output = attend(_flat(query), layer, batch, scale=scaling)
+    output = attend(_flat(query), layer, batch, scale=scaling, up=others.get(UP))
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 

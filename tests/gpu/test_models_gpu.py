@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from attention_helpers import CASES, Case, fill, filled, queries, reference, wanted  # noqa: E402
 from gpu_helpers import contexts, needs_gpu  # noqa: E402
 
-from pyvmem.attention import KERNELS, Attention, probe  # noqa: E402
+from pyvmem.attention import KERNELS, Attention, UpProjections, probe  # noqa: E402
 from pyvmem.attention.layers import forms_of  # noqa: E402
 from pyvmem.attention.scales import FP8  # noqa: E402
 
@@ -86,6 +86,38 @@ def test_a_latent(context: Context) -> None:
             torch.testing.assert_close(out.double().cpu(), want, atol=2e-2, rtol=2e-2)
             del k
             attend.close()
+
+
+def test_a_latent_with_its_up_projections(context: Context) -> None:
+    """DeepSeek's, over prompts whole and in chunks, and as many as are absorbed."""
+    config = KVCacheConfig(
+        1, 1, 576, "bfloat16", max_batch=3, max_seq_len=2048, tensors_per_layer=1
+    )
+    up = UpProjections(*(torch.randn(2, 16, 128, 512, device=CUDA) / 24).bfloat16())
+    lens = (900, 1700, 40)
+    with KVCache(config, context) as cache:
+        for _ in lens:
+            cache.alloc_reqid()
+        assert cache.step(lens) == 0
+        rows = cache.k(0)
+        k = torch.full((3, max(lens), 16, 192), float("nan"), device=CUDA)
+        v = torch.full((3, max(lens), 16, 128), float("nan"), device=CUDA)
+        for reqid, length in enumerate(lens):
+            rows[reqid, : cache.readable_rows([reqid])[0]] = float("nan")
+            some = rows[reqid, :length, 0].normal_()
+            k[reqid, :length, :, :128] = torch.einsum("rl,hnl->rhn", some[:, :512], up.key)
+            k[reqid, :length, :, 128:] = some[:, None, 512:]
+            v[reqid, :length] = torch.einsum("rl,hvl->rhv", some[:, :512], up.value)
+        attend = Attention(cache, v_head_dim=512)
+        for q_lens in ((900, 512, 40), (1, 1700, 40), (1, 1, 1)):
+            case = Case("", (0, 1, 2), q_lens, lens)
+            batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+            q = torch.randn(batch.tokens, 16, 192, dtype=torch.bfloat16, device=CUDA)
+            want = wanted(q, k.bfloat16(), v.bfloat16(), case, 0)
+            out = attend(q, 0, batch, up=up)
+            torch.testing.assert_close(out.double().cpu(), want, atol=3e-2, rtol=3e-2)
+        del rows, some
+        attend.close()
 
 
 @pytest.mark.parametrize("width", [64, 128])

@@ -7,6 +7,7 @@ window.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pyvmem
 from pyvmem import InvalidArgument, KVCache, KVCacheConfig
-from pyvmem.attention import Attention, OverRead, kernels, sdpa
+from pyvmem.attention import Attention, OverRead, UpProjections, kernels, latent, sdpa
 from pyvmem.attention.kernels import KERNELS
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.reads import EXACT, Reads
@@ -392,6 +393,66 @@ def test_narrow_values_block_by_block(
         torch.testing.assert_close(found, want.transpose(1, 2))
         low = sdpa.causal(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.3, window)
         torch.testing.assert_close(low.float(), want.transpose(1, 2), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(("nope", "values"), [(8, 12), (4, 16), (100, 48)])
+@pytest.mark.parametrize("elements", [1, 1 << 26])
+def test_a_latent_with_its_up_projections(
+    monkeypatch: pytest.MonkeyPatch, cache: LayeredCache, nope: int, values: int, elements: int
+) -> None:
+    """As every head's own keys and values do, however many new tokens a request has.
+
+    A head of 4 + 8 elements is narrower than its values; with 100, expanding never multiplies less.
+    """
+    monkeypatch.setattr(latent, "_ELEMENTS", elements)
+    heads, layer = 4, 2
+    rotary = LAYERS[layer].head_dim - LATENT
+    up = UpProjections(torch.randn(heads, nope, LATENT), torch.randn(heads, values, LATENT))
+    least = latent.expands_from(up)
+    ways = set()
+    for case in CASES:
+        fill(cache, case)
+        attend = Attention(cache, v_head_dim=LATENT)
+        batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
+        rows, longest = cache.k(layer)[:, :, 0], max(case.kv_lens)
+        k = torch.full((6, longest, heads, nope + rotary), float("nan"))
+        v = torch.full((6, longest, heads, values), float("nan"))
+        for reqid, length in zip(case.reqids, case.kv_lens, strict=True):
+            some = rows[reqid, :length]
+            k[reqid, :length, :, :nope] = torch.einsum("rl,hnl->rhn", some[:, :LATENT], up.key)
+            k[reqid, :length, :, nope:] = some[:, None, LATENT:]
+            v[reqid, :length] = torch.einsum("rl,hvl->rhv", some[:, :LATENT], up.value)
+        del rows, some
+        q = torch.randn(batch.tokens, heads, nope + rotary) / 10
+        want = wanted(q, k, v, case, 0)
+        for _ in range(2):  # the second time with what the first derived from the lengths
+            out = attend(q, layer, batch, up=up)
+            assert out.shape == (batch.tokens, heads, values)
+            torch.testing.assert_close(out.double(), want, atol=1e-4, rtol=1e-4)
+        ways |= {new >= least for new in case.q_lens}
+        attend.close()
+    assert ways == ({False} if nope == 100 else {False, True})
+
+
+def test_wrong_up_projections_are_refused(cache: LayeredCache) -> None:
+    fill(cache, CASES[0])
+    attend = Attention(cache, v_head_dim=LATENT)
+    batch = attend.batch(CASES[0].reqids, CASES[0].q_lens, CASES[0].kv_lens)
+    up = UpProjections(torch.randn(4, 8, LATENT), torch.randn(4, 12, LATENT))
+    q = torch.randn(batch.tokens, 4, 8 + LAYERS[2].head_dim - LATENT)
+    with pytest.raises(InvalidArgument, match="layer 0 is no latent of one head"):
+        attend(q, 0, batch, up=up)
+    for name, bad in (
+        ("up.key is (4, 8, 5)", up._replace(key=up.key[..., :5])),
+        ("up.key is (3, 8, ", up._replace(key=up.key[:3])),
+        ("up.value is (12, ", up._replace(value=up.value[0])),
+        ("float64 on cpu; wanted (4, 12, ", up._replace(value=up.value.double())),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(name)):
+            attend(q, 2, batch, up=bad)
+    with pytest.raises(InvalidArgument, match="q is "):
+        attend(q[..., 1:], 2, batch, up=up)
+    attend.close()
 
 
 def test_layers_and_batches_of_others_are_refused(context: pyvmem.Context) -> None:

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: MIT
+"""MLA: heads that attend over one latent per token, given the up-projections of keys and values.
+
+A head's keys are its up-projection of the latent, followed by the row's rotary elements, and its
+values another up-projection. Two ways give the same numbers up to rounding:
+
+- *absorbed*: the keys' projection is applied to the queries and the values' to the result, so that
+  attention runs over the latents as they lie in the cache. A token multiplies more for each row.
+- *expanded*: a request's keys and values are computed from its latents, some heads at a time.
+
+`expands_from` says from how many new tokens of a request expanding multiplies less.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from pyvmem.attention.batch import Batch
+from pyvmem.attention.sdpa import causal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyvmem.attention.kernels import Run
+
+__all__ = ["UpProjections", "attend", "expands_from"]
+
+_ELEMENTS = 1 << 26  # of the expanded keys of a block of heads
+
+
+class UpProjections(NamedTuple):
+    """The up-projections of a layer.
+
+    Attributes:
+        key: ``[num_heads, nope, rank]``.
+        value: ``[num_heads, v_head_dim, rank]``.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def expands_from(up: UpProjections) -> int:
+    """New tokens from which a request's rows are expanded.
+
+    Of `new` tokens each sees `rows` rows: absorbed, a head multiplies ``2 * rank + rotary`` for
+    each pair; expanded, ``nope + rotary + v_head_dim``, and ``rank * (nope + v_head_dim)`` once for
+    a row.
+    """
+    nope, rank = up.key.shape[1:]
+    each = nope + up.value.shape[1]
+    return rank * each // (2 * rank - each) + 1 if each < 2 * rank else 1 << 62
+
+
+def attend(
+    run: Run,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Batch,
+    scale: float,
+    window: int,
+    up: UpProjections,
+) -> torch.Tensor:
+    """Attention of ``[tokens, num_heads, nope + rotary]``, to ``[tokens, num_heads, v_head_dim]``.
+
+    Args:
+        run: attends over latents.
+        q: the new tokens of `batch`.
+        k: a layer's rows, ``[slots, rows, 1, rank + rotary]``.
+        v: the same without the rotary elements.
+        batch: whose rows are read.
+        scale: of the scores.
+        window: tokens that a token sees; 0: all.
+        up: in the type of `q`.
+    """
+    least = expands_from(up)
+
+    def absorbed(q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        nope = up.key.shape[1]
+        query = torch.cat([torch.einsum("thn,hnr->thr", q[..., :nope], up.key), q[..., nope:]], -1)
+        return torch.einsum("thr,hvr->thv", run(query, k, v, batch, scale, window), up.value)
+
+    if batch.max_q < least:
+        return absorbed(q, batch)
+    out = q.new_empty((*q.shape[:2], up.value.shape[1]))
+    start = 0
+    for reqid, new, length in zip(batch.reqids, batch.q_lens, batch.kv_lens, strict=True):
+        if new >= least:
+            first = max(0, length - new - window + 1) if window else 0
+            some = slice(start, start + new)
+            _expand(q[some], k[reqid, first:length, 0], up, scale, window, out[some])
+        start += new
+    few = _fewer(batch, least)
+    if few is not None:
+        tokens, rest = few
+        out[tokens] = absorbed(q[tokens], rest)
+    return out
+
+
+def _fewer(batch: Batch, least: int) -> tuple[torch.Tensor, Batch] | None:
+    """The tokens of requests with fewer new ones, and these requests' batch; made once a step."""
+    key = ("latent", least)
+    if key not in batch.made:
+        batch.made[key] = _split(batch, [i for i, new in enumerate(batch.q_lens) if new < least])
+    found: tuple[torch.Tensor, Batch] | None = batch.made[key]
+    return found
+
+
+def _split(batch: Batch, those: Sequence[int]) -> tuple[torch.Tensor, Batch] | None:
+    if not those:
+        return None
+    starts = [0]
+    for new in batch.q_lens:
+        starts.append(starts[-1] + new)
+    tokens = [at for i in those for at in range(starts[i], starts[i + 1])]
+    reqids, q_lens, kv_lens = (
+        [one[i] for i in those] for one in (batch.reqids, batch.q_lens, batch.kv_lens)
+    )
+    rest = Batch(batch.parts, reqids, q_lens, kv_lens, batch.device)
+    return torch.tensor(tokens, device=batch.device), rest
+
+
+def _expand(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    up: UpProjections,
+    scale: float,
+    window: int,
+    out: torch.Tensor,
+) -> None:
+    """Of one request, whose last rows are the new tokens'. Needs memory for a block of heads.
+
+    Keys and values are padded to one width: SDPA's fast kernels take no other.
+    """
+    count, dim, width = q.shape[1], q.shape[2], max(q.shape[2], out.shape[2])
+    nope, rank = up.key.shape[1:]
+    latents, rotary = rows[:, :rank], rows[:, None, rank:]
+    block = max(1, _ELEMENTS // (len(rows) * width))
+    for first in range(0, count, block):
+        some = slice(first, first + block)
+        keys = q.new_zeros((len(rows), len(up.key[some]), width))
+        keys[..., :nope] = _up(latents, up.key[some])
+        keys[..., nope:dim] = rotary
+        values = pad(_up(latents, up.value[some]), (0, width - out.shape[2]))
+        queries = pad(q[:, some], (0, width - dim))
+        found = causal(queries[None], keys[None], values[None], scale, window)
+        out[:, some] = found[0, ..., : out.shape[2]]
+
+
+def _up(latents: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """``[rows, rank]`` by ``[heads, dim, rank]``: ``[rows, heads, dim]``."""
+    heads, dim, rank = projection.shape
+    return (latents @ projection.reshape(-1, rank).T).view(-1, heads, dim)
