@@ -39,6 +39,7 @@ from pyvmem.bench.serving.infer import Prompts  # noqa: E402
 from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
 from pyvmem.bench.serving.results import AGAIN, VLLM, add_rows  # noqa: E402
 from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
+from pyvmem.kvcache import KVCache  # noqa: E402
 
 CPU = torch.device("cpu")
 LONGEST = 256
@@ -415,12 +416,14 @@ class Later(Paged):
 
 def test_a_prompt_begins_once_the_store_has_made_its_memory(model: Decoder) -> None:
     with closing(make("16", 4 << 20)) as store:
-        _, wanted = run(model, store, kernels("16"), REQUESTS)
+        prompt, wanted = run(model, store, kernels("16"), REQUESTS)
+        assert prompt.late == 0
     with closing(Later(TINY, LONGEST, 4, 4 << 20, 16, CPU)) as store:
         outcome, found = run(model, store, kernels("16"), REQUESTS)
         assert outcome.finished == len(REQUESTS)
         assert store.held_early == []
         assert store.largest <= 2  # a step's worth of prompts, and the one that goes beyond it
+        assert 0 < outcome.late < len(REQUESTS)
     assert apart(wanted, found) < 0.05
 
 
@@ -557,6 +560,16 @@ def test_workloads_choose_and_shift_the_requests_of_a_trace(tmp_path: Path) -> N
 
 def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_SAMPLE_S", 0.0)  # every step
+    ready: list[int] = []
+    take = Slots.take
+
+    def counted(self: Slots, ids: Any) -> tuple[int, int] | None:
+        found = take(self, ids)
+        assert isinstance(self.cache, KVCache)
+        ready.append(self.cache.layout.capacity(self.cache.config.eager_pages))
+        return found
+
+    monkeypatch.setattr(Slots, "take", counted)
     out = tmp_path / "serve.json"
     words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out)]
     arms = [*serve_command.ARMS, AGAIN]
@@ -564,6 +577,7 @@ def test_all_arms_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*words, "--speed-up", "1000", "--arms", ",".join(arms)]) == 0
     data = json.loads(out.read_text())
     assert data["format"] == "vmem-bench-serve/1"
+    assert min(ready) >= 128, "no free slot is kept for the first chunk of a prompt"
     part = data["parts"]["azure"]
     assert part["status"] == "done", part
     rows = {row["id"].partition("/")[2]: row for row in part["rows"]}

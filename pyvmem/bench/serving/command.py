@@ -15,7 +15,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -162,8 +162,9 @@ class _Runner:
         """Whether an arm's contiguous call reads whole tiles, past a request's length."""
         return self.gpu and arm.library == "fa3"
 
-    def _store(self, arm: Arm, slots: int, limit: int) -> Store:
+    def _store(self, arm: Arm, slots: int, limit: int, budget: int) -> Store:
         from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static
+        from pyvmem.kvcache.layout import Layout
 
         args, sizes = self.command.args, self.model.sizes
         if arm.kind != "slots":
@@ -184,6 +185,9 @@ class _Runner:
             overread_rows=_TILE if self._tiles(arm) else 0,
             overread_decode=self._tiles(arm) and arm.decode == "contiguous",
         )
+        # A free slot is kept ready for the first chunk of a prompt.
+        first = Layout(config, page).pages_for_step(0, min(budget, self.longest))
+        config = replace(config, eager_pages=first)
         backend = self.command.backend if on_host or not arm.backend else arm.backend
         options = {"backend": backend, "device": args.device}
         ranks = self.group.size if self.group is not None else 1
@@ -253,7 +257,7 @@ class _Runner:
 
         arm = self.arm(run.name)
         reads = Reads(tile=_TILE) if self._tiles(arm) else EXACT
-        store = self._store(arm, run.slots, run.limit)
+        store = self._store(arm, run.slots, run.limit, run.budget)
         self._stores.append(store)
         kernels = Kernels(arm.prefill, arm.decode, reads, arm.library)
         graphs = self.gpu and not self.command.args.eager

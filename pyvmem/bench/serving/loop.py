@@ -42,6 +42,7 @@ class Live:
         rows: rows with keys and values, as of the last planned step.
         emitted: tokens of its answer so far.
         fresh: it has a slot, but has not been in a step since it got it.
+        late: a step was planned without it because its memory was not ready.
         times: when each token of its answer was ready.
     """
 
@@ -54,6 +55,7 @@ class Live:
     rows: int = 0
     emitted: int = 0
     fresh: bool = False
+    late: bool = False
     times: list[float] = field(default_factory=list)
 
     @property
@@ -83,6 +85,7 @@ class Outcome:
         first, between: times to first tokens and between tokens, each sorted.
         prompt_tokens, new_tokens: tokens computed of prompts, again after a preemption, and of
             answers.
+        late: requests that a step was planned without because their memory was not ready.
         shared: rows that requests began with.
         steps, batch_s: forward passes; requests in a step times its seconds, summed.
         short_s, short_batch_s: seconds in which requests waited for a slot or for memory, and these
@@ -102,6 +105,7 @@ class Outcome:
     short_s: float = 0.0
     short_batch_s: float = 0.0
     preemptions: int = 0
+    late: int = 0
     recomputed: int = 0
     shared: int = 0
     host_ns: int = 0
@@ -195,6 +199,8 @@ class _Loop:
                 if (pending == 1) != decodes or not count:
                     continue
                 if live.fresh and chosen and not self.store.ready(live.slot, live.rows + count):
+                    self.out.late += not live.late
+                    live.late = True
                     continue
                 chosen.append((live, count))
                 left -= count

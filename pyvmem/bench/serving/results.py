@@ -86,6 +86,7 @@ def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
         "batch": ("requests in a step, mean", outcome.batch_s / outcome.seconds, "requests"),
         "largest": ("requests in a step, at most", outcome.largest, "requests"),
         "preemptions": ("preemptions", outcome.preemptions, "count"),
+        "late": ("requests that waited a step for their memory", outcome.late, "requests"),
         "shared": ("tokens that were there already", outcome.shared, "count"),
         "recomputed": ("tokens computed again", outcome.recomputed, "count"),
         "steps": ("forward passes", outcome.steps, "count"),
