@@ -145,7 +145,7 @@ class KVCacheConfig:
         reclaim_steps: unmap pages of slots that have been free for this many steps; 0: never by
             age.
         eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
-            background.
+            background while memory is ample and nothing else is being mapped.
         low_watermark: with less than this fraction of the memory free, pages of free slots are
             unmapped in the background, least recently used first; 0 to 1.
         overread_rows: rows to map past a request's length, since a kernel may read them: 191 for

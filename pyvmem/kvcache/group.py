@@ -141,6 +141,7 @@ class Group:
         window: what slides; None: every row is kept.
         moves_on: the promoter or the window has something to do after a step.
         reclaim_due: `reclaim_idle` is to be called by the next step.
+        unprepared: `prepare` is.
         named: the last step named a request, which GPU work may be using; kept for the first group
             only.
         rested: if not, the work before that step that is not known to be over.
@@ -194,6 +195,7 @@ class Group:
         self.used_tokens = 0
         self.clock = 0
         self.reclaim_due = config.reclaim_steps > 0
+        self.unprepared = False
         self.token_bytes = layout.row_bytes * layout.num_tensors
         self.page_bytes = layout.page_size * layout.num_tensors
         self.moves_on = self.window is not None or self.promoter is not None
@@ -692,7 +694,11 @@ class Group:
         self.keep_watermark()
 
     def prepare(self) -> None:
-        """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped."""
+        """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped.
+
+        What requests wait for is mapped first; ranks, whose answers must not depend on how far
+        the background is, do not look.
+        """
         self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
         pages = self._eager_pages
         if not pages:
@@ -700,7 +706,11 @@ class Group:
         self.pager.poll()
         self._prepared = slot = self.table.to_prepare(pages)
         reclaimer = self.reclaimer
+        self.unprepared = False
         if slot is None or slot.mapped >= pages:
+            return
+        self.unprepared = bool(self.pager.growths) and not self.table.lockstep
+        if self.unprepared:
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
         if reclaimer.outlook - new_pages < reclaimer.low_pages:

@@ -396,6 +396,8 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
             group.prefixes.leases.end_all()  # a collector must not decide when they end
         if group.reclaim_due:
             group.reclaim_idle()
+        if group.unprepared:
+            group.prepare()
     return 0
 
 

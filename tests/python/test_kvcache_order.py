@@ -7,6 +7,8 @@ fires.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kvcache_helpers import (
     LAYERS,
@@ -22,7 +24,7 @@ from kvcache_helpers import (
 )
 
 from pyvmem import Context, FdEvent
-from pyvmem.kvcache import growth
+from pyvmem.kvcache import KVCache, growth
 
 needs_tensors = pytest.mark.needs_tensors
 TENSORS = 2 * LAYERS
@@ -343,6 +345,40 @@ def test_eager_pages_are_ready_for_the_next_request(context: Context) -> None:
             assert cache.stats().waits == waits, "nothing had to be mapped"
             assert cache.snapshot()[reqid].granted_pages == 2
         assert cache.stats().grown_pages == 4 * 2 * TENSORS
+
+
+def test_eager_pages_come_after_what_requests_wait_for(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, work, calls = context.submit, FdEvent.create(), 0
+
+    def slow(ops: Any, after: Any = (), *rest: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return submit(ops, [*after, work], *rest, **options)
+
+    def prepared(cache: KVCache) -> bool:
+        return any(slot.mapped_pages == 2 for slot in cache.snapshot() if slot.state != "active")
+
+    with small_cache(context, eager_pages=2) as cache:
+        assert prepared(cache)
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "submit", slow)
+            try:
+                reqid = cache.alloc_reqid(3 * ROWS)
+                assert reqid is not None
+                assert cache.step_async(lens(cache, **{f"r{reqid}": 3 * ROWS})) == 0
+                begun = calls
+                assert begun > 0
+                other = cache.alloc_reqid(ROWS)
+                assert other is not None
+                assert calls == begun, "only the request's own pages are being mapped"
+            finally:
+                work.set()
+        eventually(lambda: cache.is_ready(reqid, 3 * ROWS))
+        both = lens(cache, **{f"r{reqid}": 3 * ROWS, f"r{other}": ROWS})
+        eventually(lambda: cache.step(both) == 0 and prepared(cache))
 
 
 def test_eager_pages_make_way(context: Context) -> None:
