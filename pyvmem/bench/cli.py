@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from pyvmem.bench import (
@@ -52,7 +51,7 @@ from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing
+from pyvmem.paths import existing, replaced
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
 
@@ -124,7 +123,7 @@ def _add_benchmarks(which: Any) -> None:
     )
     api.add_argument("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     api.add_argument(
-        "--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/"
+        "--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/"
     )
     api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
     api.add_argument(

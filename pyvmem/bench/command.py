@@ -26,7 +26,8 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import size
+from pyvmem.paths import existing, replaced
 from pyvmem.probe import probe
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
         help=f"stop after so many seconds ({seconds})",
     )
     add("--quick", action="store_true", help="a tiny model and a few samples: a smoke test")
-    add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
+    add("--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
 
 

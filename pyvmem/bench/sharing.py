@@ -28,6 +28,7 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.options import counts, sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape
+from pyvmem.paths import replaced
 
 __all__ = ["LOADS", "MODELS", "Family", "Load", "Parents", "add_parser", "run", "saved"]
 
@@ -196,7 +197,7 @@ def add_parser(which: Any) -> None:
     add("--model", type=Path, metavar="FILE", help="for beam search (vmem serve-demo's)")
     add("--prompts", type=int, default=8, help="of the demonstration's, searched at a time (8)")
     add("--no-beams", action="store_true", help="parallel sampling alone")
-    add("--out", type=Path, metavar="FILE", help="write JSON here, the beams' parents in raw/")
+    add("--out", type=replaced, metavar="FILE", help="write JSON here, the beams' parents in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
     parser.set_defaults(run=run)
 

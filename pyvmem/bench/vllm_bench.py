@@ -36,9 +36,10 @@ from pyvmem.bench.vllm_loads import (
     later,
     tiny,
 )
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
+from pyvmem.paths import existing
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
 

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from pyvmem.kvcache.config import DTYPE_BYTES
+from pyvmem.paths import existing, replaced
 from pyvmem.units import parse_bytes
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "add_overread",
     "add_workload",
     "counts",
-    "existing",
     "page_name",
     "size",
     "sizes",
@@ -51,17 +50,6 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
             example = "1,8" if all_is is None else "1,8,all"
             raise argparse.ArgumentTypeError(f"{text!r}: {one!r} is no count; expected {example}")
     return found
-
-
-def existing(text: str) -> Path:
-    """A path at which there is something."""
-    path = Path(text)
-    try:
-        path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        why = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"{text}: {why}") from None
-    return path
 
 
 def page_name(page_size: int) -> str:
@@ -100,5 +88,5 @@ def add_dtype(parser: Any) -> None:
 def add_output(parser: Any, out: str) -> None:
     """Adds ``--out`` and ``--json``; `out`: what is written."""
     add = parser.add_argument
-    add("--out", type=Path, metavar="FILE", help=out)
+    add("--out", type=replaced, metavar="FILE", help=out)
     add("--json", action="store_true", help="print the JSON instead of the tables")

@@ -21,6 +21,7 @@ from pyvmem import _native
 from pyvmem.bench.machine import describe
 from pyvmem.bench.page import write_report
 from pyvmem.features import about
+from pyvmem.paths import replaced, written
 from pyvmem.probe import ProbeResult, probe
 from pyvmem.selftest import books, memory
 from pyvmem.selftest.check import Result, run_check
@@ -48,8 +49,8 @@ def add_parser(sub: Any) -> None:
     add = parser.add_argument
     add("--backend", default="uvm", help="uvm (default: the patched driver), stock, cuda, host")
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write the report there")
-    add("--report", type=Path, metavar="FILE", help="write one HTML file with everything")
+    add("--json", type=written, metavar="FILE", help="write the report there")
+    add("--report", type=replaced, metavar="FILE", help="write one HTML file with everything")
     add("--samples", type=int, default=200, help="for each time (default: 200); 0: no times")
     parser.set_defaults(run=run)
 

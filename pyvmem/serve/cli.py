@@ -11,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import size
+from pyvmem.paths import existing, picture_file, written
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -85,8 +85,14 @@ def add_parser(sub: Any) -> None:
     add("--no-background", action="store_true", help="map everything in step, nothing ahead")
     add("--verify", action="store_true", help="compare the answers with transformers' generate")
     add("--details", action="store_true", help="end with all tables")
-    add("--picture", help="draw each step's pages into this file (.svg, .png)")
-    add("--trace-out", help="write each step's pages to this JSON file, for a picture")
+    add(
+        "--picture",
+        type=picture_file,
+        help="draw each step's pages into this file (.svg, .png, .pdf)",
+    )
+    add(
+        "--trace-out", type=written, help="write each step's pages to this JSON file, for a picture"
+    )
     add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=run)
 
@@ -126,12 +132,8 @@ def _demo(args: argparse.Namespace) -> int:
     from pyvmem.serve import prompts
 
     texts = prompts.load(args.prompts, args.num_prompts or 0)
-    if args.trace_out:
-        Path(args.trace_out).touch()  # an unwritable path fails before the work, not after it
     if args.picture:
-        import matplotlib  # noqa: F401  # so does a picture that cannot be drawn
-
-        Path(args.picture).touch()
+        import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
     granule = args.page_size if args.page_size < _GRANULE else 0
     with Context(args.backend, device=args.device, granule=granule) as context:
         return _serve(args, context, texts)
@@ -255,7 +257,7 @@ def _answer(
     stats = cache.stats()
     cache.check_integrity()
     if args.trace_out:
-        Path(args.trace_out).write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
+        args.trace_out.write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
     if args.picture:
         from pyvmem.serve.picture import draw
 

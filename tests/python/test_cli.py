@@ -27,7 +27,7 @@ CALLS = {
     "layouts": ["layouts", "--help"],
     "top": ["top", "--once"],
     "watch": ["watch", "--help"],
-    "limit": ["limit", "nobody", "1G"],
+    "limit": ["limit", "--help"],
     "serve-demo": ["serve-demo", "--help"],
 }
 
@@ -80,11 +80,102 @@ def test_the_disk_is_full(command: str) -> None:
     assert (status, said) == (1, f"vmem: {command}: No space left on device\n")
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "missing" / "report.json"
-    words = [*CALLS["selftest"], "--json", str(file)]
-    expected = f"vmem: selftest: {file}: No such file or directory\n"
-    assert vmem(words, subprocess.DEVNULL) == (1, expected)
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command."""
+    sub = next(one for one in cli._parser(name)._actions if isinstance(one.choices, dict))
+    parser: argparse.ArgumentParser = sub.choices[name]
+    return parser
+
+
+def outputs() -> list[list[str]]:
+    """Each option of each command that names a file to write."""
+    parsers = {(name,): parser_of(name) for name in CALLS}
+    benchmarks = next(one for one in parsers.pop(("bench",))._actions if one.choices)
+    parsers |= {("bench", name): parser for name, parser in dict(benchmarks.choices or {}).items()}
+    names = {"--out", "--json", "--report", "--plot", "--picture", "--trace-out"}
+    return [
+        [*words, option]
+        for words, parser in parsers.items()
+        for one in parser._actions
+        if one.nargs != 0  # else it prints
+        for option in one.option_strings
+        if option in names
+    ]
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a command line that is refused before anything runs."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.splitlines()[-1]
+
+
+def test_all_outputs_are_tried() -> None:
+    found = {" ".join(one) for one in outputs()}
+    assert {"serve-demo --picture", "selftest --report", "bench vllm --out"} <= found
+    assert len(found) > 40
+
+
+@pytest.mark.parametrize("words", outputs(), ids=" ".join)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argument = f"error: argument {words[-1]}: "
+    gone = tmp_path / "missing"
+    said = refused([*words, str(gone / "out.svg")], capsys)
+    assert said.endswith(f"{argument}{gone}: No such file or directory")
+    assert not gone.exists()
+    gone.write_text("")
+    said = refused([*words, str(gone / "out.svg")], capsys)
+    assert said.endswith(f"{argument}{gone} is no folder")
+    said = refused([*words, str(tmp_path)], capsys)
+    assert said.endswith(f"{argument}{tmp_path} is a folder")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    said = refused([*words, str(tmp_path / "out.svg")], capsys)
+    assert said.endswith(f"{argument}{tmp_path / 'out.svg'}: {tmp_path} cannot be written to")
+
+
+@pytest.mark.parametrize("words", [["selftest", "--json"], ["serve-demo", "--trace-out"]])
+def test_a_file_that_is_there_and_may_not_be_written(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != file)
+    said = refused([*words, str(file)], capsys)
+    assert said.endswith(f"error: argument {words[-1]}: {file} cannot be written to")
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "words", [["serve-demo", "--picture"], ["bench", "api", "--plot"]], ids=" ".join
+)
+def test_a_picture_of_no_known_kind(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "run.jpeg")
+    said = refused([*words, file], capsys)
+    assert said.endswith(f"argument {words[-1]}: {file!r}: expected a name in .svg, .png or .pdf")
+
+
+def test_a_report_where_the_json_would_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    words = ["bench", "api", "--backend", "host", "--quick", "--report", str(file)]
+    assert cli.main(words) == 2
+    expected = f"vmem bench: {file}: the JSON goes there; name another file\n"
+    assert capsys.readouterr() == ("", expected)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
