@@ -226,6 +226,28 @@ def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--quick"],
+        ["--part", "idle"],
+        ["--part", "sleep"],
+        ["--part", "rough"],
+        ["--part", "share", "--bursts", "climb"],
+    ],
+    ids=" ".join,
+)
+def test_a_trace_that_nothing_would_read(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("")
+    assert cli.main(["bench", "vllm", *words, "--trace", str(trace)]) == 2
+    what = " ".join(words[-2:])
+    expected = f"vmem bench: {what} has requests of its own: leave out --trace {trace}\n"
+    assert capsys.readouterr() == ("", expected)
+
+
 @pytest.mark.parametrize("device", ["-1", "gpu", "cuda:x"])
 def test_a_device_that_is_none(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["probe", f"--device={device}"]) == 1
