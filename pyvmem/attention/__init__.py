@@ -199,8 +199,8 @@ class Attention:
         k, v = one.k, one.v
         heads = q.shape[1] if q.ndim == 3 else 1
         self._check("q", q, (batch.tokens, heads, k.shape[3]))
-        if heads % k.shape[2]:
-            raise invalid(f"{heads} heads are not a multiple of {k.shape[2]} KV heads")
+        if heads % k.shape[2] or not heads:
+            raise invalid(f"q has {heads} heads; wanted a multiple of the {k.shape[2]} KV heads")
         self._check_batch(batch)
         part = batch.parts[one.form]
         run: Any = KERNELS[part.kernel].run

@@ -33,6 +33,7 @@ from pyvmem.kvcache.config import (
     dtype_of,
     invalid,
     longest_of,
+    policy_of,
 )
 from pyvmem.layouts import (
     PAGE_SIZES,
@@ -149,6 +150,8 @@ class Policy:
             raise invalid(f"memory_share must be a number, not {self.memory_share!r}") from None
         if not 0 < share <= 1:
             raise invalid(f"memory_share is {share}; it must be above 0 and at most 1")
+        # Of them `promote` gives large pages.
+        policy_of({"large_page_size": _LARGE, **self.options})
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
@@ -218,7 +221,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
     best = advised(model, policy, info, memory).best.choice
     values |= {"group_size": best.group_size, "page_size": best.page_size, **policy.options}
     if policy.promote and "large_page_size" not in policy.options:
-        values |= _promotion(model, values, info)
+        values = _promotion(model, values, info) | values
     return cache_of(model.layers, backend=info.backend, device=device, **values)
 
 

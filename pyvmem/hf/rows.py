@@ -22,7 +22,10 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import AHEAD_TOKENS, Shape, classes_of, invalid
 
-__all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
+__all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows"]
+
+GIVEN = ("dtype", "max_batch", "max_seq_len")
+"""Fields of `KVCacheConfig` that are no option of a plug: they come from its own arguments."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from pyvmem.kvcache.config import (
     StateShape,
     classes_of,
     invalid,
+    policy_of,
 )
 from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.group import Group
@@ -1219,7 +1220,7 @@ class LayeredCache(KVCache):
         counts, self._places = classes_of(self.layers)
         if not counts:
             raise invalid("a LayeredCache needs at least one layer that keeps something")
-        whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
+        whole = policy_of(policy)
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         small = {**policy, "large_page_size": 0, "promote_tokens": 0}
         configs = [
@@ -1306,15 +1307,8 @@ def cache_of(
     """A `KVCache` where all layers are equal, else a `LayeredCache`, whose arguments it takes."""
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
+    policy_of(policy)
     if kind is not None and len(counts) == 1 and count == len(layers):
         config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
     return LayeredCache(layers, context, backend, device, budget, **policy)
-
-
-def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
-    """The policy without fields that can only be checked per class."""
-    for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
-        if name in policy:
-            raise invalid(f"{name} is given by the layers")
-    return {**policy, "group_size": 1}

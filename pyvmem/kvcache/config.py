@@ -6,8 +6,8 @@ from __future__ import annotations
 import errno
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import InvalidArgument
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AHEAD_TOKENS",
     "DTYPE_BYTES",
+    "LONGEST",
+    "MOST_SLOTS",
     "PREFILL_TOKENS",
     "EmptyShape",
     "KVCacheConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "invalid",
     "layer_shapes",
     "longest_of",
+    "policy_of",
     "text_config",
 ]
 
@@ -54,6 +57,9 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 
+MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
+"""The most that `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len` can be."""
+
 # Far above any model: they catch nonsense before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
@@ -62,8 +68,8 @@ _BOUNDS = {
     "tensors_per_layer": (1, 2),
     "window": (0, 1 << 30),
     "window_tile": (0, 1 << 16),
-    "max_batch": (1, 1 << 16),
-    "max_seq_len": (1, 1 << 30),
+    "max_batch": (1, MOST_SLOTS),
+    "max_seq_len": (1, LONGEST),
     "group_size": (1, 1 << 14),
     "page_size": (0, 1 << 30),
     "large_page_size": (0, 1 << 30),
@@ -283,6 +289,7 @@ class KVCacheConfig:
             raise invalid(f"{name} must be a number, not {value!r}") from None
         if not 0.0 <= number <= high:  # also refuses NaN
             raise invalid(f"{name} is {number}; it must lie between 0 and {high}", limit=high)
+        object.__setattr__(self, name, number)
 
     @property
     def itemsize(self) -> int:
@@ -334,6 +341,32 @@ class KVCacheConfig:
         default("dtype", lambda: dtype_of(config))
         default("max_seq_len", lambda: longest_of(text))
         return cls(**values)
+
+
+_OF_THE_LAYERS = (
+    *("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"),
+)
+
+
+def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
+    """The policy alone, checked: for layers that differ, or are not known yet.
+
+    Args:
+        options: fields of `KVCacheConfig`.
+        given: those that come from elsewhere, and are no option.
+
+    Raises:
+        InvalidArgument: no field, one that the layers or the caller give, or a value out of range.
+    """
+    for name in _OF_THE_LAYERS:
+        if name in options:
+            raise invalid(f"{name} is given by the layers")
+    known = {one.name for one in fields(KVCacheConfig)} - {*_OF_THE_LAYERS, *given}
+    for name in options:
+        if name not in known:
+            raise invalid(f"{name!r} is none of the options {', '.join(sorted(known))}")
+    bounded("group_size", options.get("group_size", 1), *_BOUNDS["group_size"])
+    return KVCacheConfig(1, 1, 1, **{**options, "group_size": 1})
 
 
 def text_config(config: Any) -> Any:
