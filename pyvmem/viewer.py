@@ -199,7 +199,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = fetch(args.where)
     except OSError as error:
-        print(f"vmem: watch: no answer from {args.where}: {error}", file=sys.stderr)
+        why = getattr(error, "reason", error)  # urllib's own errors hold another
+        text = getattr(why, "strerror", None) or why
+        print(f"vmem: watch: no answer from {args.where}: {text}", file=sys.stderr)
         return 1
     if args.once:
         print(draw(found))

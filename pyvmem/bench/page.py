@@ -330,6 +330,8 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     wanted = args.report or args.plot
     if wanted is None:
         return run(args)
+    if args.plot is not None:
+        import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
     if args.out is None:
         args.out = wanted.with_suffix(".json")
     if args.out in (args.report, args.plot):

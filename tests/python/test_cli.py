@@ -248,6 +248,39 @@ def test_a_trace_that_nothing_would_read(
     assert capsys.readouterr() == ("", expected)
 
 
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        (["top"], "rich", "watch"),
+        (["bench", "capacity", "--requests", "9"], "numpy", "bench"),
+        (["bench", "api", "--quick", "--plot", "run.svg"], "matplotlib", "plot"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    words: list[str], package: str, extra: str, tmp_path: Path
+) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; from pyvmem import cli; "
+        f"sys.exit(cli.main({words!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"vmem: {words[0]} needs a package that is not installed: ")
+    assert package in last
+    assert last.endswith(f"; the extra pyvmem[{extra}] has it")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    for package, extra in cli._EXTRAS.items():
+        (line,) = [one for one in text.splitlines() if one.startswith(f"{extra} = [")]
+        assert f'"{package}>=' in line
+
+
 @pytest.mark.parametrize("device", ["-1", "gpu", "cuda:x"])
 def test_a_device_that_is_none(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["probe", f"--device={device}"]) == 1
