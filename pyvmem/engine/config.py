@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyvmem.context import Context
+from pyvmem.expect import expect
 from pyvmem.info import ContextInfo
 from pyvmem.kvcache import (
     KVCache,
@@ -34,6 +35,7 @@ from pyvmem.kvcache.config import (
     invalid,
     longest_of,
     policy_of,
+    switched,
 )
 from pyvmem.layouts import (
     PAGE_SIZES,
@@ -144,6 +146,8 @@ class Policy:
             ("ahead_tokens", 1 << 30),
         ):
             bounded(name, getattr(self, name), int(name == "max_batch"), high)
+        switched("promote", self.promote)
+        expect("options", self.options, Mapping)
         try:
             share = float(self.memory_share)
         except (TypeError, ValueError):

@@ -80,6 +80,8 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         budget: Budget | None = None,
         **options: Any,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config: expected a model's configuration, not {config!r:.80}")
         text = config.get_text_config(decoder=True)
         _check_layers(config, text)
         bounded("max_batch_size", max_batch_size, 1, MOST_SLOTS)

@@ -925,7 +925,8 @@ class KVCache(MustClose):
     def copied_bytes(self, reqid: int, length: int) -> int:
         """Bytes that `truncate` to so many tokens, fewer than are held, needs for its copies.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken.
+        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        than it holds.
         """
         with self.lock, self.journal:
             return manager.copied(self._open(), reqid, operator.index(length))
@@ -933,7 +934,8 @@ class KVCache(MustClose):
     def forked_bytes(self, reqid: int, count: int, length: int) -> int:
         """Bytes that `fork_many` of the first tokens of a request needs: what is not shared.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken.
+        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        than it holds.
         """
         with self.lock, self.journal:
             return manager.forked(
@@ -980,17 +982,27 @@ class KVCache(MustClose):
 
         `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
         only read numbers, even while the `journal` settles an interrupted call.
+
+        Raises InvalidArgument for a reqid that does not exist.
         """
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
         """`owner` of several slots."""
-        slots = self._groups[0].table.slots
+        group = self._groups[0]
+        slots = group.table.slots
+        if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
+            for reqid in reqids:
+                group.slot(reqid, taken=False)  # refuses the wrong one
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def seq_len(self, reqid: int) -> int:
-        """Tokens whose rows a slot holds; 0 for a free one."""
-        return self._groups[0].rows[reqid]
+        """Tokens whose rows a slot holds; 0 for a free one.
+
+        Raises InvalidArgument for a reqid that does not exist.
+        """
+        group = self._groups[0]
+        return group.rows[group.slot(reqid, taken=False).index]
 
     def is_taken(self, reqid: int) -> bool:
         """Whether a request has the slot.

@@ -35,6 +35,7 @@ __all__ = [
     "layer_shapes",
     "longest_of",
     "policy_of",
+    "switched",
     "text_config",
 ]
 
@@ -85,6 +86,11 @@ _BOUNDS = {
     "reclaim_steps": (0, 1 << 30),
 }
 
+_SWITCHES = (
+    *("zero_fill", "deferred_reclaim", "keep_mapped", "overread_decode", "sparse"),
+    *("packed_slots", "idle_prefixes", "state"),
+)
+
 
 def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
     """An `InvalidArgument` raised by the cache itself, in the same form as libvmem's."""
@@ -100,6 +106,13 @@ def bounded(name: str, value: Any, low: int, high: int) -> int:
     if not low <= number <= high:
         raise invalid(f"{name} is {number}; it must lie between {low} and {high}", limit=high)
     return number
+
+
+def switched(name: str, value: Any) -> bool:
+    """True or False; raises InvalidArgument otherwise: "off" would count as on."""
+    if not (isinstance(value, int) and value in (0, 1)):
+        raise invalid(f"{name} must be True or False, not {value!r}")
+    return bool(value)
 
 
 @dataclass(frozen=True)
@@ -258,6 +271,10 @@ class KVCacheConfig:
                 f"group_size {self.group_size} does not divide num_layers {self.num_layers}",
                 limit=self.num_layers,
             )
+        for name in _SWITCHES:
+            object.__setattr__(self, name, switched(name, getattr(self, name)))
+        if self.idle_compact is not None:
+            switched("idle_compact", self.idle_compact)
         for name in ("page_size", "large_page_size"):
             size = getattr(self, name)
             if size & (size - 1):
@@ -521,6 +538,9 @@ class StateShape:
     dtype: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("conv", "recurrent"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise invalid(f"{name} is {getattr(self, name)!r:.80}; it must be a tuple of sizes")
         if not self.conv and not self.recurrent:
             raise invalid("a StateShape needs a conv or a recurrent state")
         if self.dtype not in ("", *DTYPE_BYTES):

@@ -242,6 +242,16 @@ def test_bad_input_is_named(host: pyvmem.Context) -> None:
             text = f"q has {heads} heads; wanted a multiple of the 2 KV heads"
             with pytest.raises(InvalidArgument, match=text):
                 attend(q[:, :heads], 0, batch)
+        for text, call in (
+            ("q: expected Tensor, not None", lambda: attend(None, 0, batch)),
+            ("batch: expected Batch, not 3", lambda: attend(q, 0, 3)),
+            ("key: expected Tensor, not 'x'", lambda: attend.write(0, "x", q, batch)),
+            ("cache: expected a KVCache, not 3", lambda: Attention(3)),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call()
+        with pytest.raises(InvalidArgument, match="kernel 'fa9' is none of fa3"):
+            overread_rows("fa9", torch.device("cpu"))
         with pytest.raises(InvalidArgument, match="value is"):
             attend.write(0, q[:, :2], q[:, :1], batch)
         attend.close()

@@ -75,6 +75,7 @@ def test_bad_models(layers: list[LayerShape], dtype: str, length: int, text: str
         ({"memory_share": 0}, "memory_share is 0"),
         ({"memory_share": 1.5}, "memory_share is 1.5"),
         ({"memory_share": "much"}, "'much'"),
+        ({"promote": "off"}, "promote must be True or False, not 'off'"),
         ({"options": {"wrong": 1}}, "'wrong' is none of the options ahead_tokens, "),
         ({"options": {"window": 8}}, "window is given by the layers"),
         ({"options": {"reclaim_steps": -1}}, "reclaim_steps is -1"),

@@ -372,6 +372,8 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
             cache.batch_select_indices(torch.tensor([0, 7]))
         with pytest.raises(InvalidArgument, match="no row is left"):
             cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+        with pytest.raises(InvalidArgument, match=rf"a batch of {2 << 40} rows; .* 2"):
+            cache.batch_repeat_interleave(1 << 40)
         for name in ("offload", "prefetch"):
             with pytest.raises(NotSupported, match="no offloading"):
                 getattr(cache.layers[0], name)()
