@@ -20,7 +20,8 @@ def add_parser(sub: Any) -> None:
         "limit",
         help="set the memory limit of a running engine",
         description="Sets the most memory of a device that a running engine may have. An engine "
-        "that has more gives back what is idle at once, and the rest as requests end.",
+        "that has more gives back what is idle at once, and the rest as requests end. Exit status "
+        "1: no such engine runs, or it cannot have that limit.",
     )
     parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")

@@ -40,10 +40,16 @@ Reading = dict[str, list[EngineInfo]]
 
 def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
-    parser = sub.add_parser("top", help="the engines of this machine and their memory, live")
+    parser = sub.add_parser(
+        "top",
+        help="the engines of this machine and their memory, live",
+        description="Shows what each engine of this user holds and may have, until interrupted.",
+    )
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
-    parser.add_argument("--interval", type=seconds, default=1.0, help="seconds between readings")
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="between readings (1)"
+    )
     add_ledger(parser)
     parser.set_defaults(run=run)
 

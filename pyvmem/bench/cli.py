@@ -51,6 +51,7 @@ from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
+from pyvmem.layouts.options import positive
 from pyvmem.paths import existing, replaced
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
@@ -116,7 +117,7 @@ def _add_benchmarks(which: Any) -> None:
     api.add_argument("--backend", default="auto", help="back end to measure (default: auto)")
     api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
     api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
-    api.add_argument("--budget", type=float, metavar="S", help="seconds for each part")
+    api.add_argument("--budget", type=positive, metavar="S", help="seconds for each part")
     api.add_argument("--quick", action="store_true", help="a few samples: a smoke test")
     api.add_argument(
         "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"

@@ -26,7 +26,7 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import positive, size
 from pyvmem.paths import existing, replaced
 from pyvmem.probe import probe
 
@@ -102,7 +102,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     add("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     add(
         "--deadline",
-        type=float,
+        type=positive,
         default=seconds,
         metavar="S",
         help=f"stop after so many seconds ({seconds})",

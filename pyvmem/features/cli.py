@@ -30,7 +30,7 @@ def add_parser(sub: Any) -> None:
     )
     add = parser.add_argument
     add("--devices", default="0", help="CUDA ordinals, separated by commas (default: 0)")
-    add("--json", type=written, metavar="FILE", help="write it there")
+    add("--json", type=written, metavar="FILE", help="write the table and what each back end said")
     parser.set_defaults(run=run)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from pyvmem.kvcache.config import DTYPE_BYTES
@@ -15,11 +16,15 @@ __all__ = [
     "add_output",
     "add_overread",
     "add_workload",
+    "count",
     "counts",
     "page_name",
+    "positive",
     "size",
     "sizes",
 ]
+
+_MOST = 1 << 24
 
 
 def size(text: str) -> int:
@@ -36,6 +41,28 @@ def size(text: str) -> int:
 def sizes(text: str) -> list[int]:
     """Bytes of "64K,2M"."""
     return [size(one) for one in text.split(",")]
+
+
+def count(text: str) -> int:
+    """A whole number from 1 to 2**24, which no run comes near."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not 1 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
 
 
 def counts(text: str, all_is: int | None = None) -> list[int]:
@@ -69,7 +96,7 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
     """
     add = parser.add_argument
     add("--trace", type=existing, help=trace, **how)
-    add("--requests", type=int, default=requests, help=f"made-up {what} instead ({requests})")
+    add("--requests", type=count, default=requests, help=f"made-up {what} instead ({requests})")
     add("--seed", type=int, default=1, help=f"of the made-up {what} (1)")
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import count, size
 from pyvmem.paths import existing, picture_file, written
 
 if TYPE_CHECKING:
@@ -36,18 +36,8 @@ def _size(text: str) -> int:
     return 0 if text.strip() == "0" else size(text)
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
 def _group(text: str) -> int:
-    return 0 if text == "all" else _count(text)
+    return 0 if text == "all" else count(text)
 
 
 def add_parser(sub: Any) -> None:
@@ -75,13 +65,13 @@ def add_parser(sub: Any) -> None:
         help="64K, 2M, ... (default: what `vmem layouts` advises, as for --group-size)",
     )
     add("--group-size", type=_group, help="layers that share a tensor, or all")
-    add("--max-batch", type=_count, default=16, help="requests at a time (16)")
-    add("--max-seq-len", type=_count, help="tokens that a slot can hold (the model's context)")
-    add("--max-new-tokens", type=_count, default=48, help="length of an answer (48)")
-    add("--num-prompts", type=_count, help="how many prompts (default: all of the file)")
+    add("--max-batch", type=count, default=16, help="requests at a time (16)")
+    add("--max-seq-len", type=count, help="tokens that a slot can hold (the model's context)")
+    add("--max-new-tokens", type=count, default=48, help="length of an answer (48)")
+    add("--num-prompts", type=count, help="how many prompts (default: all of the file)")
     add("--prompts", type=existing, help="file of prompts, separated by lines of three dashes")
     add("--memory-limit", type=_size, default=0, help="most KV memory, 64M, ... (what is free)")
-    add("--prefill-chunk", type=_count, default=0, help="prompt tokens per request and step (all)")
+    add("--prefill-chunk", type=count, default=0, help="prompt tokens per request and step (all)")
     add("--no-background", action="store_true", help="map everything in step, nothing ahead")
     add("--verify", action="store_true", help="compare the answers with transformers' generate")
     add("--details", action="store_true", help="end with all tables")

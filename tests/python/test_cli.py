@@ -227,6 +227,34 @@ def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["selftest", "--samples", "-5"], "-5 is not between 1 and 16777216"),
+        (["layouts", "--requests", "0"], "0 is not between 1 and 16777216"),
+        (["layouts", "--requests", "1000000000000"], "1000000000000 is not between 1 and 16777216"),
+        (["layouts", "--iteration-ms", "nan"], "'nan': expected a number above 0"),
+        (["bench", "fill", "--rounds", "0"], "0 is not between 1 and 16777216"),
+        (["bench", "overlap", "--batch", "two"], "'two' is not a whole number"),
+        (["bench", "fill", "--deadline", "-3"], "'-3': expected a number above 0"),
+        (["bench", "api", "--budget", "inf"], "'inf': expected a number above 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_runs(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(words, capsys).endswith(f"error: argument {words[-2]}: {text}")
+
+
+@pytest.mark.parametrize("where", ["http://[", "localhost:x", "99999999", "0"])
+def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["watch", where]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("vmem: watch: EINVAL: ")
+    assert where in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["--quick"],
