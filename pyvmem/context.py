@@ -21,7 +21,7 @@ from typing import Any
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
-from pyvmem.expect import expect
+from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
@@ -252,7 +252,8 @@ class Context(AddressSpace, Closable):
             NotGpuWork: something in `after` is none.
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
-        expect("ops", ops, OpBatch)
+        if not isinstance(ops, OpBatch):
+            raise unexpected("ops", ops, "OpBatch")
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
         _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome, waits=waits)
         for pages in ops._consumed:
@@ -287,8 +288,10 @@ class Context(AddressSpace, Closable):
             NotGpuWork: something in `after` is none.
             VMemError: a bad operation; nothing changed.
         """
-        expect("ops", ops, OpBatch)
-        expect("ticket", ticket, Ticket, optional=True)
+        if not isinstance(ops, OpBatch):
+            raise unexpected("ops", ops, "OpBatch")
+        if not (ticket is None or isinstance(ticket, Ticket)):
+            raise unexpected("ticket", ticket, "Ticket or None")
         if self._forgotten:
             drop_forgotten(self.handle, self._forgotten)
         ticket = ticket or Ticket(self)

@@ -125,20 +125,16 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
         hash(namespace)
     except TypeError:
         raise invalid(f"namespace {_brief(namespace)} cannot be hashed") from None
-    if not _is_itself(namespace):
+    try:
+        same = bool(namespace == namespace)
+    except (TypeError, ValueError, RuntimeError):
+        same = False
+    if not same:  # NaN, an array: it cannot be told from others
         raise invalid(f"namespace {_brief(namespace)} does not equal itself")
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
         return own if namespace is None else namespace
     raise invalid(f"namespace {namespace!r:.40}: the ids are of {own!r:.40}")
-
-
-def _is_itself(namespace: Hashable) -> bool:
-    """Whether a namespace can be told from others: NaN and a tensor cannot."""
-    try:
-        return bool(namespace == namespace)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 def _encode(tokens: Any) -> bytes:

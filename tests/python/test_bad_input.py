@@ -744,3 +744,9 @@ def test_a_descriptor_that_is_none(context: pyvmem.Context, fd: int, text: str) 
 def test_a_device_below_zero() -> None:
     with pytest.raises(pyvmem.InvalidArgument, match="device = -1: expected a CUDA ordinal"):
         pyvmem.Context("host", device=-1)
+
+
+def test_a_handle_has_one_way_to_end(context: pyvmem.Context, page: int) -> None:
+    with context.create(page) as pages:
+        assert not hasattr(pages, "close"), "release or drop"
+    assert context.stats().handles == 0
