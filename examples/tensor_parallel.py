@@ -61,6 +61,8 @@ def serve(cache: ParallelKVCache, iterations: int) -> int:
 
 def main() -> None:
     """Makes the group and the cache."""
+    if "LOCAL_RANK" not in os.environ:  # torchrun sets it
+        raise SystemExit(__doc__)
     local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpu = torch.cuda.device_count() >= world
     if on_gpu:

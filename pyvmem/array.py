@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -214,7 +215,10 @@ class VirtualArray:
 
 def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
     """Copies `values` (ints, or what has ``__index__``), none of which may be negative."""
-    numbers = tuple(value.__index__() for value in values)
+    try:
+        numbers = tuple(map(operator.index, values))
+    except TypeError:
+        raise TypeError(f"{name}: expected whole numbers, not {values!r:.80}") from None
     if min(numbers, default=0) < 0:
         _native.fail(errno.EINVAL, f"{name} = {numbers}: a number is negative", op="tensor")
     return numbers

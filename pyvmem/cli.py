@@ -31,6 +31,9 @@ _COMMANDS = {
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }
 
+# Packages that commands import when they need them, and the extra of pyproject.toml with each.
+_EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "watch"}
+
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
     """The parser; only `command`'s module is imported, the others show their help line alone."""
@@ -68,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # a full disk may show only now
     except ImportError as error:
-        return _failed(f"{command} needs a package that is not installed: {error}")
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        which = f"; the extra pyvmem[{extra}] has it" if extra else ""
+        return _failed(f"{command} needs a package that is not installed: {error}{which}")
     except VMemError as error:
         # Of the package's own calls the person knows nothing; of libvmem's there are man pages.
         call = error.op if error.op.startswith(("vMem", "vmem_")) else command

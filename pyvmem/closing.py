@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bases of the objects that are closed: by `close`, or by leaving a ``with`` block."""
+"""Bases of the objects that end with a ``with`` block, and of those that have `close`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Closable", "MustClose"]
+__all__ = ["Closable", "MustClose", "Scoped"]
 
 
-class Closable:
-    """``with`` yields the object itself; leaving the block calls `close`.
-
-    A subclass that leaves a block in another way has `_leave`.
-    """
+class Scoped:
+    """``with`` yields the object itself; leaving the block ends it: a subclass has `_leave`."""
 
     __slots__ = ()
 
-    def close(self) -> None:
-        """Releases what the object holds. Idempotent."""
-        raise NotImplementedError
-
     def _leave(self) -> None:
         """The end of a block."""
-        self.close()
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -46,6 +39,19 @@ class Closable:
         except Busy:
             if error is None:
                 raise  # else the traceback keeps tensors alive, and that error matters more
+
+
+class Closable(Scoped):
+    """Leaving a ``with`` block calls `close`, unless a subclass has another `_leave`."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Releases what the object holds. Idempotent."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        self.close()
 
 
 class MustClose(Closable):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import threading
 import warnings
@@ -20,6 +21,7 @@ from typing import Any
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
+from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
@@ -98,6 +100,7 @@ class Context(AddressSpace, Closable):
     ) -> None:
         self._closed = True
         self.is_open = False
+        expect("backend", backend, str)
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
@@ -204,7 +207,7 @@ class Context(AddressSpace, Closable):
             self.handle,
             size,
             page_size,
-            int(location),
+            operator.index(location),
             device_ordinal(device),
             _DIRTY if dirty else 0,
             outcome=pages._outcome,
@@ -249,6 +252,8 @@ class Context(AddressSpace, Closable):
             NotGpuWork: something in `after` is none.
             VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
+        if not isinstance(ops, OpBatch):
+            raise unexpected("ops", ops, "OpBatch")
         items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
         _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome, waits=waits)
         for pages in ops._consumed:
@@ -283,6 +288,10 @@ class Context(AddressSpace, Closable):
             NotGpuWork: something in `after` is none.
             VMemError: a bad operation; nothing changed.
         """
+        if not isinstance(ops, OpBatch):
+            raise unexpected("ops", ops, "OpBatch")
+        if not (ticket is None or isinstance(ticket, Ticket)):
+            raise unexpected("ticket", ticket, "Ticket or None")
         if self._forgotten:
             drop_forgotten(self.handle, self._forgotten)
         ticket = ticket or Ticket(self)

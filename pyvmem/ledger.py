@@ -52,7 +52,8 @@ from pyvmem.logs import warn
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
-    *("default_folder", "device_of", "devices", "engine_name", "private", "weakly"),
+    *("default_folder", "device_of", "devices", "engine_name", "named_folder", "private"),
+    "weakly",
 ]
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ MAX_HANDLES = 475_136
 """Mappings that all engines together may have on ``stock``: the driver has 524,288 for the machine,
 and other programs need some."""
 
+_FOLDER = "/dev/shm/vmem-{}"
 _MAGIC = b"VMEMLDG\0"
 _VERSION = 1
 _HEADER = 4096
@@ -110,10 +112,15 @@ class LedgerError(VMemError):
     """A ledger that cannot be used: damaged, of another version, or full."""
 
 
-def default_folder() -> Path:
-    """In shared memory, a folder of this user; ``VMEM_LEDGER`` names another."""
+def named_folder() -> Path | None:
+    """The folder that ``VMEM_LEDGER`` names."""
     named = os.environ.get("VMEM_LEDGER", "")
-    return Path(f"/dev/shm/vmem-{os.getuid()}" if named in ("", "off") else named)
+    return None if named in ("", "off") else Path(named)
+
+
+def default_folder() -> Path:
+    """`named_folder`, else a folder of this user in shared memory."""
+    return named_folder() or Path(_FOLDER.format(os.getuid()))
 
 
 def private(folder: Path) -> Path:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import sys
 from typing import Any
 
-from pyvmem.ledger import Ledger, default_folder, devices
+from pyvmem.ledger import Ledger, devices
+from pyvmem.top import add_ledger, folder_of
 from pyvmem.units import parse_bytes
 
 __all__ = ["add_parser", "run"]
@@ -19,11 +20,12 @@ def add_parser(sub: Any) -> None:
         "limit",
         help="set the memory limit of a running engine",
         description="Sets the most memory of a device that a running engine may have. An engine "
-        "that has more gives back what is idle at once, and the rest as requests end.",
+        "that has more gives back what is idle at once, and the rest as requests end. Exit status "
+        "1: no such engine runs, or it cannot have that limit.",
     )
     parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
-    parser.add_argument("--ledger", type=Path, help="folder of the ledger (VMEM_LEDGER)")
+    add_ledger(parser)
     parser.set_defaults(run=run)
 
 
@@ -35,8 +37,8 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sets it on every device where an engine of that name or id runs."""
-    folder = args.ledger or default_folder()
+    """Sets it on every device where an engine of that name or id runs; 1 if there is none."""
+    folder = folder_of(args)
     there = []
     for device in devices(folder):
         with Ledger(device, folder=folder, create=False) as ledger:
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
                 note = f"; {more} bytes above it go as requests end" if more else ""
                 print(f"{device}: {one.name}: {one.limit} -> {args.size}{note}")
     if not there:
-        print(f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them")
+        text = f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them"
+        print(f"vmem: limit: {text}", file=sys.stderr)
         return 1
     return 0

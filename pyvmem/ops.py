@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import errno
+import operator
 import struct
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from pyvmem import _native
+from pyvmem.expect import expect
 from pyvmem.info import Location
-
-if TYPE_CHECKING:
-    from pyvmem.pages import Pages
+from pyvmem.pages import Pages
 
 __all__ = ["OpBatch"]
 
@@ -71,6 +71,7 @@ class OpBatch:
     __slots__ = ("_array", "_buffer", "_consumed", "_end", "_limit")
 
     def __init__(self, capacity: int) -> None:
+        capacity = operator.index(capacity)
         if not 1 <= capacity <= 1 << 24:
             _native.fail(
                 errno.EINVAL,
@@ -153,6 +154,9 @@ class OpBatch:
                 _MAP, flags, addr, size, count, stride, pages.handle, offset, 0, 0, 0, 0, 0, 0, 0,
                 offset_stride,
             )  # fmt: skip
+        except AttributeError:
+            expect("pages", pages, Pages)
+            raise
         except struct.error as error:
             _bad_number(
                 error, addr=addr, size=size, offset=offset, count=count, stride=stride,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome
-from pyvmem.closing import Closable
+from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle, VMemError
 from pyvmem.info import PagesInfo
 from pyvmem.streams import stream_handle, work_of
@@ -27,7 +27,7 @@ __all__ = ["Pages", "Ticket", "drop_forgotten"]
 _SLICE_NS = 200_000_000
 
 
-class Pages(Closable):
+class Pages(Scoped):
     """A reference to physical pages, made by `Context.create` or `Context.retain`.
 
     The pages live while a handle or a mapping refers to them. End the reference with `release` or

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -14,11 +15,12 @@ from pyvmem._native import Outcome
 from pyvmem.array import VirtualArray, torch_tensor
 from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
+from pyvmem.expect import expect
 from pyvmem.info import RangeFlags, RangeInfo
+from pyvmem.pages import Pages
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
-    from pyvmem.pages import Pages
 
 __all__ = ["PlainReservationWarning", "Reservation", "warn_plain"]
 
@@ -109,6 +111,7 @@ class Reservation(Closable):
         """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
         if self._closed or self._closing:
             self._raise_closed(op)
+        offset, size = operator.index(offset), operator.index(size)
         if offset < 0 or size < 0 or offset + size > self.nbytes:
             _native.fail(
                 errno.EINVAL,
@@ -135,6 +138,7 @@ class Reservation(Closable):
         readonly: bool = False,
     ) -> None:
         """Maps `pages` (or `size` bytes of them from `pages_offset` on) at `offset`."""
+        expect("pages", pages, Pages)
         length = pages.nbytes - pages_offset if size is None else size
         addr = self._at(offset, length, "vMemMap")
         self._context.map(addr, length, pages, pages_offset, readonly=readonly)

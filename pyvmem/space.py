@@ -7,6 +7,7 @@ import errno
 from typing import Any
 
 from pyvmem import _native
+from pyvmem.expect import expect
 from pyvmem.info import Inject, RangeInfo
 from pyvmem.pages import Pages
 
@@ -38,6 +39,7 @@ class AddressSpace:
         Raises:
             AlreadyMapped, NotReserved, OutOfRange, BadHandle, InvalidArgument: nothing changed.
         """
+        expect("pages", pages, Pages)
         flags = _MAP_READONLY if readonly else 0
         _native.map(self.handle, addr, size, pages.handle, offset, flags)
 

@@ -26,6 +26,7 @@ import ctypes
 import enum
 import errno
 import functools
+import operator
 import os
 import sys
 import threading
@@ -76,7 +77,7 @@ class FdEvent(Closable):
     __slots__ = ("_own", "fd")
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd = operator.index(fd)
         self._own = False
 
     @classmethod
@@ -151,6 +152,10 @@ def device_ordinal(device: Any) -> int:
         InvalidArgument: a string that names no CUDA device.
     """
     if isinstance(device, int):
+        if device < 0:
+            raise InvalidArgument(
+                f"device = {device}: expected a CUDA ordinal, 0 or more", errno=errno.EINVAL
+            )
         return device
     if isinstance(device, str):
         name, _, number = device.partition(":")
@@ -221,15 +226,16 @@ def work_of(given: Any, what: str = "stream") -> Work:
 
     Raises:
         NotGpuWork: it is none of these, on ``host`` too.
-        InvalidArgument: an `FdEvent` whose descriptor is negative.
+        InvalidArgument: an `FdEvent` whose descriptor is negative or too large.
     """
     if given is None or given is CurrentStream:
         return _CURRENT
     if isinstance(given, Work):
         return given
     if isinstance(given, FdEvent):
-        if given.fd < 0:
-            _native.fail(errno.EINVAL, f"{what}: the descriptor of {given!r} is negative")
+        if not 0 <= given.fd < 1 << 31:
+            size = "negative" if given.fd < 0 else "too large"
+            _native.fail(errno.EINVAL, f"{what}: the descriptor of {given!r} is {size}")
         return Work(Kind.FD, "", given.fd, given)
     if not isinstance(given, type):
         stream: Any = getattr(given, "cuda_stream", None)

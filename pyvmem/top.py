@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import time
@@ -12,10 +13,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pyvmem.ledger import EngineInfo, Ledger, default_folder, devices
+from pyvmem.ledger import (
+    EngineInfo,
+    Ledger,
+    LedgerError,
+    default_folder,
+    devices,
+    named_folder,
+)
+from pyvmem.paths import existing_folder
 from pyvmem.units import format_bytes
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_ledger", "add_parser", "folder_of", "run"]
 
 _HEADINGS = (
     "device", "engine", "pid", "mapped", "in use", "cached", "limit", "floor", "short", "hits",
@@ -31,12 +40,40 @@ Reading = dict[str, list[EngineInfo]]
 
 def add_parser(sub: Any) -> None:
     """Adds the subcommand."""
-    parser = sub.add_parser("top", help="the engines of this machine and their memory, live")
+    parser = sub.add_parser(
+        "top",
+        help="the engines of this machine and their memory, live",
+        description="Shows what each engine of this user holds and may have, until interrupted.",
+    )
     parser.add_argument("--once", action="store_true", help="print one table and end")
     parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
-    parser.add_argument("--interval", type=seconds, default=1.0, help="seconds between readings")
-    parser.add_argument("--ledger", type=Path, help="folder of the ledgers (VMEM_LEDGER)")
+    parser.add_argument(
+        "--interval", type=seconds, default=1.0, metavar="S", help="between readings (1)"
+    )
+    add_ledger(parser)
     parser.set_defaults(run=run)
+
+
+def add_ledger(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--ledger``."""
+    parser.add_argument(
+        "--ledger", type=existing_folder, help="folder of the ledgers (VMEM_LEDGER)"
+    )
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """The folder of ``--ledger``, or else the default.
+
+    Raises:
+        LedgerError: ``VMEM_LEDGER`` names one that is not there.
+    """
+    if args.ledger is not None:
+        asked: Path = args.ledger
+        return asked
+    named = named_folder()
+    if named is not None and not named.is_dir():
+        raise LedgerError(f"VMEM_LEDGER={named}: no such folder", errno=errno.ENOENT)
+    return default_folder()
 
 
 def seconds(text: str) -> float:
@@ -102,7 +139,7 @@ def plain(table: list[tuple[str, ...]], width: float = math.inf) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Shows them until interrupted, or once."""
-    folder = args.ledger or default_folder()
+    folder = folder_of(args)
     if args.json:
         reading = {device: [asdict(e) for e in some] for device, some in read(folder).items()}
         print(json.dumps(reading, indent=2))

@@ -21,6 +21,7 @@ import math
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -159,12 +160,21 @@ def fetch(where: str) -> dict[str, Any]:
 
     Raises:
         OSError: nothing answers there.
-        InvalidArgument: the answer is not that of `Telemetry.serve`.
+        InvalidArgument: that names no server, or its answer is not that of `Telemetry.serve`.
     """
     if where.isdigit():
         where = f"127.0.0.1:{where}"
     url = where if where.startswith(("http://", "https://")) else f"http://{where}"
-    with urllib.request.urlopen(f"{url.rstrip('/')}/caches", timeout=10) as answer:
+    try:
+        port = urllib.parse.urlsplit(url).port  # refuses what is none
+        request = urllib.request.Request(f"{url.rstrip('/')}/caches")
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{where!r} is no port, host:port or URL: {error}", errno=errno.EINVAL
+        ) from None
+    if port == 0:
+        raise InvalidArgument(f"{where!r}: no program has port 0", errno=errno.EINVAL)
+    with urllib.request.urlopen(request, timeout=10) as answer:
         body = answer.read(MOST_BYTES + 1)
     if len(body) > MOST_BYTES:
         raise InvalidArgument(
@@ -189,7 +199,9 @@ def add_parser(sub: Any) -> None:
         description="Draws the pages of each request of a program that calls Telemetry.serve.",
     )
     parser.add_argument("where", help="port of this machine, host:port or URL")
-    parser.add_argument("--interval", type=seconds, default=0.5, help="seconds between pictures")
+    parser.add_argument(
+        "--interval", type=seconds, default=0.5, metavar="S", help="between pictures (0.5)"
+    )
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.set_defaults(run=run)
 
@@ -199,7 +211,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = fetch(args.where)
     except OSError as error:
-        print(f"vmem: watch: no answer from {args.where}: {error}", file=sys.stderr)
+        why = getattr(error, "reason", error)  # urllib's own errors hold another
+        text = getattr(why, "strerror", None) or why
+        print(f"vmem: watch: no answer from {args.where}: {text}", file=sys.stderr)
         return 1
     if args.once:
         print(draw(found))

@@ -19,6 +19,7 @@ latent (MLA); kernels are chosen per form of layer. Needs torch.
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,7 @@ from pyvmem.attention.kernels import (
 from pyvmem.attention.latent import UpProjections
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.scales import FP8, quantised, scales_of
+from pyvmem.expect import expect
 from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
 
 if TYPE_CHECKING:
@@ -210,12 +212,13 @@ class Attention:
         """
         one = self._layer(layer)
         k, v = one.k, one.v
+        expect("q", q, torch.Tensor)
         heads = q.shape[1] if q.ndim == 3 else 1
+        self._check_batch(batch)
         wide = k.shape[3] if up is None else self._check_up(layer, one, heads, up)
         self._check("q", q, (batch.tokens, heads, wide))
-        if heads % k.shape[2]:
-            raise invalid(f"{heads} heads are not a multiple of {k.shape[2]} KV heads")
-        self._check_batch(batch)
+        if heads % k.shape[2] or not heads:
+            raise invalid(f"q has {heads} heads; wanted a multiple of the {k.shape[2]} KV heads")
         part = batch.parts[one.form]
         run: Any = KERNELS[part.kernel].run
         more = {} if self._scales is None else {"scales": self._scales[layer]}
@@ -232,6 +235,7 @@ class Attention:
         form, slots = self._forms[one.form], one.k.shape
         if not form.latent or slots[2] != 1:
             raise invalid(f"layer {layer} is no latent of one head, so it has no up-projections")
+        expect("up", up, UpProjections)
         key, value = up
         nope, values = (part.shape[1] if part.ndim == 3 else 1 for part in up)
         self._check("up.key", key, (heads, nope, form.v_head_dim))
@@ -247,7 +251,7 @@ class Attention:
         return self._forms[self._layer(layer).form].window
 
     def _layer(self, layer: int) -> _Layer:
-        last = len(self._layers) - 1
+        layer, last = operator.index(layer), len(self._layers) - 1
         if not 0 <= layer <= last:
             raise invalid(f"layer {layer} is not between 0 and {last}", limit=last)
         one = self._layers[layer]
@@ -262,6 +266,7 @@ class Attention:
             gc.collect()  # the compiler's traces hold their inputs in reference cycles
 
     def _check_batch(self, batch: Batch) -> None:
+        expect("batch", batch, Batch)
         if [part.caches for part in batch.parts] != self._caches or batch.kernel not in KERNELS:
             raise invalid(
                 f"a batch of another cache, with kernel {batch.kernel!r}; take one of "
@@ -269,6 +274,7 @@ class Attention:
             )
 
     def _check(self, name: str, rows: torch.Tensor, want: tuple[int, ...]) -> None:
+        expect(name, rows, torch.Tensor)
         kind = str(rows.dtype).removeprefix("torch.")
         dtype = "bfloat16" if self._scales is not None else self._dtype
         if tuple(rows.shape) != want or kind != dtype or rows.device != self._device:

@@ -99,6 +99,8 @@ def overread_rows(kernel: str, device: torch.device) -> int:
 
     If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
+    if kernel not in KERNELS:
+        raise invalid(f"kernel {kernel!r} is none of {', '.join(KERNELS)}")
     return KERNELS[kernel].reads(device).past
 
 

@@ -62,6 +62,8 @@ def forms_of(
         InvalidArgument: a layer with one tensor and no `v_head_dim`, more elements than a row has,
             or a window wider than what the cache keeps.
     """
+    if not hasattr(cache, "layer_views"):  # a ParallelKVCache has them, too
+        raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
     pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):
         raise invalid(f"windows for {len(windows)} layers, the cache has {len(pairs)}")

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from pyvmem.bench import (
@@ -52,7 +51,8 @@ from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing
+from pyvmem.layouts.options import positive
+from pyvmem.paths import existing, replaced
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
 
@@ -117,14 +117,14 @@ def _add_benchmarks(which: Any) -> None:
     api.add_argument("--backend", default="auto", help="back end to measure (default: auto)")
     api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
     api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
-    api.add_argument("--budget", type=float, metavar="S", help="seconds for each part")
+    api.add_argument("--budget", type=positive, metavar="S", help="seconds for each part")
     api.add_argument("--quick", action="store_true", help="a few samples: a smoke test")
     api.add_argument(
         "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"
     )
     api.add_argument("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     api.add_argument(
-        "--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/"
+        "--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/"
     )
     api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
     api.add_argument(

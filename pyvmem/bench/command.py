@@ -26,7 +26,8 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import positive, size
+from pyvmem.paths import existing, replaced
 from pyvmem.probe import probe
 
 if TYPE_CHECKING:
@@ -101,13 +102,13 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     add("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     add(
         "--deadline",
-        type=float,
+        type=positive,
         default=seconds,
         metavar="S",
         help=f"stop after so many seconds ({seconds})",
     )
     add("--quick", action="store_true", help="a tiny model and a few samples: a smoke test")
-    add("--out", type=Path, metavar="FILE", help="write JSON here, raw samples in raw/")
+    add("--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
 
 

@@ -34,6 +34,7 @@ from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
 from pyvmem.errors import VMemError
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts.options import count
 
 if TYPE_CHECKING:
     import torch
@@ -248,8 +249,8 @@ def add_parser(which: Any) -> None:
     add_common(parser, 120)
     add_page(parser)
     add = parser.add_argument
-    add("--tokens", type=int, default=16384, help="of the prompt (16384)")
-    add("--rounds", type=int, default=25, help="of each mode (25)")
+    add("--tokens", type=count, default=16384, help="of the prompt (16384)")
+    add("--rounds", type=count, default=25, help="of each mode (25)")
     add("--kernel", default="auto", help="of pyvmem.attention (auto)")
     parser.set_defaults(run=run)
 

@@ -32,7 +32,7 @@ from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import count, size
 
 __all__ = ["WAYS", "add_parser", "run"]
 
@@ -280,8 +280,8 @@ def add_parser(which: Any) -> None:
     parser = which.add_parser("fill", help=text, description=text)
     add_common(parser, 300)
     add = parser.add_argument
-    add("--requests", type=int, default=128, help="that grow together (128)")
-    add("--rounds", type=int, default=2, help="of all ways in turns (2)")
+    add("--requests", type=count, default=128, help="that grow together (128)")
+    add("--rounds", type=count, default=2, help="of all ways in turns (2)")
     add("--ways", nargs="*", choices=list(WAYS), help="these alone (all)")
     add(
         "--memory",
@@ -291,7 +291,7 @@ def add_parser(which: Any) -> None:
         help="of the cache, as 20G (0: what is free, less 2G)",
     )
     add("--max-mappings", type=int, default=0, help="of the context (0: its default)")
-    add("--max-tokens", type=int, default=1 << 17, help="addresses of a request (131072)")
+    add("--max-tokens", type=count, default=1 << 17, help="addresses of a request (131072)")
     parser.set_defaults(run=run)
 
 

@@ -29,6 +29,7 @@ from pyvmem.bench.command import Command, WrongResult, add_common, add_page, con
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline, Samples, quiet
 from pyvmem.errors import VMemError
+from pyvmem.layouts.options import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -527,10 +528,10 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     names = (*KINDS, heads.NAME)
     add("--kinds", default=",".join(names), help=f"of {', '.join(names)} (all)")
-    add("--tokens", type=int, default=8192, help="of each prompt (8192)")
-    add("--batch", type=int, default=8, help="requests that decode (8)")
-    add("--steps", type=int, default=40, help="decoded tokens of each (40)")
-    add("--rounds", type=int, default=5, help="prefills of each way (5)")
+    add("--tokens", type=count, default=8192, help="of each prompt (8192)")
+    add("--batch", type=count, default=8, help="requests that decode (8)")
+    add("--steps", type=count, default=40, help="decoded tokens of each (40)")
+    add("--rounds", type=count, default=5, help="prefills of each way (5)")
     add("--kernel", default="auto", help="of pyvmem.attention (auto)")
     parser.set_defaults(run=run)
 

@@ -32,6 +32,7 @@ from pyvmem.bench.command import (
 from pyvmem.bench.overlap_modes import MODES, SPIKE, Lengths, Mode
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import quiet
+from pyvmem.layouts.options import count
 
 if TYPE_CHECKING:
     import torch
@@ -229,11 +230,11 @@ def add_parser(which: Any) -> None:
     add_common(parser, 180)
     add_page(parser)
     add = parser.add_argument
-    add("--batch", type=int, default=32, help="requests (32)")
-    add("--low", type=int, default=4096, help="tokens of a fresh request (4096)")
-    add("--high", type=int, default=8192, help="tokens at which a request ends (8192)")
-    add("--iterations", type=int, default=2500, help="of each mode (2500)")
-    add("--block", type=int, default=100, help="iterations before the next mode's turn (100)")
+    add("--batch", type=count, default=32, help="requests (32)")
+    add("--low", type=count, default=4096, help="tokens of a fresh request (4096)")
+    add("--high", type=count, default=8192, help="tokens at which a request ends (8192)")
+    add("--iterations", type=count, default=2500, help="of each mode (2500)")
+    add("--block", type=count, default=100, help="iterations before the next mode's turn (100)")
     add("--ahead", type=int, default=16, help="tokens ahead that are mapped (16)")
     add("--kernel", default="auto", help="of pyvmem.attention (auto)")
     add("--modes", type=_modes, default=list(MODES), help=",".join(MODES))

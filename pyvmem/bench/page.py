@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.report import number
+from pyvmem.paths import picture_file, replaced
 
 __all__ = ["add_options", "document_of", "page", "picture", "with_options", "write_report"]
 
@@ -311,17 +312,10 @@ def write_report(path: Path, document: Document) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--report`` and ``--plot`` to a benchmark that has ``--out``."""
     add = parser.add_argument
-    add("--report", type=Path, metavar="FILE", help="write one HTML file; the JSON beside it")
-    add("--plot", type=_plot_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
+    add("--report", type=replaced, metavar="FILE", help="write one HTML file; the JSON beside it")
+    add("--plot", type=picture_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
     run: Callable[[argparse.Namespace], int] = parser.get_default("run")
     parser.set_defaults(run=lambda args: with_options(args, run))
-
-
-def _plot_file(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a name in .svg, .png or .pdf")
-    return path
 
 
 def document_of(out: Path) -> dict[str, Any]:
@@ -336,8 +330,13 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     wanted = args.report or args.plot
     if wanted is None:
         return run(args)
+    if args.plot is not None:
+        import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
     if args.out is None:
         args.out = wanted.with_suffix(".json")
+    if args.out in (args.report, args.plot):
+        print(f"vmem bench: {args.out}: the JSON goes there; name another file", file=sys.stderr)
+        return 2
     before = args.out.stat().st_mtime_ns if args.out.exists() else 0
     status = run(args)
     if not args.out.exists() or args.out.stat().st_mtime_ns == before:
@@ -346,7 +345,7 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     if args.report is not None:
         write_report(args.report, document)
     if args.plot is not None:
-        drawn = picture(document["parts"].values(), args.plot.suffix[1:])
+        drawn = picture(document["parts"].values(), args.plot.suffix[1:].lower())
         if drawn is None:
             print("vmem bench: nothing was measured: nothing to draw", file=sys.stderr)
         else:

@@ -28,6 +28,7 @@ from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
 from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts.options import count
 
 __all__ = ["KINDS", "add_parser", "run"]
 
@@ -226,8 +227,8 @@ def add_parser(which: Any) -> None:
     )
     add_common(parser, 90)
     add = parser.add_argument
-    add("--tokens", type=int, default=10240, help="of the prefix (10240)")
-    add("--rounds", type=int, default=30, help="requests that are timed (30)")
+    add("--tokens", type=count, default=10240, help="of the prefix (10240)")
+    add("--rounds", type=count, default=30, help="requests that are timed (30)")
     parser.set_defaults(run=run)
 
 

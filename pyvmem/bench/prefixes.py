@@ -29,7 +29,7 @@ from pyvmem.bench.report import part_table
 from pyvmem.bench.timing import Samples, quiet, time_each
 from pyvmem.kvcache.config import LayerShape, invalid
 from pyvmem.layouts.cost import Choice, cost
-from pyvmem.layouts.options import add_output, add_workload, page_name, sizes
+from pyvmem.layouts.options import add_output, add_workload, count, page_name, sizes
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request
 
@@ -64,10 +64,10 @@ def add_parser(which: Any) -> None:
         help="memory for keys and values (10G,20G,50G,100G,200G)",
     )
     add("--parts", type=_parts, default=PARTS, help=f"of {', '.join(PARTS)} (all)")
-    add("--slots", type=int, default=256, help="of the cache in the part turns (256)")
-    add("--prefixes", type=int, default=10_000, help="recorded ones in the timed match (10000)")
-    add("--prompt", type=int, default=_PROMPT, help="tokens of the timed prompt (100000)")
-    add("--rounds", type=int, default=20, help="of the timed match (20)")
+    add("--slots", type=count, default=256, help="of the cache in the part turns (256)")
+    add("--prefixes", type=count, default=10_000, help="recorded ones in the timed match (10000)")
+    add("--prompt", type=count, default=_PROMPT, help="tokens of the timed prompt (100000)")
+    add("--rounds", type=count, default=20, help="of the timed match (20)")
     add_output(parser, "write JSON here, raw samples in raw/")
     parser.set_defaults(run=run)
 

@@ -221,7 +221,7 @@ class Record:
         A file appears whole or not at all. Returns the path of the raw file.
         """
         raw = path.parent / "raw" / path.name
-        raw.parent.mkdir(parents=True, exist_ok=True)
+        raw.parent.mkdir(exist_ok=True)
         self.write_one(path)
         _replace(raw, json.dumps(self.document(raw=True)))
         return raw

@@ -26,8 +26,9 @@ from pyvmem.bench.command import conducted, now, said
 from pyvmem.bench.machine import describe
 from pyvmem.bench.record import Part, Record
 from pyvmem.kvcache.layout import Layout
-from pyvmem.layouts.options import counts, sizes
+from pyvmem.layouts.options import count, counts, sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape
+from pyvmem.paths import replaced
 
 __all__ = ["LOADS", "MODELS", "Family", "Load", "Parents", "add_parser", "run", "saved"]
 
@@ -194,9 +195,9 @@ def add_parser(which: Any) -> None:
     add("--groups", type=counts, default=[1, 8], help="layers in a tensor (1,8)")
     add("--blocks", type=counts, default=[16], help="tokens of PagedAttention's blocks (16)")
     add("--model", type=Path, metavar="FILE", help="for beam search (vmem serve-demo's)")
-    add("--prompts", type=int, default=8, help="of the demonstration's, searched at a time (8)")
+    add("--prompts", type=count, default=8, help="of the demonstration's, searched at a time (8)")
     add("--no-beams", action="store_true", help="parallel sampling alone")
-    add("--out", type=Path, metavar="FILE", help="write JSON here, the beams' parents in raw/")
+    add("--out", type=replaced, metavar="FILE", help="write JSON here, the beams' parents in raw/")
     add("--json", action="store_true", help="print the JSON instead of the tables")
     parser.set_defaults(run=run)
 

@@ -31,7 +31,7 @@ from pyvmem.bench.command import (
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
 from pyvmem.kvcache import KVCache
-from pyvmem.layouts.options import counts
+from pyvmem.layouts.options import count, counts
 
 if TYPE_CHECKING:
     import torch
@@ -291,7 +291,7 @@ def add_parser(which: Any) -> None:
         default=[8, 16, 32, 64, 256],
         help="tokens of a block (8,16,32,64,256)",
     )
-    add("--rounds", type=int, default=10, help="of each way (10)")
+    add("--rounds", type=count, default=10, help="of each way (10)")
     parser.set_defaults(run=run)
 
 

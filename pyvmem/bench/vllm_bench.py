@@ -16,6 +16,7 @@ A part writes the result file whenever it has something new.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,9 +37,10 @@ from pyvmem.bench.vllm_loads import (
     later,
     tiny,
 )
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
+from pyvmem.paths import existing
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
 
@@ -87,7 +89,7 @@ def _same(mine: list[list[int]], other: list[list[int]]) -> int:
 
 
 def _requests(command: Command, count: int, longest: int) -> list[Arrival]:
-    """Requests from the trace, or synthetic ones; a quick run ignores the trace."""
+    """Requests from the trace, or synthetic ones; a quick run has its own."""
     return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
 
 
@@ -771,8 +773,24 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
 _REQUESTS = {"load": 96, "idle": 2500, "blocks": 96, "rough": 10_000}
 
 
+_TRACED = ("load", "share", "blocks")
+
+
+def _takes_no_trace(args: argparse.Namespace) -> str:
+    """What has requests of its own, so that a trace would be read for nothing; "" if nothing."""
+    if args.quick:
+        return "--quick"
+    if args.part not in _TRACED:
+        return f"--part {args.part}"
+    return "--bursts climb" if args.part == "share" and args.bursts == "climb" else ""
+
+
 def run(args: argparse.Namespace) -> int:
-    """The command. 0, 1 if it failed or vLLM is not here, 2 without a back end."""
+    """The command. 0, 1 if it failed or vLLM is not here, 2 without a back end, or bad usage."""
+    if args.trace is not None and (what := _takes_no_trace(args)):
+        text = f"{what} has requests of its own: leave out --trace {args.trace}"
+        print(f"vmem bench: {text}", file=sys.stderr)
+        return 2
     args.requests = args.requests or _REQUESTS.get(args.part, 0)
     command = open_command(
         args,
@@ -851,5 +869,6 @@ def add_parser(which: Any) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip
-    add("--trace", type=existing, metavar="FILE", help="requests and their times from a trace")
+    add("--trace", type=existing, metavar="FILE",
+        help="load, share, blocks: requests and their times from a trace")  # fmt: skip
     parser.set_defaults(run=run)

@@ -11,8 +11,9 @@ import argparse
 import hashlib
 import json
 from io import StringIO
-from pathlib import Path
 from typing import Any
+
+from pyvmem.paths import existing, written
 
 __all__ = ["digest", "draw", "main"]
 
@@ -94,8 +95,8 @@ def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("raw", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("raw", type=existing)
+    parser.add_argument("out", type=written)
     args = parser.parse_args()
     args.out.write_text(draw(json.loads(args.raw.read_text(encoding="utf-8"))), encoding="utf-8")
     return 0

@@ -55,6 +55,8 @@ class RequestCache(Closable):
     """
 
     def __init__(self, cache: KVCache | ParallelKVCache) -> None:
+        if not hasattr(cache, "layer_views"):  # a ParallelKVCache has them, too
+            raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
         self.cache = cache
         self._owns = False
         config = cache.config
@@ -577,7 +579,7 @@ class RequestCache(Closable):
     def _own(self, request: Request) -> None:
         """Raises unless it is a request of this cache that has not ended."""
         if not isinstance(request, Request):
-            raise TypeError(f"expected a Request, not {request!r:.80}")
+            raise _no_request(request)
         if request not in self._requests:
             if request.state is State.ENDED:
                 request.require(State.RUNNING)
@@ -591,7 +593,9 @@ class RequestCache(Closable):
     def _refuse_busy(self, *requests: Request) -> None:
         """Raises Busy without taking the lock, which the call that works on a request may hold."""
         for request in requests:
-            if not isinstance(request, Request) or request.state is not State.BUSY:
+            if not isinstance(request, Request):
+                raise _no_request(request)
+            if request.state is not State.BUSY:
                 continue
             self._own(request)
             if self._background.works_on(request):
@@ -640,6 +644,8 @@ class RequestCache(Closable):
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
         """Slots and tokens, checked."""
+        if not hasattr(lengths, "values"):
+            raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
         longest = self.max_seq_len
         held = [request.length for request in lengths]
@@ -752,3 +758,7 @@ class RequestCache(Closable):
 
         request.state = State.BUSY
         return self._background.begin(finish, request, cancelled)
+
+
+def _no_request(given: Any) -> TypeError:
+    return TypeError(f"expected a Request, not {given!r:.80}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyvmem.context import Context
+from pyvmem.expect import expect
 from pyvmem.info import ContextInfo
 from pyvmem.kvcache import (
     KVCache,
@@ -33,6 +34,8 @@ from pyvmem.kvcache.config import (
     dtype_of,
     invalid,
     longest_of,
+    policy_of,
+    switched,
 )
 from pyvmem.layouts import (
     PAGE_SIZES,
@@ -143,12 +146,16 @@ class Policy:
             ("ahead_tokens", 1 << 30),
         ):
             bounded(name, getattr(self, name), int(name == "max_batch"), high)
+        switched("promote", self.promote)
+        expect("options", self.options, Mapping)
         try:
             share = float(self.memory_share)
         except (TypeError, ValueError):
             raise invalid(f"memory_share must be a number, not {self.memory_share!r}") from None
         if not 0 < share <= 1:
             raise invalid(f"memory_share is {share}; it must be above 0 and at most 1")
+        # Of them `promote` gives large pages.
+        policy_of({"large_page_size": _LARGE, **self.options})
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
@@ -218,7 +225,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
     best = advised(model, policy, info, memory).best.choice
     values |= {"group_size": best.group_size, "page_size": best.page_size, **policy.options}
     if policy.promote and "large_page_size" not in policy.options:
-        values |= _promotion(model, values, info)
+        values = _promotion(model, values, info) | values
     return cache_of(model.layers, backend=info.backend, device=device, **values)
 
 

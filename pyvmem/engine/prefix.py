@@ -7,7 +7,7 @@ import errno
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pyvmem.closing import Closable
+from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle
 
 if TYPE_CHECKING:
@@ -56,7 +56,11 @@ class Namespace:
 
 def key_of(namespace: Namespace | None) -> Hashable:
     """The cache's key for a namespace; None is a namespace, too."""
-    return None if namespace is None else namespace.key
+    if namespace is None:
+        return None
+    if not isinstance(namespace, Namespace):
+        raise TypeError(f"namespace: expected one of RequestCache.namespace, not {namespace!r:.80}")
+    return namespace.key
 
 
 class Matcher(Protocol):
@@ -67,7 +71,7 @@ class Matcher(Protocol):
 
 
 @dataclass(eq=False)
-class Prefix(Closable):
+class Prefix(Scoped):
     """A prompt, and a lease on its recorded prefix, which is not evicted until the lease ends.
 
     From `RequestCache.match`, for `RequestCache.admit`, which ends the lease when it succeeds and

@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from pyvmem import _native
@@ -16,6 +15,7 @@ from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.features.record import Probed, about
 from pyvmem.features.table import FEATURES
+from pyvmem.paths import written
 
 __all__ = ["FORMAT", "add_parser", "run", "survey"]
 
@@ -30,7 +30,7 @@ def add_parser(sub: Any) -> None:
     )
     add = parser.add_argument
     add("--devices", default="0", help="CUDA ordinals, separated by commas (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write it there")
+    add("--json", type=written, metavar="FILE", help="write the table and what each back end said")
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,6 @@ the valid tokens. Checked with transformers 5.17.0 and 5.23.0.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +21,12 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.empty import VMemNothing
 from pyvmem.hf.layer import VMemLayer
-from pyvmem.hf.rows import Rows, Settings
+from pyvmem.hf.rows import GIVEN, Rows, Settings
 from pyvmem.hf.shapes import ATTENTION, NO_ATTENTION
 from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded, policy_of
 
 __all__ = ["VMemCache", "drafting"]
 
@@ -65,9 +64,9 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             ``memory_limit``.
 
     Raises:
-        InvalidArgument: a size out of range, or a layer whose state the configuration does not
-            describe. NotSupported: a model with an encoder, with layers that have a state beside
-            keys and values, or without a layer that has these.
+        InvalidArgument: an unknown option, a value out of range, or a layer whose state the
+            configuration does not describe. NotSupported: a model with an encoder, with layers that
+            have a state beside keys and values, or without a layer that has these.
     """
 
     def __init__(
@@ -81,11 +80,13 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         budget: Budget | None = None,
         **options: Any,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config: expected a model's configuration, not {config!r:.80}")
         text = config.get_text_config(decoder=True)
         _check_layers(config, text)
-        for name, value in (("max_batch_size", max_batch_size), ("max_cache_len", max_cache_len)):
-            if operator.index(value) < 1:
-                raise invalid(f"{name} is {value}; it must be at least 1")
+        bounded("max_batch_size", max_batch_size, 1, MOST_SLOTS)
+        bounded("max_cache_len", max_cache_len, 1, LONGEST)
+        policy_of(options, GIVEN)
         settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
         rows = Rows(settings)
         shapes = layer_shapes(text)

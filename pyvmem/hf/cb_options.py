@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +16,12 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
+from pyvmem.hf.rows import GIVEN
 from pyvmem.hf.shapes import plain_rows, row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import AHEAD_TOKENS, invalid
+from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS, bounded, invalid, policy_of
 
 __all__ = [
     "MAX_SLOTS",
@@ -37,8 +37,6 @@ __all__ = [
 _log = logging.getLogger("pyvmem.hf")
 
 MAX_SLOTS = 256  # the default; transformers' own is 1024 requests in a batch
-_OF_THE_MODEL = {"num_layers", "num_kv_heads", "head_dim", "dtype", "max_batch", "max_seq_len"}
-_POLICY = {one.name for one in dataclasses.fields(KVCacheConfig)} - _OF_THE_MODEL
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,12 @@ class Options:
     kvcache: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_seq_len"):
-            value = getattr(self, name)
-            if value is not None and operator.index(value) < 1:
-                raise invalid(f"{name} is {value}; it must be at least 1")
+        for name, most in (("max_batch", MOST_SLOTS), ("max_seq_len", LONGEST)):
+            if (value := getattr(self, name)) is not None:
+                bounded(name, value, 1, most)
         if self.kernel != "auto" and self.kernel not in KERNELS:
             raise invalid(f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}")
-        unknown = sorted(set(self.kvcache) - _POLICY)
-        if unknown:
-            raise invalid(f"{unknown[0]!r} is none of the options {', '.join(sorted(_POLICY))}")
+        policy_of(self.kvcache, GIVEN)
 
 
 def check_model(config: Any, tensor_parallel: int = 1) -> None:

@@ -7,6 +7,7 @@ Row i of the batch is slot i, always, so that a batch is one strided view of a v
 from __future__ import annotations
 
 import errno
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,10 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import AHEAD_TOKENS, Shape, classes_of, invalid
 
-__all__ = ["Rows", "Settings", "TakesRows", "move_rows"]
+__all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows"]
+
+GIVEN = ("dtype", "max_batch", "max_seq_len")
+"""Fields of `KVCacheConfig` that are no option of a plug: they come from its own arguments."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class TakesRows:
 
     is_initialized: bool
     batch_size: int
+    _rows: Rows
 
     def _check_rows(self, source: Sequence[int]) -> None:
         """Raises InvalidArgument for no row, or one that the batch does not have."""
@@ -75,6 +80,7 @@ class TakesRows:
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
         if self.is_initialized:
+            self._rows.check_count(self.batch_size * operator.index(repeats))
             self._take([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -263,6 +269,14 @@ class Rows:
                 limit=self._part(layer).config.window_tile,
             )
 
+    def check_count(self, count: int) -> None:
+        """Raises InvalidArgument for more rows than the cache was made for."""
+        most = self.settings.max_batch
+        if count > most:
+            raise invalid(
+                f"a batch of {count} rows; this VMemCache has max_batch_size {most}", limit=most
+            )
+
     def hold(self, count: int, length: int) -> None:
         """Takes slots and maps pages until `count` rows of `length` tokens fit; never fewer.
 
@@ -274,11 +288,7 @@ class Rows:
         """
         cache, settings = self.cache, self.settings
         assert cache is not None
-        if count > settings.max_batch:
-            raise invalid(
-                f"a batch of {count} rows; this VMemCache has max_batch_size {settings.max_batch}",
-                limit=settings.max_batch,
-            )
+        self.check_count(count)
         if length > settings.max_length:
             raise invalid(
                 f"{length} tokens; this VMemCache has max_cache_len {settings.max_length}",

@@ -38,15 +38,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyvmem.closing import Closable
+from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory
-from pyvmem.kvcache.config import invalid
+from pyvmem.expect import expect
+from pyvmem.kvcache.config import bounded, invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
 from pyvmem.ledger import Ledger, Participant, device_of, weakly
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
     from pyvmem.kvcache.reclaim import Reclaimer
 
 __all__ = [
@@ -190,7 +191,9 @@ class Budget(Closable):
         name: str = "",
         floor_bytes: int = 0,
     ) -> None:
-        total = operator.index(total_bytes)
+        expect("context", context, Context)
+        expect("name", name, str)
+        total = bounded("total_bytes", total_bytes, 0, 1 << 62)
         least = context.info.granule
         if total and total < least:
             raise invalid(
@@ -207,6 +210,7 @@ class Budget(Closable):
         self._left = False
         if not (ledger is None or isinstance(ledger, Ledger)):
             raise invalid(f"ledger must be a pyvmem.ledger.Ledger, not {ledger!r}")
+        floor_bytes = operator.index(floor_bytes)
         if not 0 <= floor_bytes <= self.total_bytes or (floor_bytes and ledger is None):
             most = self.total_bytes if ledger is not None else 0
             raise invalid(

@@ -32,6 +32,7 @@ from pyvmem.kvcache.config import (
     StateShape,
     classes_of,
     invalid,
+    policy_of,
 )
 from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.group import Group
@@ -924,7 +925,8 @@ class KVCache(MustClose):
     def copied_bytes(self, reqid: int, length: int) -> int:
         """Bytes that `truncate` to so many tokens, fewer than are held, needs for its copies.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken.
+        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        than it holds.
         """
         with self.lock, self.journal:
             return manager.copied(self._open(), reqid, operator.index(length))
@@ -932,7 +934,8 @@ class KVCache(MustClose):
     def forked_bytes(self, reqid: int, count: int, length: int) -> int:
         """Bytes that `fork_many` of the first tokens of a request needs: what is not shared.
 
-        Raises InvalidArgument for a reqid that does not exist or is not taken.
+        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
+        than it holds.
         """
         with self.lock, self.journal:
             return manager.forked(
@@ -979,17 +982,27 @@ class KVCache(MustClose):
 
         `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
         only read numbers, even while the `journal` settles an interrupted call.
+
+        Raises InvalidArgument for a reqid that does not exist.
         """
         return self.owners([reqid])[0]
 
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
         """`owner` of several slots."""
-        slots = self._groups[0].table.slots
+        group = self._groups[0]
+        slots = group.table.slots
+        if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
+            for reqid in reqids:
+                group.slot(reqid, taken=False)  # refuses the wrong one
         return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def seq_len(self, reqid: int) -> int:
-        """Tokens whose rows a slot holds; 0 for a free one."""
-        return self._groups[0].rows[reqid]
+        """Tokens whose rows a slot holds; 0 for a free one.
+
+        Raises InvalidArgument for a reqid that does not exist.
+        """
+        group = self._groups[0]
+        return group.rows[group.slot(reqid, taken=False).index]
 
     def is_taken(self, reqid: int) -> bool:
         """Whether a request has the slot.
@@ -1219,7 +1232,7 @@ class LayeredCache(KVCache):
         counts, self._places = classes_of(self.layers)
         if not counts:
             raise invalid("a LayeredCache needs at least one layer that keeps something")
-        whole = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=1, **_shape_free(policy))
+        whole = policy_of(policy)
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
         small = {**policy, "large_page_size": 0, "promote_tokens": 0}
         configs = [
@@ -1306,15 +1319,8 @@ def cache_of(
     """A `KVCache` where all layers are equal, else a `LayeredCache`, whose arguments it takes."""
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
+    policy_of(policy)
     if kind is not None and len(counts) == 1 and count == len(layers):
         config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
     return LayeredCache(layers, context, backend, device, budget, **policy)
-
-
-def _shape_free(policy: dict[str, Any]) -> dict[str, Any]:
-    """The policy without fields that can only be checked per class."""
-    for name in ("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"):
-        if name in policy:
-            raise invalid(f"{name} is given by the layers")
-    return {**policy, "group_size": 1}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import errno
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import InvalidArgument
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AHEAD_TOKENS",
     "DTYPE_BYTES",
+    "LONGEST",
+    "MOST_SLOTS",
     "PREFILL_TOKENS",
     "EmptyShape",
     "KVCacheConfig",
@@ -32,6 +34,8 @@ __all__ = [
     "invalid",
     "layer_shapes",
     "longest_of",
+    "policy_of",
+    "switched",
     "text_config",
 ]
 
@@ -54,6 +58,9 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 
+MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
+"""The most that `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len` can be."""
+
 # Far above any model: they catch nonsense before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
@@ -62,8 +69,8 @@ _BOUNDS = {
     "tensors_per_layer": (1, 2),
     "window": (0, 1 << 30),
     "window_tile": (0, 1 << 16),
-    "max_batch": (1, 1 << 16),
-    "max_seq_len": (1, 1 << 30),
+    "max_batch": (1, MOST_SLOTS),
+    "max_seq_len": (1, LONGEST),
     "group_size": (1, 1 << 14),
     "page_size": (0, 1 << 30),
     "large_page_size": (0, 1 << 30),
@@ -78,6 +85,11 @@ _BOUNDS = {
     "ahead_tokens": (0, 1 << 30),
     "reclaim_steps": (0, 1 << 30),
 }
+
+_SWITCHES = (
+    *("zero_fill", "deferred_reclaim", "keep_mapped", "overread_decode", "sparse"),
+    *("packed_slots", "idle_prefixes", "state"),
+)
 
 
 def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
@@ -94,6 +106,13 @@ def bounded(name: str, value: Any, low: int, high: int) -> int:
     if not low <= number <= high:
         raise invalid(f"{name} is {number}; it must lie between {low} and {high}", limit=high)
     return number
+
+
+def switched(name: str, value: Any) -> bool:
+    """True or False; raises InvalidArgument otherwise: "off" would count as on."""
+    if not (isinstance(value, int) and value in (0, 1)):
+        raise invalid(f"{name} must be True or False, not {value!r}")
+    return bool(value)
 
 
 @dataclass(frozen=True)
@@ -252,6 +271,10 @@ class KVCacheConfig:
                 f"group_size {self.group_size} does not divide num_layers {self.num_layers}",
                 limit=self.num_layers,
             )
+        for name in _SWITCHES:
+            object.__setattr__(self, name, switched(name, getattr(self, name)))
+        if self.idle_compact is not None:
+            switched("idle_compact", self.idle_compact)
         for name in ("page_size", "large_page_size"):
             size = getattr(self, name)
             if size & (size - 1):
@@ -283,6 +306,7 @@ class KVCacheConfig:
             raise invalid(f"{name} must be a number, not {value!r}") from None
         if not 0.0 <= number <= high:  # also refuses NaN
             raise invalid(f"{name} is {number}; it must lie between 0 and {high}", limit=high)
+        object.__setattr__(self, name, number)
 
     @property
     def itemsize(self) -> int:
@@ -334,6 +358,32 @@ class KVCacheConfig:
         default("dtype", lambda: dtype_of(config))
         default("max_seq_len", lambda: longest_of(text))
         return cls(**values)
+
+
+_OF_THE_LAYERS = (
+    *("num_layers", "num_kv_heads", "head_dim", "tensors_per_layer", "window", "state"),
+)
+
+
+def policy_of(options: Mapping[str, Any], given: Collection[str] = ()) -> KVCacheConfig:
+    """The policy alone, checked: for layers that differ, or are not known yet.
+
+    Args:
+        options: fields of `KVCacheConfig`.
+        given: those that come from elsewhere, and are no option.
+
+    Raises:
+        InvalidArgument: no field, one that the layers or the caller give, or a value out of range.
+    """
+    for name in _OF_THE_LAYERS:
+        if name in options:
+            raise invalid(f"{name} is given by the layers")
+    known = {one.name for one in fields(KVCacheConfig)} - {*_OF_THE_LAYERS, *given}
+    for name in options:
+        if name not in known:
+            raise invalid(f"{name!r} is none of the options {', '.join(sorted(known))}")
+    bounded("group_size", options.get("group_size", 1), *_BOUNDS["group_size"])
+    return KVCacheConfig(1, 1, 1, **{**options, "group_size": 1})
 
 
 def text_config(config: Any) -> Any:
@@ -488,6 +538,9 @@ class StateShape:
     dtype: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("conv", "recurrent"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise invalid(f"{name} is {getattr(self, name)!r:.80}; it must be a tuple of sizes")
         if not self.conv and not self.recurrent:
             raise invalid("a StateShape needs a conv or a recurrent state")
         if self.dtype not in ("", *DTYPE_BYTES):

@@ -376,11 +376,7 @@ class Group:
 
     def _slots(self, reqids: Sequence[int]) -> list[Slot]:
         """Raises InvalidArgument for a reqid that does not exist."""
-        last = len(self.table) - 1
-        for reqid in reqids:
-            if not 0 <= reqid <= last:
-                raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
-        return [self.table[reqid] for reqid in reqids]
+        return [self.slot(reqid, taken=False) for reqid in reqids]
 
     # ---- sums of the records ---------------------------------------------------------------------
 

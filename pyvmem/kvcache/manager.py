@@ -31,6 +31,7 @@ from pyvmem.errors import (
     TooManyMappings,
     VMemError,
 )
+from pyvmem.expect import expect
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.info import Location
 from pyvmem.kvcache.budget import Budget, cache_lock
@@ -130,6 +131,9 @@ class Manager:
         budget: Budget | None,
         table: type[SlotTable] = SlotTable,
     ) -> None:
+        expect("config", whole, KVCacheConfig)
+        expect("context", context, Context, optional=True)
+        expect("budget", budget, Budget, optional=True)
         _check_memory(whole, configs is not None, context, budget)
         self.closed = self._closing = False
         self._name = name
@@ -918,6 +922,10 @@ def _forked(group: Group, parent: Slot, rows: int) -> tuple[int, int, int]:
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
     """See `KVCache.forked_bytes`."""
+    slot = groups[0].slot(reqid)
+    _check_kept(length, slot.index, max(group.rows[slot.index] for group in groups))
+    if count < 0:
+        raise invalid(f"count is {count}; it must not be negative")
     found = 0
     for group in groups:
         _, full, pages = _forked(group, group.slot(reqid), length)
@@ -968,6 +976,8 @@ def _matches(
     if matches is None:
         return []
     found = list(matches)
+    for place, one in enumerate(found):
+        expect(f"matches[{place}]", one, PrefixMatch, optional=True)
     if len(found) != len(lengths):
         raise invalid(f"{len(found)} matches for {len(lengths)} requests", limit=len(lengths))
     for place, (match, length) in enumerate(zip(found, lengths, strict=True)):
@@ -1144,7 +1154,9 @@ class Moved(NamedTuple):
 def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
     """The tier that a caller names."""
     names = {one.name.lower(): one for one in Location}
-    place = names.get(location) if isinstance(location, str) else Location(location)
+    place = names.get(location) if isinstance(location, str) else None
+    if isinstance(location, int) and location in names.values():
+        place = Location(location)
     if place is None:
         raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
     if place is not Location.PEER and device is not None:
@@ -1664,6 +1676,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
     """See `KVCache.copied_bytes`."""
     slots = [group.slot(reqid) for group in groups]
+    _check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
     each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
 
@@ -2170,6 +2183,7 @@ class CommonPages:
     def __init__(self, owner: Manager, tokens: int) -> None:
         groups = (group,) = owner.groups
         config, layout = group.config, group.layout
+        tokens = operator.index(tokens)
         if not 0 < tokens <= config.max_seq_len:
             raise invalid(
                 f"map_common_pages({tokens}): not between 0 and {config.max_seq_len}",

@@ -54,7 +54,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.closing import Closable
+from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.config import invalid
@@ -128,7 +128,7 @@ class Lease:
 
 
 @dataclass(eq=False)
-class PrefixMatch(Closable):
+class PrefixMatch(Scoped):
     """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
 
     Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A

@@ -125,6 +125,12 @@ def _namespace(tokens: Any, namespace: Hashable) -> Hashable:
         hash(namespace)
     except TypeError:
         raise invalid(f"namespace {_brief(namespace)} cannot be hashed") from None
+    try:
+        same = bool(namespace == namespace)
+    except (TypeError, ValueError, RuntimeError):
+        same = False
+    if not same:  # NaN, an array: it cannot be told from others
+        raise invalid(f"namespace {_brief(namespace)} does not equal itself")
     own = tokens.namespace if isinstance(tokens, TokenIds) else None
     if own is None or namespace is None or namespace == own:
         return own if namespace is None else namespace

@@ -10,7 +10,16 @@ from typing import Any
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
-from pyvmem.layouts.options import add_dtype, add_overread, add_workload, counts, size, sizes
+from pyvmem.layouts.options import (
+    add_dtype,
+    add_overread,
+    add_workload,
+    count,
+    counts,
+    positive,
+    size,
+    sizes,
+)
 from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
 
@@ -51,15 +60,15 @@ def add_parser(sub: Any) -> None:
     )
     add = parser.add_argument
     add("--model", default="Llama-3-8B", help=f"{', '.join(SHAPES)}, or a config.json")
-    add("--ranks", type=int, default=1, help="GPUs that share the heads and the weights (1)")
+    add("--ranks", type=count, default=1, help="GPUs that share the heads and the weights (1)")
     add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
     add("--kv-memory", type=size, help="for keys and values alone, instead of --memory")
     add_workload(parser, "Azure's or vAttention's CSV, Mooncake's JSONL", "requests", 10000)
     add("--pages", type=sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
     add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
     add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
-    add("--iteration-ms", type=float, default=25.0, help="of a decode iteration (25)")
-    add("--max-group", type=int, default=8, help="most layers in one tensor that are advised (8)")
+    add("--iteration-ms", type=positive, default=25.0, help="of a decode iteration (25)")
+    add("--max-group", type=count, default=8, help="most layers in one tensor that are advised (8)")
     add_overread(parser)
     add_dtype(parser)
     add("--all", action="store_true", help="list groups between --max-group and all layers too")

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import math
 from typing import Any
 
 from pyvmem.kvcache.config import DTYPE_BYTES
+from pyvmem.paths import existing, replaced
 from pyvmem.units import parse_bytes
 
 __all__ = [
@@ -15,12 +16,15 @@ __all__ = [
     "add_output",
     "add_overread",
     "add_workload",
+    "count",
     "counts",
-    "existing",
     "page_name",
+    "positive",
     "size",
     "sizes",
 ]
+
+_MOST = 1 << 24
 
 
 def size(text: str) -> int:
@@ -39,6 +43,28 @@ def sizes(text: str) -> list[int]:
     return [size(one) for one in text.split(",")]
 
 
+def count(text: str) -> int:
+    """A whole number from 1 to 2**24, which no run comes near."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if not 1 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
+
+
 def counts(text: str, all_is: int | None = None) -> list[int]:
     """Whole numbers of "1,8", each at least 1; "all" is `all_is`, where that is given."""
     found = []
@@ -51,17 +77,6 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
             example = "1,8" if all_is is None else "1,8,all"
             raise argparse.ArgumentTypeError(f"{text!r}: {one!r} is no count; expected {example}")
     return found
-
-
-def existing(text: str) -> Path:
-    """A path at which there is something."""
-    path = Path(text)
-    try:
-        path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        why = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"{text}: {why}") from None
-    return path
 
 
 def page_name(page_size: int) -> str:
@@ -81,7 +96,7 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
     """
     add = parser.add_argument
     add("--trace", type=existing, help=trace, **how)
-    add("--requests", type=int, default=requests, help=f"made-up {what} instead ({requests})")
+    add("--requests", type=count, default=requests, help=f"made-up {what} instead ({requests})")
     add("--seed", type=int, default=1, help=f"of the made-up {what} (1)")
 
 
@@ -100,5 +115,5 @@ def add_dtype(parser: Any) -> None:
 def add_output(parser: Any, out: str) -> None:
     """Adds ``--out`` and ``--json``; `out`: what is written."""
     add = parser.add_argument
-    add("--out", type=Path, metavar="FILE", help=out)
+    add("--out", type=replaced, metavar="FILE", help=out)
     add("--json", action="store_true", help="print the JSON instead of the tables")

@@ -21,6 +21,8 @@ from pyvmem import _native
 from pyvmem.bench.machine import describe
 from pyvmem.bench.page import write_report
 from pyvmem.features import about
+from pyvmem.layouts.options import count
+from pyvmem.paths import replaced, written
 from pyvmem.probe import ProbeResult, probe
 from pyvmem.selftest import books, memory
 from pyvmem.selftest.check import Result, run_check
@@ -48,10 +50,15 @@ def add_parser(sub: Any) -> None:
     add = parser.add_argument
     add("--backend", default="uvm", help="uvm (default: the patched driver), stock, cuda, host")
     add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="write the report there")
-    add("--report", type=Path, metavar="FILE", help="write one HTML file with everything")
-    add("--samples", type=int, default=200, help="for each time (default: 200); 0: no times")
+    add("--json", type=written, metavar="FILE", help="write the report there")
+    add("--report", type=replaced, metavar="FILE", help="write one HTML file with everything")
+    add("--samples", type=_samples, default=200, help="for each time (default: 200); 0: no times")
     parser.set_defaults(run=run)
+
+
+def _samples(text: str) -> int:
+    """How many times each is timed; 0 is a number here, too."""
+    return 0 if text == "0" else count(text)
 
 
 def _checks(context: pyvmem.Context) -> list[Result]:

@@ -11,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import count, size
+from pyvmem.paths import existing, picture_file, written
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -36,18 +36,8 @@ def _size(text: str) -> int:
     return 0 if text.strip() == "0" else size(text)
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
-
-
 def _group(text: str) -> int:
-    return 0 if text == "all" else _count(text)
+    return 0 if text == "all" else count(text)
 
 
 def add_parser(sub: Any) -> None:
@@ -75,18 +65,24 @@ def add_parser(sub: Any) -> None:
         help="64K, 2M, ... (default: what `vmem layouts` advises, as for --group-size)",
     )
     add("--group-size", type=_group, help="layers that share a tensor, or all")
-    add("--max-batch", type=_count, default=16, help="requests at a time (16)")
-    add("--max-seq-len", type=_count, help="tokens that a slot can hold (the model's context)")
-    add("--max-new-tokens", type=_count, default=48, help="length of an answer (48)")
-    add("--num-prompts", type=_count, help="how many prompts (default: all of the file)")
+    add("--max-batch", type=count, default=16, help="requests at a time (16)")
+    add("--max-seq-len", type=count, help="tokens that a slot can hold (the model's context)")
+    add("--max-new-tokens", type=count, default=48, help="length of an answer (48)")
+    add("--num-prompts", type=count, help="how many prompts (default: all of the file)")
     add("--prompts", type=existing, help="file of prompts, separated by lines of three dashes")
     add("--memory-limit", type=_size, default=0, help="most KV memory, 64M, ... (what is free)")
-    add("--prefill-chunk", type=_count, default=0, help="prompt tokens per request and step (all)")
+    add("--prefill-chunk", type=count, default=0, help="prompt tokens per request and step (all)")
     add("--no-background", action="store_true", help="map everything in step, nothing ahead")
     add("--verify", action="store_true", help="compare the answers with transformers' generate")
     add("--details", action="store_true", help="end with all tables")
-    add("--picture", help="draw each step's pages into this file (.svg, .png)")
-    add("--trace-out", help="write each step's pages to this JSON file, for a picture")
+    add(
+        "--picture",
+        type=picture_file,
+        help="draw each step's pages into this file (.svg, .png, .pdf)",
+    )
+    add(
+        "--trace-out", type=written, help="write each step's pages to this JSON file, for a picture"
+    )
     add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=run)
 
@@ -126,12 +122,8 @@ def _demo(args: argparse.Namespace) -> int:
     from pyvmem.serve import prompts
 
     texts = prompts.load(args.prompts, args.num_prompts or 0)
-    if args.trace_out:
-        Path(args.trace_out).touch()  # an unwritable path fails before the work, not after it
     if args.picture:
-        import matplotlib  # noqa: F401  # so does a picture that cannot be drawn
-
-        Path(args.picture).touch()
+        import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
     granule = args.page_size if args.page_size < _GRANULE else 0
     with Context(args.backend, device=args.device, granule=granule) as context:
         return _serve(args, context, texts)
@@ -255,7 +247,7 @@ def _answer(
     stats = cache.stats()
     cache.check_integrity()
     if args.trace_out:
-        Path(args.trace_out).write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
+        args.trace_out.write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
     if args.picture:
         from pyvmem.serve.picture import draw
 

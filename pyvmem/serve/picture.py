@@ -2,7 +2,7 @@
 """Draws a run: the pages of each request over time. ``python -m pyvmem.serve.picture TRACE OUT``.
 
 TRACE is what ``vmem serve-demo --trace-out`` wrote; the format of OUT follows from its name (.svg,
-.png). Needs matplotlib.
+.png, .pdf). Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pyvmem.paths import existing, picture_file
 from pyvmem.serve.trace import TRACE_FORMAT
 
 __all__ = ["draw", "main"]
@@ -145,11 +146,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pyvmem.serve.picture", description="Draws a run."
     )
-    parser.add_argument("trace", help="what vmem serve-demo --trace-out wrote")
-    parser.add_argument("out", help="the picture, .svg or .png")
+    parser.add_argument("trace", type=existing, help="what vmem serve-demo --trace-out wrote")
+    parser.add_argument("out", type=picture_file, help="the picture, .svg, .png or .pdf")
     args = parser.parse_args(argv)
     try:
-        draw(json.loads(Path(args.trace).read_text(encoding="utf-8")), args.out)
+        draw(json.loads(args.trace.read_text(encoding="utf-8")), args.out)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         print(f"picture: {error}", file=sys.stderr)
         return 1

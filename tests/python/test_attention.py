@@ -238,8 +238,20 @@ def test_bad_input_is_named(host: pyvmem.Context) -> None:
         for wrong in (q[1:], q[..., :16], q.double(), q[0]):
             with pytest.raises(InvalidArgument, match=r"q is .* wanted"):
                 attend(wrong, 0, batch)
-        with pytest.raises(InvalidArgument, match="3 heads are not a multiple of 2 KV heads"):
-            attend(q[:, :3], 0, batch)
+        for heads in (0, 3):
+            text = f"q has {heads} heads; wanted a multiple of the 2 KV heads"
+            with pytest.raises(InvalidArgument, match=text):
+                attend(q[:, :heads], 0, batch)
+        for text, call in (
+            ("q: expected Tensor, not None", lambda: attend(None, 0, batch)),
+            ("batch: expected Batch, not 3", lambda: attend(q, 0, 3)),
+            ("key: expected Tensor, not 'x'", lambda: attend.write(0, "x", q, batch)),
+            ("cache: expected a KVCache, not 3", lambda: Attention(3)),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call()
+        with pytest.raises(InvalidArgument, match="kernel 'fa9' is none of fa3"):
+            overread_rows("fa9", torch.device("cpu"))
         with pytest.raises(InvalidArgument, match="value is"):
             attend.write(0, q[:, :2], q[:, :1], batch)
         attend.close()

@@ -699,3 +699,54 @@ def test_inject_arguments(context: pyvmem.Context) -> None:
     for kinds, count, error in ((0, 1, 5), (1 << 10, 1, 5), (1, 1, 0), (1, 1, -5), (1, 1, 1 << 20)):
         with refused(context, pyvmem.InvalidArgument):
             context.inject(kinds, 0, count, error)
+
+
+# ---- objects of another type ---------------------------------------------------------------------
+
+
+def test_objects_of_another_type_are_named(context: pyvmem.Context, page: int) -> None:
+    rsv = context.reserve(page)
+    ops = pyvmem.OpBatch(1)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("backend: expected str, not None", lambda: pyvmem.Context(None)),  # type: ignore[arg-type]
+        ("pages: expected Pages, not None", lambda: rsv.map(0, None)),  # type: ignore[arg-type]
+        ("pages: expected Pages", lambda: context.map(rsv.addr, page, 3)),  # type: ignore[arg-type]
+        ("pages: expected Pages", lambda: ops.map(rsv.addr, page, "x")),  # type: ignore[arg-type]
+        ("ops: expected OpBatch", lambda: context.batch([])),  # type: ignore[arg-type]
+        ("ops: expected OpBatch", lambda: context.submit(None)),  # type: ignore[arg-type]
+        ("ticket: expected Ticket or None", lambda: context.submit(ops, ticket=1)),  # type: ignore[arg-type]
+        ("shape: expected whole numbers, not 'x'", lambda: rsv.tensor("x", "uint8")),  # type: ignore[arg-type]
+        ("cannot be interpreted as an integer", lambda: rsv.read("x", 1)),  # type: ignore[arg-type]
+        ("cannot be interpreted as an integer", lambda: pyvmem.OpBatch(None)),  # type: ignore[arg-type]
+        ("cannot be interpreted as an integer", lambda: pyvmem.FdEvent("x")),  # type: ignore[arg-type]
+        ("interpreted as an integer", lambda: context.create(page, location="x")),  # type: ignore[arg-type]
+    ]
+    before = context.stats()
+    for text, call in calls:
+        with pytest.raises(TypeError, match=text):
+            call()
+    assert context.stats() == before
+    rsv.close()
+
+
+@pytest.mark.parametrize(
+    ("fd", "text"), [(-1, "negative"), (1 << 31, "too large"), (1 << 70, "too large")]
+)
+def test_a_descriptor_that_is_none(context: pyvmem.Context, fd: int, text: str) -> None:
+    with (
+        refused(context, pyvmem.InvalidArgument) as caught,
+        pyvmem.FdEvent(fd) as event,
+    ):
+        context.submit(pyvmem.OpBatch(1), after=[event])
+    assert f"FdEvent({fd}) is {text}" in str(caught.value)
+
+
+def test_a_device_below_zero() -> None:
+    with pytest.raises(pyvmem.InvalidArgument, match="device = -1: expected a CUDA ordinal"):
+        pyvmem.Context("host", device=-1)
+
+
+def test_a_handle_has_one_way_to_end(context: pyvmem.Context, page: int) -> None:
+    with context.create(page) as pages:
+        assert not hasattr(pages, "close"), "release or drop"
+    assert context.stats().handles == 0

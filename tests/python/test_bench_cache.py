@@ -161,7 +161,7 @@ def test_overlap(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.needs_tensors
 def test_overlap_stops_at_its_deadline(tmp_path: Path, backend: str) -> None:
-    data = conduct("overlap", tmp_path, backend, "--deadline", "0")
+    data = conduct("overlap", tmp_path, backend, "--deadline", "0.001")
     assert rows(data)["iterations/time/sync"]["n"] == 20
     assert "the deadline came after 20 iterations" in data["parts"]["iterations"]["notes"]
 

@@ -27,7 +27,7 @@ CALLS = {
     "layouts": ["layouts", "--help"],
     "top": ["top", "--once"],
     "watch": ["watch", "--help"],
-    "limit": ["limit", "nobody", "1G"],
+    "limit": ["limit", "--help"],
     "serve-demo": ["serve-demo", "--help"],
 }
 
@@ -80,11 +80,102 @@ def test_the_disk_is_full(command: str) -> None:
     assert (status, said) == (1, f"vmem: {command}: No space left on device\n")
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "missing" / "report.json"
-    words = [*CALLS["selftest"], "--json", str(file)]
-    expected = f"vmem: selftest: {file}: No such file or directory\n"
-    assert vmem(words, subprocess.DEVNULL) == (1, expected)
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a command."""
+    sub = next(one for one in cli._parser(name)._actions if isinstance(one.choices, dict))
+    parser: argparse.ArgumentParser = sub.choices[name]
+    return parser
+
+
+def outputs() -> list[list[str]]:
+    """Each option of each command that names a file to write."""
+    parsers = {(name,): parser_of(name) for name in CALLS}
+    benchmarks = next(one for one in parsers.pop(("bench",))._actions if one.choices)
+    parsers |= {("bench", name): parser for name, parser in dict(benchmarks.choices or {}).items()}
+    names = {"--out", "--json", "--report", "--plot", "--picture", "--trace-out"}
+    return [
+        [*words, option]
+        for words, parser in parsers.items()
+        for one in parser._actions
+        if one.nargs != 0  # else it prints
+        for option in one.option_strings
+        if option in names
+    ]
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a command line that is refused before anything runs."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.splitlines()[-1]
+
+
+def test_all_outputs_are_tried() -> None:
+    found = {" ".join(one) for one in outputs()}
+    assert {"serve-demo --picture", "selftest --report", "bench vllm --out"} <= found
+    assert len(found) > 40
+
+
+@pytest.mark.parametrize("words", outputs(), ids=" ".join)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argument = f"error: argument {words[-1]}: "
+    gone = tmp_path / "missing"
+    said = refused([*words, str(gone / "out.svg")], capsys)
+    assert said.endswith(f"{argument}{gone}: No such file or directory")
+    assert not gone.exists()
+    gone.write_text("")
+    said = refused([*words, str(gone / "out.svg")], capsys)
+    assert said.endswith(f"{argument}{gone} is no folder")
+    said = refused([*words, str(tmp_path)], capsys)
+    assert said.endswith(f"{argument}{tmp_path} is a folder")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    said = refused([*words, str(tmp_path / "out.svg")], capsys)
+    assert said.endswith(f"{argument}{tmp_path / 'out.svg'}: {tmp_path} cannot be written to")
+
+
+@pytest.mark.parametrize("words", [["selftest", "--json"], ["serve-demo", "--trace-out"]])
+def test_a_file_that_is_there_and_may_not_be_written(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != file)
+    said = refused([*words, str(file)], capsys)
+    assert said.endswith(f"error: argument {words[-1]}: {file} cannot be written to")
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "words", [["serve-demo", "--picture"], ["bench", "api", "--plot"]], ids=" ".join
+)
+def test_a_picture_of_no_known_kind(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "run.jpeg")
+    said = refused([*words, file], capsys)
+    assert said.endswith(f"argument {words[-1]}: {file!r}: expected a name in .svg, .png or .pdf")
+
+
+def test_a_report_where_the_json_would_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    words = ["bench", "api", "--backend", "host", "--quick", "--report", str(file)]
+    assert cli.main(words) == 2
+    expected = f"vmem bench: {file}: the JSON goes there; name another file\n"
+    assert capsys.readouterr() == ("", expected)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +224,89 @@ def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert cli.main([*words, "--trace", str(tmp_path)]) == 1
         expected = f"vmem: {words[0]}: EINVAL: {tmp_path}: Is a directory\n"
         assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["selftest", "--samples", "-5"], "-5 is not between 1 and 16777216"),
+        (["layouts", "--requests", "0"], "0 is not between 1 and 16777216"),
+        (["layouts", "--requests", "1000000000000"], "1000000000000 is not between 1 and 16777216"),
+        (["layouts", "--iteration-ms", "nan"], "'nan': expected a number above 0"),
+        (["bench", "fill", "--rounds", "0"], "0 is not between 1 and 16777216"),
+        (["bench", "overlap", "--batch", "two"], "'two' is not a whole number"),
+        (["bench", "fill", "--deadline", "-3"], "'-3': expected a number above 0"),
+        (["bench", "api", "--budget", "inf"], "'inf': expected a number above 0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_runs(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(words, capsys).endswith(f"error: argument {words[-2]}: {text}")
+
+
+@pytest.mark.parametrize("where", ["http://[", "localhost:x", "99999999", "0"])
+def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["watch", where]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("vmem: watch: EINVAL: ")
+    assert where in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--quick"],
+        ["--part", "idle"],
+        ["--part", "sleep"],
+        ["--part", "rough"],
+        ["--part", "share", "--bursts", "climb"],
+    ],
+    ids=" ".join,
+)
+def test_a_trace_that_nothing_would_read(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("")
+    assert cli.main(["bench", "vllm", *words, "--trace", str(trace)]) == 2
+    what = " ".join(words[-2:])
+    expected = f"vmem bench: {what} has requests of its own: leave out --trace {trace}\n"
+    assert capsys.readouterr() == ("", expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        (["top"], "rich", "watch"),
+        (["bench", "capacity", "--requests", "9"], "numpy", "bench"),
+        (["bench", "api", "--quick", "--plot", "run.svg"], "matplotlib", "plot"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    words: list[str], package: str, extra: str, tmp_path: Path
+) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; from pyvmem import cli; "
+        f"sys.exit(cli.main({words!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"vmem: {words[0]} needs a package that is not installed: ")
+    assert package in last
+    assert last.endswith(f"; the extra pyvmem[{extra}] has it")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    for package, extra in cli._EXTRAS.items():
+        (line,) = [one for one in text.splitlines() if one.startswith(f"{extra} = [")]
+        assert f'"{package}>=' in line
 
 
 @pytest.mark.parametrize("device", ["-1", "gpu", "cuda:x"])

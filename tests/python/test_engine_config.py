@@ -75,6 +75,11 @@ def test_bad_models(layers: list[LayerShape], dtype: str, length: int, text: str
         ({"memory_share": 0}, "memory_share is 0"),
         ({"memory_share": 1.5}, "memory_share is 1.5"),
         ({"memory_share": "much"}, "'much'"),
+        ({"promote": "off"}, "promote must be True or False, not 'off'"),
+        ({"options": {"wrong": 1}}, "'wrong' is none of the options ahead_tokens, "),
+        ({"options": {"window": 8}}, "window is given by the layers"),
+        ({"options": {"reclaim_steps": -1}}, "reclaim_steps is -1"),
+        ({"options": {"group_size": 0}}, "group_size is 0"),
     ],
 )
 def test_bad_policies(changes: dict[str, Any], text: str) -> None:
@@ -204,3 +209,11 @@ def test_close_while_a_tensor_lives_can_be_repeated() -> None:
     del view
     cache.close()
     assert cache.cache.is_closed
+
+
+def test_an_option_wins_over_what_promotion_would_choose() -> None:
+    model = Model((LayerShape(8, 128),) * 2, "float16", 1 << 17)
+    policy = Policy(max_batch=1, memory=64 * MIB, page_size=64 << 10, options={"promote_tokens": 9})
+    with RequestCache.open(model, policy, backend="host") as cache:
+        config = cache.cache.caches[0].config
+        assert (config.large_page_size, config.promote_tokens) == (2 * MIB, 9)

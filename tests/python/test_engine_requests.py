@@ -206,6 +206,19 @@ def test_requests_of_another_cache_are_refused(host: Context) -> None:
             other.extend({request: 40})
         with pytest.raises(TypeError, match="expected a Request"):
             cache.extend({request.slot: 40})  # type: ignore[dict-item]
+        wrong: Any = 3
+        for text, call in (
+            ("expected a Request, not 3", lambda: cache.fork(wrong)),
+            ("expected a Request, not 3", lambda: cache.record(wrong, PROMPT)),
+            ("expected a Request, not 3", lambda: cache.swap_in(wrong)),
+            ("expected a Request, not 3", lambda: cache.truncate(wrong, 1)),
+            ("lengths: expected tokens by Request, not ''", lambda: cache.extend("")),  # type: ignore[arg-type]
+            ("namespace: expected one of", lambda: cache.admit(PROMPT, namespace=wrong)),
+            ("cache: expected a KVCache, not 3", lambda: RequestCache(wrong)),
+        ):
+            with pytest.raises(TypeError, match=text):
+                call()
+        assert cache.requests == [request]
 
 
 def test_closing_releases_what_runs(host: Context) -> None:

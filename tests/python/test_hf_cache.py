@@ -372,11 +372,40 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
             cache.batch_select_indices(torch.tensor([0, 7]))
         with pytest.raises(InvalidArgument, match="no row is left"):
             cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+        with pytest.raises(InvalidArgument, match=rf"a batch of {2 << 40} rows; .* 2"):
+            cache.batch_repeat_interleave(1 << 40)
         for name in ("offload", "prefetch"):
             with pytest.raises(NotSupported, match="no offloading"):
                 getattr(cache.layers[0], name)()
         assert (cache.get_seq_length(), cache.get_seq_length(1)) == (5, 0)
         cache.kvcache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"wrong": 1}, r"'wrong' is none of the options ahead_tokens, .*, zero_fill$"),
+        ({"max_batch": 4}, "'max_batch' is none of the options"),
+        ({"dtype": "float16"}, "'dtype' is none of the options"),
+        ({"window": 8}, "window is given by the layers"),
+        ({"page_size": 3000}, "page_size 3000 is not a power of two"),
+        ({"group_size": 0}, "group_size is 0; it must lie between 1 and"),
+        ({"memory_limit": "much"}, "memory_limit must be a whole number, not 'much'"),
+        ({"low_watermark": float("nan")}, "low_watermark is nan"),
+    ],
+    ids=str,
+)
+def test_options_are_checked_before_the_first_keys(model: Any, option: Any, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        VMemCache(model.config, 2, 8, **option)
+
+
+@pytest.mark.parametrize("size", ["many", 2.0, None, 1 << 31])
+def test_sizes_that_are_none(model: Any, size: Any) -> None:
+    with pytest.raises(InvalidArgument, match="max_batch_size"):
+        VMemCache(model.config, size, 8)
+    with pytest.raises(InvalidArgument, match="max_cache_len"):
+        VMemCache(model.config, 2, size)
 
 
 def test_models_with_other_layers_are_refused() -> None:

@@ -331,7 +331,10 @@ def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None
         ({"max_batch": 0}, "max_batch is 0"),
         ({"max_seq_len": -3}, "max_seq_len is -3"),
         ({"kernel": "magic"}, "'magic'"),
-        ({"num_layers": 3}, "'num_layers' is none"),
+        ({"num_layers": 3}, "num_layers is given by the layers"),
+        ({"window": 3}, "window is given by the layers"),
+        ({"page_size": 3000}, "page_size 3000 is not a power of two"),
+        ({"max_batch": "many"}, "max_batch must be a whole number, not 'many'"),
         ({"pages": 3}, "'pages' is none"),
     ):
         with pytest.raises(InvalidArgument, match=match):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvcache_helpers import small_config
 
 from pyvmem import Context, InvalidArgument, KVCache, KVCacheConfig
+from pyvmem.kvcache import StateShape
 from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.layout import Layout
 
@@ -279,3 +280,17 @@ def test_tensors_of_packed_slots_are_contiguous(context: Context) -> None:
         with KVCache(config, context) as cache:
             assert cache.tensors[0].is_contiguous() == (packed or page >= 2 << 20)
             assert cache.step([0] * config.max_batch) == 0
+
+
+@pytest.mark.parametrize("name", ["zero_fill", "sparse", "state", "idle_compact", "keep_mapped"])
+@pytest.mark.parametrize("value", ["off", 2, 0.5, []])
+def test_a_switch_is_on_or_off(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name} must be True or False, not"):
+        KVCacheConfig(2, 2, 8, **{name: value})
+
+
+@pytest.mark.parametrize("value", [None, 3, 1.5])
+def test_a_state_of_no_sizes(value: Any) -> None:
+    for name in ("conv", "recurrent"):
+        with pytest.raises(InvalidArgument, match=f"{name} is {value}; it must be a tuple"):
+            StateShape(**{name: value})

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, rows_are_zero, small_cache, stamp, state
 
-from pyvmem import Context, InvalidArgument
+from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem.kvcache import Budget, LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
 
@@ -114,3 +118,68 @@ def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
         assert state(cache) == before
         cache.free_reqid(1)  # its pages can be had again
         assert cache.obtainable_pages() == (4 * TENSORS, 4 * TENSORS)
+
+
+@pytest.mark.parametrize("reqid", [-1, 4, 1 << 70])
+@pytest.mark.parametrize("name", ["owner", "seq_len", "is_taken", "capacity"])
+def test_a_reqid_that_is_none(context: Context, name: str, reqid: int) -> None:
+    with small_cache(context) as cache:
+        text = f"reqid {reqid} is not between 0 and 3"
+        with pytest.raises(InvalidArgument, match=text):
+            getattr(cache, name)(reqid)
+        for several in ("owners", "readable_rows", "first_rows"):
+            with pytest.raises(InvalidArgument, match=text):
+                getattr(cache, several)([0, reqid])
+
+
+def test_arguments_that_are_none(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.claim(0)
+        assert cache.step(lens(cache, r0=ROWS)) == 0
+        calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (InvalidArgument, "length -1: reqid 0 holds", lambda: cache.copied_bytes(0, -1)),
+            (InvalidArgument, "length 999: reqid 0 holds", lambda: cache.copied_bytes(0, 999)),
+            (InvalidArgument, "length 999: reqid 0 holds", lambda: cache.forked_bytes(0, 1, 999)),
+            (InvalidArgument, "count is -1", lambda: cache.forked_bytes(0, -1, 1)),
+            (InvalidArgument, "location 7 is not one of", lambda: cache.move(0, 7)),  # type: ignore[arg-type]
+            (InvalidArgument, "location None is not one of", lambda: cache.move(0, None)),  # type: ignore[arg-type]
+            (
+                InvalidArgument,
+                "nan of type float does not equal",
+                lambda: _record(cache, float("nan")),
+            ),
+            (TypeError, r"matches\[0\]: expected PrefixMatch", lambda: cache.can_admit([1], ["x"])),  # type: ignore[list-item]
+            (TypeError, "as an integer", lambda: cache.map_common_pages(None)),  # type: ignore[arg-type]
+        ]
+        before = state(cache)
+        for kind, text, call in calls:
+            with pytest.raises(kind, match=text):
+                call()
+        assert state(cache) == before
+
+
+def _record(cache: KVCache, namespace: Any) -> None:
+    cache.record(0, list(range(ROWS)), namespace=namespace)
+
+
+def test_objects_of_another_type_are_named(context: Context) -> None:
+    with small_cache(context) as cache:
+        config = cache.config
+    layers, before = [LayerShape(1, 8)], context.stats()
+    wrong: Any = 3
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("config: expected KVCacheConfig, not 3", lambda: KVCache(wrong)),
+        ("context: expected Context or None", lambda: KVCache(config, wrong)),
+        ("budget: expected Budget or None", lambda: KVCache(config, context, budget=wrong)),
+        ("backend: expected str", lambda: KVCache(config, backend=wrong)),
+        ("context: expected Context or None", lambda: LayeredCache(layers, wrong)),
+        ("context: expected Context, not 3", lambda: Budget(wrong)),
+        ("name: expected str", lambda: Budget(context, name=wrong)),
+    ]
+    for text, call in calls:
+        with pytest.raises(TypeError, match=text):
+            call()
+    for total in (-1, 1 << 63, "much"):
+        with pytest.raises(InvalidArgument, match="total_bytes"):
+            Budget(context, total)  # type: ignore[arg-type]
+    assert context.stats() == before

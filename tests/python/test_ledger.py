@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import cli, top
+from pyvmem import cli, ledger, top
 from pyvmem.errors import AccessDenied, InvalidArgument, NotSupported
 from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError, device_of, engine_name
 
@@ -530,7 +530,8 @@ def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vmem(folder, "limit", "nobody", "1G") == 1
-    assert "no engine 'nobody'" in capsys.readouterr().out
+    text = f"vmem: limit: no engine 'nobody' in {folder}; `vmem top --once` lists them\n"
+    assert capsys.readouterr() == ("", text)
 
 
 @pytest.mark.parametrize("words", [("limit", "a", "1G"), ("top", "--once")])
@@ -541,11 +542,41 @@ def test_a_folder_that_cannot_be_used_is_not_an_empty_one(
     assert vmem(folder, *words) == 1
     assert "nobody else who may write" in capsys.readouterr().err
     folder.rmdir()
-    vmem(folder, *words)
+    with pytest.raises(SystemExit, match="2"):
+        vmem(folder, *words)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"argument --ledger: {folder}: No such file or directory")
     assert not folder.exists(), "looking makes nothing"
     folder.write_text("")
-    assert vmem(folder, *words) == 1
-    assert "File exists" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        vmem(folder, *words)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith(f"argument --ledger: {folder} is no folder")
+
+
+@pytest.mark.parametrize("words", [["limit", "a", "1G"], ["top", "--once"], ["top", "--json"]])
+def test_a_folder_of_the_environment_that_is_not_there(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+) -> None:
+    gone = folder / "gone"
+    monkeypatch.setenv("VMEM_LEDGER", str(gone))
+    assert cli.main(words) == 1
+    expected = f"vmem: {words[0]}: ENOENT: VMEM_LEDGER={gone}: no such folder\n"
+    assert capsys.readouterr() == ("", expected)
+    assert not gone.exists()
+
+
+def test_no_engine_has_run_yet(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that nobody named is made by the first engine: until then there is none."""
+    monkeypatch.delenv("VMEM_LEDGER", raising=False)
+    monkeypatch.setattr(ledger, "_FOLDER", str(folder / "of-{}"))
+    assert cli.main(["top", "--json"]) == 0
+    assert capsys.readouterr().out == "{}\n"
 
 
 def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

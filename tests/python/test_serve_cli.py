@@ -100,13 +100,6 @@ def test_a_run_ends_in_one_small_table_and_a_picture(
     assert "measured: peak of each" not in text
 
 
-def test_a_picture_that_cannot_be_written_is_told_first(
-    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert run(folder, "--picture", str(tmp_path / "absent" / "run.svg")) == 1
-    assert capsys.readouterr().out == ""
-
-
 def test_the_layout_is_the_advisers_unless_one_is_given(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +190,6 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--page-size", "3000"], "3000"),
         (["--group-size", "2"], "group_size 2 does not divide num_layers 3"),
         (["--max-seq-len", "10"], "a slot holds 10"),
-        (["--trace-out", "/nowhere/x"], "/nowhere/x"),
         (["--backend", "abacus"], "abacus"),
     ],
 )

@@ -295,7 +295,9 @@ def test_the_picture_refuses_what_is_no_trace(
         (tmp_path / "t.json").write_text(text, encoding="utf-8")
         assert picture.main([str(tmp_path / "t.json"), str(tmp_path / "t.svg")]) == 1
         assert message in capsys.readouterr().err
-    assert picture.main([str(tmp_path / "absent"), "x.svg"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        picture.main([str(tmp_path / "absent"), str(tmp_path / "t.svg")])
+    assert "absent: No such file" in capsys.readouterr().err
     assert not (tmp_path / "t.svg").exists()
 
 

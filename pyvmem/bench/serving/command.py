@@ -32,8 +32,9 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.serving.results import AGAIN, VLLM, add_aims, add_rows, figures, join
 from pyvmem.bench.timing import quiet
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import existing, size
+from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
+from pyvmem.paths import existing
 
 if TYPE_CHECKING:
     import torch
