@@ -423,6 +423,56 @@ def test_while_prompts_are_computed_the_next_steps_memory_is_mapped(start: Open)
         assert idle(elastic) < 512 // 32, "VMEM_RESERVE=0: nothing ahead of need"
 
 
+def idle_becomes(elastic: Any, blocks: int) -> bool:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with elastic.lock:
+            if elastic._background is None and elastic._idle_count(blocks) >= blocks:
+                return True
+        time.sleep(0.01)
+    return False
+
+
+def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
+    """All requests need a block in the same step, and none is mapped."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        scheduler._preempt_request = None  # not called
+        for number in range(8):
+            engine.add_request(str(number), {"prompt_token_ids": [5] * 8}, greedy(60))
+        growths = -1
+        while engine.has_unfinished_requests():
+            engine.step()
+            if len(scheduler.running) == 8 and growths < 0:
+                growths = elastic.backing.counters.growths
+        assert elastic.backing.counters.growths - growths >= 8
+        at_rest(llm)
+
+
+def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> None:
+    """As the next input of a session does: what it takes is counted in the step after."""
+    from vllm.v1.request import RequestStatus
+
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
+        engine = llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        engine.add_request("0", {"prompt_token_ids": [5] * 200}, greedy(4))
+        engine.step()
+        (request,) = scheduler.running
+        assert 0 < request.num_computed_tokens < 200 - 64
+        scheduler.running.clear()
+        request.status = RequestStatus.WAITING
+        scheduler.waiting.add_request(request)
+        scheduler._demand._computing.clear()
+        elastic = elastic_of(llm)
+        with elastic.lock:
+            elastic._retire(elastic._idle_blocks()[1:])
+        assert not scheduler.schedule().total_num_scheduled_tokens
+        assert scheduler.schedule().num_scheduled_tokens == {request.request_id: 64}
+        scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+
+
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
     """Idle prefixes go when somebody needs the memory, and an engine that is short waits."""
     from pyvmem.ledger import Ledger
