@@ -37,6 +37,7 @@ _REPORT = 0.25  # s between reports to the ledger, and checks of what a busy eng
 _BACKOFF = 0.02  # s that a refusal is believed for while a request waits for the memory
 _PATIENCE = 0.25  # s that it is believed for otherwise
 _RESERVE = 256 << 20
+_RECENT = 5.0  # s for which the step that took most says how much is backed ahead of need
 _MOST_RESERVE = 1024  # blocks; limited, as they are counted one by one now and then
 
 log = logging.getLogger("vllm.vmem")
@@ -81,8 +82,10 @@ class ElasticEngine:
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
         reserve = min(reserve, limit // 8)
         self.reserve_blocks = min(reserve // geometry.block_bytes, _MOST_RESERVE)
+        self._most_ahead = min(limit // 8 // geometry.block_bytes, _MOST_RESERVE)
         self._ahead = self.reserve_blocks  # idle blocks that the keeper sees to
         self._batch = self.reserve_blocks // 2  # when so many of them lack
+        self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
         self._idle = 0  # idle blocks, at least
         self._refused = -math.inf  # when less was mapped than was asked for
@@ -93,7 +96,7 @@ class ElasticEngine:
         self._grown = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
-        self._tidy = self._short = self._resting = self._has_more = False
+        self._tidy = self._short = self._resting = self._has_more = self._pressed = False
         self._reported = 0.0
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
         self._take_over()
@@ -154,10 +157,12 @@ class ElasticEngine:
         self._step += 1
         now = time.monotonic()
         self._busy_until = now + self.settings.idle
-        self._ahead = self.reserve_blocks
-        if self._ahead and not self._has_more:
-            self._ahead = max(self._ahead, min(self._taken, _MOST_RESERVE))
-        self._batch = self._ahead // 2
+        if self._taken >= self._largest or now > self._largest_at + _RECENT:
+            self._largest, self._largest_at = self._taken, now
+        self._ahead, self._batch = self.reserve_blocks, self.reserve_blocks // 2
+        if self._ahead and not self._pressed:
+            self._batch = max(self._batch, self._largest // 4)
+            self._ahead = max(self._ahead, min(self._largest + self._batch, self._most_ahead))
         self.waits += self._waited
         if self._short and not self._lacked:
             self._ask_others(0)
@@ -365,6 +370,7 @@ class ElasticEngine:
         if self.settings.prefix is not None:
             self._evict(self._count_for(self._cached_bytes() - self.settings.prefix))
         excess, self._has_more = self.quota.pressure()
+        self._pressed = self._has_more or excess > 0
         if excess > self.backing.leaving_bytes:
             self._shrink(excess - self.backing.leaving_bytes)
 
