@@ -17,6 +17,7 @@ compares.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -45,7 +46,9 @@ class Demand:
         speculative = scheduler.vllm_config.speculative_config
         tokens = 1 + 2 * (speculative.num_speculative_tokens if speculative else 0)
         groups = scheduler.kv_cache_config.kv_cache_groups
-        self.most = sum(-(-tokens // group.kv_cache_spec.block_size) for group in groups)
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.most = self._blocks(tokens)
+        elastic.count_waiting = self._count_waiting
         self._count_blocks = manager.coordinator.get_num_blocks_to_allocate
         self._allocate_slots = manager.allocate_slots
         self._look_up = manager.get_computed_blocks
@@ -55,6 +58,20 @@ class Demand:
         self._computing: dict[str, Any] = {}  # running, with more to compute than the next token
         manager.get_computed_blocks = self._look
         self.pool.get_new_blocks = self._take
+
+    def _blocks(self, tokens: int) -> int:
+        return sum(-(-tokens // size) for size in self._block_sizes)
+
+    def _count_waiting(self) -> int:
+        scheduler, blocks = self.scheduler, 0
+        left, places = scheduler.max_num_scheduled_tokens, scheduler.max_num_running_reqs
+        for request in islice(scheduler.waiting, max(0, places - len(scheduler.running))):
+            tokens = min(left, request.num_tokens)
+            blocks += self._blocks(tokens)
+            left -= tokens
+            if not left:
+                break
+        return blocks
 
     def begin(self) -> None:
         """A step is scheduled from here on."""

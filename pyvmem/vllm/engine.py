@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ class ElasticEngine:
         config: vLLM's.
         kv_cache_config: vLLM's.
         pool: its block pool, none of whose blocks is used yet.
+
+    Attributes:
+        count_waiting: blocks that the requests in the queue may take in a step.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any) -> None:
@@ -88,6 +92,7 @@ class ElasticEngine:
         self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
         self._idle = 0  # idle blocks, at least
+        self.count_waiting: Callable[[], int] = lambda: 0
         self._refused = -math.inf  # when less was mapped than was asked for
         self._step = self._ended = 0
         self._peaks: deque[tuple[float, int]] = deque()
@@ -203,7 +208,7 @@ class ElasticEngine:
         evicting = self.pool.free_block_queue.num_free_blocks >= count
         patience = _PATIENCE if evicting else _BACKOFF
         if self._idle < count and time.monotonic() >= self._refused + patience:
-            growth = self.backing.begin(count - self._idle)
+            growth = self.backing.begin(max(count, self._count_next(count)) - self._idle)
             if growth is not None:
                 growth.run(self.ranks)
                 self._enter(growth)
@@ -212,6 +217,12 @@ class ElasticEngine:
                 self._refused = time.monotonic()
                 self._ask_others(count - self._idle)
         self._lacked |= self._idle < count
+
+    def _count_next(self, count: int) -> int:
+        """Blocks to back where a step must wait anyway: others in it would wait for a call each."""
+        if not self._ahead or self._pressed:
+            return 0
+        return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
     def _ask_others(self, blocks: int) -> None:
         """Posts how much memory a request lacks, up to the limit, for other engines to see."""

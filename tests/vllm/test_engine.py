@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -410,6 +411,45 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
         while engine.has_unfinished_requests():
             engine.step()
         assert elastic._ahead < 8, "what decoding takes"
+
+
+def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
+    """Nothing is mapped when they come; what the first one waits for is enough for the others."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", max_num_batched_tokens=1024) as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        for number in range(8):
+            ids = [3 + (7 * i + number) % 400 for i in range(120)]
+            engine.add_request(str(number), {"prompt_token_ids": ids}, greedy(4))
+        assert elastic.backing.bare == elastic.pool.num_gpu_blocks - 1
+        elastic.reserve_blocks = elastic._batch = 2
+        calls: list[str] = []
+        begin = elastic.backing.begin
+
+        def counting(count: int) -> Any:
+            calls.append(threading.current_thread().name)
+            return begin(count)
+
+        elastic.backing.begin = counting
+        engine.step()
+        assert len(engine.engine_core.engine_core.scheduler.running) == 8
+        assert elastic.used_blocks() == 8 * 4
+        assert calls.count(threading.current_thread().name) == 1
+
+
+def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
+    """As many tokens as a step computes, of as many requests as there are places for."""
+    with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
+        engine = llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        demand = scheduler._demand
+        assert demand._count_waiting() == 0
+        for number in range(4):
+            engine.add_request(str(number), {"prompt_token_ids": [5] * 40}, greedy(4))
+        assert demand._count_waiting() == 2 + 1, "40 tokens, and the 24 that are left of 64"
+        engine.step()
+        engine.step()
+        assert (len(scheduler.running), len(scheduler.waiting)) == (2, 2)
+        assert demand._count_waiting() == 0
 
 
 def test_without_a_reserve_nothing_is_mapped_ahead(start: Open) -> None:
