@@ -208,15 +208,23 @@ class ElasticEngine:
         evicting = self.pool.free_block_queue.num_free_blocks >= count
         patience = _PATIENCE if evicting else _BACKOFF
         if self._idle < count and time.monotonic() >= self._refused + patience:
-            growth = self.backing.begin(max(count, self._count_next(count)) - self._idle)
-            if growth is not None:
-                growth.run(self.ranks)
-                self._enter(growth)
-                self._waited = True
+            wanted = max(count, self._count_next(count))
+            if not self._back(wanted - self._idle) and wanted > count:
+                self._back(count - self._idle)
             if self._idle < count:
                 self._refused = time.monotonic()
                 self._ask_others(count - self._idle)
         self._lacked |= self._idle < count
+
+    def _back(self, count: int) -> bool:
+        """Backs up to `count` bare blocks while the step waits; false: a driver refused."""
+        growth = self.backing.begin(count)
+        if growth is None:
+            return True
+        growth.run(self.ranks)
+        self._enter(growth)
+        self._waited = True
+        return growth.failure is None
 
     def _count_next(self, count: int) -> int:
         """Blocks to back where a step must wait anyway: others in it would wait for a call each."""
@@ -246,6 +254,7 @@ class ElasticEngine:
         blocks = self.backing.finish(growth)
         self.pool.free_block_queue.prepend_n([self.pool.blocks[one] for one in blocks])
         self._idle += len(blocks)
+        self._refused = -math.inf
         if growth.failure is not None:
             self._refused = time.monotonic()
             log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, growth.failure)

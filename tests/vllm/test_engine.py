@@ -170,8 +170,11 @@ def test_tokens_depend_on_the_cache(start: Open) -> None:
                 found = list(one.outputs[0].token_ids)
             if step == len(asked) // 64 + 2:
                 memory = memory_of(llm)
-                base, size = memory._reservations[0].addr, memory.geometry.page_size
-                memory.context.fill(base, size)
+                scheduler = engine.engine_core.engine_core.scheduler
+                (request,) = scheduler.running
+                ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+                page, size = memory.geometry.pages(0, ids[0][0])[0], memory.geometry.page_size
+                memory.context.fill(memory._reservations[0].addr + page * size, size)
             if not engine.has_unfinished_requests():
                 break
         assert len(found) == len(wanted)
@@ -434,6 +437,20 @@ def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
         assert len(engine.engine_core.engine_core.scheduler.running) == 8
         assert elastic.used_blocks() == 8 * 4
         assert calls.count(threading.current_thread().name) == 1
+
+
+def test_what_is_mapped_besides_may_fail(start: Open) -> None:
+    """Then what the request itself needs is mapped, in the same step."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        memory_of(llm).context.inject(Inject.MAP, count=1, error=12)
+        engine.add_request("0", {"prompt_token_ids": [5] * 40}, greedy(4))
+        engine.step()
+        assert elastic.backing.counters.failures == 1
+        assert len(engine.engine_core.engine_core.scheduler.running) == 1
+        while engine.has_unfinished_requests():
+            engine.step()
+        at_rest(llm)
 
 
 def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
