@@ -5,6 +5,7 @@
     versions    the known versions of vLLM, and the evidence that they work
     worker      KV tensors on reservations (memory), and the last step that uses each page
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
+    demand      what vLLM is about to take, seen before it compares that with what is free
     engine      which blocks are backed, what for, and for how long
     backing     the records: blocks, pages, growth and release (geometry: which block is where)
     sleep       weights that sleep, by vLLM's interface for sleep back ends

@@ -15,9 +15,11 @@ engine's limit falls or another engine on the GPU is short. Prefixes go last.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ __all__ = ["ElasticEngine"]
 _TICK = 0.05  # s between looks at what is idle
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.25  # s between reports to the ledger, and checks of what a busy engine could give back
-_BACKOFF = 0.02  # s before retrying what a driver refused
+_BACKOFF = 0.02  # s that a refusal is believed for while a request waits for the memory
+_PATIENCE = 0.25  # s that it is believed for otherwise
 _RESERVE = 256 << 20
-_MOST_RESERVE = 1024  # blocks; limited, as they are counted one by one
+_RECENT = 5.0  # s for which the step that took most says how much is backed ahead of need
+_MOST_RESERVE = 1024  # blocks; limited, as they are counted one by one now and then
 
 log = logging.getLogger("vllm.vmem")
 
@@ -47,6 +51,9 @@ class ElasticEngine:
         config: vLLM's.
         kv_cache_config: vLLM's.
         pool: its block pool, none of whose blocks is used yet.
+
+    Attributes:
+        count_waiting: blocks that the requests in the queue may take in a step.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any) -> None:
@@ -73,24 +80,29 @@ class ElasticEngine:
             )
         self.least = least
         self.quota = self._join(config, min(limit, virtual), virtual)
+        self._limit = self.quota.limit  # as it was when the keeper last looked
         self.backing = Backing(geometry, self.quota)
         self.waits = self.hits = self.queries = 0
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
         reserve = min(reserve, limit // 8)
         self.reserve_blocks = min(reserve // geometry.block_bytes, _MOST_RESERVE)
-        self._ahead = self.reserve_blocks  # blocks that the keeper keeps idle
-        self._taken, self._waited = 0, False  # by the step that is being scheduled
+        self._most_ahead = min(limit // 8 // geometry.block_bytes, _MOST_RESERVE)
+        self._ahead = self.reserve_blocks  # idle blocks that the keeper sees to
+        self._batch = self.reserve_blocks // 2  # when so many of them lack
+        self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
+        self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
+        self._idle = 0  # idle blocks, at least
+        self.count_waiting: Callable[[], int] = lambda: 0
+        self._refused = -math.inf  # when less was mapped than was asked for
         self._step = self._ended = 0
         self._peaks: deque[tuple[float, int]] = deque()
         self._busy_until = 0.0
-        self._refused_until = 0.0
         self._background: Growth | None = None
         self._grown = threading.Event()
         self._wake = threading.Event()
         self._stopped = False
-        self._tidy = self._short = self._resting = self._has_more = False
+        self._tidy = self._short = self._resting = self._has_more = self._pressed = False
         self._reported = 0.0
-        self._spare = -1  # idle blocks above half of `_ahead`, at least; below 0: unknown
         self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
         self._take_over()
 
@@ -145,23 +157,23 @@ class ElasticEngine:
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    def begin_step(self, prompts: bool = False) -> tuple[int, list[Release]]:
-        """Numbers a step that was scheduled, and the releases that travel with it.
-
-        `prompts`: the next step computes prompts as well. Then it will take about as many blocks as
-        this one, and the keeper backs them while this one runs.
-        """
+    def begin_step(self) -> tuple[int, list[Release]]:
+        """Numbers a step that was scheduled, and the releases that travel with it."""
         self._step += 1
-        self._busy_until = time.monotonic() + self.settings.idle
-        self._ahead = self.reserve_blocks
-        if prompts and self._ahead and not self._has_more:
-            self._ahead = max(self._ahead, min(self._taken, _MOST_RESERVE))
+        now = time.monotonic()
+        self._busy_until = now + self.settings.idle
+        if self._taken >= self._largest or now > self._largest_at + _RECENT:
+            self._largest, self._largest_at = self._taken, now
+        self._ahead, self._batch = self.reserve_blocks, self.reserve_blocks // 2
+        if self._ahead and not self._pressed:
+            self._batch = max(self._batch, self._largest // 4)
+            self._ahead = max(self._ahead, min(self._largest + self._batch, self._most_ahead))
         self.waits += self._waited
-        self._taken, self._waited = 0, False
-        if self._spare < 0 or self._ahead > self.reserve_blocks:
-            self._spare = self._idle_count(self._ahead) - self._ahead // 2
-            if self._spare < 0:
-                self._wake.set()
+        if self._short and not self._lacked:
+            self._ask_others(0)
+        self._taken, self._waited, self._lacked = 0, False, False
+        if not self._wake.is_set() and self._may_back_ahead(now):
+            self._wake.set()
         return self._step, self.backing.send()
 
     def end_step(self, step: int) -> None:
@@ -175,30 +187,50 @@ class ElasticEngine:
 
     # ---- demand ----------------------------------------------------------------------------------
 
+    def take(self, count: int) -> None:
+        """vLLM takes `count` free blocks next: idle ones, as far as they can be had."""
+        self._taken += count
+        self.prepare(count)
+        self._idle = max(0, self._idle - count)
+
     def prepare(self, count: int) -> None:
         """Makes `count` blocks idle for vLLM to take, or as many as can be had."""
-        self._spare -= max(0, count)
-        self._taken += max(0, count)
-        short = count - self._idle_count(count) if count > 0 else 0
-        if short <= 0:
-            if self._short:
-                self._ask_others(0)
+        if self._idle < count:
+            self._idle = self._idle_count(count)
+        if self._idle >= count:
             return
         if self._background is not None:
             self._waited |= not self._grown.is_set()
             self._grown.wait()
             self._finish_background()
-            short = count - self._idle_count(count)
         self._collect()
-        if short > 0 and time.monotonic() >= self._refused_until:
-            growth = self.backing.begin(short)
-            if growth is not None:
-                growth.run(self.ranks)
-                self._enter(growth)
-                self._waited = True
-        left = count - self._idle_count(count)
-        if left > 0 or self._short:
-            self._ask_others(left)
+        # Where evicting would serve as well, another try can wait for longer.
+        evicting = self.pool.free_block_queue.num_free_blocks >= count
+        patience = _PATIENCE if evicting else _BACKOFF
+        if self._idle < count and time.monotonic() >= self._refused + patience:
+            wanted = max(count, self._count_next(count))
+            if not self._back(wanted - self._idle) and wanted > count:
+                self._back(count - self._idle)
+            if self._idle < count:
+                self._refused = time.monotonic()
+                self._ask_others(count - self._idle)
+        self._lacked |= self._idle < count
+
+    def _back(self, count: int) -> bool:
+        """Backs up to `count` bare blocks while the step waits; false: a driver refused."""
+        growth = self.backing.begin(count)
+        if growth is None:
+            return True
+        growth.run(self.ranks)
+        self._enter(growth)
+        self._waited = True
+        return growth.failure is None
+
+    def _count_next(self, count: int) -> int:
+        """Blocks to back where a step must wait anyway: others in it would wait for a call each."""
+        if not self._ahead or self._pressed:
+            return 0
+        return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
     def _ask_others(self, blocks: int) -> None:
         """Posts how much memory a request lacks, up to the limit, for other engines to see."""
@@ -221,8 +253,10 @@ class ElasticEngine:
     def _enter(self, growth: Growth) -> None:
         blocks = self.backing.finish(growth)
         self.pool.free_block_queue.prepend_n([self.pool.blocks[one] for one in blocks])
+        self._idle += len(blocks)
+        self._refused = -math.inf
         if growth.failure is not None:
-            self._refused_until = time.monotonic() + _BACKOFF
+            self._refused = time.monotonic()
             log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, growth.failure)
 
     def _finish_background(self) -> None:
@@ -254,7 +288,7 @@ class ElasticEngine:
     def usage(self) -> float:
         """The part of the available memory that requests hold."""
         size = max(1, self.backing.geometry.block_bytes)
-        most = min(int(self.pool.num_gpu_blocks) - 1, self.quota.limit // size)
+        most = min(int(self.pool.num_gpu_blocks) - 1, self._limit // size)
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
@@ -299,7 +333,7 @@ class ElasticEngine:
             if due or at_rest or force:  # it walks all idle blocks, with the scheduler's lock held
                 self._give_back(long_idle)
             if due:
-                self._reported = now
+                self._reported, self._limit = now, self.quota.limit
                 self._report()
             if quiet:
                 self._send_by_call()
@@ -355,8 +389,8 @@ class ElasticEngine:
             self._retire(sorted(idle)[keep:])
         if self.settings.prefix is not None:
             self._evict(self._count_for(self._cached_bytes() - self.settings.prefix))
-        self._has_more = self.quota.has_more()
-        excess = self.quota.excess()
+        excess, self._has_more = self.quota.pressure()
+        self._pressed = self._has_more or excess > 0
         if excess > self.backing.leaving_bytes:
             self._shrink(excess - self.backing.leaving_bytes)
 
@@ -396,7 +430,7 @@ class ElasticEngine:
     def _retire(self, blocks: list[int]) -> int:
         for one in blocks:
             self.pool.free_block_queue.remove(self.pool.blocks[one])
-        self._spare = -1
+        self._idle = max(0, self._idle - len(blocks))
         self._tidy = self._tidy or bool(blocks)
         return self.backing.retire(blocks) if blocks else 0
 
@@ -409,19 +443,28 @@ class ElasticEngine:
         if self.backing.unconfirmed:
             for number, failure in self.ranks.finished().items():
                 self.backing.confirm(number, failure)
-                if failure is not None:
+                if failure is None:
+                    self._refused = -math.inf
+                else:
                     log.warning("vmem: pages cannot be unmapped, tried again: %s", failure)
 
+    def _may_back_ahead(self, now: float) -> bool:
+        """Whether too few blocks are idle, and more can be asked for."""
+        if self._background is not None or now < self._refused + _PATIENCE:
+            return False
+        if self._idle < self._ahead - self._batch:
+            self._idle = self._idle_count(self._ahead)
+        return self._idle < self._ahead - self._batch
+
     def _begin_ahead(self, now: float) -> Growth | None:
-        if self._background is not None or now < self._refused_until:
+        if not self._may_back_ahead(now):
             return None
-        idle = self._idle_count(self._ahead)
-        if idle >= max(1, self._ahead // 2):
+        growth = self.backing.begin(self._ahead - self._idle)
+        if growth is None:
+            self._refused = now
             return None
-        growth = self.backing.begin(self._ahead - idle)
-        if growth is not None:
-            self._grown.clear()
-            self._background = growth
+        self._grown.clear()
+        self._background = growth
         return growth
 
     def _compact(self) -> None:

@@ -48,13 +48,9 @@ class LocalQuota:
         """Takes back bytes whose pages have left."""
         self.used -= nbytes
 
-    def excess(self) -> int:
-        """Bytes that the engine should give back: above its limit, or that another one needs."""
-        return max(0, self.used - self.limit)
-
-    def has_more(self) -> bool:
-        """Whether another engine is short while this one has more than a fair part."""
-        return False
+    def pressure(self) -> tuple[int, bool]:
+        """Bytes above the limit; no other engine is ever short."""
+        return max(0, self.used - self.limit), False
 
     def want(self, nbytes: int) -> None:
         """A request could not be served for lack of so many bytes; 0: none is short."""
@@ -119,15 +115,14 @@ class LedgerQuota:
         for account, ranks in self._accounts:
             account.give(nbytes * ranks)
 
-    def excess(self) -> int:
-        """Bytes that the engine should give back: above its limit, or that another one needs."""
-        free = self._free()
-        return max(-(-account.excess(free) // ranks) for account, ranks in self._accounts)
+    def pressure(self) -> tuple[int, bool]:
+        """Bytes that the engine should give back: above its limit, or that another one needs.
 
-    def has_more(self) -> bool:
-        """Whether another engine is short while this one has more than a fair part."""
+        And whether another engine is short while this one has more than a fair part.
+        """
         free = self._free()
-        return any(account.has_more(free) for account, _ in self._accounts)
+        excess = max(-(-account.excess(free) // ranks) for account, ranks in self._accounts)
+        return excess, any(account.has_more(free) for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:
         """A request could not be served for lack of so many bytes; 0: none is short."""

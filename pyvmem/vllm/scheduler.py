@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The scheduler and the block pool: vLLM's own, over blocks that may have no memory.
+"""The scheduler: vLLM's own, over blocks that may have no memory.
 
 vLLM's pool works as always, but its free queue holds only those free blocks that are backed. Before
-vLLM compares what a request needs with what is free, `ElasticEngine.prepare` backs as much of it as
-can be had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or preempts as
-always.
+vLLM compares what a request needs with what is free, `Demand` has as much of it backed as can be
+had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or preempts as always.
 
 `ElasticEngine.lock` is held wherever vLLM's scheduler runs; the engine's keeper takes it too.
 """
@@ -14,14 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from pyvmem.vllm.demand import Demand
 from pyvmem.vllm.engine import ElasticEngine
 from pyvmem.vllm.geometry import Run
 
-__all__ = ["ElasticAsyncScheduler", "ElasticBlockPool", "ElasticScheduler", "StepOrders"]
+__all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "StepOrders"]
 
 
 @dataclass
@@ -37,23 +36,23 @@ class StepOrders:
     releases: list[tuple[int, list[Run]]]
 
 
-class ElasticBlockPool(BlockPool):  # type: ignore[misc]
-    """vLLM's pool, some of whose blocks are neither used nor in the free queue: they are bare."""
+def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
+    """Tells vLLM's pool of blocks that are neither used nor in its free queue.
 
-    elastic: ElasticEngine
+    Methods of the object are replaced, not its class: Python looks attributes up more slowly in an
+    object whose class was changed, and vLLM does so for every request of every step.
+    """
+    reset = pool.reset_prefix_cache
 
-    def get_usage(self) -> float:
-        """The part of the memory within reach that requests hold."""
-        return self.elastic.usage()
-
-    def reset_prefix_cache(self) -> bool:
-        """vLLM's; blocks without memory count as free."""
-        pool: Any = self
-        blocks, pool.num_gpu_blocks = pool.num_gpu_blocks, self.elastic.backed_blocks()
+    def reset_prefix_cache() -> bool:
+        blocks, pool.num_gpu_blocks = pool.num_gpu_blocks, elastic.backed_blocks()
         try:
-            return bool(super().reset_prefix_cache())
+            return bool(reset())
         finally:
             pool.num_gpu_blocks = blocks
+
+    pool.reset_prefix_cache = reset_prefix_cache
+    pool.get_usage = elastic.usage
 
 
 class _Elastic:
@@ -64,64 +63,23 @@ class _Elastic:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
-        pool = manager.block_pool
-        pool.__class__ = ElasticBlockPool
         config, kv_cache_config = self.vllm_config, self.kv_cache_config  # type: ignore[attr-defined]
-        self.elastic = pool.elastic = ElasticEngine(config, kv_cache_config, pool)
-        self._wrap(manager)
+        self.elastic = ElasticEngine(config, kv_cache_config, manager.block_pool)
+        _let_blocks_be_bare(manager.block_pool, self.elastic)
+        self._demand = Demand(self, self.elastic)
         self.elastic.start()
-
-    def _wrap(self, manager: Any) -> None:
-        """Lets `prepare` see each demand before vLLM compares it with what is free."""
-        elastic, coordinator = self.elastic, manager.coordinator
-        count_blocks, allocate_slots = (
-            coordinator.get_num_blocks_to_allocate,
-            manager.allocate_slots,
-        )
-        watermark, margin = getattr(manager, "watermark_blocks", 0), 0
-
-        def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
-            count: int = count_blocks(*args, **kwargs)
-            if count or margin:  # otherwise it takes nothing, as in most steps of a request
-                # Prefixes that are hit and unused leave the free queue too, and have memory.
-                hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
-                held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
-                elastic.prepare(count - held + margin)
-            return count
-
-        def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal margin
-            running = self.running  # type: ignore[attr-defined]
-            if elastic.has_more and running and request.status.name != "RUNNING":
-                return None
-            margin = watermark + kwargs.get("reserved_blocks", 0)
-            try:
-                result = allocate_slots(request, *args, **kwargs)
-                hits = kwargs.get("num_new_computed_tokens", 0)
-                if result is not None and ("new_computed_blocks" in kwargs):
-                    elastic.hits += hits
-                    elastic.queries += request.num_tokens
-                return result
-            finally:
-                margin = 0
-
-        coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
-        manager.allocate_slots = allocate
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; the output carries the step's number and releases."""
         with self.elastic.lock:
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-            step, releases = self.elastic.begin_step(self._has_prompts())
+            self._demand.begin()
+            try:
+                output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            finally:
+                self._demand.end()
+            step, releases = self.elastic.begin_step()
             output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases])
             return output
-
-    def _has_prompts(self) -> bool:
-        """Whether a request waits, or has not had all of its prompt computed."""
-        return bool(self.waiting) or any(  # type: ignore[attr-defined]
-            one.num_computed_tokens < one.num_prompt_tokens
-            for one in self.running  # type: ignore[attr-defined]
-        )
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; counts the step as over."""

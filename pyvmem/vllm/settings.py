@@ -7,7 +7,7 @@
     VMEM_LIMIT           most bytes of one GPU behind the KV cache; default: what its GPU has
     VMEM_FLOOR           bytes of each GPU that other engines leave to this one; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit;
-                         more while prompts are computed; 0: nothing is
+                         more after steps that took more; 0: nothing is
     VMEM_IDLE            seconds after which unused memory is given back; default 1
     VMEM_PREFIX          most bytes that idle prefixes may hold; default: until somebody needs them
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's

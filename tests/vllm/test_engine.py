@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -169,8 +170,11 @@ def test_tokens_depend_on_the_cache(start: Open) -> None:
                 found = list(one.outputs[0].token_ids)
             if step == len(asked) // 64 + 2:
                 memory = memory_of(llm)
-                base, size = memory._reservations[0].addr, memory.geometry.page_size
-                memory.context.fill(base, size)
+                scheduler = engine.engine_core.engine_core.scheduler
+                (request,) = scheduler.running
+                ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+                page, size = memory.geometry.pages(0, ids[0][0])[0], memory.geometry.page_size
+                memory.context.fill(memory._reservations[0].addr + page * size, size)
             if not engine.has_unfinished_requests():
                 break
         assert len(found) == len(wanted)
@@ -385,42 +389,147 @@ def test_a_steady_state_maps_nothing(start: Open) -> None:
         assert counters.releases == 0
 
 
-def test_while_prompts_are_computed_the_next_steps_memory_is_mapped(start: Open) -> None:
-    """As much as the last step took, however small the reserve; afterwards the reserve again."""
-    step = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
-
-    def idle(elastic: Any) -> int:
-        with elastic.lock:
-            return int(elastic._idle_count(1000))
-
-    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600", **step) as llm:
+def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any) -> None:
+    """What the largest step took lately is mapped ahead, however small the reserve."""
+    with start(
+        "llama",
+        VMEM_VLLM="1",
+        VMEM_RESERVE="1M",
+        VMEM_IDLE="3600",
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+    ) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         elastic.reserve_blocks = 2
-        for number in range(6):
+        for number in range(8):
             ids = [3 + (7 * i + number) % 400 for i in range(250)]
-            engine.add_request(str(number), {"prompt_token_ids": ids}, greedy(4))
-
-        def becomes(blocks: int) -> bool:
-            end = time.monotonic() + 20
-            while not (found := idle(elastic) >= blocks) and time.monotonic() < end:
-                time.sleep(0.01)
-            return found
-
-        engine.step()
-        with elastic.lock:
-            took = elastic.used_blocks()
-        assert took >= 512 // 32
-        assert becomes(took), "six prompts take three steps"
+            engine.add_request(str(number), {"prompt_token_ids": ids}, greedy(60))
+            waits = elastic.waits
+            engine.step()
+            engine.step()
+            assert elastic.waits == waits + (number == 0)
+            assert idle_becomes(elastic, 8), "as much as a prompt takes"
+        assert elastic.used_blocks() >= 8 * 8
+        monkeypatch.setattr("pyvmem.vllm.engine._RECENT", 0)
         while engine.has_unfinished_requests():
             engine.step()
-        assert elastic._ahead == 2
-    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="3600", **step) as llm:
+        assert elastic._ahead < 8, "what decoding takes"
+
+
+def test_prompts_of_one_step_wait_for_one_growth(start: Open) -> None:
+    """Nothing is mapped when they come; what the first one waits for is enough for the others."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", max_num_batched_tokens=1024) as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        for number in range(8):
+            ids = [3 + (7 * i + number) % 400 for i in range(120)]
+            engine.add_request(str(number), {"prompt_token_ids": ids}, greedy(4))
+        assert elastic.backing.bare == elastic.pool.num_gpu_blocks - 1
+        elastic.reserve_blocks = elastic._batch = 2
+        calls: list[str] = []
+        begin = elastic.backing.begin
+
+        def counting(count: int) -> Any:
+            calls.append(threading.current_thread().name)
+            return begin(count)
+
+        elastic.backing.begin = counting
+        engine.step()
+        assert len(engine.engine_core.engine_core.scheduler.running) == 8
+        assert elastic.used_blocks() == 8 * 4
+        assert calls.count(threading.current_thread().name) == 1
+
+
+def test_what_is_mapped_besides_may_fail(start: Open) -> None:
+    """Then what the request itself needs is mapped, in the same step."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M") as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        memory_of(llm).context.inject(Inject.MAP, count=1, error=12)
+        engine.add_request("0", {"prompt_token_ids": [5] * 40}, greedy(4))
+        engine.step()
+        assert elastic.backing.counters.failures == 1
+        assert len(engine.engine_core.engine_core.scheduler.running) == 1
+        while engine.has_unfinished_requests():
+            engine.step()
+        at_rest(llm)
+
+
+def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
+    """As many tokens as a step computes, of as many requests as there are places for."""
+    with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
+        engine = llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        demand = scheduler._demand
+        assert demand._count_waiting() == 0
+        for number in range(4):
+            engine.add_request(str(number), {"prompt_token_ids": [5] * 40}, greedy(4))
+        assert demand._count_waiting() == 2 + 1, "40 tokens, and the 24 that are left of 64"
+        engine.step()
+        engine.step()
+        assert (len(scheduler.running), len(scheduler.waiting)) == (2, 2)
+        assert demand._count_waiting() == 0
+
+
+def test_without_a_reserve_nothing_is_mapped_ahead(start: Open) -> None:
+    options = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", VMEM_IDLE="3600", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         for number in range(6):
             engine.add_request(str(number), {"prompt_token_ids": [5] * 250}, greedy(4))
         engine.step()
+        engine.step()
         time.sleep(0.2)
-        assert idle(elastic) < 512 // 32, "VMEM_RESERVE=0: nothing ahead of need"
+        with elastic.lock:
+            assert elastic._idle_count(1000) < 512 // 32
+
+
+def idle_becomes(elastic: Any, blocks: int) -> bool:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        with elastic.lock:
+            if elastic._background is None and elastic._idle_count(blocks) >= blocks:
+                return True
+        time.sleep(0.01)
+    return False
+
+
+def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
+    """All requests need a block in the same step, and none is mapped."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        scheduler._preempt_request = None  # not called
+        for number in range(8):
+            engine.add_request(str(number), {"prompt_token_ids": [5] * 8}, greedy(60))
+        growths = -1
+        while engine.has_unfinished_requests():
+            engine.step()
+            if len(scheduler.running) == 8 and growths < 0:
+                growths = elastic.backing.counters.growths
+        assert elastic.backing.counters.growths - growths >= 8
+        at_rest(llm)
+
+
+def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> None:
+    """As the next input of a session does: what it takes is counted in the step after."""
+    from vllm.v1.request import RequestStatus
+
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
+        engine = llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        engine.add_request("0", {"prompt_token_ids": [5] * 200}, greedy(4))
+        engine.step()
+        (request,) = scheduler.running
+        assert 0 < request.num_computed_tokens < 200 - 64
+        scheduler.running.clear()
+        request.status = RequestStatus.WAITING
+        scheduler.waiting.add_request(request)
+        scheduler._demand._computing.clear()
+        elastic = elastic_of(llm)
+        with elastic.lock:
+            elastic._retire(elastic._idle_blocks()[1:])
+        assert not scheduler.schedule().total_num_scheduled_tokens
+        assert scheduler.schedule().num_scheduled_tokens == {request.request_id: 64}
+        scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:

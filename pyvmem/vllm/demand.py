@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: MIT
+"""What vLLM is about to take, seen before vLLM compares it with what is free.
+
+In most steps most requests take nothing, and one call of ours for each would be most of what the
+pool costs. A request that computes its next token takes `most` blocks or fewer: while so many are
+free, vLLM's comparison cannot fail, and blocks are backed when they are taken. So a step begins
+
+    unwatched    with `most` blocks free for every running request
+    checked      with fewer: vLLM's question how many are free is answered here
+    watched      with fewer than `most`, while a running request has more to compute than its next
+                 token, and after a step that left a request waiting without a look at it
+
+and becomes a watched one where the check finds fewer than `most`, and where vLLM looks a request up
+among the prefixes in order to admit it. In a watched step, each demand is counted before vLLM
+compares.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from pyvmem.vllm.engine import ElasticEngine
+
+__all__ = ["Demand"]
+
+
+class Demand:
+    """The demands of one scheduler. Its lock is held wherever this is called.
+
+    Args:
+        scheduler: vLLM's.
+        elastic: its memory.
+
+    Attributes:
+        most: blocks that a request can take in a step in which it computes its next token.
+    """
+
+    def __init__(self, scheduler: Any, elastic: ElasticEngine) -> None:
+        self.scheduler = scheduler
+        self.elastic = elastic
+        self.manager = manager = scheduler.kv_cache_manager
+        self.pool = manager.block_pool
+        speculative = scheduler.vllm_config.speculative_config
+        tokens = 1 + 2 * (speculative.num_speculative_tokens if speculative else 0)
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self.most = self._blocks(tokens)
+        elastic.count_waiting = self._count_waiting
+        self._count_blocks = manager.coordinator.get_num_blocks_to_allocate
+        self._allocate_slots = manager.allocate_slots
+        self._look_up = manager.get_computed_blocks
+        self._get_new_blocks = self.pool.get_new_blocks
+        self._margin = 0  # blocks that have to be free besides, for the request being admitted
+        self._checking = self._watching = self._looked = self._overlooked = False
+        self._computing: dict[str, Any] = {}  # running, with more to compute than the next token
+        manager.get_computed_blocks = self._look
+        self.pool.get_new_blocks = self._take
+
+    def _blocks(self, tokens: int) -> int:
+        return sum(-(-tokens // size) for size in self._block_sizes)
+
+    def _count_waiting(self) -> int:
+        scheduler, blocks = self.scheduler, 0
+        left, places = scheduler.max_num_scheduled_tokens, scheduler.max_num_running_reqs
+        for request in islice(scheduler.waiting, max(0, places - len(scheduler.running))):
+            tokens = min(left, request.num_tokens)
+            blocks += self._blocks(tokens)
+            left -= tokens
+            if not left:
+                break
+        return blocks
+
+    def begin(self) -> None:
+        """A step is scheduled from here on."""
+        self._looked = False
+        free = self.pool.free_block_queue.num_free_blocks
+        if free < self.most or self._computing or self._overlooked:
+            self._watch()
+        elif free < self.most * len(self.scheduler.running):
+            self._checking = True
+            self.pool.get_num_free_blocks = self._check
+
+    def end(self) -> None:
+        """The step is scheduled, or could not be."""
+        self._stop_checking()
+        if self._watching:
+            self._watching = False
+            del self.manager.coordinator.get_num_blocks_to_allocate
+            del self.manager.allocate_slots
+        if self._computing:
+            self._computing = {
+                name: one
+                for name, one in self._computing.items()
+                if one.status is RequestStatus.RUNNING and one.is_prefill_chunk
+            }
+        scheduler = self.scheduler
+        running = len(scheduler.running)
+        self._overlooked = (
+            not self._looked
+            and running < scheduler.max_num_running_reqs
+            and scheduler.get_num_unfinished_requests() > running
+        )
+
+    def _stop_checking(self) -> None:
+        if self._checking:
+            self._checking = False
+            del self.pool.get_num_free_blocks
+
+    def _watch(self) -> None:
+        self._stop_checking()
+        if not self._watching:
+            self._watching = True
+            self.manager.coordinator.get_num_blocks_to_allocate = self._count
+            self.manager.allocate_slots = self._allocate
+
+    # ---- in place of vLLM's functions ------------------------------------------------------------
+
+    def _take(self, num_blocks: int) -> Any:
+        self.elastic.take(num_blocks)
+        return self._get_new_blocks(num_blocks)
+
+    def _check(self) -> int:
+        free: int = self.pool.free_block_queue.num_free_blocks
+        if free < self.most:  # the request may need them all: it has been counted already
+            self._watch()
+            self.elastic.prepare(self.most)
+            free = self.pool.free_block_queue.num_free_blocks
+        return free
+
+    def _look(self, *args: Any, **kwargs: Any) -> Any:
+        self._looked = True
+        self._watch()
+        return self._look_up(*args, **kwargs)
+
+    def _count(self, *args: Any, **kwargs: Any) -> int:
+        count: int = self._count_blocks(*args, **kwargs)
+        if count or self._margin:  # otherwise it takes nothing
+            # Prefixes that are hit and unused leave the free queue too, and have memory.
+            hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
+            held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
+            self.elastic.prepare(count - held + self._margin)
+        return count
+
+    def _allocate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        running = request.status is RequestStatus.RUNNING
+        if not running or request.is_prefill_chunk:
+            self._computing[request.request_id] = request
+        if running:
+            return self._allocate_slots(request, *args, **kwargs)
+        if self.elastic.has_more and self.scheduler.running:
+            return None
+        watermark = getattr(self.manager, "watermark_blocks", 0)
+        self._margin = watermark + kwargs.get("reserved_blocks", 0)
+        try:
+            result = self._allocate_slots(request, *args, **kwargs)
+        finally:
+            self._margin = 0
+        if result is not None:
+            self.elastic.hits += kwargs.get("num_new_computed_tokens", 0)
+            self.elastic.queries += request.num_tokens
+        return result
