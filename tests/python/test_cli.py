@@ -257,11 +257,12 @@ def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     "words",
     [
-        ["--quick"],
-        ["--part", "idle"],
-        ["--part", "sleep"],
-        ["--part", "rough"],
-        ["--part", "share", "--bursts", "climb"],
+        ["vllm", "--quick"],
+        ["vllm", "--part", "idle"],
+        ["vllm", "--part", "sleep"],
+        ["vllm", "--part", "rough"],
+        ["vllm", "--part", "share", "--bursts", "climb"],
+        ["serve", "--workload", "chat"],
     ],
     ids=" ".join,
 )
@@ -270,8 +271,8 @@ def test_a_trace_that_nothing_would_read(
 ) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("")
-    assert cli.main(["bench", "vllm", *words, "--trace", str(trace)]) == 2
-    what = " ".join(words[-2:])
+    assert cli.main(["bench", *words, "--trace", str(trace)]) == 2
+    what = " ".join(words[1:][-2:])
     expected = f"vmem bench: {what} has requests of its own: leave out --trace {trace}\n"
     assert capsys.readouterr() == ("", expected)
 

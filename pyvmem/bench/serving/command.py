@@ -13,6 +13,7 @@ import argparse
 import gc
 import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -554,9 +555,13 @@ def add_parser(which: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    """The command. 0, 1 if it failed, 2 if the back end cannot be opened, or bad usage."""
     if args.merge is not None:
         return put_together(join, args)
+    if args.workload == "chat" and args.trace is not None:
+        text = f"--workload chat has requests of its own: leave out --trace {args.trace}"
+        print(f"vmem bench: {text}", file=sys.stderr)
+        return 2
     if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes
         args.out, args.json = None, False
     args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
