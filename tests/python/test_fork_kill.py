@@ -103,8 +103,9 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
     rest = random.uniform(0, 0.2) if delay is None else delay
     if backend == "host":
         with killed(backend) as pid:
+            # Of two parts of 128 MiB, unless both threads have unmapped theirs just then.
+            eventually(lambda: sum(memory_files(pid).values()) > 100 << 20)
             files = memory_files(pid)
-            assert sum(files.values()) > 100 << 20  # one of the two is always there
             assert holders(set(files)) == [pid]
             time.sleep(rest)
             files |= memory_files(pid)
@@ -114,7 +115,7 @@ def test_killed_process_leaves_no_memory(backend: str, delay: float | None) -> N
     start = device_memory()
     with killed(backend) as pid:
         assert not memory_files(pid)
-        assert device_memory() - start > 100 << 20
+        eventually(lambda: device_memory() - start > 100 << 20)
         time.sleep(rest)
         full = device_memory()
     # The child's context must be gone, too.
