@@ -422,9 +422,18 @@ def test_a_prompt_begins_once_the_store_has_made_its_memory(model: Decoder) -> N
         outcome, found = run(model, store, kernels("16"), REQUESTS)
         assert outcome.finished == len(REQUESTS)
         assert store.held_early == []
-        assert store.largest <= 2  # a step's worth of prompts, and the one that goes beyond it
+        assert store.largest == 3  # two steps' worth of prompts: 100, 3 and 65 tokens
         assert 0 < outcome.late < len(REQUESTS)
     assert apart(wanted, found) < 0.05
+
+
+def test_steps_read_prompts_while_the_next_ones_get_their_memory(model: Decoder) -> None:
+    many = [Request(64, 30)] * 4
+    steps = []
+    for kind in (Paged, Later):
+        with closing(kind(TINY, LONGEST, 4, 4 << 20, 16, CPU)) as store:
+            steps.append(run(model, store, kernels("16"), many)[0].steps)
+    assert steps[1] <= steps[0] + 1  # the first prompt has nothing to hide behind
 
 
 def test_who_never_is_ready_is_served_where_nobody_else_is(model: Decoder) -> None:

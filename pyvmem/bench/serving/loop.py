@@ -207,12 +207,15 @@ class _Loop:
         return chosen
 
     def _join(self) -> list[Live]:
-        """Gives slots to waiting requests while they fit; returns those that got one."""
+        """Gives slots to waiting requests while they fit; returns those that got one.
+
+        There are prompts for two steps: memory for the second one's comes while the first runs.
+        """
         joined: list[Live] = []
         while self.waiting and not self.short:
             live = self.waiting[0]
             reading = [one for one in self.running if one.known - one.rows > 1]
-            if sum(one.known - one.rows for one in reading) >= self.budget:
+            if sum(one.known - one.rows for one in reading) >= 2 * self.budget:
                 break
             partial = [(one.slot, one.known) for one in reading]
             taken = None
