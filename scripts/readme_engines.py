@@ -84,8 +84,9 @@ def load_table(run: Result) -> Iterator[str]:
         if f"load/rate/{name}/stock" not in found:
             continue
         base = found[f"load/rate/{name}/stock"]["value"]
-        for engine in ENGINES:
-            speed = found[f"load/rate/{name}/{engine}"]["value"]
+        prefix = f"load/rate/{name}/"
+        for engine in [row.removeprefix(prefix) for row in found if row.startswith(prefix)]:
+            speed = found[f"{prefix}{engine}"]["value"]
             first, gap = (found[f"load/{kind}/{name}/{engine}"] for kind in ("first", "gap"))
             same = found[f"load/same/{name}/{engine}"]
             body.append(

@@ -37,7 +37,7 @@ from pyvmem.bench.vllm_loads import (
     later,
     tiny,
 )
-from pyvmem.layouts.options import size
+from pyvmem.layouts.options import page_name, size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
 from pyvmem.paths import existing
@@ -55,7 +55,8 @@ _METHOD = {
     "weights; requests are added when they are due, between steps",
     "rate": "requests a second on average; 0: all at once. The gaps between requests are in "
     "proportion to the trace's",
-    "order": "stock, elastic, stock again take turns, rotated each round; warm-up is left out",
+    "order": "stock, elastic, stock again, and an engine with other pages where asked for, take "
+    "turns, rotated each round; warm-up is left out",
     "first": "seconds from when a request was due to its first token",
     "gap": "seconds between tokens of one request",
     "elastic": "its prefixes of the last load are forgotten when the next one begins",
@@ -116,6 +117,12 @@ def _fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:
 def _load(command: Command, part: Part) -> None:
     args = command.args
     memory = _kv_memory(command, 16 * _GIB)
+    plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
+    arms = dict(ARMS)
+    if args.beside:
+        other = f"elastic {page_name(args.beside)}"
+        arms[other] = other
+        plans[other] = Plan(True, memory, env={"VMEM_PAGE_SIZE": str(args.beside)})
     heard: dict[tuple[float, str], list[Heard]] = {}
     driver: dict[float, list[tuple[int, int, float]]] = {}
     end: dict[str, Any] = {}
@@ -124,7 +131,7 @@ def _load(command: Command, part: Part) -> None:
     def rows(part: Part) -> None:
         for rate in rates:
             base = heard.get((rate, "stock"), [])
-            for arm in ARMS:
+            for arm in arms:
                 _load_rows(part, f"{rate:g}/{arm}", arm, heard.get((rate, arm), []), base)
             found = driver.get(rate, [])
             if found:
@@ -135,7 +142,7 @@ def _load(command: Command, part: Part) -> None:
 
     with _fleet(command) as fleet:
         book = _Book(command, part, rows)
-        fleet.start({arm: Plan(arm == "elastic", memory) for arm in ("stock", "elastic")})
+        fleet.start(plans)
         end["empty"] = fleet.free()
         seconds = 1.0 if command.quick else args.seconds or 12.0
 
@@ -146,9 +153,9 @@ def _load(command: Command, part: Part) -> None:
 
         def turn(rate: float, arm: str, number: int) -> None:
             load = load_of(rate, 1000 * number + int(10 * rate))
-            fleet.order(ARMS[arm], forget=True)
+            fleet.order(arms[arm], forget=True)
             before = fleet.booked().get("elastic")
-            said = Heard.of(load, fleet.order(ARMS[arm], **load.order()))
+            said = Heard.of(load, fleet.order(arms[arm], **load.order()))
             time.sleep(0.3)  # the ledger is updated four times a second
             after = fleet.booked().get("elastic")
             command.show(
@@ -176,7 +183,7 @@ def _load(command: Command, part: Part) -> None:
                 if not command.deadline.allows(slowest + _REST + 3):
                     break
                 mark = time.monotonic()
-                turns = [partial(turn, rate, arm, number) for arm in ARMS]
+                turns = [partial(turn, rate, arm, number) for arm in arms]
                 for k in range(len(turns)):
                     turns[(number + k) % len(turns)]()
                 book.publish()
@@ -866,6 +873,8 @@ def add_parser(which: Any) -> None:
     add("--seconds", type=float, default=0.0, help="of a load (12; share 40)")
     add("--block-size", type=int, default=16, help="tokens of a block of vLLM (16)")
     add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (64K)")
+    add("--beside", type=size, default=0, metavar="SIZE",
+        help="load: a second elastic engine, with pages of this size")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip

@@ -33,8 +33,8 @@ def bench(tmp_path: Path) -> Any:
 
 
 def test_elastic_beside_stock(bench: Any) -> None:
-    rows, part = bench("load", "--rounds", "2", "--requests", "6")
-    for arm in ("stock", "elastic", "stock again"):
+    rows, part = bench("load", "--rounds", "2", "--requests", "6", "--beside", "128K")
+    for arm in ("stock", "elastic", "stock again", "elastic 128K"):
         for rate in ("0", "6"):
             assert rows[f"same/{rate}/{arm}"]["value"] == rows[f"same/{rate}/{arm}"]["of"] == 12
             assert rows[f"first/{rate}/{arm}"]["n"] == 12
