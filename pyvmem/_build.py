@@ -22,11 +22,9 @@ COLUMNS_HEADER = Path("pyvmem/_columns.h")
 OWN = ("columns", "dlpack", "outcome", "torch_alloc")
 
 DLPACK = """
-void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
-                        uint8_t code, uint8_t bits, int32_t ndim, const int64_t *shape,
-                        const int64_t *strides, int versioned);
-uint64_t pyvmem_dlpack_destructor(int versioned);
-void pyvmem_dlpack_discard(void *tensor, int versioned);
+void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
+                            uint8_t code, uint8_t bits, int32_t ndim, const int64_t *shape,
+                            const int64_t *strides, int versioned);
 """
 
 

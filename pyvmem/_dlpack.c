@@ -40,10 +40,8 @@ _Static_assert(sizeof(struct dl_tensor) == 48, "DLTensor");
 _Static_assert(sizeof(struct dl_managed) == 64, "DLManagedTensor");
 _Static_assert(sizeof(struct dl_managed_versioned) == 80, "DLManagedTensorVersioned");
 
-void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code, uint8_t bits,
-                        int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned);
-uint64_t pyvmem_dlpack_destructor(int versioned);
-void pyvmem_dlpack_discard(void *tensor, int versioned);
+void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
+                            uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned);
 
 /* The consumer may let go in any thread, holding the GIL or not, and after the interpreter's end. */
 static void drop_owner(void *owner) {
@@ -75,23 +73,16 @@ static void destroy_versioned(PyObject *capsule) {
     delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
 }
 
-uint64_t pyvmem_dlpack_destructor(int versioned) {
-  return (uint64_t)(uintptr_t)(versioned ? destroy_versioned : destroy_plain);
-}
-
-void pyvmem_dlpack_discard(void *tensor, int versioned) {
-  if (versioned)
-    delete_versioned(tensor);
-  else
-    delete_plain(tensor);
-}
-
-/* Called without the GIL, like everything that cffi calls. NULL when the heap is exhausted. */
-void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code, uint8_t bits,
-                        int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {
+/*
+ * A new capsule with a new tensor, as a new reference; called with the GIL, unlike the rest of what cffi
+ * declares. NULL, with MemoryError set, when the heap is exhausted. Tensor and capsule are made in one call,
+ * since a signal's exception between two would leave a tensor that nobody owns, or that two do.
+ */
+void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
+                            uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {
   size_t head = versioned ? sizeof(struct dl_managed_versioned) : sizeof(struct dl_managed);
   char *block = calloc(1, head + 2 * (size_t)ndim * sizeof(int64_t));
-  if (!block) return NULL;
+  if (!block) return PyErr_NoMemory();
   int64_t *dims = (int64_t *)(block + head);
   memcpy(dims, shape, (size_t)ndim * sizeof(int64_t));
   memcpy(dims + ndim, strides, (size_t)ndim * sizeof(int64_t));
@@ -118,8 +109,11 @@ void *pyvmem_dlpack_new(void *owner, uint64_t addr, int32_t device_type, int32_t
     managed->owner = owner;
     managed->deleter = delete_plain;
   }
-  PyGILState_STATE state = PyGILState_Ensure();
-  Py_IncRef((PyObject *)owner);
-  PyGILState_Release(state);
-  return block;
+  PyObject *capsule = versioned ? PyCapsule_New(block, "dltensor_versioned", destroy_versioned)
+                                : PyCapsule_New(block, "dltensor", destroy_plain);
+  if (capsule)
+    Py_IncRef((PyObject *)owner);
+  else
+    free(block);
+  return capsule;
 }

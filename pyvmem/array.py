@@ -7,7 +7,6 @@ mapped.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import operator
@@ -28,12 +27,6 @@ _CPU, _CUDA = 1, 2
 # Most dimensions that torch takes; DLPack itself has no limit.
 _MAX_NDIM: Final = 64
 _MAX_DIM: Final = 2**63 - 1
-
-_capsule_new = ctypes.pythonapi.PyCapsule_New
-_capsule_new.restype = ctypes.py_object
-_capsule_new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-# A capsule keeps the pointer to its name, not the name.
-_NAMES: Final = {False: b"dltensor", True: b"dltensor_versioned"}
 
 # torch imports these by DLPack in every version; other types go through bytes of the same size.
 _TORCH_DLPACK: Final = frozenset(
@@ -153,16 +146,10 @@ class VirtualArray:
 
     def _capsule(self, dtype: DType, versioned: bool) -> Any:
         kind, index = self.__dlpack_device__()
-        tensor = _native.dlpack_new(
+        return _native.dlpack_capsule(
             self, self.addr, kind, index, dtype.code, 8 * dtype.itemsize, self.shape, self.strides,
             versioned,
         )  # fmt: skip
-        try:
-            destructor = _native.dlpack_destructor(versioned)
-            return _capsule_new(_native.address_of(tensor), _NAMES[versioned], destructor)
-        except BaseException:
-            _native.dlpack_discard(tensor, versioned)
-            raise
 
     # ---- other protocols -----------------------------------------------------------------------
 

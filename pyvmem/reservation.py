@@ -70,7 +70,7 @@ class Reservation(Closable):
         self._context = context
         self._outcome = outcome
         self._freed = Outcome()
-        self._arrays: weakref.WeakSet[VirtualArray] = weakref.WeakSet()
+        self._arrays = weakref.WeakValueDictionary[int, VirtualArray]()  # by id
 
     @property
     def context(self) -> Context:
@@ -105,7 +105,9 @@ class Reservation(Closable):
     @property
     def live_arrays(self) -> int:
         """Arrays, tensors and buffers over it that live."""
-        return len(self._arrays)
+        # Not `len`: it takes an array for alive if a signal's exception, which nobody sees, kept
+        # the dictionary from learning of its end.
+        return sum(one() is not None for one in self._arrays.valuerefs())
 
     def _at(self, offset: int, size: int, op: str) -> int:
         """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
@@ -194,7 +196,7 @@ class Reservation(Closable):
                 self._raise_closed("tensor")
             if not self._context.is_open:
                 _native.fail(errno.EBADF, "the context is closed", op="tensor", addr=self.addr)
-            self._arrays.add(array)
+            self._arrays[id(array)] = array
         return array
 
     def tensor(
@@ -246,7 +248,7 @@ class Reservation(Closable):
             self._closed = self._closed or outcome.happened
             if self._closed or self._context._closed:
                 return
-            live = len(self._arrays)
+            live = self.live_arrays
             if live:
                 _native.fail(
                     errno.EBUSY,

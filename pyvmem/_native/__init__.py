@@ -7,11 +7,8 @@ Structures are returned as they are (``Any``); the modules above turn them into 
 """
 
 from pyvmem._native.arrays import (
-    address_of,
     buffer_at,
-    dlpack_destructor,
-    dlpack_discard,
-    dlpack_new,
+    dlpack_capsule,
 )
 from pyvmem._native.boundary import constant, fail, text_of
 from pyvmem._native.columns import Columns, Grown, Waiting, Waits
@@ -65,7 +62,6 @@ __all__ = [
     "Outcome",
     "Waiting",
     "Waits",
-    "address_of",
     "backend_names",
     "batch",
     "buffer_at",
@@ -76,9 +72,7 @@ __all__ = [
     "constant",
     "copy",
     "create",
-    "dlpack_destructor",
-    "dlpack_discard",
-    "dlpack_new",
+    "dlpack_capsule",
     "drop",
     "drop_range",
     "fail",

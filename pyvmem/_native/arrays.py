@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from pyvmem._vmem import ffi, lib
 
-__all__ = [
-    "address_of",
-    "buffer_at",
-    "dlpack_destructor",
-    "dlpack_discard",
-    "dlpack_new",
-]
+__all__ = ["buffer_at", "dlpack_capsule"]
+
+# ctypes makes the call with the GIL held, and the reference that it returns is never without an
+# owner: what interrupts the caller drops the capsule, which deletes the tensor.
+_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object,
+    *(ctypes.py_object, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint8),
+    *(ctypes.c_uint8, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
+)(int(ffi.cast("uintptr_t", ffi.addressof(lib, "pyvmem_dlpack_capsule"))))
 
 
-def dlpack_new(
+def dlpack_capsule(
     owner: object,
     addr: int,
     device_type: int,
@@ -27,30 +30,13 @@ def dlpack_new(
     strides: tuple[int, ...],
     versioned: bool,
 ) -> Any:
-    """A new DLManagedTensor, or DLManagedTensorVersioned, that holds a reference to `owner`."""
-    tensor = lib.pyvmem_dlpack_new(
-        ffi.cast("void *", id(owner)), addr, device_type, device_id, code, bits, len(shape),
-        ffi.new("int64_t[]", shape), ffi.new("int64_t[]", strides), versioned,
+    """A capsule with a DLManagedTensor, or DLManagedTensorVersioned, that keeps `owner` alive."""
+    dims = (ctypes.c_int64 * (2 * len(shape)))(*shape, *strides)
+    first = ctypes.addressof(dims)
+    return _capsule(
+        owner, addr, device_type, device_id, code, bits, len(shape), first,
+        first + 8 * len(shape), versioned,
     )  # fmt: skip
-    if tensor == ffi.NULL:
-        raise MemoryError
-    return tensor
-
-
-def dlpack_destructor(versioned: bool) -> int:
-    """The address of the destructor for a capsule that holds such a tensor."""
-    address: int = lib.pyvmem_dlpack_destructor(versioned)
-    return address
-
-
-def dlpack_discard(tensor: Any, versioned: bool) -> None:
-    """Frees a tensor that no capsule owns."""
-    lib.pyvmem_dlpack_discard(tensor, versioned)
-
-
-def address_of(pointer: Any) -> int:
-    """A pointer as a number."""
-    return int(ffi.cast("uintptr_t", pointer))
 
 
 def buffer_at(addr: int, size: int, owner: object) -> memoryview:

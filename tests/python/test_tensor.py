@@ -295,6 +295,46 @@ def test_process_ends_with_everything_open(backend: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SIGNALS = """
+import gc, random, signal, sys, pyvmem
+
+sys.unraisablehook = lambda _: None  # what a signal raises where a tensor ends
+
+class Interrupted(BaseException):
+    pass
+
+def interrupt(*_):
+    raise Interrupted
+
+context = pyvmem.Context("host")
+reservation = context.reserve(context.info.granule)
+array = reservation.array((4,), "float32")
+array.__dlpack__()
+reservation.tensor((4,), "float32")  # torch is imported
+signal.signal(signal.SIGALRM, interrupt)
+interrupted = 0
+while interrupted < 3000:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-6, 6e-5))
+        for _ in range(20):
+            array.__dlpack__(max_version=(interrupted % 2, 0))
+            reservation.tensor((4,), "float32")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interrupted:
+        interrupted += 1
+del array
+gc.collect()
+print(reservation.live_arrays)
+"""
+
+
+def test_a_signal_neither_leaks_a_tensor_nor_frees_it_twice(host: pyvmem.Context) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
 # ---- protocols ---------------------------------------------------------------------------------
 
 
