@@ -188,6 +188,8 @@ def _load(command: Command, part: Part) -> None:
                     turns[(number + k) % len(turns)]()
                 book.publish()
                 slowest = max(slowest, time.monotonic() - mark)
+        for other in plans.keys() - {"stock", "elastic"}:
+            fleet.order(other, forget=True)
         _rest(fleet, end)
         book.publish()
         _check_ranks(end)
