@@ -267,6 +267,18 @@ def test_command_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(aim["aim"] is None and not aim["applies"] for aim in kept["aims"])
 
 
+def test_command_with_8_bit_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "capacity", "--requests", "3000", "--models", "Yi-6B", "--pages", "64K"]
+    batches = []
+    for more in ([], ["--kv-dtype", "float8_e4m3fn"]):
+        assert cli.main([*words, "--groups", "1", "--memory", "24G", "--json", *more]) == 0
+        kept = json.loads(capsys.readouterr().out)
+        assert kept["options"]["kv_dtype"] == (more[1] if more else "the model's")
+        rows = {row["id"]: row["value"] for row in kept["parts"]["generated"]["rows"]}
+        batches.append(rows["generated/Yi-6B/g1/64K"])
+    assert 1.5 < batches[1] / batches[0] <= 2.0
+
+
 @pytest.mark.parametrize(
     ("words", "status"),
     [
