@@ -345,8 +345,9 @@ def test_what_a_store_is_told_ahead(model: Decoder) -> None:
     ended: list[tuple[int, int]] = []
 
     class Told(Paged):
-        def ahead(self, slots: list[int], lengths: list[int]) -> None:
-            told.extend((int(self._count[s]), n) for s, n in zip(slots, lengths, strict=True))
+        def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+            for slots, lengths in asked:
+                told.extend((int(self._count[s]), n) for s, n in zip(slots, lengths, strict=True))
 
         def prompt_ends(self, slot: int, tokens: int) -> None:
             ended.append((slot, tokens))
@@ -398,9 +399,10 @@ class Later(Paged):
         self.there.pop(slot, None)
         self.begun.discard(slot)
 
-    def ahead(self, slots: list[int], lengths: list[int]) -> None:
-        self.largest = max(self.largest, len(set(slots) - self.told.keys()))
-        self.told |= dict(zip(slots, lengths, strict=True))
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        for slots, lengths in asked:
+            self.largest = max(self.largest, len(set(slots) - self.told.keys()))
+            self.told |= dict(zip(slots, lengths, strict=True))
 
     def ready(self, slot: int, tokens: int) -> bool:
         return self.there.get(slot, 0) >= tokens
@@ -902,6 +904,24 @@ def test_a_rank_that_answers_otherwise_is_seen() -> None:
         pytest.raises(WrongResult, match=r"rank 1: take.* was \(3, 0\), on rank 0"),
     ):
         ranks._follow(group, cast(Forward, SimpleNamespace(store=store)))
+
+
+def test_other_ranks_are_told_at_once_what_is_needed_next() -> None:
+    """Where there is memory to make: a store that makes none ahead costs no message."""
+    told: list[ranks.Step] = []
+    group: Any = SimpleNamespace(tell=told.append)
+    for store, steps in (
+        (make("16", 4 << 20), [["take"]]),
+        (Later(TINY, LONGEST, 4, 4 << 20, 16, CPU), [["take", "ahead"], []]),
+    ):
+        told.clear()
+        with closing(ranks.Told(store, group)) as mine:
+            slot, _ = mine.take(np.zeros(9, np.int32)) or (0, 0)
+            mine.ahead(([slot], [9]))
+            mine.tell(None)
+        assert [[name for name, _, _ in step.asked] for step in told] == steps
+        assert told[-1].works is None
+        assert all(step.works == [] for step in told[:-1])
 
 
 def test_two_processes_serve_as_one(tmp_path: Path) -> None:

@@ -266,9 +266,7 @@ class _Runner:
         rest = (kernels, max(run.budget, store.slots), graphs)
         if self.group is None or self.group.rank:
             return Forward(self.model, store, *rest)
-        leading = LeadingForward(self.model, Told(store), *rest)
-        leading.group = self.group
-        return leading
+        return LeadingForward(self.model, Told(store, self.group), *rest)
 
     def sweep(self) -> None:
         """Closes the stores; never where one is used, since an error's frames hold its tensors."""

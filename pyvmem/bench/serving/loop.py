@@ -291,9 +291,8 @@ class _Loop:
             slots, lengths = asked[live.fresh]
             slots.append(live.slot)
             lengths.append(min(length, self.store.longest))
-        for slots, lengths in asked.values():
-            if slots:
-                self.store.ahead(slots, lengths)
+        if lives:
+            self.store.ahead(*(one for one in asked.values() if one[0]))
 
     def _land(self, flying: _Flying) -> None:
         flying.step.wait()

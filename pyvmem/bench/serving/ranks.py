@@ -3,8 +3,9 @@
 
 Rank 0 runs the loop. Before each forward pass it sends the others the calls of its store since the
 last pass, and the requests in this one. They make the same calls on their stores, which must give
-the same answers, and run the pass as well. That is one message per pass, over gloo; a layer's sums
-use the model's group.
+the same answers, and run the pass as well. That is one message per pass, over gloo, and one more
+where the store begins to make memory for the next pass, so that every rank does while this one
+runs. A layer's sums use the model's group.
 
     python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
 """
@@ -44,7 +45,10 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The store's calls with their answers, and a pass's requests; None: the run ended."""
+    """The store's calls with their answers, and a pass's requests.
+
+    None: the run ended. Empty: no pass yet; the calls begin to make memory for the next one.
+    """
 
     asked: list[tuple[str, tuple[Any, ...], Any]]
     works: list[Work] | None
@@ -97,10 +101,15 @@ class Group:
 
 
 class Told(Store):
-    """Rank 0's store: records its calls, so that the other ranks can repeat them."""
+    """Rank 0's store: tells the other ranks its calls, so that they can repeat them.
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    Args:
+        store: of this rank.
+        group: of the ranks.
+    """
+
+    def __init__(self, store: Store, group: Group) -> None:
+        self.store, self._group = store, group
         self.slots, self.longest = store.slots, store.longest
         self.token_bytes, self.contiguous = store.token_bytes, store.contiguous
         self.layers, self.table = store.layers, store.table
@@ -125,9 +134,11 @@ class Told(Store):
         """See `Store`."""
         return bool(self._ask("hold", slots, lengths))
 
-    def ahead(self, slots: list[int], lengths: list[int]) -> None:
-        """See `Store`."""
-        self._ask("ahead", slots, lengths)
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        """See `Store`; the other ranks are told at once, to begin while a pass runs."""
+        if type(self.store).ahead is not Store.ahead:
+            self._ask("ahead", *asked)
+            self.tell([])
 
     def prompt_ends(self, slot: int, tokens: int) -> None:
         """See `Store`."""
@@ -165,6 +176,11 @@ class Told(Store):
         """See `Store`; of this rank."""
         return self.store.driver()
 
+    def tell(self, works: list[Work] | None) -> None:
+        """Tells the other ranks the calls since the last time, and a `Step`'s requests."""
+        asked, self.asked = self.asked, []
+        self._group.tell(Step(asked, works))
+
     def close(self) -> None:
         """See `Store`."""
         super().close()
@@ -174,23 +190,17 @@ class Told(Store):
 class LeadingForward(Forward):
     """Rank 0's forward pass, which every other rank runs as well."""
 
-    group: Group
+    store: Told
 
     def launch(self, works: list[Work]) -> Launched:
         """See `Forward`."""
-        self._tell(works)
+        self.store.tell(works)
         return super().launch(works)
 
     def close(self) -> None:
         """See `Forward`; ends the run on every rank."""
-        self._tell(None)
+        self.store.tell(None)
         super().close()
-
-    def _tell(self, works: list[Work] | None) -> None:
-        store = self.store
-        assert isinstance(store, Told)
-        self.group.tell(Step(store.asked, works))
-        store.asked = []
 
 
 def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
@@ -217,6 +227,8 @@ def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], Non
 
 
 def _follow(group: Group, forward: Forward) -> None:
+    # A pass is prepared while the one before it runs, as on rank 0.
+    before: Launched | None = None
     flying: Launched | None = None
     while True:
         asked, works = group.tell()
@@ -230,7 +242,7 @@ def _follow(group: Group, forward: Forward) -> None:
             if flying is not None:
                 flying.wait()
             return
-        launched = forward.launch(works)
-        if flying is not None:
-            flying.wait()  # a pass is prepared while the one before it runs, as on rank 0
-        flying = launched
+        if works:
+            if before is not None:
+                before.wait()
+            before, flying = flying, forward.launch(works)

@@ -114,8 +114,12 @@ class Store(ABC):
     def hold(self, slots: list[int], lengths: list[int]) -> bool:
         """Makes memory for so many tokens of each slot; False, changing nothing, if it is short."""
 
-    def ahead(self, slots: list[int], lengths: list[int]) -> None:
-        """Begins to make the memory that the next `hold` of these slots will ask for."""
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        """Begins to make the memory that the next `hold` of these slots will ask for.
+
+        Args:
+            asked: slots and their lengths; what comes first waits for nothing that comes later.
+        """
         return  # nothing to begin
 
     def ready(self, slot: int, tokens: int) -> bool:
@@ -235,9 +239,16 @@ class Slots(Store):
         return self.cache.step(self._by_slot(slots, lengths)) == 0
 
     @_timed
-    def ahead(self, slots: list[int], lengths: list[int]) -> None:
-        """See `Store`; if memory is short, the next `hold` says so."""
-        self.cache.step_async(self._by_slot(slots, lengths))
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        """See `Store`; if memory is short, the next `hold` says so.
+
+        Of several ranks' cache a second `step_async` would wait for the first, and `step` for both.
+        """
+        if self._ranks > 1:
+            slots, lengths = ([one for part in asked for one in part[i]] for i in range(2))
+            asked = ((slots, lengths),)
+        for slots, lengths in asked:
+            self.cache.step_async(self._by_slot(slots, lengths))
 
     @_timed
     def ready(self, slot: int, tokens: int) -> bool:
