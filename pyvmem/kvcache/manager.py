@@ -2225,10 +2225,10 @@ class CommonPages:
                     raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
                 if others:
                     group.attach(others, self._span)
-            except BaseException:
+            except VMemError:  # after anything else the journal takes all of it back
                 free(groups, _WRITER, None, None, None)
                 raise
-        self.idle = set(range(config.max_batch))
+            self.idle = set(range(config.max_batch))
 
     def renew(self, reqid: int) -> None:
         """Ends a request; its slot has the common pages and nothing else. Waits for its GPU work.

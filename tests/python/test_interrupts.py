@@ -41,7 +41,7 @@ from interrupts_helpers import (
     run_at,
 )
 from kvcache_helpers import LAYERS, ROWS, eventually, small_config
-from share_helpers import is_zero, read_rows
+from share_helpers import is_zero, read_rows, write_rows
 from test_kvcache_layers import uneven
 
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
@@ -1190,6 +1190,42 @@ def step_replaces_moved_pages(engine: Engine) -> Steps:
     cache, reqid = _in_small_pages(engine)
     cache.move(reqid, "host", wait=False)
     return _growing(engine, cache, {reqid: 5 * ROWS})
+
+
+# ---- pages that all slots have -------------------------------------------------------------------
+
+
+def _common(engine: Engine, **changes: Any) -> KVCache:
+    if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
+        raise NotHere("requests cannot share pages")
+    return engine.cache(**changes)
+
+
+def _read_common(engine: Engine, cache: KVCache) -> list[int]:
+    """Every slot has a request, which reads what was written through the first; these rows."""
+    tags = engine.tags(ROWS)
+    assert cache.step([ROWS] * cache.config.max_batch) == 0
+    write_rows(cache, 0, 0, tags)
+    for reqid in range(cache.config.max_batch):
+        engine.take(cache, reqid, tags)
+    return tags
+
+
+@scenario
+def map_common_pages(engine: Engine) -> Steps:
+    """Every slot is taken or none; those of a call whose result nobody received are given back."""
+    cache = _common(engine)
+
+    def call() -> Any:
+        return cache.map_common_pages(ROWS)
+
+    def again() -> None:
+        assert len(engine.unknown(cache)) in (0, cache.config.max_batch)
+        engine.free_unknown()
+        call()
+        _read_common(engine, cache)
+
+    return call, again
 
 
 # ---- several caches ------------------------------------------------------------------------------
