@@ -39,7 +39,7 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import PriorWork, prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.journal import Journal, put
-from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, EMPTY, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
@@ -2233,18 +2233,19 @@ class CommonPages:
     def renew(self, reqid: int) -> None:
         """Ends a request; its slot has the common pages and nothing else. Waits for its GPU work.
 
+        Does the same for a slot that is free, as after a call that failed.
+
         Raises:
             VMemError: the slot could not be emptied or mapped again; it is free, and has none.
         """
         owner = self._owner
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
-            slot, shared = group.table[reqid], group.reclaimer.shared
-            shared.hold(self._span)  # where the slot's reference is the last one
-            try:
+            slot = group.slot(reqid, taken=False)
+            group.reclaimer.lend(self._span)  # where the slot's reference is the last one
+            if slot.active:
                 free(groups, reqid, None, None, None)
-                group.sharing.empty(slot)
-                group.attach([slot], self._span)
-            finally:
-                group.reclaimer.unref(self._span)
+            group.sharing.empty(slot)
+            group.attach([slot], self._span)
+            group.reclaimer.lend(EMPTY)
         self.idle.add(reqid)

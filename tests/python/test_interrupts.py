@@ -1228,6 +1228,38 @@ def map_common_pages(engine: Engine) -> Steps:
     return call, again
 
 
+def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
+    """A request that has grown beyond the common rows; the next one has these and no other."""
+    common = cache.map_common_pages(ROWS)
+    common.idle.clear()
+    tags = _read_common(engine, cache)
+    engine.grow(cache, reqid, 2 * ROWS)
+    rows = engine.held.pop((cache, reqid))
+
+    def again() -> None:
+        held = lens(cache)[reqid]
+        assert held in (0, len(rows))
+        assert not held or holds(cache, reqid, rows), "all rows"
+        common.renew(reqid)
+        assert common.idle == {reqid}
+        assert cache.step(lens(cache, {reqid: ROWS})) == 0
+        engine.take(cache, reqid, tags)
+        engine.grow(cache, reqid, 2 * ROWS)
+
+    return lambda: common.renew(reqid), again
+
+
+@scenario
+def renew_common_pages(engine: Engine) -> Steps:
+    return _renewing(engine, _common(engine), 1)
+
+
+@scenario
+def renew_the_only_common_pages(engine: Engine) -> Steps:
+    """No other slot has them meanwhile."""
+    return _renewing(engine, _common(engine, max_batch=1), 0)
+
+
 # ---- several caches ------------------------------------------------------------------------------
 
 
