@@ -44,7 +44,9 @@ from kvcache_helpers import LAYERS, ROWS, eventually, small_config
 from share_helpers import is_zero, read_rows, write_rows
 from test_kvcache_layers import uneven
 
+import pyvmem.compat.vattention as vattention
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
+from pyvmem.compat._manager import Manager, close_retired
 from pyvmem.engine import Request, RequestCache, State
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
@@ -1258,6 +1260,95 @@ def renew_common_pages(engine: Engine) -> Steps:
 def renew_the_only_common_pages(engine: Engine) -> Steps:
     """No other slot has them meanwhile."""
     return _renewing(engine, _common(engine, max_batch=1), 0)
+
+
+# ---- the module of vAttention --------------------------------------------------------------------
+
+
+_COMMON = list(range(ROWS))
+
+
+def _vattention(engine: Engine, *, common: bool = False) -> Manager:
+    """Its state, whose context and cache the engine examines and closes."""
+    backend, page = engine.context.info.backend, engine.page
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+    if common and Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
+        raise NotHere("requests cannot share pages")
+    engine.context.close()
+    close_retired()  # those of earlier runs
+    manager = Manager(
+        backend=backend, device=0, page_size=page, megacache=False, max_batch=4,
+        max_seq_len=4 * ROWS, **shape,
+    )  # fmt: skip
+    engine.context = manager.cache.context
+    engine.caches.append(manager.cache)
+    manager.reserve(64 * 4 * page)
+    if common:
+        manager.map_common(ROWS)
+        write_rows(manager.cache, 0, 0, _COMMON)
+    return manager
+
+
+def _ids(engine: Engine, manager: Manager, call: Callable[[], Any]) -> Steps:
+    """A call about ids, after which all can be had, and begin with the common rows, if any."""
+
+    def again() -> None:
+        call()
+        manager.step([0] * 4)
+        assert not any(manager.lengths)
+        rows = [2 * ROWS] * 4
+        assert sorted(manager.alloc(2 * ROWS) for _ in rows) == [0, 1, 2, 3]
+        assert manager.alloc(1) == -1
+        manager.step(rows)
+        common = [] if manager.common is None else _COMMON
+        assert all(holds(manager.cache, reqid, common) for reqid in range(4)), "common rows"
+        manager.end()
+        assert engine.context.stats().used_bytes == 0
+
+    return call, again
+
+
+@scenario
+def vattention_free(engine: Engine) -> Steps:
+    manager = _vattention(engine)
+    manager.step([ROWS, 0, 2 * ROWS, 0])
+    return _ids(engine, manager, lambda: manager.free(2))
+
+
+@scenario
+def vattention_step(engine: Engine) -> Steps:
+    """One id is freed, one truncated, and one taken."""
+    manager = _vattention(engine)
+    manager.step([ROWS, 3 * ROWS, 0, 0])
+    return _ids(engine, manager, lambda: manager.step([0, ROWS + 1, ROWS, 0]))
+
+
+@scenario
+def vattention_free_common(engine: Engine) -> Steps:
+    manager = _vattention(engine, common=True)
+    manager.step([2 * ROWS, 0, 2 * ROWS, 0])
+    return _ids(engine, manager, lambda: manager.free(2))
+
+
+@scenario
+def vattention_alloc_common(engine: Engine) -> Steps:
+    manager = _vattention(engine, common=True)
+    return _ids(engine, manager, lambda: manager.alloc(2 * ROWS))
+
+
+@scenario
+def vattention_cleanup(engine: Engine) -> Steps:
+    """The memory comes back under tensors that the program has still."""
+    manager = _vattention(engine)
+    manager.step([ROWS, 3 * ROWS, 0, 0])
+    tensors, vattention._manager = manager.tensors(), manager
+
+    def again() -> None:
+        vattention.cleanup()
+        assert engine.context.stats().used_bytes == 0
+        tensors.clear()
+
+    return vattention.cleanup, again
 
 
 # ---- several caches ------------------------------------------------------------------------------
