@@ -1351,6 +1351,71 @@ def vattention_cleanup(engine: Engine) -> Steps:
     return vattention.cleanup, again
 
 
+# ---- the caches of transformers' models ----------------------------------------------------------
+
+
+def _tokens(rows: int, seed: int) -> Any:
+    import torch
+
+    return torch.randn(rows, 2, 2 * ROWS, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def _appended(cache: Any, new: Any) -> None:
+    """Keys and values of all layers, the same."""
+    for layer in range(2):
+        cache.update(new, new, layer)
+
+
+def _hf(engine: Engine, call: Callable[[Any], Any]) -> Steps:
+    """A `VMemCache` of two rows; after the call it can be emptied, and used again."""
+    try:
+        from transformers import LlamaConfig
+
+        from pyvmem.hf import VMemCache
+    except ImportError:
+        raise NotHere("transformers is not installed") from None
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    cache = VMemCache(config, 4, 8 * ROWS, context=engine.context, page_size=engine.page)
+    _appended(cache, _tokens(2, 1))
+
+    def again() -> None:
+        cache.kvcache.check_integrity()
+        call(cache)
+        cache.reset()
+        assert cache.kvcache.stats().active_slots == 0
+        for rows in (3, 4):
+            cache.reset()
+            _appended(cache, _tokens(rows, rows))
+            for layer in cache.layers:
+                assert bool((layer.keys == _tokens(rows, rows)).all())
+        cache.kvcache.check_integrity()
+        cache.close()
+
+    return lambda: call(cache), again
+
+
+@scenario
+def hf_append(engine: Engine) -> Steps:
+    return _hf(engine, lambda cache: _appended(cache, _tokens(2, 2)))
+
+
+@scenario
+def hf_repeat_rows(engine: Engine) -> Steps:
+    def call(cache: Any) -> None:
+        for layer in cache.layers:
+            if layer.batch_size == 2:
+                layer.batch_repeat_interleave(2)
+
+    return _hf(engine, call)
+
+
+@scenario
+def hf_reset(engine: Engine) -> Steps:
+    return _hf(engine, lambda cache: cache.reset())
+
+
 # ---- several caches ------------------------------------------------------------------------------
 
 
