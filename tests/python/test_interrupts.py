@@ -48,6 +48,7 @@ import pyvmem.compat.vattention as vattention
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
 from pyvmem.compat._manager import Manager, close_retired
 from pyvmem.engine import Request, RequestCache, State
+from pyvmem.hf.named import NamedRequests
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
@@ -1414,6 +1415,42 @@ def hf_repeat_rows(engine: Engine) -> Steps:
 @scenario
 def hf_reset(engine: Engine) -> Steps:
     return _hf(engine, lambda cache: cache.reset())
+
+
+def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> Steps:
+    """Requests by name; so many after the call."""
+    cache = engine.cache()
+    named = NamedRequests(cache, "sdpa")
+    assert named.hold("one", 3)
+    assert named.hold("two", 2 * ROWS)
+
+    def again() -> None:
+        call(named)
+        assert len(named) == names
+        known = {one.request for one in named._requests.values()}
+        for request in set(named._cache.requests) - known:
+            assert engine.place, "a request without a name"
+            named._cache.release(request)
+        assert cache.stats().active_slots == names
+        named.close()
+
+    return lambda: call(named), again
+
+
+@scenario
+def named_hold(engine: Engine) -> Steps:
+    return _named(engine, lambda named: named.hold("three", ROWS), 3)
+
+
+@scenario
+def named_drop(engine: Engine) -> Steps:
+    """What has ended is named until then, so that nothing is held without a name."""
+
+    def call(named: NamedRequests) -> None:
+        named.drop("two", record=False)
+        assert len(named._cache.requests) == len(named)
+
+    return _named(engine, call, 1)
 
 
 # ---- several caches ------------------------------------------------------------------------------
