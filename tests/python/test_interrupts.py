@@ -1453,6 +1453,83 @@ def named_drop(engine: Engine) -> Steps:
     return _named(engine, call, 1)
 
 
+# ---- buffers of cuda.core ------------------------------------------------------------------------
+
+
+def _resource(engine: Engine) -> Any:
+    """A resource whose buffers are their addresses: cuda.core's own hide exceptions."""
+    try:
+        from pyvmem.memory_resource import VMemResource
+    except ImportError:
+        raise NotHere("cuda-core is not installed") from None
+
+    class Resource(VMemResource):
+        def _buffer(self, addr: int, size: int, stream: Any) -> int:
+            return addr
+
+    return Resource(engine.context)
+
+
+def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
+    """After the call there are buffers to be had, each with pages of its own, and an end."""
+    page = engine.page
+
+    def again() -> None:
+        call()
+        for addr in list(resource._live):  # of the calls, which end none
+            resource.deallocate(addr, page)
+        made = [resource.allocate(page) for _ in range(3)]
+        assert resource.live_buffers == len(set(made)) == 3
+        for addr in made:
+            engine.context.write(addr, b"x")
+            resource.deallocate(addr, page)
+        resource.close()
+
+    return call, again
+
+
+@scenario
+def resource_allocate(engine: Engine) -> Steps:
+    resource = _resource(engine)
+    call, again = _buffers(engine, resource, lambda: resource.allocate(engine.page))
+
+    def both() -> None:
+        if engine.place and not engine.place.startswith("after ") and not engine.twice:
+            assert resource.live_buffers == 0, "a buffer that nobody has"
+        again()
+
+    return call, both
+
+
+@scenario
+def resource_allocate_again(engine: Engine) -> Steps:
+    """At the addresses of an earlier buffer."""
+    resource = _resource(engine)
+    resource.deallocate(resource.allocate(engine.page), engine.page)
+    eventually(lambda: resource._going[0].unmapping.done())
+    return _buffers(engine, resource, lambda: resource.allocate(engine.page))
+
+
+@scenario
+def resource_deallocate(engine: Engine) -> Steps:
+    resource = _resource(engine)
+    addr = resource.allocate(engine.page)
+
+    def call() -> None:
+        if resource.live_buffers:
+            resource.deallocate(addr, engine.page)
+
+    return _buffers(engine, resource, call)
+
+
+@scenario
+def resource_close(engine: Engine) -> Steps:
+    resource = _resource(engine)
+    for addr in [resource.allocate(engine.page) for _ in range(2)]:
+        resource.deallocate(addr, engine.page)
+    return resource.close, resource.close
+
+
 # ---- several caches ------------------------------------------------------------------------------
 
 
