@@ -594,14 +594,23 @@ class KVCache(MustClose):
             ),
         )
 
-    def prefix_changes(self) -> list[Change]:
+    def prefix_changes(self, after: int | None = None) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 
         The first call reports what is recorded and starts collecting changes: keep calling, or they
         pile up.
+
+        Args:
+            after: `Change.number` of the last one that the caller has taken note of, -1 for none:
+                those after it are returned, also if an earlier call returned them to somebody whom
+                an exception kept from using them. None: the last one that any call returned.
         """
         with self.lock, self.journal:
-            return self._open()[0].prefixes.tree.take_changes()
+            tree = self._open()[0].prefixes.tree
+            found = tree.changes_after(tree.told if after is None else operator.index(after))
+        if found:
+            tree.told = found[-1].number  # last: until then the next call returns them again
+        return found
 
     # ---- preemption and admission ----------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
 from pyvmem.compat._manager import Manager, close_retired
 from pyvmem.engine import Request, RequestCache, State
 from pyvmem.hf.named import NamedRequests
+from pyvmem.kv_events import KVEvents
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
@@ -678,6 +679,34 @@ def match_is_released(engine: Engine) -> Steps:
         assert cache.stats().prefix_pages == 0, "prefixes that nobody uses"
 
     return call, again
+
+
+def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
+    """What was recorded is told once: by the call, or by the next one if nobody received it."""
+    cache, reqid = _forkable(engine, 2 * ROWS)
+    told, poll = [], tell(cache)
+    poll()
+    cache.record(reqid, list(range(2 * ROWS)))
+
+    def call() -> None:
+        told.append(poll())
+
+    def again() -> None:
+        call()
+        assert [bool(found) for found in told] == [True, False][: len(told)]
+        assert not poll()
+
+    return call, again
+
+
+@scenario
+def prefix_changes(engine: Engine) -> Steps:
+    return _telling(engine, lambda cache: cache.prefix_changes)
+
+
+@scenario
+def kv_events(engine: Engine) -> Steps:
+    return _telling(engine, lambda cache: KVEvents(cache).poll)
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
