@@ -95,6 +95,24 @@ def alloc_eager(engine: Engine) -> Steps:
     return _allocating(engine, cache)
 
 
+@scenario
+def claim(engine: Engine) -> Steps:
+    """The caller knows which slot: a claim whose end it was not told of is taken back."""
+    cache = engine.cache()
+    engine.start(cache, 3)
+
+    def call() -> None:
+        cache.claim(2)
+
+    def again() -> None:
+        if cache.is_taken(2):
+            cache.free_reqid(2)
+        call()
+        engine.take(cache, 2, [])
+
+    return call, again
+
+
 def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
     engine.leaves(cache, reqid)
     return lambda: cache.free_reqid(reqid), lambda: engine.free(cache, reqid)
@@ -557,6 +575,22 @@ def fork_into_used_slots(engine: Engine) -> Steps:
     for reqid in [engine.start(cache, 2 * ROWS) for _ in range(4)]:
         engine.free(cache, reqid)
     return _forking(engine, cache, parent, None)
+
+
+@scenario
+def fork_into(engine: Engine) -> Steps:
+    """The caller knows which slot, as with `claim`."""
+    cache, parent = _forkable(engine, ROWS + 3)
+
+    def call() -> Any:
+        return cache.fork(parent, into=4)
+
+    def again() -> None:
+        if cache.is_taken(4):
+            cache.free_reqid(4)
+        engine.take(cache, call(), engine.held[cache, parent])
+
+    return call, again
 
 
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
@@ -1090,6 +1124,29 @@ def reports(engine: Engine) -> Steps:
 
 
 @scenario
+def set_limit(engine: Engine) -> Steps:
+    cache, reqid = _reclaiming(engine)
+
+    def again() -> None:
+        cache.set_limit(5 * TENSORS)
+        assert cache.stats().total_pages == 5 * TENSORS
+        engine.grow(cache, reqid, 5 * ROWS)
+
+    return lambda: cache.set_limit(5 * TENSORS), again
+
+
+@scenario
+def reclaim_free(engine: Engine) -> Steps:
+    cache, _ = _reclaiming(engine)
+
+    def again() -> None:
+        cache.reclaim_free(wait=True)
+        assert cache.stats().cached_pages == 0
+
+    return lambda: cache.reclaim_free(wait=True), again
+
+
+@scenario
 def trim(engine: Engine) -> Steps:
     cache, _ = _reclaiming(engine)
 
@@ -1593,6 +1650,39 @@ def budget_takes_prefixes(engine: Engine) -> Steps:
     reqid = engine.start(one, 3)
     engine.free(other, engine.start(other, 3 * ROWS), tokens=list(range(3 * ROWS)))
     return _growing(engine, one, {reqid: 3 * ROWS})
+
+
+def _idle_pages(engine: Engine) -> Budget:
+    """A budget of two caches, one of which has a request, the other pages of nobody."""
+    one, other = _two(engine, 6)
+    engine.start(one, 3)
+    engine.free(other, engine.start(other, 3 * ROWS))
+    budget: Budget = one._manager.budget
+    return budget
+
+
+@scenario
+def budget_set_limit(engine: Engine) -> Steps:
+    budget = _idle_pages(engine)
+    total = 7 * TENSORS * engine.page
+
+    def again() -> None:
+        budget.set_limit(total)
+        assert budget.stats().total_bytes == total
+
+    return lambda: budget.set_limit(total), again
+
+
+@scenario
+def budget_reclaim(engine: Engine) -> Steps:
+    budget = _idle_pages(engine)
+    left = TENSORS * engine.page
+
+    def again() -> None:
+        budget.reclaim(left)
+        eventually(lambda: budget.stats().used_bytes == left)
+
+    return lambda: budget.reclaim(left), again
 
 
 @scenario
@@ -2191,6 +2281,60 @@ def engine_admit_async(engine: Engine) -> Steps:
 
 
 @scenario
+def engine_match(engine: Engine) -> Steps:
+    served, rows = _served_recorded(engine)
+
+    def call() -> None:
+        with served.requests.match(list(range(4 * ROWS))) as prefix:
+            assert prefix.length == len(rows)
+
+    return served.steps(call, call)
+
+
+@scenario
+def engine_record(engine: Engine) -> Steps:
+    served = Served(engine)
+
+    def call() -> None:
+        assert served.requests.record(served.one, list(range(served.one.length))) == 2 * ROWS
+
+    return served.steps(call, call)
+
+
+@scenario
+def engine_fork_async(engine: Engine) -> Steps:
+    served = Served(engine)
+    call, wait = _in_the_background(served, lambda: served.requests.fork_async(served.one, 2))
+
+    def again() -> None:
+        made = call().result(8)
+        assert isinstance(made, list)
+        served.rows.update((request, served.rows[served.one]) for request in made)
+
+    _, examined = served.steps(call, again)
+
+    def both() -> None:
+        wait()
+        examined()
+
+    return call, both
+
+
+@scenario
+def engine_prepare(engine: Engine) -> Steps:
+    served = Served(engine)
+
+    def call() -> None:
+        assert served.requests.prepare({served.one: 4 * ROWS}) is None
+
+    def again() -> None:
+        call()
+        assert served.requests.extend({served.one: 4 * ROWS}) is None
+
+    return served.steps(call, again)
+
+
+@scenario
 def engine_extend(engine: Engine) -> Steps:
     served = Served(engine)
 
@@ -2347,6 +2491,26 @@ def engine_swap_in(engine: Engine) -> Steps:
         assert served.one.state is State.RUNNING
 
     return served.steps(call, again)
+
+
+@scenario
+def engine_swap_in_async(engine: Engine) -> Steps:
+    served = Served(engine)
+    served.requests.swap_out(served.one)
+    call, wait = _in_the_background(served, lambda: served.requests.swap_in_async(served.one))
+
+    def again() -> None:
+        if served.one.state is State.SWAPPED:
+            assert call().result(8) is None
+        assert served.one.state is State.RUNNING
+
+    _, examined = served.steps(call, again)
+
+    def both() -> None:
+        wait()
+        examined()
+
+    return call, both
 
 
 @scenario
