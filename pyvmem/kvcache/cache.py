@@ -12,15 +12,18 @@ cache may choose slots itself (`KVCache.claim`) or reserve memory after the tens
 from __future__ import annotations
 
 import errno
+import math
 import operator
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pyvmem._native import backend_names
 from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
+from pyvmem.expect import expect
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import integrity, manager, waits
 from pyvmem.kvcache.budget import Budget
@@ -63,6 +66,7 @@ __all__ = [
     "KVCache",
     "LayeredCache",
     "cache_of",
+    "check_arguments",
 ]
 
 
@@ -1333,3 +1337,41 @@ def cache_of(
         config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
     return LayeredCache(layers, context, backend, device, budget, **policy)
+
+
+def check_arguments(
+    policy: Mapping[str, Any],
+    given: Collection[str],
+    layers: Sequence[Shape] = (),
+    context: Context | None = None,
+    backend: str | None = None,
+    budget: Budget | None = None,
+) -> None:
+    """Refuses, before there is anything to make a cache for, what `cache_of` would refuse then.
+
+    Args:
+        policy, given: as for `policy_of`.
+        layers, context, budget: as for `cache_of`; no layers: they are not known yet.
+        backend: None: not chosen yet.
+
+    Raises:
+        InvalidArgument: no such option or back end, a value out of range, a `group_size` that does
+            not divide the layers of each class, or memory that is limited twice.
+        TypeError: a context, back end or budget that is none.
+    """
+    counts = classes_of(layers)[0].values()
+    whole = policy_of(policy, given)
+    group = operator.index(policy.get("group_size", 1))
+    for count in counts:
+        if count % group:
+            raise invalid(
+                f"group_size {group} does not divide {' and '.join(map(str, counts))} layers",
+                limit=math.gcd(*counts),
+            )
+    expect("backend", backend, str, optional=True)
+    names = ("auto", *backend_names())
+    if backend is not None and backend not in names:
+        raise invalid(f"backend {backend!r} is none of {', '.join(names)}")
+    expect("context", context, Context, optional=True)
+    expect("budget", budget, Budget, optional=True)
+    manager.check_memory(whole, len(counts) > 1, context, budget)

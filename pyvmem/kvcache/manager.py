@@ -134,7 +134,7 @@ class Manager:
         expect("config", whole, KVCacheConfig)
         expect("context", context, Context, optional=True)
         expect("budget", budget, Budget, optional=True)
-        _check_memory(whole, configs is not None, context, budget)
+        check_memory(whole, configs is not None, context, budget)
         self.closed = self._closing = False
         self._name = name
         self._whole = whole
@@ -251,7 +251,7 @@ class Manager:
             self.context.close()
 
 
-def _check_memory(
+def check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
     """Raises InvalidArgument for memory limits that conflict or have no effect."""
