@@ -105,7 +105,8 @@ class Reservation(Closable):
     @property
     def live_arrays(self) -> int:
         """Arrays, tensors and buffers over it that live."""
-        return len(self._arrays)
+        # Not the length: it counts dead ones whose callback an exception from outside ended.
+        return sum(1 for _ in self._arrays)
 
     def _at(self, offset: int, size: int, op: str) -> int:
         """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
@@ -246,7 +247,7 @@ class Reservation(Closable):
             self._closed = self._closed or outcome.happened
             if self._closed or self._context._closed:
                 return
-            live = len(self._arrays)
+            live = self.live_arrays
             if live:
                 _native.fail(
                     errno.EBUSY,
