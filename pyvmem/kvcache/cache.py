@@ -297,6 +297,9 @@ class KVCache(MustClose):
     ) -> None:
         """Frees a slot and what it holds.
 
+        A reqid is a number, which the slot's next request has, too: freeing an ended request once
+        more frees that one. (A `Request` of `pyvmem.engine` ends once.)
+
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
         work on `stream` so far. Waits only for the copies of a move while another batch of the slot
         is in flight.
@@ -669,8 +672,9 @@ class KVCache(MustClose):
         """Whether new requests of these lengths would all fit now, beside the present ones.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
-        reclaimable, including recorded prefixes that no request uses and no match leases. Does not
-        account for memory that others take from the device. Waits for fills in flight.
+        reclaimable, including recorded prefixes that no request uses and no match leases, and what
+        batches in flight will leave, for which it does not wait. Does not account for memory that
+        others take from the device.
 
         Args:
             seq_lens: tokens of each request, with those of its prefix.
