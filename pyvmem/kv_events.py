@@ -75,7 +75,7 @@ class _Cache(Protocol):
     @property
     def sharing_unit(self) -> int: ...
 
-    def prefix_changes(self) -> list[Change]: ...
+    def prefix_changes(self, after: int | None = None) -> list[Change]: ...
 
 
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
@@ -104,16 +104,26 @@ class KVEvents:
     def __init__(self, cache: _Cache, data_parallel_rank: int | None = None) -> None:
         self._cache = cache
         self._rank = data_parallel_rank
-        self._first: list[KVEvent] = [AllBlocksCleared()]
-        self._begun: list[Change] = cache.prefix_changes()
+        self._told: int | None = None  # the number of the last change that was reported
+        cache.prefix_changes(-1)  # are collected from here on
 
     def poll(self) -> list[KVEvent]:
-        """What happened since the last call, in order. BadHandle: the cache is closed."""
-        changes = self._begun + self._cache.prefix_changes()
-        self._begun = []
+        """What happened since the last call, in order. BadHandle: the cache is closed.
+
+        A call that an exception ended has reported nothing: the next one does.
+        """
+        events, told = self._untold()
+        self._told = told  # last, as in `batch`
+        return events
+
+    def _untold(self) -> tuple[list[KVEvent], int]:
+        """What is to be reported, and the number of the last change in it."""
+        begun, told = self._told is not None, -1 if self._told is None else self._told
+        changes = self._cache.prefix_changes(told)
         unit = self._cache.sharing_unit
-        events, self._first = self._first, []
-        return events + [_event(one, unit) for one in changes]
+        events: list[KVEvent] = [] if begun else [AllBlocksCleared()]
+        events += [_event(one, unit) for one in changes]
+        return events, changes[-1].number if changes else told
 
     def batch(self, now: float | None = None) -> Any:
         """`poll` as a ``KVEventBatch`` of the vLLM that is installed, for its `EventPublisher`.
@@ -123,12 +133,14 @@ class KVEvents:
         """
         from vllm.distributed import kv_events
 
-        events = [_vllm_event(kv_events, one) for one in self.poll()]
-        return kv_events.KVEventBatch(
+        events, told = self._untold()
+        made = kv_events.KVEventBatch(
             ts=time.time() if now is None else now,
-            events=events,
+            events=[_vllm_event(kv_events, one) for one in events],
             data_parallel_rank=self._rank,
         )
+        self._told = told
+        return made
 
 
 def _event(change: Change, unit: int) -> KVEvent:

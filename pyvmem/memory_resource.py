@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
+from pyvmem._native import Outcome
 from pyvmem.closing import Closable
+from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
+from pyvmem.pages import Ticket
+from pyvmem.reservation import Reservation
 from pyvmem.streams import check
 
 try:
@@ -27,13 +33,45 @@ except ImportError:  # before 1.0
 if TYPE_CHECKING:
     from pyvmem.array import VirtualArray
     from pyvmem.context import Context
-    from pyvmem.pages import Ticket
-    from pyvmem.reservation import Reservation
 
 __all__ = ["VMemResource"]
 
 # Reservations kept for the next buffer of their size; making one may cost a driver call.
 _KEPT = 64
+
+
+class _Block:
+    """Addresses for one buffer after another of a size, and what lies there.
+
+    Attributes:
+        nbytes: their length.
+        made: they are reserved, and known to be good.
+        free: no buffer lies there, and no page.
+        array: the buffer's.
+        mapping, unmapping: its pages'; not sent before that begins.
+    """
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        self.reservation = Reservation(context, Outcome())
+        self.nbytes = nbytes
+        self.made = False
+        self.free = True
+        self.array: VirtualArray | None = None
+
+    def begin(self, context: Context) -> None:
+        """Takes it for a buffer."""
+        self.mapping, self.unmapping = Ticket(context), Ticket(context)
+        self.free = False
+
+
+def _succeeded(ticket: Ticket) -> bool:
+    """Whether a batch was submitted, and made; waits for it."""
+    try:
+        if ticket.sent:
+            ticket.wait()
+    except VMemError:
+        return False
+    return ticket.sent
 
 
 class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
@@ -55,9 +93,12 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._page = page_size or context.info.granule
         self._dirty = dirty
         self._lock = threading.Lock()
-        self._live: dict[int, VirtualArray] = {}
-        self._going: list[tuple[Ticket, Reservation]] = []
-        self._kept: defaultdict[int, list[Reservation]] = defaultdict(list)
+        self._blocks: set[_Block] = set()
+        self._live: dict[int, _Block] = {}  # by address
+        self._ended: deque[_Block | None] = deque()  # of `allocate` that failed or was interrupted
+        self._left: deque[tuple[Any, int, Any]] = deque()  # what `deallocate` was interrupted with
+        self._going: list[_Block] = []
+        self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # the free ones, and others
         self._closed = False
 
     # ---- properties that cuda.core asks for ----------------------------------------------------
@@ -110,19 +151,29 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         if size == 0:
             return self._buffer(0, 0, stream)
         nbytes = -(-size // self._page) * self._page
-        reservation = self._reservation(nbytes)
-        batch = OpBatch(1)
-        batch.populate(reservation.addr, nbytes, page_size=self._page, dirty=self._dirty)
+        block = None
         try:
-            self._context.submit(batch).order(stream)
-            array = reservation.array((size,), "uint8")
-        except BaseException:
             with self._lock:
-                self._kept[nbytes].append(reservation)
+                self._reap()
+                block = self._free_block(nbytes)
+                block.begin(self._context)
+            reservation = block.reservation
+            if not block.made:
+                align = max(self._page, 2 << 20)
+                self._context.reserve(nbytes, align=align, into=reservation)
+                block.made = True
+            block.array = reservation.array((size,), "uint8")
+            with self._lock:
+                self._live[reservation.addr] = block
+            batch = OpBatch(1)
+            batch.populate(reservation.addr, nbytes, page_size=self._page, dirty=self._dirty)
+            self._context.submit(batch, ticket=block.mapping).order(stream)
+            return self._buffer(reservation.addr, size, stream)
+        except BaseException:
+            self._ended.append(block)  # whatever comes now, the next call takes it back
+            with self._lock, suppress(VMemError):
+                self._reap()
             raise
-        with self._lock:
-            self._live[reservation.addr] = array
-        return self._buffer(reservation.addr, size, stream)
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
         if stream is not None and self.is_device_accessible:
@@ -144,48 +195,93 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             InvalidArgument: no buffer of this resource lies there, or `stream` names no GPU work;
                 nothing changed.
         """
-        check(stream)
+        try:
+            check(stream)
+            with self._lock:
+                self._end_buffer(ptr, size, stream)
+        except VMemError:
+            raise
+        except BaseException:  # cuda.core forgets the buffer, and keeps this from its caller
+            self._left.append((ptr, size, stream))
+            raise
+
+    def _end_buffer(self, ptr: Any, size: int, stream: Any) -> None:
         addr = int(ptr)
         if addr == 0 and size == 0:
             return
-        with self._lock:
-            array = self._live.get(addr)
-            if array is None or array.shape != (size,):
-                _native.fail(
-                    errno.EINVAL,
-                    f"no buffer of {size} bytes at {addr:#x}",
-                    op="deallocate",
-                    addr=addr,
-                    bytes=size,
-                )
-            reservation = array.reservation
-            batch = OpBatch(1)
-            batch.unmap(addr, reservation.nbytes)
-            wait = stream is not None and self.is_device_accessible
-            ticket = self._context.submit(batch, after=[stream] if wait else ())
-            del self._live[addr]
-            self._going.append((ticket, reservation))
+        block = self._live.get(addr)
+        if block is None or block.array is None or block.array.shape != (size,):
+            _native.fail(
+                errno.EINVAL,
+                f"no buffer of {size} bytes at {addr:#x}",
+                op="deallocate",
+                addr=addr,
+                bytes=size,
+            )
+        wait = stream is not None and self.is_device_accessible
+        self._unmap(block, [stream] if wait else ())
 
-    def _reservation(self, nbytes: int) -> Reservation:
-        """Addresses for a new buffer: those of an earlier one of the same size, or new ones."""
-        with self._lock:
-            self._reap()
-            kept = self._kept[nbytes]
-            if kept:
-                return kept.pop()
-        return self._context.reserve(nbytes, align=max(self._page, 2 << 20))
+    def _unmap(self, block: _Block, after: Sequence[Any] = ()) -> None:
+        """Begins to unmap a block's pages, once; after an exception it can be called again."""
+        addr = block.reservation.addr
+        if not block.unmapping.sent:
+            block.unmapping = Ticket(self._context)
+            batch = OpBatch(1)
+            batch.unmap(addr, block.nbytes)
+            self._context.submit(batch, after, block.unmapping)
+        self._going.append(block)
+        self._live.pop(addr, None)
+
+    def _free_block(self, nbytes: int) -> _Block:
+        """Addresses for a new buffer: those of an earlier one of the same size, or none yet."""
+        kept = self._kept[nbytes]
+        while kept:
+            if kept[-1].free:
+                return kept[-1]
+            kept.pop()
+        block = _Block(self._context, nbytes)
+        self._blocks.add(block)
+        return block
 
     def _reap(self) -> None:
-        """Keeps the addresses of buffers whose pages are unmapped by now; closes the surplus."""
-        waiting = []
-        for ticket, reservation in self._going:
-            if not ticket.done():
-                waiting.append((ticket, reservation))
-            elif sum(map(len, self._kept.values())) < _KEPT:
-                self._kept[reservation.nbytes].append(reservation)
-            else:
-                reservation.close()
-        self._going = waiting
+        """Takes back what ended calls have left, and notes blocks whose pages are unmapped by now.
+
+        After an exception it can be called again: each step of it can be done twice.
+        """
+        while self._left:
+            with suppress(InvalidArgument):  # it was ended, or called again
+                self._end_buffer(*self._left[0])
+            self._left.popleft()
+        while self._ended:
+            block = self._ended[0]
+            if block is not None and not (block.free or block.unmapping.sent):
+                if _succeeded(block.mapping):
+                    self._unmap(block)
+                else:
+                    self._give(block)
+            self._ended.popleft()
+        self._going = [block for block in self._going if not self._is_over(block)]
+
+    def _is_over(self, block: _Block) -> bool:
+        """Whether a block's pages are unmapped; it is free then."""
+        if not block.free and not block.unmapping.done():
+            return False
+        if not block.free:
+            block.made = _succeeded(block.unmapping)
+            self._give(block)
+        return True
+
+    def _give(self, block: _Block) -> None:
+        """Keeps a block without pages for the next buffer of its size, or closes it."""
+        self._live.pop(block.reservation.addr, None)
+        block.array = None
+        kept = sum(map(len, self._kept.values()))
+        if block.made and kept < _KEPT:
+            self._kept[block.nbytes].append(block)
+            block.free = True
+        else:
+            block.reservation.abandon()
+            self._blocks.discard(block)
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -196,8 +292,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             Busy: buffers live; nothing changed.
         """
         with self._lock:
-            if self._closed:
-                return
+            self._reap()
             if self._live:
                 _native.fail(
                     errno.EBUSY,
@@ -206,10 +301,9 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                     limit=len(self._live),
                 )
             self._closed = True
-        for ticket, _ in self._going:
-            ticket.wait()
-        self._reap()
-        for kept in self._kept.values():
-            for reservation in kept:
-                reservation.close()
-        self._kept.clear()
+            for block in self._going:
+                _succeeded(block.unmapping)
+            self._reap()
+            for block in list(self._blocks):
+                block.reservation.abandon()
+                self._blocks.discard(block)

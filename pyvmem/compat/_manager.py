@@ -108,15 +108,20 @@ class Manager:
 
     def alloc(self, length: int) -> int:
         """Takes an id and returns it; -1 if none is free."""
-        reqid: int | None
-        if self.common is not None and self.common.idle:
-            self.cache.missing_pages(None, length)  # raises if the length is out of range
-            reqid = min(self.common.idle)
-            self.common.idle.remove(reqid)
-        else:
+        common, reqid = self.common, None
+        if common is None:
             reqid = self.cache.alloc_reqid(length)
+        else:
+            self.cache.missing_pages(None, length)  # raises if the length is out of range
+            if not common.idle:
+                for index in range(len(self.lengths)):
+                    if not self.cache.is_taken(index):  # a call that gave it back failed
+                        common.renew(index)
+            reqid = min(common.idle, default=None)
         if reqid is None:
             return -1
+        if common is not None:
+            common.idle.remove(reqid)
         self.lengths[reqid] = operator.index(length)
         return reqid
 
@@ -125,11 +130,11 @@ class Manager:
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
             raise invalid(f"free_batch_idx({index}): ids are 0 to {last}", limit=last)
-        if self._taken(index):
-            if self.common is not None:
+        if self.common is not None:
+            if index not in self.common.idle:  # taken, or a call that gave it back failed
                 self.common.renew(index)
-            else:
-                self.cache.free_reqid(index)
+        elif self.cache.is_taken(index):
+            self.cache.free_reqid(index)
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
@@ -174,7 +179,11 @@ class Manager:
                 self._truncate(index, length)
         try:
             for index, length in enumerate(lengths):
-                if length and not self.cache.is_taken(index):
+                if not length or self.cache.is_taken(index):
+                    continue
+                if self.common is not None:
+                    self.common.renew(index)
+                else:
                     self.cache.claim(index)
                     claimed.append(index)
             if self.cache.step(lengths) == -1:
@@ -249,11 +258,15 @@ class Manager:
     # ---- end and reports -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Unmaps everything and gives the memory back; `close_retired` closes the cache."""
+        """Unmaps everything and gives the memory back; `close_retired` closes the cache.
+
+        An end that failed can be called again.
+        """
         self.common = None
         for index in range(len(self.lengths)):
             self.free(index)
-        _retired.append(self.cache)
+        if self.cache not in _retired:
+            _retired.append(self.cache)
         self.cache.reclaim_free(wait=True)
         self.cache.context.trim()
 

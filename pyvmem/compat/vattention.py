@@ -190,9 +190,9 @@ def cleanup() -> None:
     """Ends the cache: waits for it and gives its memory back. Does nothing without one."""
     global _manager
     with _lock:
-        manager, _manager = _manager, None
-        if manager is not None:
-            manager.end()
+        if _manager is not None:
+            _manager.end()
+            _manager = None
         close_retired()
 
 

@@ -26,7 +26,8 @@ from pyvmem.hf.shapes import ATTENTION, NO_ATTENTION
 from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded, policy_of
+from pyvmem.kvcache.cache import check_arguments
+from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded
 
 __all__ = ["VMemCache", "drafting"]
 
@@ -64,9 +65,11 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             ``memory_limit``.
 
     Raises:
-        InvalidArgument: an unknown option, a value out of range, or a layer whose state the
-            configuration does not describe. NotSupported: a model with an encoder, with layers that
-            have a state beside keys and values, or without a layer that has these.
+        InvalidArgument: an unknown option or back end, a value out of range, a ``group_size`` that
+            does not divide the layers of each kind, or a layer whose state the configuration does
+            not describe. TypeError: a context or budget that is none. NotSupported: a model with
+            an encoder, with layers that have a state beside keys and values, or without a layer
+            that has these.
     """
 
     def __init__(
@@ -86,10 +89,10 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         _check_layers(config, text)
         bounded("max_batch_size", max_batch_size, 1, MOST_SLOTS)
         bounded("max_cache_len", max_cache_len, 1, LONGEST)
-        policy_of(options, GIVEN)
+        shapes = layer_shapes(text)
+        check_arguments(options, GIVEN, shapes, context, backend, budget)
         settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
         rows = Rows(settings)
-        shapes = layer_shapes(text)
         if not any(isinstance(shape, LayerShape) for shape in shapes):
             raise NotSupported("VMemCache: no layer has keys and values", op="VMemCache")
         layers: list[Any] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pyvmem.hf.cb_options import Options, check_model, make_requests
+from pyvmem.hf.cb_options import Options, check_model, kept_shapes, make_requests
 from pyvmem.hf.named import NamedRequests
 
 __all__ = ["FULL", "SlotCacheBase"]
@@ -87,9 +87,10 @@ class SlotCacheBase:
         """Refuses models that the version cannot serve, before anything is changed.
 
         Raises:
-            NotSupported: see `check_model`.
+            NotSupported: see `check_model`. InvalidArgument: options that do not fit its layers.
         """
         check_model(config, tensor_parallel)
+        options.check(kept_shapes(options, config))
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Shares a recorded prefix of the prompt with the request; returns its tokens."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,8 @@ from pyvmem.hf.rows import GIVEN
 from pyvmem.hf.shapes import plain_rows, row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
-from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS, bounded, invalid, policy_of
+from pyvmem.kvcache.cache import cache_of, check_arguments
+from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS, bounded, invalid, switched
 
 __all__ = [
     "MAX_SLOTS",
@@ -68,7 +69,12 @@ class Options:
                 bounded(name, value, 1, most)
         if self.kernel != "auto" and self.kernel not in KERNELS:
             raise invalid(f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}")
-        policy_of(self.kvcache, GIVEN)
+        switched("keep_windows", self.keep_windows)
+        self.check()
+
+    def check(self, layers: Sequence[LayerShape] = ()) -> None:
+        """Refuses what no cache of these layers takes; none: whatever they are."""
+        check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
 def check_model(config: Any, tensor_parallel: int = 1) -> None:

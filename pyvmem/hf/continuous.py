@@ -95,8 +95,10 @@ def install(
             ``max_memory_percent`` leaves.
 
     Raises:
-        InvalidArgument: an unknown option or value; a model with a manager that was kept
-            (``destroy_cached_continuous_batching_manager`` ends it).
+        InvalidArgument: an unknown option or value; a ``group_size`` that does not divide the
+            model's layers of each kind; a model with a manager that was kept
+            (``destroy_cached_continuous_batching_manager`` ends it). TypeError: a context that is
+            none.
         NotSupported: a version of transformers that was not checked, or a model whose attention is
             more than causal with windows: capped scores, chunks, shared layers, states; or whose
             attention transformers cannot replace; or, with transformers 5.17, whose layers differ.

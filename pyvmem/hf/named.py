@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from pyvmem.attention import Attention, UpProjections
-from pyvmem.engine import Namespace, Request, RequestCache, Shortage
+from pyvmem.engine import Namespace, Request, RequestCache, Shortage, State
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
@@ -213,14 +213,15 @@ class NamedRequests:
                 is short.
         """
         self._next.leave(name)
-        one = self._requests.pop(name, None)
+        one = self._requests.get(name)
         if one is None:
             return
         if record and self.sharing and one.valid >= self.kvcache.sharing_unit:
             with suppress(VMemError):  # it goes on then
                 self._cache.release(one.request, one.ids()[: one.valid], self.stream)
-                return
-        self._cache.release(one.request, stream=self.stream)
+        if one.request.state is not State.ENDED:
+            self._cache.release(one.request, stream=self.stream)
+        del self._requests[name]
 
     def drop_all(self, forget: bool = False) -> None:
         """`drop` for all; `forget`: also evict recorded prefixes and free idle memory."""

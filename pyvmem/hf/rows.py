@@ -113,6 +113,7 @@ class Rows:
         self.shapes: list[Shape] = []
         self.handed: list[Handed | None] = []
         self.count = 0
+        self._taken = 0  # slots that may be: more than `count` where an exception ended a call
         self.length = 0
         self._held = 0  # tokens that the KV cache counts: a crop takes none of them
         self.layers: list[Any] = []  # those of the VMemCache; they hold tensors of the cache
@@ -298,7 +299,10 @@ class Rows:
             return
         before = self.count
         rows, tokens = max(count, before), max(length, self.length)
+        if before < self._taken:
+            self._drop(before)
         try:
+            self._taken = rows
             for row in range(before, rows):
                 cache.claim(row)
                 self.count = row + 1
@@ -331,19 +335,22 @@ class Rows:
         layers = [layer for layer in self.layers if layer.is_initialized]
         count = max((layer.batch_size for layer in layers), default=0)
         length = max((layer.tokens for layer in layers), default=0)
-        if count < self.count:
-            self._drop(count)
         self.length = min(self.length, length) if count else 0
+        if count < self._taken:
+            self._drop(count)
 
     def _drop(self, count: int) -> None:
+        """Frees the slots from this one on; after an exception, what it had left to do."""
         assert self.cache is not None
-        while self.count > count:
-            self.count -= 1
-            self.cache.free_reqid(self.count)
+        self.count = count
         if not count:
             self._held = 0
             for part in self.parts:
                 part.drop()  # and autograd's graph of what they were written from
+        while self._taken > count:
+            if self.cache.is_taken(self._taken - 1):
+                self.cache.free_reqid(self._taken - 1)
+            self._taken -= 1
 
     def _lengths(self, tokens: int) -> list[int]:
         return [tokens] * self.count + [0] * (self.settings.max_batch - self.count)

@@ -12,15 +12,18 @@ cache may choose slots itself (`KVCache.claim`) or reserve memory after the tens
 from __future__ import annotations
 
 import errno
+import math
 import operator
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pyvmem._native import backend_names
 from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported
+from pyvmem.expect import expect
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import integrity, manager, waits
 from pyvmem.kvcache.budget import Budget
@@ -63,6 +66,7 @@ __all__ = [
     "KVCache",
     "LayeredCache",
     "cache_of",
+    "check_arguments",
 ]
 
 
@@ -292,6 +296,9 @@ class KVCache(MustClose):
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
     ) -> None:
         """Frees a slot and what it holds.
+
+        A reqid is a number, which the slot's next request has, too: freeing an ended request once
+        more frees that one. (A `Request` of `pyvmem.engine` ends once.)
 
         The pages stay mapped for the next request, or are unmapped in the background, after the GPU
         work on `stream` so far. Waits only for the copies of a move while another batch of the slot
@@ -594,14 +601,23 @@ class KVCache(MustClose):
             ),
         )
 
-    def prefix_changes(self) -> list[Change]:
+    def prefix_changes(self, after: int | None = None) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 
         The first call reports what is recorded and starts collecting changes: keep calling, or they
         pile up.
+
+        Args:
+            after: `Change.number` of the last one that the caller has taken note of, -1 for none:
+                those after it are returned, also if an earlier call returned them to somebody whom
+                an exception kept from using them. None: the last one that any call returned.
         """
         with self.lock, self.journal:
-            return self._open()[0].prefixes.tree.take_changes()
+            tree = self._open()[0].prefixes.tree
+            found = tree.changes_after(tree.told if after is None else operator.index(after))
+        if found:
+            tree.told = found[-1].number  # last: until then the next call returns them again
+        return found
 
     # ---- preemption and admission ----------------------------------------------------------------
 
@@ -656,8 +672,9 @@ class KVCache(MustClose):
         """Whether new requests of these lengths would all fit now, beside the present ones.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
-        reclaimable, including recorded prefixes that no request uses and no match leases. Does not
-        account for memory that others take from the device. Waits for fills in flight.
+        reclaimable, including recorded prefixes that no request uses and no match leases, and what
+        batches in flight will leave, for which it does not wait. Does not account for memory that
+        others take from the device.
 
         Args:
             seq_lens: tokens of each request, with those of its prefix.
@@ -1324,3 +1341,41 @@ def cache_of(
         config = KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
         return KVCache(config, context, backend, device, budget)
     return LayeredCache(layers, context, backend, device, budget, **policy)
+
+
+def check_arguments(
+    policy: Mapping[str, Any],
+    given: Collection[str],
+    layers: Sequence[Shape] = (),
+    context: Context | None = None,
+    backend: str | None = None,
+    budget: Budget | None = None,
+) -> None:
+    """Refuses, before there is anything to make a cache for, what `cache_of` would refuse then.
+
+    Args:
+        policy, given: as for `policy_of`.
+        layers, context, budget: as for `cache_of`; no layers: they are not known yet.
+        backend: None: not chosen yet.
+
+    Raises:
+        InvalidArgument: no such option or back end, a value out of range, a `group_size` that does
+            not divide the layers of each class, or memory that is limited twice.
+        TypeError: a context, back end or budget that is none.
+    """
+    counts = classes_of(layers)[0].values()
+    whole = policy_of(policy, given)
+    group = operator.index(policy.get("group_size", 1))
+    for count in counts:
+        if count % group:
+            raise invalid(
+                f"group_size {group} does not divide {' and '.join(map(str, counts))} layers",
+                limit=math.gcd(*counts),
+            )
+    expect("backend", backend, str, optional=True)
+    names = ("auto", *backend_names())
+    if backend is not None and backend not in names:
+        raise invalid(f"backend {backend!r} is none of {', '.join(names)}")
+    expect("context", context, Context, optional=True)
+    expect("budget", budget, Budget, optional=True)
+    manager.check_memory(whole, len(counts) > 1, context, budget)

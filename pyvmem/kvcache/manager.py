@@ -39,7 +39,7 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import PriorWork, prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.journal import Journal, put
-from pyvmem.kvcache.pages import DEVICE, Kind, Span, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, EMPTY, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
@@ -134,7 +134,7 @@ class Manager:
         expect("config", whole, KVCacheConfig)
         expect("context", context, Context, optional=True)
         expect("budget", budget, Budget, optional=True)
-        _check_memory(whole, configs is not None, context, budget)
+        check_memory(whole, configs is not None, context, budget)
         self.closed = self._closing = False
         self._name = name
         self._whole = whole
@@ -251,7 +251,7 @@ class Manager:
             self.context.close()
 
 
-def _check_memory(
+def check_memory(
     whole: KVCacheConfig, several: bool, context: Context | None, budget: Budget | None
 ) -> None:
     """Raises InvalidArgument for memory limits that conflict or have no effect."""
@@ -2225,13 +2225,15 @@ class CommonPages:
                     raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
                 if others:
                     group.attach(others, self._span)
-            except BaseException:
+            except VMemError:  # after anything else the journal takes all of it back
                 free(groups, _WRITER, None, None, None)
                 raise
-        self.idle = set(range(config.max_batch))
+            self.idle = set(range(config.max_batch))
 
     def renew(self, reqid: int) -> None:
         """Ends a request; its slot has the common pages and nothing else. Waits for its GPU work.
+
+        Does the same for a slot that is free, as after a call that failed.
 
         Raises:
             VMemError: the slot could not be emptied or mapped again; it is free, and has none.
@@ -2239,12 +2241,11 @@ class CommonPages:
         owner = self._owner
         with owner.lock, owner.journal:
             groups = (group,) = owner.open()
-            slot, shared = group.table[reqid], group.reclaimer.shared
-            shared.hold(self._span)  # where the slot's reference is the last one
-            try:
+            slot = group.slot(reqid, taken=False)
+            group.reclaimer.lend(self._span)  # where the slot's reference is the last one
+            if slot.active:
                 free(groups, reqid, None, None, None)
-                group.sharing.empty(slot)
-                group.attach([slot], self._span)
-            finally:
-                group.reclaimer.unref(self._span)
+            group.sharing.empty(slot)
+            group.attach([slot], self._span)
+            group.reclaimer.lend(EMPTY)
         self.idle.add(reqid)

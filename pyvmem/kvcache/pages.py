@@ -356,6 +356,7 @@ class SharedPages(Journaled):
         uses: the same, counted once for each request.
         away_uses: uses of pages that do not lie in the device.
         blocks: those that have a page left.
+        lent: pages held beside those of slots, unmaps and prefixes, until a slot is renewed.
     """
 
     def __new__(cls, layout: Layout, mapper: Mapper) -> SharedPages:
@@ -367,6 +368,7 @@ class SharedPages(Journaled):
         self._mapper = mapper
         self.pages = self.used = self.uses = self.away_uses = 0
         self.blocks: set[Block] = set()
+        self.lent = EMPTY
         self._late: list[Part] = []
 
     def adopt(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> Part:
@@ -544,14 +546,14 @@ class SharedPages(Journaled):
         """Counts again who holds and who uses what.
 
         Args:
-            held: every span that somebody holds. used: those that requests use.
+            held: every span that somebody holds, but for `lent`. used: those that requests use.
         """
         for block in self.blocks:
             block.refs[:] = [0] * block.pages
             block.users[:] = [0] * block.pages
         self.pages = sum(block.live for block in self.blocks if not block.away)
         self.used = self.uses = self.away_uses = 0
-        for span in held:
+        for span in (*held, self.lent):
             self.hold(span)
         for span in used:
             self.use(span)
@@ -571,7 +573,7 @@ class SharedPages(Journaled):
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
         """Compares the counts with the spans that are held and used; contradictions, in words."""
         found = []
-        for name, spans in (("refs", held), ("users", used)):
+        for name, spans in (("refs", [*held, self.lent]), ("users", used)):
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}
             for block, low, high in (part for span in spans for part in span.parts):
                 if block not in want:

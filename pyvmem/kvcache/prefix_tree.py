@@ -195,11 +195,13 @@ class Change(NamedTuple):
         stored: they were recorded.
         ids: the prefix that ends with them.
         first: the first of them; those before it are as they were.
+        number: changes before it, since they are collected.
     """
 
     stored: bool
     ids: TokenIds
     first: int
+    number: int
 
 
 class Span(Protocol):
@@ -476,8 +478,10 @@ class PrefixTree(Generic[S]):
         root: the empty prefix without a namespace.
         roots: by namespace; those other than `root` exist while they have a prefix.
         nodes, tokens, pages: in the tree.
-        changes: what was recorded and evicted, for a reader that empties the list; None: there is
-            no reader.
+        changes: what was recorded and evicted and no reader has taken note of; None: there is no
+            reader.
+        dropped: the changes before these.
+        told: for its caller: the number of the last change that it passed on.
 
     Raises:
         InvalidArgument: `unit` is not a whole number or not positive.
@@ -499,6 +503,7 @@ class PrefixTree(Generic[S]):
         self.roots: dict[Hashable, Node[S]] = {None: self.root}
         self.nodes = self.tokens = self.pages = 0
         self.changes: list[Change] | None = None
+        self.dropped, self.told = 0, -1
 
     # ---- looking up and recording ----------------------------------------------------------------
 
@@ -559,7 +564,7 @@ class PrefixTree(Generic[S]):
             node = self._link(node, ids.data[at:end], end // ID_BYTES, span)
             if self.changes is not None:
                 whole = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-                self._note(Change(True, whole, at // self._width))
+                self._note(True, whole, at // self._width)
         self._order.touch(node)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
@@ -690,27 +695,34 @@ class PrefixTree(Generic[S]):
         """Records that a leaf keeps only its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
-            self._note(Change(False, node.tokens(), first))
+            self._note(False, node.tokens(), first)
 
-    def _note(self, change: Change) -> None:
+    def _note(self, stored: bool, ids: TokenIds, first: int) -> None:
         """Adds to `changes`."""
         changes = self.changes
         assert changes is not None
         if self._log is not None:
             self._log.append((changes.__delitem__, slice(len(changes), None)))
-        changes.append(change)
+        changes.append(Change(stored, ids, first, self.dropped + len(changes)))
 
-    def take_changes(self) -> list[Change]:
-        """The changes since the last call; the first call reports everything recorded."""
-        found = self.changes
-        if found is None:
-            found = [
-                Change(True, node.tokens(), node.end // self.unit - node.units) for node in self
+    def changes_after(self, number: int) -> list[Change]:
+        """The changes after this one; drops the others. The first call begins to collect them.
+
+        It reports everything recorded.
+        """
+        changes = self.changes
+        if changes is None:
+            changes = [
+                Change(True, node.tokens(), node.end // self.unit - node.units, at)
+                for at, node in enumerate(self)
             ]
+        known = max(0, number + 1 - self.dropped)
         if self._log is not None:
             self._log.append((setattr, self, "changes", self.changes))
-        self.changes = []
-        return found
+            self._log.append((setattr, self, "dropped", self.dropped))
+        self.changes = changes[known:]
+        self.dropped += len(changes) - len(self.changes)
+        return self.changes[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """The ids, and where their last whole unit ends, in bytes."""

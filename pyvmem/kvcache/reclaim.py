@@ -381,6 +381,12 @@ class Reclaimer(Journaled):
         self.count_freed(pages, unmap.away)
         self.unref(unmap.span)
 
+    def lend(self, span: Span) -> None:
+        """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
+        before, self.shared.lent = self.shared.lent, span
+        self.shared.hold(span)
+        self.unref(before)
+
     def unref(self, span: Span) -> None:
         """Takes a reference to shared pages back; those without another go to the pool."""
         away: dict[Tier, int] = {}

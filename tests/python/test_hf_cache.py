@@ -22,6 +22,7 @@ from pyvmem import BadHandle, Busy, InvalidArgument, NotSupported, OutOfMemory
 from pyvmem.hf import VMemCache
 from pyvmem.hf.ancestry import Ancestry
 from pyvmem.hf.rows import move_rows
+from pyvmem.kvcache import Budget
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.needs_tensors
@@ -392,12 +393,40 @@ def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
         ({"group_size": 0}, "group_size is 0; it must lie between 1 and"),
         ({"memory_limit": "much"}, "memory_limit must be a whole number, not 'much'"),
         ({"low_watermark": float("nan")}, "low_watermark is nan"),
+        ({"group_size": 2}, "group_size 2 does not divide 3 layers"),
+        ({"backend": "nonsense"}, "backend 'nonsense' is none of auto, .*host"),
+        ({"memory_floor": 1 << 20}, "memory_floor 1048576: the cache has no budget"),
     ],
     ids=str,
 )
 def test_options_are_checked_before_the_first_keys(model: Any, option: Any, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         VMemCache(model.config, 2, 8, **option)
+
+
+@pytest.mark.parametrize("name", ["backend", "context", "budget"])
+def test_arguments_are_checked_before_the_first_keys(model: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: expected .* or None, not 4"):
+        VMemCache(model.config, 2, 8, **{name: 4})
+
+
+def test_a_group_divides_the_layers_of_each_class() -> None:
+    config = MistralConfig(num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2)
+    config.layer_types = ["full_attention", *["sliding_attention"] * 3]
+    with pytest.raises(InvalidArgument, match="group_size 3 does not divide 1 and 3 layers") as got:
+        VMemCache(config, 2, 8, group_size=3)
+    assert got.value.limit == 1
+    config.layer_types = ["full_attention", "sliding_attention"] * 2
+    VMemCache(config, 2, 8, group_size=2).close()
+
+
+def test_a_budget_is_of_the_context(model: Any, context: pyvmem.Context) -> None:
+    with (
+        pyvmem.Context("host") as other,
+        Budget(other, 1 << 20) as budget,
+        pytest.raises(InvalidArgument, match="is not the budget's context"),
+    ):
+        VMemCache(model.config, 2, 8, context=context, budget=budget)
 
 
 @pytest.mark.parametrize("size", ["many", 2.0, None, 1 << 31])

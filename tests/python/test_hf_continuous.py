@@ -336,9 +336,15 @@ def test_bad_options_change_nothing(model: Any, context: pyvmem.Context) -> None
         ({"page_size": 3000}, "page_size 3000 is not a power of two"),
         ({"max_batch": "many"}, "max_batch must be a whole number, not 'many'"),
         ({"pages": 3}, "'pages' is none"),
+        ({"budget": 3}, "'budget' is none"),
+        ({"backend": "nonsense"}, "backend 'nonsense' is none of auto, "),
+        ({"keep_windows": 5}, "keep_windows must be True or False, not 5"),
+        ({"group_size": 1 << 13}, "group_size 8192 does not divide"),
     ):
         with pytest.raises(InvalidArgument, match=match):
             install(model, context=context, **bad)
+    with pytest.raises(TypeError, match="context: expected Context or None, not 3"):
+        install(model, context=3)  # type: ignore[arg-type]
     with (
         vmem_continuous_batching(model, **options(context, memory_limit=1)),
         pytest.raises(InvalidArgument, match="less than one page"),

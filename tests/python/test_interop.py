@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +102,27 @@ def test_resource_refuses(context: pyvmem.Context, resource: Any, page: int) -> 
     resource.close()
     with pytest.raises(pyvmem.BadHandle):
         resource.allocate(page)
+
+
+def test_a_buffer_whose_end_was_interrupted_is_given_back_later(
+    context: pyvmem.Context, resource: Any, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuda.core forgets it, and what was raised."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    buffer = resource.allocate(page, stream=stream_of(context))
+    with monkeypatch.context() as patch:
+        patch.setattr(pyvmem.Context, "submit", interrupted)
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        buffer.close()
+    assert resource.live_buffers == 1
+    again = resource.allocate(page, stream=stream_of(context))
+    assert resource.live_buffers == 1
+    again.close()
+    resource.close()
+    assert context.stats().reserved_bytes == 0
 
 
 # ---- streams and devices -----------------------------------------------------------------------

@@ -41,11 +41,15 @@ from interrupts_helpers import (
     run_at,
 )
 from kvcache_helpers import LAYERS, ROWS, eventually, small_config
-from share_helpers import is_zero, read_rows
+from share_helpers import is_zero, read_rows, write_rows
 from test_kvcache_layers import uneven
 
+import pyvmem.compat.vattention as vattention
 from pyvmem import BadHandle, Caps, Context, Inject, InvalidArgument, KVCache
+from pyvmem.compat._manager import Manager, close_retired
 from pyvmem.engine import Request, RequestCache, State
+from pyvmem.hf.named import NamedRequests
+from pyvmem.kv_events import KVEvents
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
 from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
@@ -89,6 +93,24 @@ def alloc_eager(engine: Engine) -> Steps:
     cache = engine.cache(eager_pages=2)
     engine.start(cache, 3)
     return _allocating(engine, cache)
+
+
+@scenario
+def claim(engine: Engine) -> Steps:
+    """The caller knows which slot: a claim whose end it was not told of is taken back."""
+    cache = engine.cache()
+    engine.start(cache, 3)
+
+    def call() -> None:
+        cache.claim(2)
+
+    def again() -> None:
+        if cache.is_taken(2):
+            cache.free_reqid(2)
+        call()
+        engine.take(cache, 2, [])
+
+    return call, again
 
 
 def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
@@ -555,6 +577,22 @@ def fork_into_used_slots(engine: Engine) -> Steps:
     return _forking(engine, cache, parent, None)
 
 
+@scenario
+def fork_into(engine: Engine) -> Steps:
+    """The caller knows which slot, as with `claim`."""
+    cache, parent = _forkable(engine, ROWS + 3)
+
+    def call() -> Any:
+        return cache.fork(parent, into=4)
+
+    def again() -> None:
+        if cache.is_taken(4):
+            cache.free_reqid(4)
+        engine.take(cache, call(), engine.held[cache, parent])
+
+    return call, again
+
+
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
     """A request whose first pages have left its window."""
     if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
@@ -675,6 +713,34 @@ def match_is_released(engine: Engine) -> Steps:
         assert cache.stats().prefix_pages == 0, "prefixes that nobody uses"
 
     return call, again
+
+
+def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
+    """What was recorded is told once: by the call, or by the next one if nobody received it."""
+    cache, reqid = _forkable(engine, 2 * ROWS)
+    told, poll = [], tell(cache)
+    poll()
+    cache.record(reqid, list(range(2 * ROWS)))
+
+    def call() -> None:
+        told.append(poll())
+
+    def again() -> None:
+        call()
+        assert [bool(found) for found in told] == [True, False][: len(told)]
+        assert not poll()
+
+    return call, again
+
+
+@scenario
+def prefix_changes(engine: Engine) -> Steps:
+    return _telling(engine, lambda cache: cache.prefix_changes)
+
+
+@scenario
+def kv_events(engine: Engine) -> Steps:
+    return _telling(engine, lambda cache: KVEvents(cache).poll)
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
@@ -1058,6 +1124,29 @@ def reports(engine: Engine) -> Steps:
 
 
 @scenario
+def set_limit(engine: Engine) -> Steps:
+    cache, reqid = _reclaiming(engine)
+
+    def again() -> None:
+        cache.set_limit(5 * TENSORS)
+        assert cache.stats().total_pages == 5 * TENSORS
+        engine.grow(cache, reqid, 5 * ROWS)
+
+    return lambda: cache.set_limit(5 * TENSORS), again
+
+
+@scenario
+def reclaim_free(engine: Engine) -> Steps:
+    cache, _ = _reclaiming(engine)
+
+    def again() -> None:
+        cache.reclaim_free(wait=True)
+        assert cache.stats().cached_pages == 0
+
+    return lambda: cache.reclaim_free(wait=True), again
+
+
+@scenario
 def trim(engine: Engine) -> Steps:
     cache, _ = _reclaiming(engine)
 
@@ -1192,6 +1281,341 @@ def step_replaces_moved_pages(engine: Engine) -> Steps:
     return _growing(engine, cache, {reqid: 5 * ROWS})
 
 
+# ---- pages that all slots have -------------------------------------------------------------------
+
+
+def _common(engine: Engine, **changes: Any) -> KVCache:
+    if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
+        raise NotHere("requests cannot share pages")
+    return engine.cache(**changes)
+
+
+def _read_common(engine: Engine, cache: KVCache) -> list[int]:
+    """Every slot has a request, which reads what was written through the first; these rows."""
+    tags = engine.tags(ROWS)
+    assert cache.step([ROWS] * cache.config.max_batch) == 0
+    write_rows(cache, 0, 0, tags)
+    for reqid in range(cache.config.max_batch):
+        engine.take(cache, reqid, tags)
+    return tags
+
+
+@scenario
+def map_common_pages(engine: Engine) -> Steps:
+    """Every slot is taken or none; those of a call whose result nobody received are given back."""
+    cache = _common(engine)
+
+    def call() -> Any:
+        return cache.map_common_pages(ROWS)
+
+    def again() -> None:
+        assert len(engine.unknown(cache)) in (0, cache.config.max_batch)
+        engine.free_unknown()
+        call()
+        _read_common(engine, cache)
+
+    return call, again
+
+
+def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
+    """A request that has grown beyond the common rows; the next one has these and no other."""
+    common = cache.map_common_pages(ROWS)
+    common.idle.clear()
+    tags = _read_common(engine, cache)
+    engine.grow(cache, reqid, 2 * ROWS)
+    rows = engine.held.pop((cache, reqid))
+
+    def again() -> None:
+        held = lens(cache)[reqid]
+        assert held in (0, len(rows))
+        assert not held or holds(cache, reqid, rows), "all rows"
+        common.renew(reqid)
+        assert common.idle == {reqid}
+        assert cache.step(lens(cache, {reqid: ROWS})) == 0
+        engine.take(cache, reqid, tags)
+        engine.grow(cache, reqid, 2 * ROWS)
+
+    return lambda: common.renew(reqid), again
+
+
+@scenario
+def renew_common_pages(engine: Engine) -> Steps:
+    return _renewing(engine, _common(engine), 1)
+
+
+@scenario
+def renew_the_only_common_pages(engine: Engine) -> Steps:
+    """No other slot has them meanwhile."""
+    return _renewing(engine, _common(engine, max_batch=1), 0)
+
+
+# ---- the module of vAttention --------------------------------------------------------------------
+
+
+_COMMON = list(range(ROWS))
+
+
+def _vattention(engine: Engine, *, common: bool = False) -> Manager:
+    """Its state, whose context and cache the engine examines and closes."""
+    backend, page = engine.context.info.backend, engine.page
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+    if common and Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
+        raise NotHere("requests cannot share pages")
+    engine.context.close()
+    close_retired()  # those of earlier runs
+    manager = Manager(
+        backend=backend, device=0, page_size=page, megacache=False, max_batch=4,
+        max_seq_len=4 * ROWS, **shape,
+    )  # fmt: skip
+    engine.context = manager.cache.context
+    engine.caches.append(manager.cache)
+    manager.reserve(64 * 4 * page)
+    if common:
+        manager.map_common(ROWS)
+        write_rows(manager.cache, 0, 0, _COMMON)
+    return manager
+
+
+def _ids(engine: Engine, manager: Manager, call: Callable[[], Any]) -> Steps:
+    """A call about ids, after which all can be had, and begin with the common rows, if any."""
+
+    def again() -> None:
+        call()
+        manager.step([0] * 4)
+        assert not any(manager.lengths)
+        rows = [2 * ROWS] * 4
+        assert sorted(manager.alloc(2 * ROWS) for _ in rows) == [0, 1, 2, 3]
+        assert manager.alloc(1) == -1
+        manager.step(rows)
+        common = [] if manager.common is None else _COMMON
+        assert all(holds(manager.cache, reqid, common) for reqid in range(4)), "common rows"
+        manager.end()
+        assert engine.context.stats().used_bytes == 0
+
+    return call, again
+
+
+@scenario
+def vattention_free(engine: Engine) -> Steps:
+    manager = _vattention(engine)
+    manager.step([ROWS, 0, 2 * ROWS, 0])
+    return _ids(engine, manager, lambda: manager.free(2))
+
+
+@scenario
+def vattention_step(engine: Engine) -> Steps:
+    """One id is freed, one truncated, and one taken."""
+    manager = _vattention(engine)
+    manager.step([ROWS, 3 * ROWS, 0, 0])
+    return _ids(engine, manager, lambda: manager.step([0, ROWS + 1, ROWS, 0]))
+
+
+@scenario
+def vattention_free_common(engine: Engine) -> Steps:
+    manager = _vattention(engine, common=True)
+    manager.step([2 * ROWS, 0, 2 * ROWS, 0])
+    return _ids(engine, manager, lambda: manager.free(2))
+
+
+@scenario
+def vattention_alloc_common(engine: Engine) -> Steps:
+    manager = _vattention(engine, common=True)
+    return _ids(engine, manager, lambda: manager.alloc(2 * ROWS))
+
+
+@scenario
+def vattention_cleanup(engine: Engine) -> Steps:
+    """The memory comes back under tensors that the program has still."""
+    manager = _vattention(engine)
+    manager.step([ROWS, 3 * ROWS, 0, 0])
+    tensors, vattention._manager = manager.tensors(), manager
+
+    def again() -> None:
+        vattention.cleanup()
+        assert engine.context.stats().used_bytes == 0
+        tensors.clear()
+
+    return vattention.cleanup, again
+
+
+# ---- the caches of transformers' models ----------------------------------------------------------
+
+
+def _tokens(rows: int, seed: int) -> Any:
+    import torch
+
+    return torch.randn(rows, 2, 2 * ROWS, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def _appended(cache: Any, new: Any) -> None:
+    """Keys and values of all layers, the same."""
+    for layer in range(2):
+        cache.update(new, new, layer)
+
+
+def _hf(engine: Engine, call: Callable[[Any], Any]) -> Steps:
+    """A `VMemCache` of two rows; after the call it can be emptied, and used again."""
+    try:
+        from transformers import LlamaConfig
+
+        from pyvmem.hf import VMemCache
+    except ImportError:
+        raise NotHere("transformers is not installed") from None
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    cache = VMemCache(config, 4, 8 * ROWS, context=engine.context, page_size=engine.page)
+    _appended(cache, _tokens(2, 1))
+
+    def again() -> None:
+        cache.kvcache.check_integrity()
+        call(cache)
+        cache.reset()
+        assert cache.kvcache.stats().active_slots == 0
+        for rows in (3, 4):
+            cache.reset()
+            _appended(cache, _tokens(rows, rows))
+            for layer in cache.layers:
+                assert bool((layer.keys == _tokens(rows, rows)).all())
+        cache.kvcache.check_integrity()
+        cache.close()
+
+    return lambda: call(cache), again
+
+
+@scenario
+def hf_append(engine: Engine) -> Steps:
+    return _hf(engine, lambda cache: _appended(cache, _tokens(2, 2)))
+
+
+@scenario
+def hf_repeat_rows(engine: Engine) -> Steps:
+    def call(cache: Any) -> None:
+        for layer in cache.layers:
+            if layer.batch_size == 2:
+                layer.batch_repeat_interleave(2)
+
+    return _hf(engine, call)
+
+
+@scenario
+def hf_reset(engine: Engine) -> Steps:
+    return _hf(engine, lambda cache: cache.reset())
+
+
+def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> Steps:
+    """Requests by name; so many after the call."""
+    cache = engine.cache()
+    named = NamedRequests(cache, "sdpa")
+    assert named.hold("one", 3)
+    assert named.hold("two", 2 * ROWS)
+
+    def again() -> None:
+        call(named)
+        assert len(named) == names
+        known = {one.request for one in named._requests.values()}
+        for request in set(named._cache.requests) - known:
+            assert engine.place, "a request without a name"
+            named._cache.release(request)
+        assert cache.stats().active_slots == names
+        named.close()
+
+    return lambda: call(named), again
+
+
+@scenario
+def named_hold(engine: Engine) -> Steps:
+    return _named(engine, lambda named: named.hold("three", ROWS), 3)
+
+
+@scenario
+def named_drop(engine: Engine) -> Steps:
+    """What has ended is named until then, so that nothing is held without a name."""
+
+    def call(named: NamedRequests) -> None:
+        named.drop("two", record=False)
+        assert len(named._cache.requests) == len(named)
+
+    return _named(engine, call, 1)
+
+
+# ---- buffers of cuda.core ------------------------------------------------------------------------
+
+
+def _resource(engine: Engine) -> Any:
+    """A resource whose buffers are their addresses: cuda.core's own hide exceptions."""
+    try:
+        from pyvmem.memory_resource import VMemResource
+    except ImportError:
+        raise NotHere("cuda-core is not installed") from None
+
+    class Resource(VMemResource):
+        def _buffer(self, addr: int, size: int, stream: Any) -> int:
+            return addr
+
+    return Resource(engine.context)
+
+
+def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
+    """After the call there are buffers to be had, each with pages of its own, and an end."""
+    page = engine.page
+
+    def again() -> None:
+        call()
+        for addr in list(resource._live):  # of the calls, which end none
+            resource.deallocate(addr, page)
+        made = [resource.allocate(page) for _ in range(3)]
+        assert resource.live_buffers == len(set(made)) == 3
+        for addr in made:
+            engine.context.write(addr, b"x")
+            resource.deallocate(addr, page)
+        resource.close()
+
+    return call, again
+
+
+@scenario
+def resource_allocate(engine: Engine) -> Steps:
+    resource = _resource(engine)
+    call, again = _buffers(engine, resource, lambda: resource.allocate(engine.page))
+
+    def both() -> None:
+        if engine.place and not engine.place.startswith("after ") and not engine.twice:
+            assert resource.live_buffers == 0, "a buffer that nobody has"
+        again()
+
+    return call, both
+
+
+@scenario
+def resource_allocate_again(engine: Engine) -> Steps:
+    """At the addresses of an earlier buffer."""
+    resource = _resource(engine)
+    resource.deallocate(resource.allocate(engine.page), engine.page)
+    eventually(lambda: resource._going[0].unmapping.done())
+    return _buffers(engine, resource, lambda: resource.allocate(engine.page))
+
+
+@scenario
+def resource_deallocate(engine: Engine) -> Steps:
+    resource = _resource(engine)
+    addr = resource.allocate(engine.page)
+
+    def call() -> None:
+        if resource.live_buffers:
+            resource.deallocate(addr, engine.page)
+
+    return _buffers(engine, resource, call)
+
+
+@scenario
+def resource_close(engine: Engine) -> Steps:
+    resource = _resource(engine)
+    for addr in [resource.allocate(engine.page) for _ in range(2)]:
+        resource.deallocate(addr, engine.page)
+    return resource.close, resource.close
+
+
 # ---- several caches ------------------------------------------------------------------------------
 
 
@@ -1226,6 +1650,39 @@ def budget_takes_prefixes(engine: Engine) -> Steps:
     reqid = engine.start(one, 3)
     engine.free(other, engine.start(other, 3 * ROWS), tokens=list(range(3 * ROWS)))
     return _growing(engine, one, {reqid: 3 * ROWS})
+
+
+def _idle_pages(engine: Engine) -> Budget:
+    """A budget of two caches, one of which has a request, the other pages of nobody."""
+    one, other = _two(engine, 6)
+    engine.start(one, 3)
+    engine.free(other, engine.start(other, 3 * ROWS))
+    budget: Budget = one._manager.budget
+    return budget
+
+
+@scenario
+def budget_set_limit(engine: Engine) -> Steps:
+    budget = _idle_pages(engine)
+    total = 7 * TENSORS * engine.page
+
+    def again() -> None:
+        budget.set_limit(total)
+        assert budget.stats().total_bytes == total
+
+    return lambda: budget.set_limit(total), again
+
+
+@scenario
+def budget_reclaim(engine: Engine) -> Steps:
+    budget = _idle_pages(engine)
+    left = TENSORS * engine.page
+
+    def again() -> None:
+        budget.reclaim(left)
+        eventually(lambda: budget.stats().used_bytes == left)
+
+    return lambda: budget.reclaim(left), again
 
 
 @scenario
@@ -1824,6 +2281,60 @@ def engine_admit_async(engine: Engine) -> Steps:
 
 
 @scenario
+def engine_match(engine: Engine) -> Steps:
+    served, rows = _served_recorded(engine)
+
+    def call() -> None:
+        with served.requests.match(list(range(4 * ROWS))) as prefix:
+            assert prefix.length == len(rows)
+
+    return served.steps(call, call)
+
+
+@scenario
+def engine_record(engine: Engine) -> Steps:
+    served = Served(engine)
+
+    def call() -> None:
+        assert served.requests.record(served.one, list(range(served.one.length))) == 2 * ROWS
+
+    return served.steps(call, call)
+
+
+@scenario
+def engine_fork_async(engine: Engine) -> Steps:
+    served = Served(engine)
+    call, wait = _in_the_background(served, lambda: served.requests.fork_async(served.one, 2))
+
+    def again() -> None:
+        made = call().result(8)
+        assert isinstance(made, list)
+        served.rows.update((request, served.rows[served.one]) for request in made)
+
+    _, examined = served.steps(call, again)
+
+    def both() -> None:
+        wait()
+        examined()
+
+    return call, both
+
+
+@scenario
+def engine_prepare(engine: Engine) -> Steps:
+    served = Served(engine)
+
+    def call() -> None:
+        assert served.requests.prepare({served.one: 4 * ROWS}) is None
+
+    def again() -> None:
+        call()
+        assert served.requests.extend({served.one: 4 * ROWS}) is None
+
+    return served.steps(call, again)
+
+
+@scenario
 def engine_extend(engine: Engine) -> Steps:
     served = Served(engine)
 
@@ -1980,6 +2491,26 @@ def engine_swap_in(engine: Engine) -> Steps:
         assert served.one.state is State.RUNNING
 
     return served.steps(call, again)
+
+
+@scenario
+def engine_swap_in_async(engine: Engine) -> Steps:
+    served = Served(engine)
+    served.requests.swap_out(served.one)
+    call, wait = _in_the_background(served, lambda: served.requests.swap_in_async(served.one))
+
+    def again() -> None:
+        if served.one.state is State.SWAPPED:
+            assert call().result(8) is None
+        assert served.one.state is State.RUNNING
+
+    _, examined = served.steps(call, again)
+
+    def both() -> None:
+        wait()
+        examined()
+
+    return call, both
 
 
 @scenario

@@ -376,6 +376,25 @@ def test_dlpack_versions(context: pyvmem.Context, rsv: pyvmem.Reservation) -> No
     assert rsv.live_arrays == 0
 
 
+def test_an_array_whose_end_was_interrupted_is_not_counted(
+    rsv: pyvmem.Reservation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception is lost, and with it what the array's end was to do."""
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    lost: list[object] = []
+    monkeypatch.setattr(rsv._arrays, "_remove", interrupted)
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    array = rsv.array((4,), "uint8")
+    assert rsv.live_arrays == 1
+    del array
+    assert len(lost) == 1
+    assert rsv.live_arrays == 0
+    rsv.close(unmap=True)
+
+
 def test_dlpack_float8_code(rsv: pyvmem.Reservation) -> None:
     """A consumer that knows DLPack 1.1 gets the type itself, not bytes."""
     t = torch.utils.dlpack.from_dlpack(rsv.array((4,), "float8_e4m3fn").__dlpack__())
