@@ -351,7 +351,7 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
 def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
     """It would wait for ever."""
     a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
-    with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes: .* keep {7 * GIB}"):
+    with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* keep {7 * GIB}"):
         join(folder, "b", least=4 * GIB)
     join(folder, "b", least=3 * GIB).close()
     a.close()
@@ -508,7 +508,7 @@ def test_limit_by_name_and_by_process(folder: Path, capsys: pytest.CaptureFixtur
     ("size", "text"),
     [
         ("1G", f"its floor is {2 * GIB}"),
-        ("2.5G", f"one of its longest requests needs {3 * GIB}"),
+        ("2.5G", f"the least that it can run with is {3 * GIB}"),
         ("11G", f"the most it can have is {10 * GIB}"),
     ],
 )
