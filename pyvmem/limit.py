@@ -52,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{device}: {one.name}: {one.limit} -> {args.size}{note}")
     if not there:
         text = f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them"
-        print(f"vmem: limit: {text}", file=sys.stderr)
+        print(f"vmem limit: {text}", file=sys.stderr)
         return 1
     return 0

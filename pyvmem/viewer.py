@@ -213,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         why = getattr(error, "reason", error)  # urllib's own errors hold another
         text = getattr(why, "strerror", None) or why
-        print(f"vmem: watch: no answer from {args.where}: {text}", file=sys.stderr)
+        print(f"vmem watch: no answer from {args.where}: {text}", file=sys.stderr)
         return 1
     if args.once:
         print(draw(found))

@@ -39,7 +39,7 @@ from pyvmem.bench import (
     vllm_bench,
 )
 from pyvmem.bench.aims import compute
-from pyvmem.bench.command import backends, conducted, now, put_together
+from pyvmem.bench.command import backends, conducted, ended, now, put_together
 from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
 from pyvmem.bench.merge import merge
@@ -190,7 +190,7 @@ def _method(setting: Setting) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
+    """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
     if args.list:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")
@@ -232,13 +232,13 @@ def run(args: argparse.Namespace) -> int:
             backends=backends(args.device),
             started=now(),
         )
-        failed = _measure_and_show(args, setting, record, names)
-    return 1 if failed else 0
+        _measure_and_show(args, setting, record, names)
+    return ended(record)
 
 
 def _measure_and_show(
     args: argparse.Namespace, setting: Setting, record: Record, names: list[str]
-) -> bool:
+) -> None:
     from tqdm import tqdm
 
     if not args.json:
@@ -261,4 +261,3 @@ def _measure_and_show(
         print("\n" + report.aims_table(record))
         if args.out is not None:
             print(f"\nwritten: {args.out} (samples in {args.out.parent / 'raw' / args.out.name})")
-    return any(part.status == "failed" for part in record.parts.values())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.report import number
+from pyvmem.bench.stopped import stoppable
 from pyvmem.paths import picture_file, replaced
 
 __all__ = ["add_options", "document_of", "page", "picture", "with_options", "write_report"]
@@ -314,7 +315,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--report", type=replaced, metavar="FILE", help="write one HTML file; the JSON beside it")
     add("--plot", type=picture_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
-    run: Callable[[argparse.Namespace], int] = parser.get_default("run")
+    run: Callable[[argparse.Namespace], int] = stoppable(parser.get_default("run"))
     parser.set_defaults(run=lambda args: with_options(args, run))
 
 

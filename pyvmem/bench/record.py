@@ -14,7 +14,7 @@ from typing import Any
 
 from pyvmem.bench.timing import Samples, summarize
 
-__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines"]
+__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines", "mark_interrupted"]
 
 FORMAT = "vmem-bench-api/1"
 
@@ -229,6 +229,15 @@ class Record:
     def write_one(self, path: Path) -> None:
         """Writes `path` alone: for a run that took no samples."""
         _replace(path, lines(self.document(raw=False)))
+
+
+def mark_interrupted(path: Path) -> None:
+    """Writes into a result, and the one with samples beside it, that the run did not end."""
+    for file, form in ((path, lines), (path.parent / "raw" / path.name, json.dumps)):
+        if file.exists():
+            document = json.loads(file.read_text(encoding="utf-8"))
+            head = {name: document.pop(name) for name in ("format", "started", "seconds")}
+            _replace(file, form({**head, "interrupted": True, **document}))
 
 
 def lines(value: Any, depth: int = 0) -> str:

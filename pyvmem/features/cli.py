@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         devices = tuple(int(word) for word in args.devices.split(","))
     except ValueError:
         expected = "CUDA ordinals separated by commas"
-        print(f"vmem: features: --devices takes {expected}, not {args.devices!r}", file=sys.stderr)
+        print(f"vmem features: --devices takes {expected}, not {args.devices!r}", file=sys.stderr)
         return 2
     records = survey(devices)
     backends = [Probed.of(record) for record in records if record["usable"]]

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     if args.backend not in names:
         known = ", ".join(names)
         print(
-            f"vmem: selftest: no back end is called {args.backend!r}; there are {known}",
+            f"vmem selftest: no back end is called {args.backend!r}; there are {known}",
             file=sys.stderr,
         )
         return 2

@@ -409,7 +409,7 @@ def test_sets_of_cases_are_chosen_by_their_names() -> None:
 
 
 def test_a_run_that_is_stopped_has_written_the_cases_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure, cases = paged._one, [case.name for case in TINY_SETS["heads"]]
 
@@ -422,7 +422,11 @@ def test_a_run_that_is_stopped_has_written_the_cases_before(
     out = str(tmp_path / "kernels.json")
     words = ("--kernels", "sdpa", "--cases", "heads", "--out", out)
     assert main(["bench", "kernels", "--quick", "--backend", "host", *words]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"vmem bench: interrupted: {out} is partial, with sdpa"
     data = json.loads((tmp_path / "kernels.json").read_text())
+    assert data["interrupted"] is True
+    assert json.loads((tmp_path / "raw/kernels.json").read_text())["interrupted"] is True
     part = data["parts"]["sdpa"]
     assert (part["status"], part["why"]) == ("partial", "it was stopped before its end")
     assert all(aims(data)[f"sdpa_{name}_16"]["value"] for name in cases[:2])

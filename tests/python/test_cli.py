@@ -77,7 +77,7 @@ def test_nobody_reads_what_no_command_prints(option: str, unread: int) -> None:
 def test_the_disk_is_full(command: str) -> None:
     with open("/dev/full", "wb") as full:
         status, said = vmem(CALLS[command], full.fileno())
-    assert (status, said) == (1, f"vmem: {command}: No space left on device\n")
+    assert (status, said) == (1, f"vmem {command}: No space left on device\n")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -214,7 +214,7 @@ def test_a_model_that_is_none(
     file = tmp_path / "gone"
     assert cli.main([*words, str(file)]) == 1
     assert capsys.readouterr().err == (
-        f"vmem: {words[0]}: EINVAL: '{file}' is none of Yi-6B, Llama-3-8B, Yi-34B, SmolLM2-135M, "
+        f"vmem {words[0]}: EINVAL: '{file}' is none of Yi-6B, Llama-3-8B, Yi-34B, SmolLM2-135M, "
         f"nor a readable config.json: {file}: No such file or directory\n"
     )
 
@@ -222,7 +222,7 @@ def test_a_model_that_is_none(
 def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["layouts"], ["bench", "prefixes"]):
         assert cli.main([*words, "--trace", str(tmp_path)]) == 1
-        expected = f"vmem: {words[0]}: EINVAL: {tmp_path}: Is a directory\n"
+        expected = f"vmem {words[0]}: EINVAL: {tmp_path}: Is a directory\n"
         assert capsys.readouterr().err == expected
 
 
@@ -249,7 +249,7 @@ def test_a_number_out_of_range_is_refused_before_anything_runs(
 def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["watch", where]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("vmem: watch: EINVAL: ")
+    assert said.startswith("vmem watch: EINVAL: ")
     assert where in said
     assert said.count("\n") == 1
 
@@ -297,7 +297,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     )
     assert (done.returncode, done.stdout) == (1, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"vmem: {words[0]} needs a package that is not installed: ")
+    assert last.startswith(f"vmem {words[0]}: a package is not installed: ")
     assert package in last
     assert last.endswith(f"; the extra pyvmem[{extra}] has it")
     assert not list(tmp_path.iterdir())
@@ -314,7 +314,7 @@ def test_the_extras_are_those_of_the_package() -> None:
 def test_a_device_that_is_none(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["probe", f"--device={device}"]) == 1
     assert capsys.readouterr().err == (
-        f"vmem: probe: EINVAL: device = '{device}': expected 'cuda', 'cuda:N' or 'cpu'\n"
+        f"vmem probe: EINVAL: device = '{device}': expected 'cuda', 'cuda:N' or 'cpu'\n"
     )
 
 
@@ -333,12 +333,17 @@ def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.Mo
     assert shown.getvalue() == b"? ? ?\n"
 
 
-def test_an_interrupted_command_says_nothing(
+def test_an_interrupted_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """All but those that run until somebody interrupts them."""
+
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("pyvmem.layouts.cli.run", run)
+    assert cli.main(["layouts"]) == 130
+    assert capsys.readouterr() == ("", "vmem layouts: interrupted\n")
     monkeypatch.setattr(top, "run", run)
     assert cli.main(["top"]) == 130
     assert capsys.readouterr() == ("", "")

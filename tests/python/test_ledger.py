@@ -530,7 +530,7 @@ def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vmem(folder, "limit", "nobody", "1G") == 1
-    text = f"vmem: limit: no engine 'nobody' in {folder}; `vmem top --once` lists them\n"
+    text = f"vmem limit: no engine 'nobody' in {folder}; `vmem top --once` lists them\n"
     assert capsys.readouterr() == ("", text)
 
 
@@ -564,7 +564,7 @@ def test_a_folder_of_the_environment_that_is_not_there(
     gone = folder / "gone"
     monkeypatch.setenv("VMEM_LEDGER", str(gone))
     assert cli.main(words) == 1
-    expected = f"vmem: {words[0]}: ENOENT: VMEM_LEDGER={gone}: no such folder\n"
+    expected = f"vmem {words[0]}: ENOENT: VMEM_LEDGER={gone}: no such folder\n"
     assert capsys.readouterr() == ("", expected)
     assert not gone.exists()
 
