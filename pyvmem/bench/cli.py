@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench import (
     attention,
     bandwidth,
@@ -52,7 +53,7 @@ from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import positive
-from pyvmem.paths import existing, replaced
+from pyvmem.paths import existing_file, replaced
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
 
@@ -114,22 +115,24 @@ def _add_benchmarks(which: Any) -> None:
         "cuda.bindings) in one process, in turns. Without a GPU the rows of `host` are measured, "
         "and the others are named with the reason.",
     )
-    api.add_argument("--backend", default="auto", help="back end to measure (default: auto)")
-    api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
+    add_backend(api, "what is measured")
+    add_device(api)
     api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
     api.add_argument("--budget", type=positive, metavar="S", help="seconds for each part")
     api.add_argument("--quick", action="store_true", help="a few samples: a smoke test")
     api.add_argument(
         "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"
     )
-    api.add_argument("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    api.add_argument(
+        "--fa3", type=existing_file, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip"
+    )
     api.add_argument(
         "--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/"
     )
     api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
     api.add_argument(
         "--merge",
-        type=existing,
+        type=existing_file,
         nargs="+",
         metavar="FILE",
         help="measure nothing: put results together",

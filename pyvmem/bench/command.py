@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench import fa3, report
 from pyvmem.bench.aims import Aims
 from pyvmem.bench.machine import describe
@@ -26,8 +27,8 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import positive, size
-from pyvmem.paths import existing, replaced
+from pyvmem.layouts.options import page_size, positive
+from pyvmem.paths import existing_file, replaced
 from pyvmem.probe import probe
 
 if TYPE_CHECKING:
@@ -115,9 +116,9 @@ def ended(record: Record) -> int:
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     """Adds the options that all these commands have; `seconds` is the default deadline."""
     add = parser.add_argument
-    add("--backend", default="auto", help="back end of the cache (default: auto)")
-    add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
-    add("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    add_backend(parser, "of the cache")
+    add_device(parser)
+    add("--fa3", type=existing_file, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     add(
         "--deadline",
         type=positive,
@@ -132,7 +133,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
 
 def add_page(parser: argparse.ArgumentParser) -> None:
     """Adds ``--page``, for commands that measure one page size at a time."""
-    parser.add_argument("--page", type=size, default=0, help="of the cache, as 2M (64K)")
+    parser.add_argument("--page", type=page_size, default=0, help="of the cache, as 2M (64K)")
 
 
 class Command:

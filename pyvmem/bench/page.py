@@ -20,7 +20,7 @@ from typing import Any
 
 from pyvmem.bench.report import number
 from pyvmem.bench.stopped import stoppable
-from pyvmem.paths import picture_file, replaced
+from pyvmem.paths import picture_file, replace_text, replaced
 
 __all__ = ["add_options", "document_of", "page", "picture", "with_options", "write_report"]
 
@@ -300,10 +300,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
 def write_report(path: Path, document: Document) -> None:
     """Writes the page of a run that this process made, whole or not at all."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    partial = path.with_name(path.name + ".part")
-    text = page(document, shlex.join(words), path.with_suffix(".json").name)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, page(document, shlex.join(words), path.with_suffix(".json").name))
     print(f"report: {path}", file=sys.stderr)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyvmem.paths import existing, picture_file
+from pyvmem.paths import existing_file, picture_file
 from pyvmem.serve.trace import TRACE_FORMAT
 
 __all__ = ["draw", "main"]
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pyvmem.serve.picture", description="Draws a run."
     )
-    parser.add_argument("trace", type=existing, help="what vmem serve-demo --trace-out wrote")
+    parser.add_argument("trace", type=existing_file, help="what vmem serve-demo --trace-out wrote")
     parser.add_argument("out", type=picture_file, help="the picture, .svg, .png or .pdf")
     args = parser.parse_args(argv)
     try:
