@@ -49,6 +49,7 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.logs import warn
+from pyvmem.units import format_bytes
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
@@ -551,7 +552,8 @@ class Ledger(Closable):
         ):
             if wrong:
                 raise InvalidArgument(
-                    f"a limit of {limit} bytes for {one.name}: {what} {bound}",
+                    f"a limit of {format_bytes(limit)} for {one.name}: {what} "
+                    f"{format_bytes(bound)} ({bound} bytes)",
                     errno=errno.EINVAL,
                     bytes=limit,
                     limit=bound,
