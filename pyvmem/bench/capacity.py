@@ -47,6 +47,7 @@ from pyvmem.layouts.options import (
 )
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.units import counted
 
 __all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"]
 
@@ -244,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     if not workloads:
         workloads = {"generated": generate(args.requests, args.seed)}
     for name, requests in workloads.items():
-        part = record.part(name, f"{len(requests):,} requests")
+        part = record.part(name, counted(len(requests), "request"))
         part.started, began = now(), time.monotonic()
         for model, ranks in args.models:
             shape = shape_of(model, args.kv_dtype).on_ranks(ranks).stored_as(args.kv_dtype)

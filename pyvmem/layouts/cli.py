@@ -24,6 +24,7 @@ from pyvmem.layouts.options import (
 )
 from pyvmem.layouts.shapes import SHAPES, ModelShape
 from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.units import counted
 from pyvmem.usage import BadUsage
 
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
@@ -165,7 +166,8 @@ def _table(
     state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
     lines = [
         f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
-        f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens on average",
+        f"{counted(len(requests), 'request')}, {source}; "
+        f"a running one has {tokens:,.0f} tokens on average",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
         "",

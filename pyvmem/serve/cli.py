@@ -18,7 +18,7 @@ from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.features import require_page_size
 from pyvmem.layouts.options import count, page_size, size
 from pyvmem.paths import existing_file, picture_file, write_text, written
-from pyvmem.units import format_bytes
+from pyvmem.units import counted, format_bytes
 from pyvmem.usage import BadUsage
 
 if TYPE_CHECKING:
@@ -238,8 +238,8 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
 
 def _prompts(asked: int, found: int) -> str:
     """How many prompts, and whether the file's come more than once."""
-    count = f"{asked} prompt{'s' * (asked != 1)}"
-    return f"{count} (the file has {found}, which repeat)" if asked > found else count
+    text = counted(asked, "prompt")
+    return f"{text} (the file has {found}, which repeat)" if asked > found else text
 
 
 def _passed_over(why: str) -> str:

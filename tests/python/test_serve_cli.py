@@ -228,7 +228,9 @@ def test_prompts_that_repeat_are_told(folder: Path, capsys: pytest.CaptureFixtur
     assert run(folder, "--num-prompts", "7", "--max-new-tokens", "1") == 0
     assert "; 7 prompts (the file has 6, which repeat), 16 at a time\n" in capsys.readouterr().out
     assert run(folder, "--num-prompts", "1", "--max-new-tokens", "1") == 0
-    assert "; 1 prompt, 16 at a time\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "; 1 prompt, 16 at a time\n" in said
+    assert "\n1 request, at most 1 at a time: " in said
 
 
 @pytest.mark.parametrize(
