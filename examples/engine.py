@@ -3,16 +3,19 @@
 
     python examples/engine.py "Why is the sky blue?" "Name three colours."
 
-The model is that of `make run`, from the extra ``serve``; --model takes a folder or a GGUF file,
-such as the folder below build/cache/models that `make run` has converted it into.
+The model is that of `make run`, from the extra ``serve``, converted once; what `make run` has
+converted below build/cache is found there. --model takes another one, a folder or a GGUF file.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,8 @@ from pyvmem import KVCache
 from pyvmem.attention import Attention, Batch
 from pyvmem.engine import Model, Policy, Request, RequestCache, Shortage
 from pyvmem.hf.shapes import plain_rows, plain_scores
-from pyvmem.serve.model import encode, load
+from pyvmem.layouts.options import count
+from pyvmem.serve.model import ModelNotFound, encode, load
 
 
 @dataclass(eq=False)
@@ -156,11 +160,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("--model", help="a model's folder or GGUF file")
-    parser.add_argument("--tokens", type=int, default=40, help="of each answer, at most (40)")
-    parser.add_argument("--memory", type=int, default=256, help="MiB of keys and values (256)")
+    parser.add_argument("--tokens", type=count, default=40, help="of each answer, at most (40)")
+    parser.add_argument("--memory", type=count, default=256, help="MiB of keys and values (256)")
     args = parser.parse_args()
+    if "" in map(str.strip, args.prompts):
+        parser.error("argument prompts: an empty prompt has no answer")
+    converted = Path(__file__).resolve().parents[1] / "build" / "cache"  # by `make run`
+    if converted.is_dir():
+        os.environ.setdefault("VMEM_CACHE_DIR", str(converted))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load(args.model, device=device)
+    try:
+        loaded = load(args.model, device=device, notify=lambda text: print(text, file=sys.stderr))
+    except ModelNotFound as error:
+        parser.error(f"argument --model: {error}")
     shape = Model.of(loaded.model.config, "float32")
     policy = Policy(max_seq_len=2048, memory=args.memory << 20)
     with (

@@ -7,7 +7,7 @@ Two ranks on one machine, with NCCL where torch sees as many GPUs, else on the C
 
 Two machines with one rank each; on both, with the first one's address:
 
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         examples/tensor_parallel.py
 
 How processes are started and find each other is the engine's matter (torchrun, ray, its own). The

@@ -9,6 +9,7 @@ Ends with an error if vLLM did not use the pool.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from pyvmem.ledger import Ledger, default_folder, devices
 
@@ -30,8 +31,13 @@ def main() -> None:
     """Generates."""
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
-    from vllm import LLM, SamplingParams
-
+    try:
+        from vllm import LLM, SamplingParams
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{sys.argv[0]}: {error}; run it with a Python that has vLLM") from None
+    model = Path(sys.argv[1])
+    if model.is_absolute() and not (model / "config.json").is_file():
+        raise SystemExit(f"{sys.argv[0]}: {model}: no model folder: it has no config.json")
     prompts = sys.argv[2:] or ["The capital of France is"]
     llm = LLM(sys.argv[1], max_model_len=512, max_num_seqs=8, enforce_eager=True)
     for one in llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0)):

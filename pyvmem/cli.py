@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from pyvmem import _native
 from pyvmem.errors import VMemError
+from pyvmem.usage import BadUsage
 
 __all__ = ["main"]
 
@@ -30,6 +31,8 @@ _COMMANDS = {
     "limit": ("pyvmem.limit", "set the memory limit of a running engine"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }
+
+_LIVE = ("top", "watch")  # which run until they are interrupted
 
 # Packages that commands import when they need them, and the extra of pyproject.toml with each.
 _EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "watch"}
@@ -73,27 +76,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         which = f"; the extra pyvmem[{extra}] has it" if extra else ""
-        return _failed(f"{command} needs a package that is not installed: {error}{which}")
+        return _failed(command, f"a package is not installed: {error}{which}")
     except VMemError as error:
         # Of the package's own calls the person knows nothing; of libvmem's there are man pages.
-        call = error.op if error.op.startswith(("vMem", "vmem_")) else command
+        call = f"{error.op}: " if error.op.startswith(("vMem", "vmem_")) else ""
         name = error.errno_name or type(error).__name__
-        return _failed(f"{call}: {name}: {error}")
+        return _failed(command, f"{call}{name}: {error}")
+    except BadUsage as error:
+        return _failed(command, f"error: {error}", 2)
     except OSError as error:
         unread = _unread()
         _drop_output()
         if unread:
             return 128 + signal.SIGPIPE
         where = f"{error.filename}: " if error.filename is not None else ""
-        return _failed(f"{command}: {where}{error.strerror or error}")
+        return _failed(command, f"{where}{error.strerror or error}")
     except KeyboardInterrupt:
+        if command not in _LIVE:
+            _failed(command, "interrupted")
         return 128 + signal.SIGINT
     return status
 
 
-def _failed(text: str) -> int:
-    print(f"vmem: {text}", file=sys.stderr)
-    return 1
+def _failed(command: str | None, text: str, status: int = 1) -> int:
+    print(f"vmem {command}: {text}", file=sys.stderr)
+    return status
 
 
 def _unread() -> bool:

@@ -49,6 +49,7 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.logs import warn
+from pyvmem.units import format_bytes
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
@@ -192,7 +193,8 @@ class EngineInfo:
         pid: in its own namespace.
         here: whether that is this process's namespace.
         limit, floor: the most it may have, and what others leave to it.
-        least: what one of its longest requests needs; a limit below makes no sense.
+        least: what it needs to run: of vLLM, for one of its longest requests; of a cache of
+            pyvmem, a page in every tensor. A limit below makes no sense.
         used: mapped, or granted.
         pending: the part not mapped yet.
         in_use: of `used`, what requests hold.
@@ -454,7 +456,7 @@ class Ledger(Closable):
 
         Raises:
             InvalidArgument: the name is taken or not printable; the limit is below the
-                floor; floors, or one of the longest requests beside them, exceed the capacity.
+                floor; floors, or what it needs to run beside them, exceed the capacity.
             LedgerError: all slots are taken.
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
@@ -490,7 +492,7 @@ class Ledger(Closable):
                 )
             if self.capacity and kept + least > self.capacity:
                 raise InvalidArgument(
-                    f"one of its longest requests needs {least} bytes: the device has "
+                    f"{name!r} needs {least} bytes to run: the device has "
                     f"{self.capacity} for all engines, of which the floors of others keep {kept}",
                     errno=errno.EINVAL,
                     bytes=least,
@@ -532,7 +534,7 @@ class Ledger(Closable):
         """Asks an engine, by name or process id, for another limit; it follows within a second.
 
         Raises:
-            InvalidArgument: no such engine; a limit below its floor or its longest request, or
+            InvalidArgument: no such engine; a limit below its floor or what it needs to run, or
                 above what the device has.
         """
         engines = self.engines()
@@ -545,12 +547,13 @@ class Ledger(Closable):
         most = min(self.capacity or one.virtual, one.virtual)
         for what, bound, wrong in (
             ("its floor is", one.floor, limit < one.floor),
-            ("one of its longest requests needs", one.least, limit < one.least),
+            ("the least that it can run with is", one.least, limit < one.least),
             ("the most it can have is", most, limit > most),
         ):
             if wrong:
                 raise InvalidArgument(
-                    f"a limit of {limit} bytes for {one.name}: {what} {bound}",
+                    f"a limit of {format_bytes(limit)} for {one.name}: {what} "
+                    f"{format_bytes(bound)} ({bound} bytes)",
                     errno=errno.EINVAL,
                     bytes=limit,
                     limit=bound,

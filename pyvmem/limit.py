@@ -9,7 +9,7 @@ from typing import Any
 
 from pyvmem.ledger import Ledger, devices
 from pyvmem.top import add_ledger, folder_of
-from pyvmem.units import parse_bytes
+from pyvmem.units import format_bytes, parse_bytes
 
 __all__ = ["add_parser", "run"]
 
@@ -48,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
                 one = ledger.order_limit(args.engine, args.size)
                 there.append(device)
                 more = max(0, one.used - args.size)
-                note = f"; {more} bytes above it go as requests end" if more else ""
-                print(f"{device}: {one.name}: {one.limit} -> {args.size}{note}")
+                note = f"; {format_bytes(more)} above it go as requests end" if more else ""
+                sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
+                print(f"{device}: {one.name}: {sizes}{note}")
     if not there:
         text = f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them"
-        print(f"vmem: limit: {text}", file=sys.stderr)
+        print(f"vmem limit: {text}", file=sys.stderr)
         return 1
     return 0

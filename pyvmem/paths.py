@@ -4,10 +4,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["existing", "existing_folder", "picture_file", "replaced", "written"]
+__all__ = [
+    "existing",
+    "existing_file",
+    "existing_folder",
+    "picture_file",
+    "replace_text",
+    "replaced",
+    "write_text",
+    "written",
+]
 
 
 def existing(text: str) -> Path:
@@ -18,6 +30,14 @@ def existing(text: str) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a null byte
         why = error.strerror if isinstance(error, OSError) else error
         raise argparse.ArgumentTypeError(f"{text}: {why}") from None
+    return path
+
+
+def existing_file(text: str) -> Path:
+    """A file that is there, or a pipe such as /dev/stdin."""
+    path = existing(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder")
     return path
 
 
@@ -32,10 +52,16 @@ def existing_folder(text: str) -> Path:
 def replaced(text: str) -> Path:
     """A file that is made beside its place and moved there: its folder must be writable."""
     path = Path(text)
-    if not os.access(existing_folder(str(path.parent)), os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{text}: {path.parent} cannot be written to")
+    folder = existing_folder(str(path.parent))
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
+    try:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError
+        with tempfile.TemporaryFile(dir=folder):  # in /proc nothing can be made, whatever it says
+            pass
+    except OSError:
+        raise argparse.ArgumentTypeError(f"{text}: {folder} cannot be written to") from None
     return path
 
 
@@ -46,7 +72,44 @@ def written(text: str) -> Path:
         return replaced(text)
     if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written to")
+    if path.is_char_device():
+        try:  # no bytes: what shows them shows nothing, and /dev/full is full
+            with path.open("ab", buffering=0) as device:
+                device.write(b"")
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     return path
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the file system names this path, which the user has given."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file of `written`.
+
+    Raises:
+        OSError: with its name, also for a full disk.
+    """
+    with _named(path):
+        path.write_text(text, encoding="utf-8")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file of `replaced`, whole or not at all.
+
+    Raises:
+        OSError: with its name, not that of the file beside it.
+    """
+    partial = path.with_name(path.name + ".part")
+    with _named(path):
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
 
 
 def picture_file(text: str) -> Path:

@@ -169,13 +169,14 @@ def announce(
         if what.on_ledger:
             raise _refused(f"{name!r}: the Budget is in a ledger already")
         limit = most = what.total_bytes
-        floor, least = 0, what.context.info.granule
+        floor, least = 0, what.least_bytes
     else:
         if what.budget is not None:
             raise _refused(f"{name!r}: the cache shares a Budget; announce that, as one for all")
         layout = what.layout
         limit = what.stats().total_pages * layout.page_size
-        most, floor, least = max(limit, layout.total_bytes), 0, layout.page_size
+        most, floor = max(limit, layout.total_bytes), 0
+        least = layout.page_size * layout.num_tensors
     info = what.context.info
     ledger = Ledger(device_of(info.device_name, info.uuid), 0, folder)
     participant = Participant(ledger, name, floor=floor, limit=limit, least=least, virtual=most)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
+from pyvmem.arguments import add_device
 from pyvmem.info import Caps, sizes_of_mask
 from pyvmem.streams import device_ordinal
 
@@ -106,7 +107,7 @@ def add_parser(sub: Any) -> None:
     parser: argparse.ArgumentParser = sub.add_parser(
         "probe", help="which back ends work here", description=__doc__
     )
-    parser.add_argument("--device", default="0", help="CUDA ordinal (default: 0)")
+    add_device(parser)
     parser.add_argument("--force", action="store_true", help="also try unchecked driver versions")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -118,8 +119,7 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results; 0 if any back end is usable."""
-    device = int(args.device) if args.device.isdigit() else args.device
-    results = probe(device, force=args.force)
+    results = probe(args.device, force=args.force)
     if args.report:
         from pyvmem.bug_report import bug_report  # it imports this module
 

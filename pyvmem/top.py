@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import math
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -137,6 +138,11 @@ def plain(table: list[tuple[str, ...]], width: float = math.inf) -> str:
     )
 
 
+def _off() -> str:
+    off = os.environ.get("VMEM_LEDGER") == "off"
+    return "; VMEM_LEDGER=off: an engine with that setting is in none" if off else ""
+
+
 def run(args: argparse.Namespace) -> int:
     """Shows them until interrupted, or once."""
     folder = folder_of(args)
@@ -145,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(reading, indent=2))
         return 0
     if args.once:
-        print(plain(rows(read(folder), {}, 0)))
+        found = rows(read(folder), {}, 0)
+        print(plain(found) if found else f"no engine in {folder}{_off()}")
         return 0
     from rich.live import Live
     from rich.text import Text

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "parse_bytes"]
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -23,6 +23,11 @@ def parse_bytes(text: str, name: str = "size") -> int:
     if value >= 1 << 62:
         raise ValueError(f"{name}={text!r}: expected less than 2**62 bytes")
     return int(value)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 request", "2,000 requests"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def format_bytes(nbytes: int) -> str:

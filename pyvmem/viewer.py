@@ -152,6 +152,39 @@ def _positive(interval: float) -> None:
         raise InvalidArgument(f"interval {interval}: expected seconds above 0", errno=errno.EINVAL)
 
 
+def _url(where: str) -> str:
+    """The URL of a program that serves.
+
+    Raises:
+        InvalidArgument: it names none.
+    """
+    scheme, found, _ = where.partition("://")
+    if found and scheme.lower() not in ("http", "https"):
+        raise InvalidArgument(
+            f"{where!r}: expected a URL with http or https, not {scheme}", errno=errno.EINVAL
+        )
+    full = f"127.0.0.1:{where}" if where.isdigit() else where
+    url = full if found else f"http://{full}"
+    try:
+        port = urllib.parse.urlsplit(url).port  # refuses what is none
+        urllib.request.Request(url)
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{where!r} is no port, host:port or URL: {error}", errno=errno.EINVAL
+        ) from None
+    if port == 0:
+        raise InvalidArgument(f"{where!r}: no program has port 0", errno=errno.EINVAL)
+    return url.rstrip("/")
+
+
+def _where(text: str) -> str:
+    try:
+        _url(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def fetch(where: str) -> dict[str, Any]:
     """What a program reports of its caches, over HTTP.
 
@@ -162,19 +195,8 @@ def fetch(where: str) -> dict[str, Any]:
         OSError: nothing answers there.
         InvalidArgument: that names no server, or its answer is not that of `Telemetry.serve`.
     """
-    if where.isdigit():
-        where = f"127.0.0.1:{where}"
-    url = where if where.startswith(("http://", "https://")) else f"http://{where}"
-    try:
-        port = urllib.parse.urlsplit(url).port  # refuses what is none
-        request = urllib.request.Request(f"{url.rstrip('/')}/caches")
-    except ValueError as error:
-        raise InvalidArgument(
-            f"{where!r} is no port, host:port or URL: {error}", errno=errno.EINVAL
-        ) from None
-    if port == 0:
-        raise InvalidArgument(f"{where!r}: no program has port 0", errno=errno.EINVAL)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    url = _url(where)
+    with urllib.request.urlopen(f"{url}/caches", timeout=10) as answer:
         body = answer.read(MOST_BYTES + 1)
     if len(body) > MOST_BYTES:
         raise InvalidArgument(
@@ -198,7 +220,7 @@ def add_parser(sub: Any) -> None:
         help="the pages of a running program's requests, live",
         description="Draws the pages of each request of a program that calls Telemetry.serve.",
     )
-    parser.add_argument("where", help="port of this machine, host:port or URL")
+    parser.add_argument("where", type=_where, help="port of this machine, host:port or URL")
     parser.add_argument(
         "--interval", type=seconds, default=0.5, metavar="S", help="between pictures (0.5)"
     )
@@ -213,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         why = getattr(error, "reason", error)  # urllib's own errors hold another
         text = getattr(why, "strerror", None) or why
-        print(f"vmem: watch: no answer from {args.where}: {text}", file=sys.stderr)
+        print(f"vmem watch: no answer from {args.where}: {text}", file=sys.stderr)
         return 1
     if args.once:
         print(draw(found))

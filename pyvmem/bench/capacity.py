@@ -42,11 +42,12 @@ from pyvmem.layouts.options import (
     add_workload,
     counts,
     page_name,
+    page_sizes,
     size,
-    sizes,
 )
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.units import counted
 
 __all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"]
 
@@ -203,7 +204,12 @@ def add_parser(which: Any) -> None:
     add_workload(parser, traces, "requests", 10000, nargs="+", default=[])
     add("--models", type=_models, default=_models(MODELS), help=f"MODEL[:RANKS],... ({MODELS})")
     add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
-    add("--pages", type=sizes, default=sizes("64K,256K,2M"), help="page sizes (64K,256K,2M)")
+    add(
+        "--pages",
+        type=page_sizes,
+        default=page_sizes("64K,256K,2M"),
+        help="page sizes (64K,256K,2M)",
+    )
     groups = partial(counts, all_is=0)
     add("--groups", type=groups, default=[1, 4, 0], help="layers in a tensor (1,4,all)")
     add(
@@ -239,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     if not workloads:
         workloads = {"generated": generate(args.requests, args.seed)}
     for name, requests in workloads.items():
-        part = record.part(name, f"{len(requests):,} requests")
+        part = record.part(name, counted(len(requests), "request"))
         part.started, began = now(), time.monotonic()
         for model, ranks in args.models:
             shape = shape_of(model, args.kv_dtype).on_ranks(ranks).stored_as(args.kv_dtype)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench import (
     attention,
     bandwidth,
@@ -39,7 +40,7 @@ from pyvmem.bench import (
     vllm_bench,
 )
 from pyvmem.bench.aims import compute
-from pyvmem.bench.command import backends, conducted, now, put_together
+from pyvmem.bench.command import backends, conducted, ended, now, put_together
 from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.bench.machine import describe
 from pyvmem.bench.merge import merge
@@ -52,7 +53,7 @@ from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import positive
-from pyvmem.paths import existing, replaced
+from pyvmem.paths import existing_file, replaced
 
 __all__ = ["PARTS", "add_parser", "measure", "run"]
 
@@ -114,22 +115,24 @@ def _add_benchmarks(which: Any) -> None:
         "cuda.bindings) in one process, in turns. Without a GPU the rows of `host` are measured, "
         "and the others are named with the reason.",
     )
-    api.add_argument("--backend", default="auto", help="back end to measure (default: auto)")
-    api.add_argument("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
+    add_backend(api, "what is measured")
+    add_device(api)
     api.add_argument("--only", type=_parts, metavar="PART,...", help=f"of {', '.join(PARTS)}")
     api.add_argument("--budget", type=positive, metavar="S", help="seconds for each part")
     api.add_argument("--quick", action="store_true", help="a few samples: a smoke test")
     api.add_argument(
         "--live", type=_levels, metavar="N,...", default=(), help="live pages, as 1k,100k,1M"
     )
-    api.add_argument("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    api.add_argument(
+        "--fa3", type=existing_file, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip"
+    )
     api.add_argument(
         "--out", type=replaced, metavar="FILE", help="write JSON here, raw samples in raw/"
     )
     api.add_argument("--json", action="store_true", help="print the JSON instead of the tables")
     api.add_argument(
         "--merge",
-        type=existing,
+        type=existing_file,
         nargs="+",
         metavar="FILE",
         help="measure nothing: put results together",
@@ -190,7 +193,7 @@ def _method(setting: Setting) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command. Returns 0, 1 if a part failed, 2 if the back end cannot be opened."""
+    """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
     if args.list:
         for name, (title, _, seconds) in PARTS.items():
             print(f"{name:<10} {title} (at most about {seconds:.0f} s)")
@@ -232,13 +235,13 @@ def run(args: argparse.Namespace) -> int:
             backends=backends(args.device),
             started=now(),
         )
-        failed = _measure_and_show(args, setting, record, names)
-    return 1 if failed else 0
+        _measure_and_show(args, setting, record, names)
+    return ended(record)
 
 
 def _measure_and_show(
     args: argparse.Namespace, setting: Setting, record: Record, names: list[str]
-) -> bool:
+) -> None:
     from tqdm import tqdm
 
     if not args.json:
@@ -261,4 +264,3 @@ def _measure_and_show(
         print("\n" + report.aims_table(record))
         if args.out is not None:
             print(f"\nwritten: {args.out} (samples in {args.out.parent / 'raw' / args.out.name})")
-    return any(part.status == "failed" for part in record.parts.values())

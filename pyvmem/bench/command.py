@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench import fa3, report
 from pyvmem.bench.aims import Aims
 from pyvmem.bench.machine import describe
@@ -26,25 +27,31 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.layouts.options import positive, size
-from pyvmem.paths import existing, replaced
+from pyvmem.layouts.options import page_size, positive
+from pyvmem.paths import existing_file, replaced
 from pyvmem.probe import probe
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "NOT_MEASURED",
     "Command",
     "WrongResult",
     "add_common",
     "add_page",
     "backends",
     "conducted",
+    "ended",
     "now",
     "open_command",
     "put_together",
     "run_on_device",
 ]
+
+
+NOT_MEASURED = 3
+"""Exit status of a benchmark that measured nothing."""
 
 
 class WrongResult(RuntimeError):
@@ -86,20 +93,32 @@ def conducted(part: Part) -> Iterator[None]:
 
 
 def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | None = None) -> int:
-    """Prints a record, as JSON or as `text`. Returns a command's status, 1 if a part failed."""
+    """Prints a record, as JSON or as `text`. Returns a command's status: see `ended`."""
     if args.json:
         print(json.dumps(record.document(raw=False), indent=1))
     else:
         print(report.document(record) if text is None else text())
-    return int(any(part.status == "failed" for part in record.parts.values()))
+    return ended(record)
+
+
+def ended(record: Record) -> int:
+    """The status of a command: 1 if a part failed, 3 and why on stderr if nothing was measured."""
+    parts = [part for name, part in record.parts.items() if name != "noop"]
+    if any(part.status == "failed" for part in record.parts.values()):
+        return 1
+    if not parts or any(part.rows for part in parts):
+        return 0
+    why = "; ".join(dict.fromkeys(part.why for part in parts))
+    print(f"vmem bench: nothing was measured: {why}", file=sys.stderr)
+    return NOT_MEASURED
 
 
 def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
     """Adds the options that all these commands have; `seconds` is the default deadline."""
     add = parser.add_argument
-    add("--backend", default="auto", help="back end of the cache (default: auto)")
-    add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
-    add("--fa3", type=existing, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
+    add_backend(parser, "of the cache")
+    add_device(parser)
+    add("--fa3", type=existing_file, metavar="FILE", help="_vllm_fa3_C.abi3.so or a zip")
     add(
         "--deadline",
         type=positive,
@@ -114,7 +133,7 @@ def add_common(parser: argparse.ArgumentParser, seconds: int) -> None:
 
 def add_page(parser: argparse.ArgumentParser) -> None:
     """Adds ``--page``, for commands that measure one page size at a time."""
-    parser.add_argument("--page", type=size, default=0, help="of the cache, as 2M (64K)")
+    parser.add_argument("--page", type=page_size, default=0, help="of the cache, as 2M (64K)")
 
 
 class Command:
@@ -210,7 +229,7 @@ class Command:
         print(f"{self.deadline.used:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def finish(self) -> int:
-        """Writes and prints everything. Returns the command's status, 1 if a part failed."""
+        """Writes and prints everything. Returns the command's status, as `ended` does."""
         self.write()
         return said(self.record, self.args)
 
@@ -245,7 +264,7 @@ def run_on_device(
     title: str,
     measure: Callable[[Command, Part, torch.device], None],
 ) -> int:
-    """Runs one part on the back end's device. Returns 0, 1 if it failed, 2 without a back end."""
+    """Runs one part on the back end's device. Returns as `ended`, or 2 without a back end."""
     if command is None:
         return 2
     part = command.record.part(name, title)

@@ -32,8 +32,10 @@ def _load(path: Path, kind: str) -> dict[str, Any]:
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise MergeError(f"{path}: {error}") from error
+    except OSError as error:
+        raise MergeError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise MergeError(f"{path} is not JSON") from error
     if not isinstance(data, dict) or data.get("format") != kind:
         raise MergeError(f"{path} is not a result of format {kind}")
     return data

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.report import number
-from pyvmem.paths import picture_file, replaced
+from pyvmem.bench.stopped import stoppable
+from pyvmem.paths import picture_file, replace_text, replaced
 
 __all__ = ["add_options", "document_of", "page", "picture", "with_options", "write_report"]
 
@@ -299,10 +300,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
 def write_report(path: Path, document: Document) -> None:
     """Writes the page of a run that this process made, whole or not at all."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    partial = path.with_name(path.name + ".part")
-    text = page(document, shlex.join(words), path.with_suffix(".json").name)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, page(document, shlex.join(words), path.with_suffix(".json").name))
     print(f"report: {path}", file=sys.stderr)
 
 
@@ -314,7 +312,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--report", type=replaced, metavar="FILE", help="write one HTML file; the JSON beside it")
     add("--plot", type=picture_file, metavar="FILE", help="draw the times (.svg, .png, .pdf)")
-    run: Callable[[argparse.Namespace], int] = parser.get_default("run")
+    run: Callable[[argparse.Namespace], int] = stoppable(parser.get_default("run"))
     parser.set_defaults(run=lambda args: with_options(args, run))
 
 

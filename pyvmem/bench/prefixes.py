@@ -29,9 +29,10 @@ from pyvmem.bench.report import part_table
 from pyvmem.bench.timing import Samples, quiet, time_each
 from pyvmem.kvcache.config import LayerShape, invalid
 from pyvmem.layouts.cost import Choice, cost
-from pyvmem.layouts.options import add_output, add_workload, count, page_name, sizes
-from pyvmem.layouts.shapes import ModelShape, shape_of
+from pyvmem.layouts.options import add_output, add_workload, count, model_shape, page_name, sizes
+from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
+from pyvmem.units import counted
 
 __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "windows"]
 
@@ -270,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
     from pyvmem.bench.prefix_replay import conversations, read_prompts
 
     start = time.monotonic()
-    shape = shape_of(args.model)
+    shape = model_shape(args.model)
     prompts = read_prompts(args.trace) if args.trace else conversations(args.requests, args.seed)
     record = Record(
         machine=describe(),
@@ -286,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
         started=_now(),
         format=FORMAT,
     )
-    title = f"{len(prompts):,} prompts, keys and values of {shape.name}"
+    title = f"{counted(len(prompts), 'prompt')}, keys and values of {shape.name}"
     todo: dict[str, tuple[str, Callable[[Part], None]]] = {
         "hits": (title, lambda part: hits(part, shape, prompts, args.budgets)),
         "turns": (
@@ -294,7 +295,7 @@ def run(args: argparse.Namespace) -> int:
             lambda part: turns(part, shape, prompts, args.budgets, args.slots),
         ),
         "windows": (
-            f"{len(prompts):,} prompts, keys and values of {_SLIDING.name}",
+            f"{counted(len(prompts), 'prompt')}, keys and values of {_SLIDING.name}",
             lambda part: windows(part, prompts, args.budgets),
         ),
         "match": (

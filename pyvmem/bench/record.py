@@ -7,14 +7,14 @@ The format is described in benchmarks/README.md; `FORMAT` changes when its meani
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.timing import Samples, summarize
+from pyvmem.paths import replace_text
 
-__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines"]
+__all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines", "mark_interrupted"]
 
 FORMAT = "vmem-bench-api/1"
 
@@ -223,12 +223,21 @@ class Record:
         raw = path.parent / "raw" / path.name
         raw.parent.mkdir(exist_ok=True)
         self.write_one(path)
-        _replace(raw, json.dumps(self.document(raw=True)))
+        replace_text(raw, json.dumps(self.document(raw=True)) + "\n")
         return raw
 
     def write_one(self, path: Path) -> None:
         """Writes `path` alone: for a run that took no samples."""
-        _replace(path, lines(self.document(raw=False)))
+        replace_text(path, lines(self.document(raw=False)) + "\n")
+
+
+def mark_interrupted(path: Path) -> None:
+    """Writes into a result, and the one with samples beside it, that the run did not end."""
+    for file, form in ((path, lines), (path.parent / "raw" / path.name, json.dumps)):
+        if file.exists():
+            document = json.loads(file.read_text(encoding="utf-8"))
+            head = {name: document.pop(name) for name in ("format", "started", "seconds")}
+            replace_text(file, form({**head, "interrupted": True, **document}) + "\n")
 
 
 def lines(value: Any, depth: int = 0) -> str:
@@ -250,9 +259,3 @@ def lines(value: Any, depth: int = 0) -> str:
         parts = [lines(one, depth + 1) for one in value]
     first, last = "{}" if isinstance(value, dict) else "[]"
     return f"{first}\n{pad}" + f",\n{pad}".join(parts) + f"\n{' ' * depth}{last}"
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)

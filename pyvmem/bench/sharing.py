@@ -26,7 +26,7 @@ from pyvmem.bench.command import conducted, now, said
 from pyvmem.bench.machine import describe
 from pyvmem.bench.record import Part, Record
 from pyvmem.kvcache.layout import Layout
-from pyvmem.layouts.options import count, counts, sizes
+from pyvmem.layouts.options import count, counts, page_sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape
 from pyvmem.paths import replaced
 
@@ -191,7 +191,7 @@ def add_parser(which: Any) -> None:
     )
     add = parser.add_argument
     add("--widths", type=counts, default=[2, 4, 6], help="samples or beams (2,4,6)")
-    add("--pages", type=sizes, default=sizes("64K,2M"), help="page sizes (64K,2M)")
+    add("--pages", type=page_sizes, default=page_sizes("64K,2M"), help="page sizes (64K,2M)")
     add("--groups", type=counts, default=[1, 8], help="layers in a tensor (1,8)")
     add("--blocks", type=counts, default=[16], help="tokens of PagedAttention's blocks (16)")
     add("--model", type=Path, metavar="FILE", help="for beam search (vmem serve-demo's)")

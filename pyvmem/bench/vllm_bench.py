@@ -40,7 +40,7 @@ from pyvmem.bench.vllm_loads import (
 from pyvmem.layouts.options import page_name, size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger import Ledger, devices
-from pyvmem.paths import existing
+from pyvmem.paths import existing_file
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
 
@@ -880,6 +880,6 @@ def add_parser(which: Any) -> None:
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip
-    add("--trace", type=existing, metavar="FILE",
+    add("--trace", type=existing_file, metavar="FILE",
         help="load, share, blocks: requests and their times from a trace")  # fmt: skip
     parser.set_defaults(run=run)

@@ -13,7 +13,7 @@ import json
 from io import StringIO
 from typing import Any
 
-from pyvmem.paths import existing, written
+from pyvmem.paths import existing_file, written
 
 __all__ = ["digest", "draw", "main"]
 
@@ -95,7 +95,7 @@ def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("raw", type=existing)
+    parser.add_argument("raw", type=existing_file)
     parser.add_argument("out", type=written)
     args = parser.parse_args()
     args.out.write_text(draw(json.loads(args.raw.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from typing import Any
 
 from pyvmem import _native
+from pyvmem.arguments import ordinal
 from pyvmem.bench.machine import describe
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.features.record import Probed, about
 from pyvmem.features.table import FEATURES
-from pyvmem.paths import written
+from pyvmem.paths import write_text, written
 
 __all__ = ["FORMAT", "add_parser", "run", "survey"]
 
@@ -29,9 +29,14 @@ def add_parser(sub: Any) -> None:
         "features", help="what works on the back ends of this machine", description=__doc__
     )
     add = parser.add_argument
-    add("--devices", default="0", help="CUDA ordinals, separated by commas (default: 0)")
+    text = "CUDA ordinals, separated by commas (default: 0)"
+    add("--devices", type=_ordinals, default=(0,), metavar="N,...", help=text)
     add("--json", type=written, metavar="FILE", help="write the table and what each back end said")
     parser.set_defaults(run=run)
+
+
+def _ordinals(text: str) -> tuple[int, ...]:
+    return tuple(map(ordinal, text.split(",")))
 
 
 def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
@@ -84,13 +89,7 @@ def _text(rows: list[dict[str, Any]], backends: list[Probed]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """0 if any back end is usable."""
-    try:
-        devices = tuple(int(word) for word in args.devices.split(","))
-    except ValueError:
-        expected = "CUDA ordinals separated by commas"
-        print(f"vmem: features: --devices takes {expected}, not {args.devices!r}", file=sys.stderr)
-        return 2
-    records = survey(devices)
+    records = survey(args.devices)
     backends = [Probed.of(record) for record in records if record["usable"]]
     rows = _rows(backends)
     print(_text(rows, backends))
@@ -107,6 +106,6 @@ def run(args: argparse.Namespace) -> int:
             "backends": records,
             "features": rows,
         }
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(report, indent=2) + "\n")
         print(f"written: {args.json}")
     return 0 if backends else 1

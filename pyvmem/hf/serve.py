@@ -83,10 +83,30 @@ def _refuse_with_400(server: Any) -> None:
     server.build_server = build_server
 
 
+def _named(app: Any, theirs: Sequence[str]) -> bool:
+    """Whether the arguments of ``transformers serve`` name a model, as its own parser reads them.
+
+    The server itself would load what a request names, and map memory for each of them.
+    """
+    if "--help" in theirs:
+        return True
+    if not hasattr(app, "commands"):  # one version has a typer.Typer there, another its group
+        from typer.main import get_command
+
+        app = get_command(app)
+    command = app.commands["serve"]
+    try:
+        found = command.make_context("serve", list(theirs)).params
+    except Exception:  # of click, or of typer's own copy; `serve` says the same again
+        return True
+    return bool(found.get("force_model", True))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Installs the plug for all models, then runs ``transformers serve``; returns the exit status.
 
-    2 with a message: an unchecked version of transformers, a bad option, or a missing package.
+    2 with a message: an unchecked version of transformers, a bad option, a missing package, no
+    model or one that is not there.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)
@@ -98,9 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from transformers.cli.serving import server
         from transformers.cli.transformers import app
 
+        if not _named(app, theirs):
+            text = "no MODEL: name the folder or the repository of the one to serve"
+            print(f"pyvmem.hf.serve: {text}", file=sys.stderr)
+            return 2
         _refuse_with_400(server)
         app(["serve", *theirs], standalone_mode=False)
-    except (VMemError, ImportError) as error:
+    except (VMemError, ImportError, OSError) as error:  # OSError: no such model
         print(f"pyvmem.hf.serve: {error}", file=sys.stderr)
         return 2
     return 0

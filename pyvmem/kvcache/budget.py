@@ -241,6 +241,11 @@ class Budget(Closable):
         """Bytes that the caches may use together now: the total, or what the ledger granted."""
         return self.total_bytes if self._ledger is None else self._ledger.granted
 
+    @property
+    def least_bytes(self) -> int:
+        """A page in every tensor of each cache: with less, a request of a token may never run."""
+        return max(self.context.info.granule, sum(share._column for share in self._shares))
+
     def close(self) -> None:
         """Leaves the ledger; does nothing without one, or when called again.
 
@@ -399,10 +404,10 @@ class Budget(Closable):
                 everyone.evict(missing)
 
     def numbers(self) -> dict[str, int]:
-        """What `vmem top` shows of all its caches together: names of `EngineInfo`."""
+        """What the ledger shows of all its caches together: names of `EngineInfo`."""
         with self.lock:
             found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
-            used = 0
+            found["least"], used = self.least_bytes, 0
             for share in self._shares:
                 counters = share.reclaimer.counters
                 pages = share.pager.used_pages

@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
 from pyvmem.layouts.options import (
@@ -16,12 +17,15 @@ from pyvmem.layouts.options import (
     add_workload,
     count,
     counts,
+    model_shape,
+    page_sizes,
     positive,
     size,
-    sizes,
 )
-from pyvmem.layouts.shapes import SHAPES, ModelShape, shape_of
+from pyvmem.layouts.shapes import SHAPES, ModelShape
 from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.units import counted
+from pyvmem.usage import BadUsage
 
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
 
@@ -64,7 +68,7 @@ def add_parser(sub: Any) -> None:
     add("--memory", type=size, default=80 << 30, help="of each GPU (80G)")
     add("--kv-memory", type=size, help="for keys and values alone, instead of --memory")
     add_workload(parser, "Azure's or vAttention's CSV, Mooncake's JSONL", "requests", 10000)
-    add("--pages", type=sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
+    add("--pages", type=page_sizes, default=list(PAGE_SIZES), help="page sizes (64K,128K,256K,2M)")
     add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
     add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
     add("--iteration-ms", type=positive, default=25.0, help="of a decode iteration (25)")
@@ -77,8 +81,19 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command; InvalidArgument is for the caller to print."""
-    shape = shape_of(args.model, args.kv_dtype).on_ranks(args.ranks).stored_as(args.kv_dtype)
+    """The command.
+
+    Raises:
+        BadUsage: no such model, not a trace, or a combination for which there is no layout.
+    """
+    try:
+        return _run(args)
+    except InvalidArgument as error:
+        raise BadUsage(str(error)) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    shape = model_shape(args.model, args.kv_dtype).on_ranks(args.ranks).stored_as(args.kv_dtype)
     requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
     memory = args.kv_memory or budget(shape, args.memory)
     limits = Limits(CALL_US[args.backend], args.iteration_ms, args.max_group)
@@ -89,6 +104,13 @@ def run(args: argparse.Namespace) -> int:
         if args.all or choice.group_size <= args.max_group or choice.group_size == most
     ]
     found = advise(shape, requests, memory, considered, limits, args.overread)
+    least = min(one.tensors * one.choice.page_size for one in found.costs)
+    if memory < least:
+        option = "--kv-memory" if args.kv_memory else "--memory"
+        raise BadUsage(
+            f"argument {option}: {memory} bytes for keys and values: the smallest layout needs "
+            f"{least}, a page in every tensor"
+        )
     if args.json:
         print(json.dumps(_document(args, shape, memory, found), indent=1))
     else:
@@ -144,7 +166,8 @@ def _table(
     state = f", {shape.state_bytes:,} a request" if shape.state_bytes else ""
     lines = [
         f"{shape.name}: {_kinds(shape)}, {shape.dtype}; {shape.token_bytes:,} bytes a token{state}",
-        f"{len(requests):,} requests, {source}; a running one has {tokens:,.0f} tokens on average",
+        f"{counted(len(requests), 'request')}, {source}; "
+        f"a running one has {tokens:,.0f} tokens on average",
         f"{memory / 2**30:.1f} GiB for keys and values",
         *([f"{args.overread} rows past each prompt, for the kernel"] if args.overread else []),
         "",

@@ -7,24 +7,36 @@ import argparse
 import math
 from typing import Any
 
+from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import DTYPE_BYTES
-from pyvmem.paths import existing, replaced
+from pyvmem.layouts.shapes import ModelShape, shape_of
+from pyvmem.paths import existing_file, replaced
 from pyvmem.units import parse_bytes
+from pyvmem.usage import BadUsage
 
 __all__ = [
+    "MOST",
     "add_dtype",
     "add_output",
     "add_overread",
     "add_workload",
     "count",
     "counts",
+    "model_shape",
+    "natural",
     "page_name",
+    "page_size",
+    "page_sizes",
     "positive",
     "size",
     "sizes",
+    "whole",
 ]
 
-_MOST = 1 << 24
+MOST = 1 << 24
+"""The greatest count on a command line; no run comes near."""
+
+_SMALLEST_PAGE, _LARGEST_PAGE = 4 << 10, 1 << 30
 
 
 def size(text: str) -> int:
@@ -43,15 +55,46 @@ def sizes(text: str) -> list[int]:
     return [size(one) for one in text.split(",")]
 
 
+def page_size(text: str) -> int:
+    """Bytes of a page, as "64K"."""
+    value = size(text)
+    if not _SMALLEST_PAGE <= value <= _LARGEST_PAGE or value & (value - 1):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a page has a power of two of bytes, from 4K to 1G"
+        )
+    return value
+
+
+def page_sizes(text: str) -> list[int]:
+    """Bytes of "64K,2M", each once."""
+    found = [page_size(one) for one in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names a page size twice")
+    return found
+
+
 def count(text: str) -> int:
-    """A whole number from 1 to 2**24, which no run comes near."""
+    """A whole number from 1 to `MOST`."""
+    value = whole(text)
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {MOST}")
+    return value
+
+
+def natural(text: str) -> int:
+    """A whole number from 0 to `MOST`."""
+    value = whole(text)
+    if not 0 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST}")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number."""
     try:
-        value = int(text)
+        return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if not 1 <= value <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {_MOST}")
-    return value
 
 
 def positive(text: str) -> float:
@@ -79,6 +122,18 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
     return found
 
 
+def model_shape(model: str, dtype: str = "") -> ModelShape:
+    """`shape_of` what ``--model`` names.
+
+    Raises:
+        BadUsage: it names no model, or one whose layers keep something else.
+    """
+    try:
+        return shape_of(model, dtype)
+    except InvalidArgument as error:
+        raise BadUsage(f"argument --model: {error}") from None
+
+
 def page_name(page_size: int) -> str:
     """ "64K" or "2M"."""
     return f"{page_size >> 20}M" if page_size >= 1 << 20 else f"{page_size >> 10}K"
@@ -95,15 +150,15 @@ def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) 
         **how: more for ``--trace``.
     """
     add = parser.add_argument
-    add("--trace", type=existing, help=trace, **how)
+    add("--trace", type=existing_file, help=trace, **how)
     add("--requests", type=count, default=requests, help=f"made-up {what} instead ({requests})")
-    add("--seed", type=int, default=1, help=f"of the made-up {what} (1)")
+    add("--seed", type=whole, default=1, help=f"of the made-up {what} (1)")
 
 
 def add_overread(parser: Any) -> None:
     """Adds ``--overread``."""
     text = "mapped past each prompt for a kernel that reads tiles: 191 for fa3 (0)"
-    parser.add_argument("--overread", type=int, default=0, metavar="ROWS", help=text)
+    parser.add_argument("--overread", type=natural, default=0, metavar="ROWS", help=text)
 
 
 def add_dtype(parser: Any) -> None:

@@ -190,7 +190,11 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
         values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except (OSError, ValueError, TypeError) as error:
         known = ", ".join(SHAPES)
-        why = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{path}: {error.strerror}"
+        elif isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+            why = f"{path} is not JSON"
         raise invalid(f"{model!r} is none of {known}, nor a readable config.json: {why}") from None
     if not isinstance(values, dict):
         raise invalid(f"{path}: {type(values).__name__}, where a configuration is an object")

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pyvmem
-from pyvmem import _native
+from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench.machine import describe
 from pyvmem.bench.page import write_report
 from pyvmem.features import about
-from pyvmem.layouts.options import count
-from pyvmem.paths import replaced, written
+from pyvmem.layouts.options import MOST, whole
+from pyvmem.paths import replaced, write_text, written
 from pyvmem.probe import ProbeResult, probe
 from pyvmem.selftest import books, memory
 from pyvmem.selftest.check import Result, run_check
@@ -48,17 +48,25 @@ def add_parser(sub: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--backend", default="uvm", help="uvm (default: the patched driver), stock, cuda, host")
-    add("--device", type=int, default=0, help="CUDA ordinal (default: 0)")
+    add_backend(parser, "what is tested, uvm is the patched driver", "uvm")
+    add_device(parser)
     add("--json", type=written, metavar="FILE", help="write the report there")
     add("--report", type=replaced, metavar="FILE", help="write one HTML file with everything")
-    add("--samples", type=_samples, default=200, help="for each time (default: 200); 0: no times")
+    add(
+        "--samples",
+        type=_samples,
+        default=200,
+        help="for each time, 2 or more (default: 200); 0: no times",
+    )
     parser.set_defaults(run=run)
 
 
 def _samples(text: str) -> int:
-    """How many times each is timed; 0 is a number here, too."""
-    return 0 if text == "0" else count(text)
+    """How many times each is timed; 0 is a number here, too. One has no quartiles."""
+    value = whole(text)
+    if value and not 2 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor between 2 and {MOST}")
+    return value
 
 
 def _checks(context: pyvmem.Context) -> list[Result]:
@@ -139,22 +147,14 @@ def _show(times: dict[str, Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status, as above."""
-    names = _native.backend_names()
-    if args.backend not in names:
-        known = ", ".join(names)
-        print(
-            f"vmem: selftest: no back end is called {args.backend!r}; there are {known}",
-            file=sys.stderr,
-        )
-        return 2
     report = _report(args)
     if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(report, indent=2) + "\n")
         print(f"report: {args.json}")
     if args.report:
         write_report(args.report, report)
     if "not_tested" in report:
-        print(report["not_tested"])
+        print(f"vmem selftest: {report['not_tested']}", file=sys.stderr)
         return NOT_TESTED
     print("passed" if report["passed"] else "FAILED")
     return 0 if report["passed"] else 1

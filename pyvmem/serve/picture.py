@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyvmem.paths import existing, picture_file
+from pyvmem.paths import existing_file, picture_file
 from pyvmem.serve.trace import TRACE_FORMAT
+from pyvmem.units import counted
 
 __all__ = ["draw", "main"]
 
@@ -111,8 +112,9 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylabel("slot")
     axes.set_title(
-        f"{len(owned)} requests in {slots} slots. A block is a page of {trace['page_size'] >> 10} "
-        f"KiB in each of {trace['num_tensors']} tensors;\n"
+        f"{counted(len(owned), 'request')} in {counted(slots, 'slot')}. "
+        f"A block is a page of {trace['page_size'] >> 10} KiB in each of "
+        f"{trace['num_tensors']} tensors;\n"
         "a colour and number is a request, grey is kept for the next one.",
         fontsize=10,
     )
@@ -146,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pyvmem.serve.picture", description="Draws a run."
     )
-    parser.add_argument("trace", type=existing, help="what vmem serve-demo --trace-out wrote")
+    parser.add_argument("trace", type=existing_file, help="what vmem serve-demo --trace-out wrote")
     parser.add_argument("out", type=picture_file, help="the picture, .svg, .png or .pdf")
     args = parser.parse_args(argv)
     try:

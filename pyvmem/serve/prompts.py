@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-__all__ = ["load", "parse"]
+__all__ = ["load", "parse", "repeated"]
 
 
 def parse(text: str) -> list[str]:
@@ -25,15 +25,27 @@ def load(path: str | Path | None = None, count: int = 0) -> list[str]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it has no prompt, or `count` is negative.
+        ValueError: it is not text in UTF-8, or has no prompt, or `count` is negative.
     """
-    if count < 0:
-        raise ValueError(f"the number of prompts is {count}; it must not be negative")
     if path is None:
         text = resources.files("pyvmem.serve").joinpath("prompts.txt").read_text(encoding="utf-8")
     else:
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not text in UTF-8") from None
     prompts = parse(text)
     if not prompts:
         raise ValueError(f"{path or 'prompts.txt'} has no prompt")
+    return repeated(prompts, count)
+
+
+def repeated(prompts: list[str], count: int) -> list[str]:
+    """The first `count` prompts, again from the start after the last; 0: all of them.
+
+    Raises:
+        ValueError: `count` is negative.
+    """
+    if count < 0:
+        raise ValueError(f"the number of prompts is {count}; it must not be negative")
     return [prompts[i % len(prompts)] for i in range(count or len(prompts))]

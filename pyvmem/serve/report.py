@@ -13,6 +13,7 @@ from pyvmem.serve.engine import EngineStats
 from pyvmem.serve.job import Completion
 from pyvmem.serve.trace import Recorder
 from pyvmem.serve.verify import Verdict
+from pyvmem.units import counted
 
 __all__ = ["FORMULA", "build", "page_name", "summary", "tables"]
 
@@ -242,13 +243,14 @@ def _head(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{setting['model']} in {setting['dtype']}, back end {setting['backend']}"
         + (f" on {setting['device_name']}" if setting["device_name"] else ""),
-        f"{len(result['requests'])} requests, at most {engine['peak_running']} at a time: "
+        f"{counted(len(result['requests']), 'request')}, "
+        f"at most {engine['peak_running']} at a time: "
         f"{engine['prompt_tokens']} prompt tokens, {engine['new_tokens']} new tokens, "
         f"{result['tokens_per_s']:.1f} new tokens/s",
     ]
     if engine["preemptions"]:
         lines.append(
-            f"{engine['preemptions']} preemptions for want of memory, "
+            f"{counted(engine['preemptions'], 'preemption')} for want of memory, "
             f"{engine['recomputed_tokens']} tokens computed again"
         )
     return lines

@@ -195,6 +195,46 @@ def test_levels_of_live_pages() -> None:
     assert args.live == (1024, 102400, 1048576, 2048)
 
 
+def test_what_was_measured_before_an_interrupt_is_marked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    title, _, seconds = cli.PARTS["pool"]
+    monkeypatch.setitem(cli.PARTS, "pool", (title, stopped, seconds))
+    path = tmp_path / "x.json"
+    words = ["bench", "api", "--backend", "host", "--quick", "--only", "bytes,pool"]
+    assert main([*words, "--out", str(path)]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"vmem bench: interrupted: {path} is partial, with noop, bytes"
+    data = json.loads(path.read_text())
+    assert data["interrupted"] is True
+    assert data["parts"].keys() == {"noop", "bytes"}
+    kept = path.read_bytes()
+    monkeypatch.setattr(cli, "Context", stopped)
+    assert main([*words, "--out", str(path)]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"vmem bench: interrupted: nothing was written to {path}"
+    assert path.read_bytes() == kept
+    assert main(words) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "vmem bench: interrupted"
+
+
+def test_a_run_that_measured_nothing_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without(setting: Any, part: Any, deadline: Any) -> None:
+        part.not_run("*", "there is no GPU")
+
+    monkeypatch.setitem(cli.PARTS, "pool", ("the pool", without, 1))
+    words = ["bench", "api", "--backend", "host", "--quick", "--only"]
+    assert main([*words, "pool"]) == 3
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "vmem bench: nothing was measured: there is no GPU"
+    assert main([*words, "pool,bytes"]) == 0
+
+
 def test_a_failing_part_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("deliberate")

@@ -35,11 +35,13 @@ from pyvmem.cli import main
 torch = pytest.importorskip("torch")
 
 
-def conduct(name: str, folder: Path, backend: str, *options: str) -> dict[str, Any]:
+def conduct(
+    name: str, folder: Path, backend: str, *options: str, status: int = 0
+) -> dict[str, Any]:
     """The raw file of one quick run."""
     out = folder / f"{name}.json"
     words = ["bench", name, "--quick", "--backend", backend, "--out", str(out), *options]
-    assert main(words) == 0
+    assert main(words) == status
     small = json.loads(out.read_text())
     assert small["format"] == f"vmem-bench-{name}/1"
     assert not any("samples" in row for part in small["parts"].values() for row in part["rows"])
@@ -409,7 +411,7 @@ def test_sets_of_cases_are_chosen_by_their_names() -> None:
 
 
 def test_a_run_that_is_stopped_has_written_the_cases_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure, cases = paged._one, [case.name for case in TINY_SETS["heads"]]
 
@@ -422,7 +424,11 @@ def test_a_run_that_is_stopped_has_written_the_cases_before(
     out = str(tmp_path / "kernels.json")
     words = ("--kernels", "sdpa", "--cases", "heads", "--out", out)
     assert main(["bench", "kernels", "--quick", "--backend", "host", *words]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"vmem bench: interrupted: {out} is partial, with sdpa"
     data = json.loads((tmp_path / "kernels.json").read_text())
+    assert data["interrupted"] is True
+    assert json.loads((tmp_path / "raw/kernels.json").read_text())["interrupted"] is True
     part = data["parts"]["sdpa"]
     assert (part["status"], part["why"]) == ("partial", "it was stopped before its end")
     assert all(aims(data)[f"sdpa_{name}_16"]["value"] for name in cases[:2])
@@ -441,8 +447,8 @@ def test_heads_from_mha_to_mqa_in_other_pages(tmp_path: Path) -> None:
 
 
 def test_pages_that_the_back_end_has_not_are_refused(tmp_path: Path) -> None:
-    data = conduct("kernels", tmp_path, "host", "--kernels", "sdpa", "--page", "3K")
-    assert data["parts"]["sdpa"]["missing"] == [{"id": "sdpa/*", "why": "host has no pages of 3K"}]
+    data = conduct("kernels", tmp_path, "host", "--kernels", "sdpa", "--page", "4M", status=3)
+    assert data["parts"]["sdpa"]["missing"] == [{"id": "sdpa/*", "why": "host has no pages of 4M"}]
 
 
 def test_decoding_is_held_against_the_roofline(tmp_path: Path) -> None:

@@ -626,7 +626,7 @@ def test_runs_of_which_one_measured_nothing_are_joined(tmp_path: Path) -> None:
     trace.write_text("num_prefill_tokens,num_decode_tokens\n90000,100\n")
     words = ["bench", "serve", "--quick", "--backend", "host", "--trace", str(trace)]
     one, out = tmp_path / "one.json", tmp_path / "all.json"
-    assert main([*words, "--longest", "1024", "--arms", "contiguous", "--out", str(one)]) == 0
+    assert main([*words, "--longest", "1024", "--arms", "contiguous", "--out", str(one)]) == 3
     assert main(["bench", "serve", "--out", str(out), "--merge", str(one), str(one)]) == 0
     part = json.loads(out.read_text())["parts"]["azure"]
     assert part["status"] == "not run"

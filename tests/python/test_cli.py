@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import cli, top
+from pyvmem import cli, paths, top
 
 # A call of each command that ends by itself and prints something.
 CALLS = {
@@ -77,7 +78,7 @@ def test_nobody_reads_what_no_command_prints(option: str, unread: int) -> None:
 def test_the_disk_is_full(command: str) -> None:
     with open("/dev/full", "wb") as full:
         status, said = vmem(CALLS[command], full.fileno())
-    assert (status, said) == (1, f"vmem: {command}: No space left on device\n")
+    assert (status, said) == (1, f"vmem {command}: No space left on device\n")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -137,8 +138,37 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     said = refused([*words, str(tmp_path)], capsys)
     assert said.endswith(f"{argument}{tmp_path} is a folder")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert not list(tmp_path.glob("tmp*"))
     said = refused([*words, str(tmp_path / "out.svg")], capsys)
     assert said.endswith(f"{argument}{tmp_path / 'out.svg'}: {tmp_path} cannot be written to")
+
+
+@pytest.mark.parametrize("words", [["selftest", "--report"], ["selftest", "--json"]])
+def test_a_folder_that_only_seems_writable(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write anywhere, and yet not make a file there."""
+    said = refused([*words, "/proc/x.html"], capsys)
+    assert said.endswith(f"argument {words[-1]}: /proc/x.html: /proc cannot be written to")
+
+
+@pytest.mark.parametrize("words", [["selftest", "--json"], ["serve-demo", "--trace-out"]])
+def test_a_full_disk_is_noticed_before_anything_runs(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*words, "/dev/full"], capsys)
+    assert said.endswith(f"argument {words[-1]}: /dev/full: No space left on device")
+    for name in ("/dev/stdout", "/dev/null"):
+        assert paths.written(name) == Path(name)
+
+
+def test_what_cannot_be_written_in_the_end_is_called_as_the_user_did(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        paths.write_text(Path("/dev/full"), "x")
+    file = tmp_path / "gone" / "report.html"
+    with pytest.raises(FileNotFoundError) as caught:
+        paths.replace_text(file, "x")
+    assert caught.value.filename == str(file)
 
 
 @pytest.mark.parametrize("words", [["selftest", "--json"], ["serve-demo", "--trace-out"]])
@@ -212,24 +242,49 @@ def test_a_model_that_is_none(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gone"
-    assert cli.main([*words, str(file)]) == 1
-    assert capsys.readouterr().err == (
-        f"vmem: {words[0]}: EINVAL: '{file}' is none of Yi-6B, Llama-3-8B, Yi-34B, SmolLM2-135M, "
-        f"nor a readable config.json: {file}: No such file or directory\n"
+    begins = (
+        f"vmem {words[0]}: error: argument --model: '{file}' is none of Yi-6B, Llama-3-8B, "
+        "Yi-34B, SmolLM2-135M, nor a readable config.json: "
     )
+    assert cli.main([*words, str(file)]) == 2
+    assert capsys.readouterr().err == f"{begins}{file}: No such file or directory\n"
+    file.write_text("root:x:0:0")
+    assert cli.main([*words, str(file)]) == 2
+    assert capsys.readouterr().err == f"{begins}{file} is not JSON\n"
 
 
-def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["layouts"], ["bench", "prefixes"]):
-        assert cli.main([*words, "--trace", str(tmp_path)]) == 1
-        expected = f"vmem: {words[0]}: EINVAL: {tmp_path}: Is a directory\n"
-        assert capsys.readouterr().err == expected
+@pytest.mark.parametrize(
+    "words",
+    [["layouts", "--trace"], ["bench", "prefixes", "--trace"], ["serve-demo", "--prompts"]],
+    ids=" ".join,
+)
+def test_a_folder_is_no_file(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*words, str(tmp_path)], capsys)
+    assert said.endswith(f"error: argument {words[-1]}: {tmp_path} is a folder")
+
+
+def test_a_result_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("# A page")
+    assert cli.main(["bench", "api", "--merge", str(file)]) == 2
+    assert capsys.readouterr() == ("", f"vmem bench: {file} is not JSON\n")
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["selftest", "--samples", "-5"], "-5 is not between 1 and 16777216"),
+        (["selftest", "--samples", "-5"], "-5 is neither 0 nor between 2 and 16777216"),
+        (["selftest", "--samples", "1"], "1 is neither 0 nor between 2 and 16777216"),
+        (["layouts", "--overread", "-1"], "-1 is not between 0 and 16777216"),
+        (["layouts", "--seed", "x"], "'x' is not a whole number"),
+        (["layouts", "--pages", "3K"], "'3K': a page has a power of two of bytes, from 4K to 1G"),
+        (["layouts", "--pages", "64K,65536"], "'64K,65536' names a page size twice"),
+        (
+            ["serve-demo", "--page-size", "2G"],
+            "'2G': a page has a power of two of bytes, from 4K to 1G",
+        ),
         (["layouts", "--requests", "0"], "0 is not between 1 and 16777216"),
         (["layouts", "--requests", "1000000000000"], "1000000000000 is not between 1 and 16777216"),
         (["layouts", "--iteration-ms", "nan"], "'nan': expected a number above 0"),
@@ -245,13 +300,14 @@ def test_a_number_out_of_range_is_refused_before_anything_runs(
     assert refused(words, capsys).endswith(f"error: argument {words[-2]}: {text}")
 
 
-@pytest.mark.parametrize("where", ["http://[", "localhost:x", "99999999", "0"])
+@pytest.mark.parametrize(
+    "where", ["http://[", "localhost:x", "99999", "0", "ftp://localhost:1", "file:///etc/passwd"]
+)
 def test_nothing_that_could_be_watched(where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["watch", where]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("vmem: watch: EINVAL: ")
-    assert where in said
-    assert said.count("\n") == 1
+    said = refused(["watch", where], capsys)
+    assert said.startswith(f"vmem watch: error: argument where: {where!r}")
+    if "://" in where and not where.startswith("http"):
+        assert said.endswith(f"expected a URL with http or https, not {where.partition(':')[0]}")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +353,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     )
     assert (done.returncode, done.stdout) == (1, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"vmem: {words[0]} needs a package that is not installed: ")
+    assert last.startswith(f"vmem {words[0]}: a package is not installed: ")
     assert package in last
     assert last.endswith(f"; the extra pyvmem[{extra}] has it")
     assert not list(tmp_path.iterdir())
@@ -310,11 +366,45 @@ def test_the_extras_are_those_of_the_package() -> None:
         assert f'"{package}>=' in line
 
 
-@pytest.mark.parametrize("device", ["-1", "gpu", "cuda:x"])
-def test_a_device_that_is_none(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["probe", f"--device={device}"]) == 1
-    assert capsys.readouterr().err == (
-        f"vmem: probe: EINVAL: device = '{device}': expected 'cuda', 'cuda:N' or 'cpu'\n"
+WITH_DEVICE = [["probe"], ["selftest"], ["serve-demo"], ["bench", "api"], ["bench", "fill"]]
+
+
+@pytest.mark.parametrize("words", WITH_DEVICE, ids=" ".join)
+@pytest.mark.parametrize("device", ["-1", "x", "cuda:0", "65536", "²"])
+def test_a_device_that_is_none(
+    words: list[str], device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([*words, f"--device={device}"], capsys)
+    wanted = f"argument --device: {device!r}: expected a CUDA ordinal, 0 or more"
+    assert said == f"vmem {' '.join(words)}: error: {wanted}"
+
+
+def test_devices_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["features", "--devices", "0,x"], capsys)
+    assert said.endswith("argument --devices: 'x': expected a CUDA ordinal, 0 or more")
+
+
+@pytest.mark.parametrize("words", WITH_DEVICE[1:], ids=" ".join)
+def test_a_back_end_that_is_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused([*words, "--backend", "nope"], capsys)
+    assert said.startswith(f"vmem {' '.join(words)}: error: argument --backend: invalid choice: ")
+    assert all(name in said for name in ("nope", "uvm", "stock", "cuda", "host"))
+
+
+@pytest.mark.parametrize("option", ["--kv-memory", "--memory"])
+def test_memory_that_holds_no_page_of_each_tensor(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"hidden_size": 512, "torch_dtype": "bfloat16", "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["layouts", "--model", str(tmp_path), "--requests", "9", option, "100K"]
+    assert cli.main(words) == 2
+    had = 100 << 10 if option == "--kv-memory" else int((100 << 10) * 0.9)
+    assert capsys.readouterr() == (
+        "",
+        f"vmem layouts: error: argument {option}: {had} bytes for keys and values: the smallest "
+        f"layout needs {128 << 10}, a page in every tensor\n",
     )
 
 
@@ -333,12 +423,17 @@ def test_a_terminal_without_the_characters(encoding: str, monkeypatch: pytest.Mo
     assert shown.getvalue() == b"? ? ?\n"
 
 
-def test_an_interrupted_command_says_nothing(
+def test_an_interrupted_command_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """All but those that run until somebody interrupts them."""
+
     def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("pyvmem.layouts.cli.run", run)
+    assert cli.main(["layouts"]) == 130
+    assert capsys.readouterr() == ("", "vmem layouts: interrupted\n")
     monkeypatch.setattr(top, "run", run)
     assert cli.main(["top"]) == 130
     assert capsys.readouterr() == ("", "")

@@ -188,3 +188,58 @@ def test_a_model_that_attends_by_itself_is_refused() -> None:
         pytest.raises(TypeError, match=r"GPTJForCausalLM .*AttentionInterface"),
     ):
         EXAMPLE["Engine"](model, requests)
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> str:
+    monkeypatch.setattr("sys.argv", ["engine.py", *words])
+    with pytest.raises(SystemExit, match="2"):
+        EXAMPLE["main"]()
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--model", "/nowhere", "x"], "argument --model: /nowhere: no model folder and no .gguf"),
+        (["--memory", "0", "x"], "argument --memory: 0 is not between 1 and "),
+        (["--tokens", "0", "x"], "argument --tokens: 0 is not between 1 and "),
+        (["x", " "], "argument prompts: an empty prompt has no answer"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VMEM_CACHE_DIR", "/nowhere")
+    assert refused(words, capsys, monkeypatch).startswith(f"engine.py: error: {text}")
+
+
+def test_what_make_run_has_converted_is_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The example's clone; what takes long is told."""
+    clone = tmp_path / "clone"
+    (clone / "build" / "cache").mkdir(parents=True)
+    (clone / "examples").mkdir()
+    copy = clone / "examples" / "engine.py"
+    copy.write_bytes((ROOT / "examples" / "engine.py").read_bytes())
+    example = runpy.run_path(str(copy), run_name="example")
+    seen: list[Path] = []
+
+    def load(path: Any, *, device: str, notify: Any) -> Any:
+        seen.append(models.cache_dir())
+        notify("converting")
+        raise models.ModelNotFound("enough")
+
+    monkeypatch.setitem(example["main"].__globals__, "load", load)
+    monkeypatch.setattr("sys.argv", ["engine.py", "x"])
+    monkeypatch.setenv("VMEM_CACHE_DIR", "")  # restored afterwards
+    monkeypatch.delenv("VMEM_CACHE_DIR")
+    with pytest.raises(SystemExit, match="2"):
+        example["main"]()
+    assert seen == [clone / "build" / "cache"]
+    assert capsys.readouterr().err.startswith("converting\n")

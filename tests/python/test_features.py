@@ -430,5 +430,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert host["host_pages"] == []
     assert host["peer_pages"] == ["VMEM_CAP_PEER", "2 devices"]
     assert "no: VMEM_CAP_PEER" in text
-    assert cli.main(["features", "--devices", "zero"]) == 2
-    assert "not 'zero'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["features", "--devices", "zero"])
+    assert "'zero': expected a CUDA ordinal" in capsys.readouterr().err

@@ -50,6 +50,29 @@ def test_a_bad_option_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # transformers' own
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--port", "8000"], "pyvmem.hf.serve: no MODEL: name the folder"),
+        (["/nowhere/at/all", "--port", "0"], "pyvmem.hf.serve: "),
+    ],
+)
+def test_no_model_is_a_message(
+    words: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in ("fastapi", "uvicorn", "openai", "pydantic", "rich", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers serve needs {package}: extra 'server'")
+    monkeypatch.setattr(continuous, "install", lambda **options: None)
+    monkeypatch.setattr(serve, "_refuse_with_400", lambda server: None)
+    assert serve.main(words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(text)
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own
 def test_a_missing_package_is_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -472,8 +472,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_with_bad_input(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["layouts", *words]) == 1
-    assert message in capsys.readouterr().err
+    assert cli.main(["layouts", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("vmem layouts: error: ")
+    assert message in said
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def test_floors_beyond_the_capacity(folder: Path) -> None:
 def test_a_longest_request_beyond_the_capacity(folder: Path) -> None:
     """It would wait for ever."""
     a = join(folder, "a", floor=7 * GIB, least=10 * GIB)
-    with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes: .* keep {7 * GIB}"):
+    with pytest.raises(InvalidArgument, match=f"needs {4 * GIB} bytes to run: .* keep {7 * GIB}"):
         join(folder, "b", least=4 * GIB)
     join(folder, "b", least=3 * GIB).close()
     a.close()
@@ -497,7 +497,9 @@ def test_limit_by_name_and_by_process(folder: Path, capsys: pytest.CaptureFixtur
     a = join(folder, "a", least=GIB)
     assert a.take(6 * GIB)
     assert vmem(folder, "limit", "a", "4G") == 0
-    assert f"{2 * GIB} bytes above it go as requests end" in capsys.readouterr().out
+    assert capsys.readouterr().out == (
+        "host: a: 100.0G -> 4.0G; 2.0G above it go as requests end\n"
+    )
     assert (a.limit, a.room(), a.excess()) == (4 * GIB, 0, 2 * GIB)
     assert vmem(folder, "limit", str(os.getpid()), "8G") == 0
     assert (a.limit, a.room(), a.excess()) == (8 * GIB, 2 * GIB, 0)
@@ -507,9 +509,9 @@ def test_limit_by_name_and_by_process(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        ("1G", f"its floor is {2 * GIB}"),
-        ("2.5G", f"one of its longest requests needs {3 * GIB}"),
-        ("11G", f"the most it can have is {10 * GIB}"),
+        ("1G", f"a limit of 1.0G for a: its floor is 2.0G ({2 * GIB} bytes)"),
+        ("2.5G", f"the least that it can run with is 3.0G ({3 * GIB} bytes)"),
+        ("11G", f"the most it can have is 10.0G ({10 * GIB} bytes)"),
     ],
 )
 def test_limits_that_make_no_sense(
@@ -530,7 +532,7 @@ def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_limit_of_nobody(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vmem(folder, "limit", "nobody", "1G") == 1
-    text = f"vmem: limit: no engine 'nobody' in {folder}; `vmem top --once` lists them\n"
+    text = f"vmem limit: no engine 'nobody' in {folder}; `vmem top --once` lists them\n"
     assert capsys.readouterr() == ("", text)
 
 
@@ -564,7 +566,7 @@ def test_a_folder_of_the_environment_that_is_not_there(
     gone = folder / "gone"
     monkeypatch.setenv("VMEM_LEDGER", str(gone))
     assert cli.main(words) == 1
-    expected = f"vmem: {words[0]}: ENOENT: VMEM_LEDGER={gone}: no such folder\n"
+    expected = f"vmem {words[0]}: ENOENT: VMEM_LEDGER={gone}: no such folder\n"
     assert capsys.readouterr() == ("", expected)
     assert not gone.exists()
 
@@ -577,6 +579,13 @@ def test_no_engine_has_run_yet(
     monkeypatch.setattr(ledger, "_FOLDER", str(folder / "of-{}"))
     assert cli.main(["top", "--json"]) == 0
     assert capsys.readouterr().out == "{}\n"
+    said = f"no engine in {folder / f'of-{os.getuid()}'}"
+    assert cli.main(["top", "--once"]) == 0
+    assert capsys.readouterr().out == f"{said}\n"
+    monkeypatch.setenv("VMEM_LEDGER", "off")
+    assert cli.main(["top", "--once"]) == 0
+    off = "VMEM_LEDGER=off: an engine with that setting is in none"
+    assert capsys.readouterr().out == f"{said}; {off}\n"
 
 
 def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache, small_config
 
 import pyvmem
-from pyvmem import Context, Inject, InvalidArgument, KVCache
+from pyvmem import Context, Inject, InvalidArgument, KVCache, cli
 from pyvmem.kvcache import Budget
 from pyvmem.ledger import EngineInfo, Ledger
 from pyvmem.presence import Announced
@@ -194,3 +196,49 @@ def test_a_name_is_taken_once(context: Context, folder: Path) -> None:
         with pytest.raises(InvalidArgument, match="'mine' is the name of process"):
             pyvmem.announce(cache, "mine", folder)
         assert len(shown(folder, context)) == 1
+
+
+def test_a_limit_with_which_nothing_could_run_is_refused(context: Context, folder: Path) -> None:
+    """A request of one token needs a page in every tensor."""
+    page = context.info.granule
+    column = 2 * LAYERS * page
+    with small_cache(context) as cache, pyvmem.announce(cache, "mine", folder) as announced:
+        with pytest.raises(InvalidArgument, match=rf"can run with is .*\({column} bytes\)"):
+            order(folder, context, "mine", column - 1)
+        order(folder, context, "mine", column)
+        assert announced.report()
+        assert cache.alloc_reqid() == 0
+        assert cache.step(lens(cache, r0=1)) == 0
+    with Budget(context, 32 * column) as budget, pyvmem.announce(budget, "two", folder) as both:
+        config = small_config(page, memory_limit=0)
+        with KVCache(config, budget=budget), KVCache(config, budget=budget):
+            assert both.report()
+            with pytest.raises(InvalidArgument, match=rf"can run with is .*\({2 * column} bytes\)"):
+                order(folder, context, "two", 2 * column - 1)
+            order(folder, context, "two", 2 * column)
+        assert both.report()
+        order(folder, context, "two", page)
+
+
+def test_a_budget_that_the_ledger_grants_memory_says_what_its_caches_need(folder: Path) -> None:
+    page = 64 << 10
+    column = 2 * LAYERS * page
+    with (
+        Context("host", granule=page) as context,
+        Budget(context, 8 * column, ledger=Ledger("host", 0, folder), name="a") as budget,
+        KVCache(small_config(page, memory_limit=0), budget=budget),
+    ):
+        eventually(lambda: shown(folder, context)[0].least == column)
+
+
+def test_the_limit_on_the_page_of_operations_is_one_that_its_cache_takes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/operations/index.md").read_text(encoding="utf-8")
+    (block,) = (one for one in re.findall(r"```python\n(.*?)```", text, re.S) if "announce" in one)
+    (words,) = re.findall(r"`vmem (limit .*?)`", block)
+    monkeypatch.setenv("VMEM_LEDGER", str(folder))
+    code = block.replace("    pass", f"    statuses = [cli.main({words.split()!r})]")
+    names: dict[str, Any] = {"cli": cli}
+    exec(code, names)
+    assert names["statuses"] == [0], capsys.readouterr().err

@@ -186,26 +186,66 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--model", "/nowhere"], "/nowhere: no model folder"),
-        (["--page-size", "3000"], "3000"),
-        (["--group-size", "2"], "group_size 2 does not divide num_layers 3"),
-        (["--max-seq-len", "10"], "a slot holds 10"),
-        (["--backend", "abacus"], "abacus"),
+        (["--model", "/nowhere"], "/nowhere: no model folder and no .gguf file; wanted a folder"),
+        (["--page-size", "4M"], "4194304 is none of this context's (host): 65536, 131072"),
+        (["--group-size", "2"], "2 does not divide the model's 3 layers"),
+        (["--memory-limit", "900T"], "900.0T: the machine has "),
     ],
 )
 def test_bad_values_are_told_and_nothing_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str], option: list[str], message: str
 ) -> None:
-    assert run(folder, "--json", *option) == 1
+    assert run(folder, *option) == 2
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert captured.err.startswith(f"vmem serve-demo: error: argument {option[0]}: {message}")
+    assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_a_slot_that_is_too_short_for_a_prompt(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "--json", "--max-seq-len", "10") == 1
+    captured = capsys.readouterr()
+    assert "a slot holds 10" in captured.err
+    assert captured.out == ""
+
+
+def test_prompts_that_are_no_text(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "program"
+    for data, why in ((b"\x7fELF\xff", "is not text in UTF-8"), (b"# none\n", "has no prompt")):
+        file.write_bytes(data)
+        assert run(folder, "--prompts", str(file)) == 2
+        assert capsys.readouterr() == (
+            "",
+            f"vmem serve-demo: error: argument --prompts: {file} {why}\n",
+        )
+
+
+def test_prompts_that_repeat_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "--num-prompts", "7", "--max-new-tokens", "1") == 0
+    assert "; 7 prompts (the file has 6, which repeat), 16 at a time\n" in capsys.readouterr().out
+    assert run(folder, "--num-prompts", "1", "--max-new-tokens", "1") == 0
+    said = capsys.readouterr().out
+    assert "; 1 prompt, 16 at a time\n" in said
+    assert "\n1 request, at most 1 at a time: " in said
 
 
 @pytest.mark.parametrize(
     "option",
     [
         ["--page-size", "x"],
+        ["--page-size", "0"],
+        ["--page-size", "3K"],
+        ["--backend", "abacus"],
+        ["--device", "-1"],
+        ["--device", "cuda:0"],
+        ["--prompts", "/tmp"],
+        ["--trace-out", "/dev/full"],
+        ["--trace-out", "/proc/trace.json"],
+        ["--memory-limit", "0"],
         ["--prompts", "/nowhere"],
         ["--memory-limit", "-1"],
         ["--max-batch", "0"],
@@ -224,11 +264,3 @@ def test_torch_is_loaded_by_run_and_not_before() -> None:
     """The environment of its threads is set in between."""
     code = "import sys, pyvmem.serve.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("64K", 65536), ("64KiB", 65536), ("2M", 2 << 20), ("1g", 1 << 30), ("4096", 4096), ("0", 0)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert demo._size(text) == size

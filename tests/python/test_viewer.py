@@ -115,7 +115,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as gone:
         port = gone.server_address[1]
     assert cli.main(["watch", str(port), "--once"]) == 1
-    expected = f"vmem: watch: no answer from {port}: Connection refused\n"
+    expected = f"vmem watch: no answer from {port}: Connection refused\n"
     assert capsys.readouterr().err == expected
 
 

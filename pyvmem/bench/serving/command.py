@@ -22,6 +22,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.command import (
+    NOT_MEASURED,
     Command,
     WrongResult,
     add_common,
@@ -35,7 +36,7 @@ from pyvmem.bench.timing import quiet
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
-from pyvmem.paths import existing
+from pyvmem.paths import existing_file
 
 if TYPE_CHECKING:
     import torch
@@ -521,7 +522,7 @@ def add_parser(which: Any) -> None:
     add("--workload", choices=list(WORKLOADS), default="azure", help="(azure)")
     add(
         "--trace",
-        type=existing,
+        type=existing_file,
         metavar="FILE",
         help="Azure's or vAttention's CSV, Mooncake's JSONL",
     )
@@ -546,7 +547,7 @@ def add_parser(which: Any) -> None:
     add("--rounds", type=int, default=2, help="of all arms (2)")
     add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
     add("--eager", action="store_true", help="no CUDA graphs")
-    merge = {"type": existing, "nargs": "+", "metavar": "FILE"}
+    merge = {"type": existing_file, "nargs": "+", "metavar": "FILE"}
     add("--merge", **merge, help="measure nothing: put runs of some arms each together")
     add("--no-check", action="store_true", help="do not compare the arms' logits first")
     parser.set_defaults(run=run)
@@ -564,4 +565,5 @@ def run(args: argparse.Namespace) -> int:
         args.out, args.json = None, False
     args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
     command = open_command(args, "serve", _METHOD, **_options(args))
-    return run_on_device(command, args.workload, WORKLOADS[args.workload], _measure)
+    status = run_on_device(command, args.workload, WORKLOADS[args.workload], _measure)
+    return 0 if rank and status == NOT_MEASURED else status  # rank 0 measures for all
