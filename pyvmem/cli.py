@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str | None, text: str, status: int = 1) -> int:
-    print(f"vmem {command}: {text}", file=sys.stderr)
+    print(f"{f'vmem {command}' if command else 'vmem'}: {text}", file=sys.stderr)
     return status
 
 
