@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
-from pyvmem.arguments import add_device
 from pyvmem.info import Caps, sizes_of_mask
 from pyvmem.streams import device_ordinal
 
@@ -107,6 +106,8 @@ def add_parser(sub: Any) -> None:
     parser: argparse.ArgumentParser = sub.add_parser(
         "probe", help="which back ends work here", description=__doc__
     )
+    from pyvmem.arguments import add_device  # importing pyvmem loads no command line
+
     add_device(parser)
     parser.add_argument("--force", action="store_true", help="also try unchecked driver versions")
     form = parser.add_mutually_exclusive_group()

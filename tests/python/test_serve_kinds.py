@@ -186,6 +186,8 @@ def test_the_command_serves_layers_that_differ(
             return " ".join(map(str, ids))
 
     loaded = LoadedModel(model_of("gemma3"), Words(), tmp_path, "gemma3", frozenset())
+    loaded.model.config.save_pretrained(tmp_path)
+    monkeypatch.setattr(models, "model_folder", lambda *_: tmp_path)
     monkeypatch.setattr(models, "load", lambda *_, **__: loaded)
     prompts = tmp_path / "prompts.txt"
     long = "a prompt that is longer than the window of twenty-four tokens"
