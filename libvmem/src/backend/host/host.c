@@ -5,7 +5,9 @@
  *
  * Every scattered page is a VMA of the process, and the kernel allows vm.max_map_count of them (65,530
  * by default). The core counts the pieces; room() holds them below the limit with a margin, so that an
- * undo, which may need a VMA more for a moment, does not fail.
+ * undo, which may need a VMA more for a moment, does not fail. Where the rest of the process has taken the margin,
+ * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
+ * included: spare mappings are given up for them.
  *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages.
  */
@@ -24,6 +26,7 @@
 #define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded meanwhile */
 #define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
 #define VMA_PAUSE 10      /* times as long as a count took until a refusal counts again */
+#define SPARES 4
 #define SLAB_SIZE (64ull << 20)
 
 struct host {
@@ -34,6 +37,8 @@ struct host {
   uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
   uint64_t next_count;                                 /* ns: not before, for a refusal */
   bool recount_due;
+  void *spares[SPARES]; /* a page each, never used; NULL: given up */
+  bool spares_lack;     /* atomic: some are given up */
 };
 
 /* ---- limits of the machine -------------------------------------------------------------------- */
@@ -130,6 +135,36 @@ static int host_room(void *be, const struct vm_be_load *load) {
 
 static const struct vm_backend host_counted;
 
+/* Offsets apart, so that no two become one VMA. */
+static void take_spares(struct host *h) {
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  bool lack = false;
+  pthread_mutex_lock(&h->lock);
+  for (size_t i = 0; i < SPARES; i++) {
+    void *p = h->spares[i] ? h->spares[i] : mmap(NULL, page, PROT_NONE, MAP_SHARED, h->fd, (off_t)(2 * i * page));
+    if (p == MAP_FAILED) p = NULL;
+    if (p && !h->spares[i]) madvise(p, page, MADV_DONTFORK);
+    h->spares[i] = p;
+    lack = lack || !p;
+  }
+  __atomic_store_n(&h->spares_lack, lack, __ATOMIC_RELAXED);
+  pthread_mutex_unlock(&h->lock);
+}
+
+static bool give_spare(struct host *h) {
+  bool given = false;
+  pthread_mutex_lock(&h->lock);
+  for (size_t i = 0; i < SPARES && !given; i++)
+    if (h->spares[i]) {
+      munmap(h->spares[i], (size_t)sysconf(_SC_PAGESIZE));
+      h->spares[i] = NULL;
+      given = true;
+    }
+  if (given) __atomic_store_n(&h->spares_lack, true, __ATOMIC_RELAXED);
+  pthread_mutex_unlock(&h->lock);
+  return given;
+}
+
 /* ---- open, close ------------------------------------------------------------------------------ */
 
 static uint64_t page_sizes(void) {
@@ -153,6 +188,7 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     return vm_fail(err == -ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(-err));
   }
   pthread_mutex_init(&h->lock, NULL);
+  take_spares(h);
   host_recount(h, 0);
   info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_SPARSE | VMEM_CAP_SPARSE_ATOMIC | VMEM_CAP_HOST_PAGES |
                    VMEM_CAP_CPU_ACCESS | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN;
@@ -174,6 +210,8 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
 
 static void host_close(void *be) {
   struct host *h = be;
+  while (give_spare(h)) {
+  }
   close(h->fd);
   pthread_mutex_destroy(&h->lock);
   free(h);
@@ -195,9 +233,12 @@ static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *
 static void *at(uint64_t addr) { return (void *)(uintptr_t)addr; }
 
 /* Nothing (or, sparse, the zero page) behind a range; a fixed mapping replaces what was there. */
-static int blank(uint64_t addr, uint64_t bytes, bool sparse) {
-  void *p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE,
-                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+static int blank(struct host *h, uint64_t addr, uint64_t bytes, bool sparse) {
+  void *p;
+  do
+    p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+             -1, 0);
+  while (p == MAP_FAILED && errno == ENOMEM && give_spare(h));
   if (p == MAP_FAILED) return -errno;
   return madvise(p, bytes, MADV_DONTFORK) ? -errno : 0;
 }
@@ -208,7 +249,6 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   uint64_t room = bytes + align, a;
   void *p;
   int err;
-  (void)be;
   if (room < bytes)
     return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment overflow 64 bits",
                       (unsigned long long)bytes);
@@ -219,7 +259,7 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   a = vm_round_up((uint64_t)(uintptr_t)p, align);
   if (a > (uint64_t)(uintptr_t)p) munmap(p, a - (uint64_t)(uintptr_t)p);
   if (a + bytes < (uint64_t)(uintptr_t)p + room) munmap(at(a + bytes), (uint64_t)(uintptr_t)p + room - a - bytes);
-  if ((err = blank(a, bytes, sparse))) {
+  if ((err = blank(be, a, bytes, sparse))) {
     munmap(at(a), bytes);
     return vm_fail_at(-ENOMEM, a, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
                       strerror(-err));
@@ -247,7 +287,7 @@ static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
 }
 
 static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
-  int err = blank(addr, bytes, sparse);
+  int err = blank(be, addr, bytes, sparse);
   return err ? map_failed(be, addr, bytes, err) : 0;
 }
 
@@ -257,11 +297,12 @@ static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint
   int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
   void *p;
   recount_if_due(h);
+  if (__atomic_load_n(&h->spares_lack, __ATOMIC_RELAXED)) take_spares(h);
   p = mmap(at(addr), bytes, prot, MAP_SHARED | MAP_FIXED, h->fd, (off_t)(slab + offset));
   if (p == MAP_FAILED) return map_failed(h, addr, bytes, -errno);
   if (!madvise(p, bytes, MADV_DONTFORK)) return 0;
   err = -errno;
-  blank(addr, bytes, sparse);
+  blank(h, addr, bytes, sparse);
   return map_failed(h, addr, bytes, err);
 }
 
