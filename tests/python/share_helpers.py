@@ -206,10 +206,15 @@ class ShareModel:
         self.grow({reqid: prompt[length:]})
 
     def refused(self, before: tuple[Any, ...]) -> None:
-        """`alloc_prefix` returned None."""
+        """`alloc_prefix` returned None; what was given up before may be unmapped meanwhile."""
         self.count("no slot")
         assert len(self.tokens) == self.first.config.max_batch
-        assert state(self.first)[0] == before[0]
+        assert self.running() == self.running(before[0])
+
+    def running(self, slots: list[SlotInfo] | None = None) -> list[tuple[int, int, int]]:
+        """What requests hold, and have."""
+        slots = self.first.snapshot() if slots is None else slots
+        return [(s.reqid, s.seq_len, s.granted_pages) for s in slots if s.state == "active"]
 
     def fork(self, reqid: int) -> None:
         length = self.random.choice((None, self.random.randint(0, len(self.tokens[reqid]))))
@@ -393,17 +398,6 @@ class WindowModel(ShareModel):
 
     def truncate(self, reqid: int) -> None:
         self._where_it_is_there(super().truncate, reqid)
-
-    def refused(self, before: tuple[Any, ...]) -> None:
-        """As `ShareModel.refused`; pages that left a window may be unmapped meanwhile."""
-        self.count("no slot")
-        assert len(self.tokens) == self.first.config.max_batch
-        assert self.running() == self.running(before[0])
-
-    def running(self, slots: list[SlotInfo] | None = None) -> list[tuple[int, int, int]]:
-        """What requests hold, and have."""
-        slots = self.first.snapshot() if slots is None else slots
-        return [(s.reqid, s.seq_len, s.granted_pages) for s in slots if s.state == "active"]
 
     def _where_it_is_there(self, call: Callable[[int], None], reqid: int) -> None:
         """A call that may find that a window begins in rows that are gone."""
