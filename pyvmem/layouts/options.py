@@ -75,17 +75,18 @@ def page_sizes(text: str) -> list[int]:
 
 def count(text: str) -> int:
     """A whole number from 1 to `MOST`."""
-    value = whole(text)
-    if not 1 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {MOST}")
-    return value
+    return _at_least(1, text)
 
 
 def natural(text: str) -> int:
     """A whole number from 0 to `MOST`."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = whole(text)
-    if not 0 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST}")
+    if not least <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not between {least} and {MOST}")
     return value
 
 

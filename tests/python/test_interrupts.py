@@ -2262,6 +2262,16 @@ def _in_the_background(served: Served, call: Callable[[], Any]) -> tuple[Any, An
     return call, wait
 
 
+def _waited(wait: Callable[[], None], examined: Callable[[], None]) -> Callable[[], None]:
+    """What examines, once all that was queued is over."""
+
+    def both() -> None:
+        wait()
+        examined()
+
+    return both
+
+
 @scenario
 def engine_admit_async(engine: Engine) -> Steps:
     served = Served(engine)
@@ -2312,12 +2322,7 @@ def engine_fork_async(engine: Engine) -> Steps:
         served.rows.update((request, served.rows[served.one]) for request in made)
 
     _, examined = served.steps(call, again)
-
-    def both() -> None:
-        wait()
-        examined()
-
-    return call, both
+    return call, _waited(wait, examined)
 
 
 @scenario
@@ -2505,12 +2510,7 @@ def engine_swap_in_async(engine: Engine) -> Steps:
         assert served.one.state is State.RUNNING
 
     _, examined = served.steps(call, again)
-
-    def both() -> None:
-        wait()
-        examined()
-
-    return call, both
+    return call, _waited(wait, examined)
 
 
 @scenario
@@ -2519,12 +2519,7 @@ def engine_swap_out_async(engine: Engine) -> Steps:
     served = Served(engine)
     call, wait = _in_the_background(served, lambda: served.requests.swap_out_async(served.one))
     _, examined = _served_swapping_out(served)
-
-    def again() -> None:
-        wait()
-        examined()
-
-    return call, again
+    return call, _waited(wait, examined)
 
 
 @scenario
