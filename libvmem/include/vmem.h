@@ -139,8 +139,9 @@ struct vmem_open_opts {
   uint64_t slab_size; /* 0 = the back end's choice; else a power of two, at least granule */
   uint64_t mem_limit; /* most bytes taken from the driver, all locations together; 0 = no limit */
   uint64_t pool_low;  /* the worker keeps at least this many free bytes in the pool; 0 = none */
-  uint64_t pool_high; /* free bytes above this go back to the driver in whole slabs; 0 = the back end's
-                         default (host: 0, GPU: 1 GiB), VMEM_KEEP_ALL = only vmem_trim returns memory */
+  uint64_t pool_high; /* free bytes above this go back to the driver at once, in whole slabs; 0 = the back end's
+                         default (host: 0; GPU: above 1 GiB, what was not needed in half a second),
+                         VMEM_KEEP_ALL = only vmem_trim returns memory */
   uint64_t max_mappings; /* most vmem_stats.mappings at a time; 0 = the back end's default (stock: 237,568, fewer on
                             several devices; half of what the driver has for all processes), elsewhere no limit */
   vmem_log_fn log;       /* called from vmem_open to the end of vmem_close; NULL = no log. Calls that find their

@@ -263,8 +263,13 @@ def run_on_device(
     name: str,
     title: str,
     measure: Callable[[Command, Part, torch.device], None],
+    *,
+    follows: bool = False,
 ) -> int:
-    """Runs one part on the back end's device. Returns as `ended`, or 2 without a back end."""
+    """Runs one part on the back end's device. Returns as `ended`, or 2 without a back end.
+
+    follows: another process has the results; this one says only why it failed.
+    """
     if command is None:
         return 2
     part = command.record.part(name, title)
@@ -276,4 +281,8 @@ def run_on_device(
         else:
             command.load_fa3(part, device)
             measure(command, part, device)
-    return command.finish()
+    if not follows:
+        return command.finish()
+    if part.status == "failed":
+        command.show(part.why)
+    return int(part.status == "failed")

@@ -17,6 +17,7 @@ int open_opts(struct vmem_open_opts *o, vmem_t *vm) {
   if ((err = vmem_open(o, vm))) return err;
   if (!o->pool_high && (c = vm_get(*vm, "test", &ignored))) {
     c->opts.pool_high = o->pool_low;
+    c->phys->surplus.delay = 0;
     vm_put(c);
   }
   return 0;

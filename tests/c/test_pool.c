@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: runs, neighbour placement, watermarks, limits, trim, and a random walk with all checks on. */
+#include "api/api.h"
 #include "check.h"
 
 static vmem_t open_with(uint64_t limit, uint64_t high, uint64_t slab) {
@@ -265,6 +266,53 @@ static void watermark_and_limit(void) {
   }
 }
 
+/* ---- a surplus ---------------------------------------------------------------------------------- */
+
+/* So many slabs of 2 MiB. */
+static bool take_and_release(vmem_t vm, int slabs) {
+  vmem_handle h[128];
+  for (int i = 0; i < slabs; i++)
+    if (vMemCreate(vm, MIB(2), NULL, &h[i])) return false;
+  return release(vm, h, slabs);
+}
+
+/* The slabs once the period in which a surplus was watched is over: `want` bytes, or what there are in the end. */
+static uint64_t after_the_period(vmem_t vm, uint64_t want) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  for (int i = 0; i < 10000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
+  pthread_mutex_lock(&c->lock);
+  c->phys->surplus.due = 0;
+  pthread_cond_signal(&c->work_cond);
+  pthread_mutex_unlock(&c->lock);
+  vm_put(c);
+  for (int i = 0; i < 10000 && stats_of(vm).slab_bytes != want; i++) usleep(1000);
+  return stats_of(vm).slab_bytes;
+}
+
+static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
+  int err;
+  vmem_t vm = open_with(0, 0, MIB(2));
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  c->opts.pool_high = MIB(4);
+  c->phys->surplus.delay = 1ull << 60; /* periods end when the test says so */
+  vm_put(c);
+  CHECK(take_and_release(vm, 2));
+  CHECK(!c->phys->surplus.watched); /* no surplus */
+  OK(vmem_warm(vm, MIB(256)));
+  EQ(stats_of(vm).slab_bytes, MIB(256)); /* what was asked for ahead stays, too */
+  CHECK(take_and_release(vm, 100));
+  EQ(stats_of(vm).slab_bytes, MIB(256));
+  EQ(after_the_period(vm, MIB(202)), MIB(202)); /* it began when 2 of the 200 were released */
+  CHECK(take_and_release(vm, 16));              /* needed in the next one */
+  EQ(after_the_period(vm, MIB(36)), MIB(36));   /* piece by piece */
+  EQ(after_the_period(vm, MIB(4)), MIB(4));     /* and in no other */
+  CHECK(take_and_release(vm, 2));
+  CHECK(!c->phys->surplus.watched);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 static uint64_t seed = 88172645463325252ull;
 static uint32_t rnd(uint32_t n) {
   seed ^= seed << 13;
@@ -321,4 +369,4 @@ static void random_walk(void) {
 MAIN(TEST(one_run_is_one_call), TEST(fullest_slab_first), TEST(empty_slab_last), TEST(empty_slab_last_when_spread),
      TEST(a_run_is_not_cut), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
      TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs),
-     TEST(watermark_and_limit), TEST(random_walk))
+     TEST(watermark_and_limit), TEST(a_surplus_goes_back_when_it_was_not_needed_for_a_while), TEST(random_walk))

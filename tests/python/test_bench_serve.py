@@ -924,6 +924,46 @@ def test_other_ranks_are_told_at_once_what_is_needed_next() -> None:
         assert all(step.works == [] for step in told[:-1])
 
 
+def test_no_rank_settles_within_the_measured_time() -> None:
+    calls: list[str] = []
+
+    class Store(Paged):
+        def settle(self) -> None:
+            calls.append("settle")
+
+    def store() -> Paged:
+        return Store(TINY, LONGEST, 4, 4 << 20, 16, CPU)
+
+    told: list[ranks.Step] = []
+    group: Any = SimpleNamespace(
+        rank=1,
+        tell=lambda *step: told.extend(step) if step else told.pop(0),
+        meet=lambda: calls.append("meet"),
+    )
+    with closing(ranks.Told(store(), group)) as mine:
+        mine.settle()
+        mine.tell(None)
+    assert calls == ["settle", "meet"]
+    with closing(store()) as other:
+        ranks._follow(group, cast(Forward, SimpleNamespace(store=other)))
+    assert calls == ["settle", "meet"] * 2
+
+
+def test_slots_keep_memory_that_no_request_needs() -> None:
+    with closing(make("slots", 4 << 20)) as store:
+        assert isinstance(store, Slots)
+        context = store.cache.context
+        store.settle()
+        slot, _ = taken(store)
+        assert store.hold([slot], [LONGEST])
+        store.release(slot)
+        store.cache.reclaim_free(wait=True)
+        stats = context.stats()
+        assert stats.used_bytes == 0
+        assert stats.slab_bytes >= 4 << 20
+    assert not context.is_open
+
+
 def test_two_processes_serve_as_one(tmp_path: Path) -> None:
     """As torchrun starts them, on the CPU: every arm, caches that answer alike, one result."""
     with socket.socket() as one:
@@ -946,6 +986,9 @@ def test_two_processes_serve_as_one(tmp_path: Path) -> None:
         for process in both:
             process.kill()
     assert [process.returncode for process in both] == [0, 0], texts
+    assert "makespan/static" in texts[0]
+    assert "makespan" not in texts[1]  # one report
+    assert "nothing was measured" not in texts[1]
     data = json.loads(out.read_text())
     assert data["options"]["ranks"] == 2
     part = data["parts"]["offline"]

@@ -71,7 +71,7 @@ VMEM_API int vmem_drop(vmem_t vm, vmem_handle handle) {
       vm_hdl_drop(c, h);
   }
   pthread_mutex_unlock(&c->lock);
-  if (!err) vm_pool_trim(c, c->opts.pool_high, false);
+  if (!err) vm_pool_settle(c);
   vm_put(c);
   return err;
 }
@@ -85,7 +85,7 @@ VMEM_API int vmem_drop_range(vmem_t vm, vmem_handle handle, uint64_t offset, uin
   pthread_mutex_lock(&c->lock);
   if ((h = vm_hdl_find(c, handle, &err))) err = vm_hdl_drop_range(c, h, offset, bytes, count ? count : 1, stride);
   pthread_mutex_unlock(&c->lock);
-  if (!err) vm_pool_trim(c, c->opts.pool_high, false);
+  if (!err) vm_pool_settle(c);
   vm_put(c);
   return err;
 }

@@ -19,11 +19,14 @@
 #include <stdbool.h>
 #include <vmem.h>
 
+#define VM_POOL_DELAY 500000000u /* of the back ends whose memory is costly to take */
+
 /* What open() tells the core. */
 struct vm_be_info {
   struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
                                      the rest */
   uint64_t pool_high;             /* default for vmem_open_opts.pool_high */
+  uint64_t pool_delay;            /* ns for which more than that must have been free before it goes back */
   uint64_t most_mappings;         /* the most that vmem_open_opts.max_mappings may be; 0 = any */
   bool fresh_is_zero;             /* a new slab, and discarded memory, reads as zeros */
   bool one_page_slabs;            /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes

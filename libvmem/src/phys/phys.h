@@ -163,6 +163,21 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
 /* Gives empty slabs back while `keep` free bytes remain; with `wait` also those that are being zeroed. */
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait);
 
+/* Free memory above pool_high. With a delay it goes back once it has been more than was needed at any time in so many
+ * ns: an engine's load rises and falls within that, and a slab costs the driver 0.1 ms each way. The worker gives it
+ * back, a piece at a time, so that no batch waits for long. */
+struct vm_surplus {
+  uint64_t delay;      /* immutable, ns; 0: it goes back at once */
+  bool watched;        /* there is some, and a period has begun */
+  uint64_t due;        /* when the period ends */
+  uint64_t peak_units; /* most units in use since it began */
+};
+
+/* Memory has become free: what is above pool_high is given back, or watched. */
+void vm_pool_settle(struct vm_ctx *c);
+/* The worker's turn: gives back a piece of what was not needed. Whether there was one. */
+bool vm_pool_give_surplus(struct vm_ctx *c);
+
 /* ---- alias.c (lock not held) ------------------------------------------------------------------- */
 
 int vm_slab_alias(struct vm_ctx *c, struct vm_slab *s, uint32_t kind); /* makes the mapping, once */
@@ -283,6 +298,7 @@ struct vm_phys {
   struct vm_pool pools[VM_POOLS]; /* devices[0], host, devices[1], ...; then the same for large pages */
   bool low;                       /* pools[0] has fallen below pool_low since the worker last looked */
   struct vm_clean clean;
+  struct vm_surplus surplus;
   bool compacting;       /* vmem_compact is at work */
   struct vm_fill *fills; /* that run on */
 
@@ -296,7 +312,9 @@ struct vm_phys {
 
 /* Called where a success becomes final, so that what a failed call took for a while does not count. */
 static inline void vm_phys_note_peak(struct vm_ctx *c) {
-  if (c->phys->used_units > c->phys->peak_used_units) c->phys->peak_used_units = c->phys->used_units;
+  uint64_t used = c->phys->used_units;
+  if (used > c->phys->peak_used_units) c->phys->peak_used_units = used;
+  if (used > c->phys->surplus.peak_units) c->phys->surplus.peak_units = used;
 }
 
 /* Frees everything; the context has no users any more. */

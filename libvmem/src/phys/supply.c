@@ -2,25 +2,29 @@
 /* Allocating slabs from the driver and freeing them. */
 #include <stdlib.h>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "phys/phys.h"
 
 #define MAX_SLAB (1ull << 30) /* larger ones would seldom be empty again */
+#define PIECE (128ull << 20)  /* of a surplus; 16 to 20 us a MiB in slabs of 2 MiB */
 
 static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
   vm_pool_set_aside(s);
   vm_slab_forget(c, s);
 }
 
-/* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free; with
- * grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it is being zeroed. */
-static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t grow_id, bool *busy) {
+/* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free, until there are
+ * `most` bytes; with grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it
+ * is being zeroed. */
+static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t most, uint64_t grow_id,
+                                    bool *busy) {
   struct vm_slab *list = NULL, *next;
-  uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c);
+  uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c), found = 0;
   *busy = false;
   for (size_t i = 0; i < VM_POOLS; i++)
     for (int b = POOL_BINS - 1; b >= 0 && total > keep && c->phys->pools[i].bin_mask[LEVEL_EMPTY]; b--)
-      for (struct vm_slab *s = c->phys->pools[i].bins[LEVEL_EMPTY][b]; s && total > keep; s = next) {
+      for (struct vm_slab *s = c->phys->pools[i].bins[LEVEL_EMPTY][b]; s && total > keep && found < most; s = next) {
         next = s->next;
         if (total - s->units < keep) continue;
         if (grow_id && s->grow_id != grow_id) continue;
@@ -29,6 +33,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint6
           continue;
         }
         total -= s->units;
+        found += s->bytes;
         slab_unlink(c, s);
         s->next = list;
         list = s;
@@ -50,15 +55,15 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   return freed;
 }
 
-static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t grow_id, bool wait) {
+static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t most, uint64_t grow_id, bool wait) {
   struct vm_slab *list, *rest = NULL;
   bool busy;
   uint64_t freed;
   pthread_mutex_lock(&c->lock);
-  list = unlink_empty(c, keep, grow_id, &busy);
+  list = unlink_empty(c, keep, most, grow_id, &busy);
   if (busy && wait) {
     vm_clean_hold(c);
-    rest = unlink_empty(c, keep, grow_id, &busy);
+    rest = unlink_empty(c, keep, most, grow_id, &busy);
     vm_clean_release(c);
   }
   pthread_mutex_unlock(&c->lock);
@@ -66,7 +71,48 @@ static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t grow_id, boo
   return freed + destroy_list(c, rest);
 }
 
-uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) { return give_back(c, keep, 0, wait); }
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) { return give_back(c, keep, UINT64_MAX, 0, wait); }
+
+/* Lock held. */
+static bool has_surplus(const struct vm_ctx *c) { return vm_pool_free_units(c) > vm_units_up(c, c->opts.pool_high); }
+
+static void watch(struct vm_ctx *c, uint64_t now) {
+  struct vm_surplus *s = &c->phys->surplus;
+  *s = (struct vm_surplus){s->delay, true, now + s->delay, c->phys->used_units};
+}
+
+void vm_pool_settle(struct vm_ctx *c) {
+  if (!c->phys->surplus.delay) {
+    vm_pool_trim(c, c->opts.pool_high, false);
+    return;
+  }
+  pthread_mutex_lock(&c->lock);
+  if (!c->phys->surplus.watched && has_surplus(c)) {
+    watch(c, vm_now_ns());
+    __atomic_store_n(&c->worker_wanted, true, __ATOMIC_RELAXED);
+    pthread_cond_signal(&c->work_cond);
+  }
+  pthread_mutex_unlock(&c->lock);
+}
+
+bool vm_pool_give_surplus(struct vm_ctx *c) {
+  struct vm_surplus *s = &c->phys->surplus;
+  uint64_t now = 0, needed;
+  bool due;
+  pthread_mutex_lock(&c->lock);
+  due = s->watched && (now = vm_now_ns()) >= s->due;
+  needed = s->peak_units > c->phys->used_units ? s->peak_units - c->phys->used_units : 0;
+  pthread_mutex_unlock(&c->lock);
+  if (!due) return false;
+  if (give_back(c, c->opts.pool_high + vm_bytes(c, needed), PIECE, 0, false)) return true;
+  pthread_mutex_lock(&c->lock);
+  if (needed && has_surplus(c))
+    watch(c, now);
+  else
+    s->watched = false; /* what is left lies in slabs that are in use */
+  pthread_mutex_unlock(&c->lock);
+  return false;
+}
 
 /* One more slab, of `bytes` or, when memory is short, as little as `least`. */
 static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t least, uint64_t page_size,
@@ -113,7 +159,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
 }
 
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
-  if (id) give_back(c, 0, id, true);
+  if (id) give_back(c, 0, UINT64_MAX, id, true);
 }
 
 /* Memory is short, but not in all: empty slabs that are of no use for pages of `align` units in this pool are

@@ -145,7 +145,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   c->batches += !p->same;
   pthread_mutex_unlock(&c->lock);
   vm_plan_clear(p);
-  if (gives) vm_pool_trim(c, c->opts.pool_high, false);
+  if (gives) vm_pool_settle(c);
 }
 
 /* Bytes from addr on, at most to end, that are quarantined or not, as the first granule is. */

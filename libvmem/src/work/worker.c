@@ -270,6 +270,12 @@ static void poll_soon(struct pace *p, uint64_t now) {
   if (p->due < p->not_before) p->due = p->not_before;
 }
 
+/* Whether there is something to do for the pool, now. Lock held. */
+static bool pool_wants(const struct vm_ctx *c) {
+  const struct vm_clean *k = &c->phys->clean;
+  return c->phys->low || k->ended || (k->wanted && !k->hold);
+}
+
 static void *thread(void *arg) {
   struct vm_ctx *c = arg;
   struct pace pace = {.nap = NAP_MIN};
@@ -277,23 +283,25 @@ static void *thread(void *arg) {
   for (;;) {
     bool stop, ended, ran = start_next(c), cleaning = vm_clean_step(c, &ended),
                       polls = c->work->waiting || c->phys->fills || cleaning;
-    uint64_t now = polls ? vm_now_ns() : 0;
-    if (ended) vm_pool_trim(c, c->opts.pool_high, false); /* slabs that were being zeroed were passed over */
+    uint64_t now = polls ? vm_now_ns() : 0, due;
+    if (ended) vm_pool_settle(c); /* slabs that were being zeroed were passed over */
     if (polls && ran) poll_soon(&pace, now);
     if (polls && now >= pace.due) {
       poll_all(c, &pace, now);
       ran = true;
     }
-    if (ran) continue;
+    if (ran || vm_pool_give_surplus(c)) continue;
     keep_low_watermark(c);
     pthread_mutex_lock(&c->lock);
     stop = c->work->worker_stop;
-    if (!stop && !c->work->queue && polls) {
-      struct timespec ts = vm_timespec(pace.due);
-      pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
-    } else if (!stop && !c->work->queue && !c->phys->low && !c->phys->clean.ended &&
-               !(c->phys->clean.wanted && !c->phys->clean.hold)) {
-      pthread_cond_wait(&c->work_cond, &c->lock);
+    due = polls ? pace.due : UINT64_MAX;
+    if (c->phys->surplus.watched && c->phys->surplus.due < due) due = c->phys->surplus.due;
+    if (!stop && !c->work->queue && (polls || !pool_wants(c))) {
+      struct timespec ts = vm_timespec(due);
+      if (due != UINT64_MAX)
+        pthread_cond_timedwait(&c->work_cond, &c->lock, &ts);
+      else
+        pthread_cond_wait(&c->work_cond, &c->lock);
     }
     pthread_mutex_unlock(&c->lock);
     if (stop) return NULL;
@@ -324,7 +332,7 @@ void vm_worker_wake(struct vm_ctx *c) {
   bool start;
   __atomic_store_n(&c->worker_wanted, false, __ATOMIC_RELAXED);
   pthread_mutex_lock(&c->lock);
-  start = c->phys->clean.wanted && !c->work->worker_started && !c->closing;
+  start = (c->phys->clean.wanted || c->phys->surplus.watched) && !c->work->worker_started && !c->closing;
   pthread_mutex_unlock(&c->lock);
   if (start) VM_UNDO(vm_worker_start(c));
 }

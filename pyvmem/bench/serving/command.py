@@ -22,7 +22,6 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.command import (
-    NOT_MEASURED,
     Command,
     WrongResult,
     add_common,
@@ -437,7 +436,6 @@ def _measure(command: Command, part: Part, device: torch.device) -> None:
     try:
         if group.rank:
             ranks.follow(group, runner.open, runner.sweep)
-            part.not_run("*", "rank 0 measures")
         else:
             _compare(command, part, runner, arrivals)
             group.tell(None)
@@ -565,5 +563,5 @@ def run(args: argparse.Namespace) -> int:
         args.out, args.json = None, False
     args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
     command = open_command(args, "serve", _METHOD, **_options(args))
-    status = run_on_device(command, args.workload, WORKLOADS[args.workload], _measure)
-    return 0 if rank and status == NOT_MEASURED else status  # rank 0 measures for all
+    title = WORKLOADS[args.workload]
+    return run_on_device(command, args.workload, title, _measure, follows=rank > 0)

@@ -95,6 +95,10 @@ class Group:
             raise RuntimeError("; ".join(f"rank {i}: {w}" for i, w in enumerate(all_why) if w))
         return forward
 
+    def meet(self) -> None:
+        """Returns once every rank has called it."""
+        dist.barrier(group=self._control)
+
     def close(self) -> None:
         """Leaves the group; a collective call."""
         dist.destroy_process_group()
@@ -145,8 +149,10 @@ class Told(Store):
         self._ask("prompt_ends", slot, tokens)
 
     def settle(self) -> None:
-        """See `Store`."""
+        """See `Store`; returns when every rank has done it: the clock starts after this."""
         self._ask("settle")
+        self.tell([])
+        self._group.meet()
 
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
         """See `Store`; only rank 0 decides which requests join."""
@@ -238,6 +244,8 @@ def _follow(group: Group, forward: Forward) -> None:
                 raise WrongResult(
                     f"rank {group.rank}: {name}{args!r:.80} was {mine}, on rank 0 {answer}"
                 )
+            if name == "settle":
+                group.meet()
         if works is None:
             if flying is not None:
                 flying.wait()

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pyvmem import KEEP_ALL, Context
 from pyvmem.attention.reads import Blocks
 from pyvmem.bench.decoder import Sizes
 from pyvmem.kvcache import KVCache, KVCacheConfig
@@ -180,7 +181,7 @@ class Slots(Store):
         block: rows of a block for paged kernels; 0: no paged kernel is used.
         prefixes: share them.
         ranks: how many have such a cache, a `ParallelKVCache` over torch's process group.
-        options: of the cache.
+        options: `backend` and `device`.
     """
 
     contiguous = True
@@ -195,8 +196,17 @@ class Slots(Store):
         **options: Any,
     ) -> None:
         self._ranks = ranks
+        self._context: Context | None = None
         self.cache: KVCache | ParallelKVCache
-        self.cache = (ParallelKVCache if ranks > 1 else KVCache)(config, **options)
+        if ranks > 1:
+            self.cache = ParallelKVCache(config, **options)
+        else:  # memory that was taken stays, as the other stores' does
+            self._context = Context(**options, granule=config.page_size, pool_high=KEEP_ALL)
+            try:
+                self.cache = KVCache(config, self._context)
+            except BaseException:
+                self._context.close()
+                raise
         self._prefixes = prefixes
         self.slots, self.longest = config.max_batch, config.max_seq_len
         self.token_bytes = sizes.token_bytes
@@ -294,6 +304,8 @@ class Slots(Store):
         """See `Store`."""
         super().close()
         self.cache.close()
+        if self._context is not None:
+            self._context.close()
 
 
 class Static(Store):

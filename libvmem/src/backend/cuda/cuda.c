@@ -228,6 +228,7 @@ static int cuda_open(const struct vmem_open_opts *opts, struct vm_be_info *info,
   for (uint64_t size = c->granule; size <= 1ull << 30; size <<= 1) info->pub.page_sizes |= size;
   info->pub.slab_size = c->granule;
   info->pool_high = 1ull << 30;
+  info->pool_delay = VM_POOL_DELAY;
   info->fresh_is_zero = false; /* CUDA promises nothing */
   info->one_page_slabs = true;
   info->how = " with cuMemMap";

@@ -85,6 +85,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   info->most_mappings = STOCK_MAX_MAPPINGS / s->num_devices;
   info->pub.max_mappings = info->most_mappings / 2; /* other processes draw from the same handles */
   info->pool_high = 1ull << 30;
+  info->pool_delay = VM_POOL_DELAY;
   info->fresh_is_zero = false; /* RM scrubs freed memory, but promises nothing */
   info->one_page_slabs = false;
   info->unreserve_unmaps = true;

@@ -122,6 +122,7 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   info->pub.page_sizes = u->query.out_page_sizes & ~(granule - 1);
   info->pub.slab_size = DEFAULT_SLAB;
   info->pool_high = 1ull << 30;
+  info->pool_delay = VM_POOL_DELAY;
   info->fresh_is_zero = true;
   info->one_page_slabs = false;
   info->unreserve_unmaps = true;
