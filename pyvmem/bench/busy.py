@@ -4,16 +4,23 @@
 A round maps and unmaps pages with the GPU idle, then again under a kernel that runs many times
 longer than that takes. Each time the benchmark checks that the kernel is still running afterwards:
 if not, a call waited for it, and the part's notes say so.
+
+So are a cache's calls, under a kernel that is the last work on a request which was just freed: what
+they cost their caller while another request's work runs on.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from pyvmem.bench.kernels import Kernels
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet, time_each
+from pyvmem.context import Context
+from pyvmem.info import KEEP_ALL
+from pyvmem.kvcache import KVCache, KVCacheConfig
 
 __all__ = ["run"]
 
@@ -83,6 +90,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     kernels.close()
     part.notes.append(f"the kernel: {kernels.blocks} blocks of 512 threads")
     part.notes += [note for turn in turns for note in turn.notes()]
+    with setting.open(pool_high=KEEP_ALL) as context:
+        _cache_calls(setting, part, context, Kernels(setting.cuda), deadline)
 
 
 class _Busy:
@@ -121,3 +130,92 @@ class _Busy:
             f"{self.waited[verb]} of {self.rounds} rounds"
             for verb in self.calls
         ]
+
+
+class _Stream:
+    """The kernels' stream, for calls that take one."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _cache_calls(
+    setting: Setting, part: Part, context: Context, kernels: Kernels, deadline: Deadline
+) -> None:
+    """The caller's side of a cache's calls while the work of a freed request runs."""
+    book, system, needy = Book(part), setting.system, setting.count(8, 2)
+    requests, layers = setting.count(64, 8), setting.count(32, 2)
+    seconds, rounds = setting.count(100, 5) / 1e2, setting.count(8, 2)
+    row_bytes = 8 * 128 * 2
+    config = KVCacheConfig(
+        num_layers=layers,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+        max_batch=requests,
+        max_seq_len=(rounds + 1) * max(1, context.info.granule // row_bytes),
+        growth_fraction=0.0,
+    )
+    note = f"{requests} requests, {2 * layers} tensors; a kernel of {seconds:g} s"
+    names = {
+        "alloc": "alloc_reqid",
+        "can_admit": "can_admit",
+        "step": f"step, {needy} requests grow, less the driver's time",
+        "step_async": f"step_async, {needy} requests grow",
+        "free": "free_reqid",
+    }
+    timed = {
+        name: book.samples(f"caller/{name}/{system}", f"{what}: caller", system, note=note).rounds
+        for name, what in names.items()
+    }
+    stream, waited, clock = _Stream(int(kernels.stream)), 0, time.perf_counter_ns
+    with KVCache(config, context) as cache:
+        page_rows = cache.layout.page_size // cache.layout.row_bytes
+        each = 2 * layers * cache.layout.page_size
+        context.warm((requests + 2 * (rounds + 1) * needy) * each)
+        lens = [page_rows] * requests
+        for _ in range(requests):
+            cache.alloc_reqid()
+        if cache.step(lens):
+            raise RuntimeError("memory is short")
+        with quiet():
+            for number in range(rounds):
+                if number and not deadline.allows(2 * seconds):
+                    break
+                first, last = requests - 2, requests - 1
+                kernels.spin(seconds)
+                cache.free_reqid(first, stream=stream)
+                lens[first] = 0
+                at = [clock()]
+                reqid = cache.alloc_reqid()
+                at.append(clock())
+                cache.can_admit([page_rows])
+                at.append(clock())
+                for i in range(needy):
+                    lens[i] = (number + 2) * page_rows
+                driver, before = cache.stats().critical_driver_ns, clock()
+                done = cache.step(lens)
+                after = clock()
+                driver = cache.stats().critical_driver_ns - driver
+                for i in range(needy, 2 * needy):
+                    lens[i] = (number + 2) * page_rows
+                start = clock()
+                done = done or cache.step_async(lens)
+                middle = clock()
+                cache.free_reqid(last, stream=stream)
+                end = clock()
+                waited += not kernels.running
+                kernels.wait()
+                lens[last] = 0
+                spans = [at[1] - at[0], at[2] - at[1], after - before - driver]
+                spans += [middle - start, end - middle]
+                for rows, span in zip(timed.values(), spans, strict=True):
+                    rows.append([span])
+                if done or reqid != first or cache.alloc_reqid() != last or cache.step(lens):
+                    raise RuntimeError("memory is short")
+    book.close()
+    kernels.close()
+    part.notes.append(f"a cache's calls: the kernel was over before the last in {waited} rounds")

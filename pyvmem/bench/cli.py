@@ -62,7 +62,7 @@ PARTS: dict[str, tuple[str, PartFunction, float]] = {
     "calls": ("each call, by page size", calls.run, 30),
     "bandwidth": ("allocation bandwidth", bandwidth.run, 30),
     "batch": ("batches of 64 pages", batches.run, 20),
-    "busy": ("mapping while a kernel fills the GPU", busy.run, 25),
+    "busy": ("mapping while a kernel fills the GPU", busy.run, 40),
     "bytes": ("the cost per byte: 2 MB in four ways", sizes.run_bytes, 15),
     "pool": ("the warm pool, and a run of 1,024 pages", sizes.run_pool, 15),
     "step": ("steps of the KV cache", step.run, 40),
