@@ -466,6 +466,22 @@ def test_time_that_runs_out_ends_the_run(model: Decoder) -> None:
         assert store.held().held == 0
 
 
+def test_slots_leave_some_pages_to_requests_that_run() -> None:
+    with closing(make("slots", 100 * 4096)) as store:
+        assert isinstance(store, Slots)
+        layout = store.cache.layout
+        rows = 4096 // layout.row_bytes
+        all_of_it = 100 // layout.num_tensors * rows
+        assert store.fits([], all_of_it)
+        assert not store.fits([], all_of_it + 1)
+        slot, _ = taken(store)
+        assert not store.fits([], all_of_it)
+        assert store.fits([], all_of_it - rows)
+        assert not store.fits([(slot, 1)], all_of_it - rows)
+        store.release(slot)
+        assert store.fits([], all_of_it)
+
+
 def test_blocks_are_given_out_and_taken_back() -> None:
     with closing(make("16", 16 * TINY.token_bytes * 10)) as store:
         assert isinstance(store, Paged)

@@ -27,6 +27,7 @@ from pyvmem.kvcache.distributed import ParallelKVCache
 __all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
 
 _FEW_TENSORS = 16  # each of them takes its own calls to unmap and remap
+_RESERVE = 100  # 1 / _RESERVE of the pages is for requests that run, as in vLLM (watermark 0.01)
 
 Ints = NDArray[np.int32]
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -214,28 +215,39 @@ class Slots(Store):
         self.layers = [(self.cache.k(number), self.cache.v(number)) for number in numbers]
         self.table = _trivial(self.layers, block) if block else None
         self._lengths = [0] * self.slots
+        self._taken = 0
         self._limit = config.memory_limit
         self._before = self.cache.stats()
 
     @_timed
     def take(self, ids: Ints) -> tuple[int, int] | None:
         """See `Store`."""
+        found: tuple[int, int] | None
         if self._prefixes:
-            return self.cache.alloc_prefix(ids)
-        slot = self.cache.alloc_reqid(len(ids))
-        return None if slot is None else (slot, 0)
+            found = self.cache.alloc_prefix(ids)
+        else:
+            slot = self.cache.alloc_reqid(len(ids))
+            found = None if slot is None else (slot, 0)
+        self._taken += found is not None
+        return found
 
     @_timed
     def release(self, slot: int, ids: Ints | None = None) -> None:
         """See `Store`."""
         self.cache.free_reqid(slot, tokens=ids if self._prefixes else None)
+        self._taken -= 1
 
     @_timed
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """See `Store`; by pages."""
+        """See `Store`; by pages.
+
+        Beside requests that run some pages are left to them: those of a request that ends come back
+        only after its last step, and the next one is planned before that is over.
+        """
         missing = self.cache.missing_pages(None, tokens)
         missing += sum(self.cache.missing_pages(slot, length) for slot, length in partial)
-        return missing <= self.cache.obtainable_pages()[0]
+        reserve = self._limit // self.cache.layout.page_size // _RESERVE if self._taken else 0
+        return missing + reserve <= self.cache.obtainable_pages()[0]
 
     def _by_slot(self, slots: list[int], lengths: list[int]) -> list[int]:
         out = self._lengths.copy()
