@@ -467,19 +467,15 @@ def test_time_that_runs_out_ends_the_run(model: Decoder) -> None:
 
 
 def test_slots_leave_some_pages_to_requests_that_run() -> None:
-    with closing(make("slots", 100 * 4096)) as store:
+    with closing(make("slots", 200 * 4096)) as store:
         assert isinstance(store, Slots)
         layout = store.cache.layout
-        rows = 4096 // layout.row_bytes
-        all_of_it = 100 // layout.num_tensors * rows
-        assert store.fits([], all_of_it)
-        assert not store.fits([], all_of_it + 1)
-        slot, _ = taken(store)
-        assert not store.fits([], all_of_it)
-        assert store.fits([], all_of_it - rows)
-        assert not store.fits([(slot, 1)], all_of_it - rows)
-        store.release(slot)
-        assert store.fits([], all_of_it)
+        assert LONGEST * layout.row_bytes * layout.num_tensors == 64 * 4096  # a request's pages
+        page_rows = 4096 // layout.row_bytes
+        slots = [taken(store)[0] for _ in range(3)]
+        whole = [(slot, LONGEST) for slot in slots[:2]]
+        assert store.fits([*whole, (slots[2], page_rows)], LONGEST)  # 196 of 200 pages
+        assert not store.fits([*whole, (slots[2], 2 * page_rows)], LONGEST)  # all
 
 
 def test_blocks_are_given_out_and_taken_back() -> None:
