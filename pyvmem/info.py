@@ -78,6 +78,7 @@ class Inject(enum.IntFlag):
     RESERVE = _c("VMEM_INJECT_RESERVE")
     HEAP = _c("VMEM_INJECT_HEAP")
     CLEAN = _c("VMEM_INJECT_CLEAN")
+    EVENT = _c("VMEM_INJECT_EVENT")
 
 
 def sizes_of_mask(mask: int) -> tuple[int, ...]:

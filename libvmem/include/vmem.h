@@ -502,6 +502,7 @@ VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t
 #define VMEM_INJECT_RESERVE (1u << 4)
 #define VMEM_INJECT_HEAP (1u << 5) /* libvmem's own heap allocations in this context */
 #define VMEM_INJECT_CLEAN (1u << 6) /* zeroing of free pages in the background */
+#define VMEM_INJECT_EVENT (1u << 7) /* recording an event of GPU work that a call depends on, asking it, waiting */
 
 /* From now on, lets `skip` driver calls of these kinds pass and fails the next `count` with -error. count 0 ends
  * it. An undo retries what fails with EAGAIN, as it does for a real driver. */

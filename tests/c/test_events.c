@@ -26,6 +26,7 @@ static struct {
   unsigned n;
   uint64_t waited_stream, waited_event;
   int fail_query;
+  bool idle;     /* what is recorded is over at once */
   vm_event hold; /* putting this one takes long */
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -78,9 +79,19 @@ static int fake_wait(void *be, vm_event e) {
   return ret;
 }
 
+/* The "GPU" reaches this event. */
+static void finish(vm_event e) {
+  pthread_mutex_lock(&gpu.lock);
+  for (size_t i = 0; gpu.e[e].fill && i < gpu.e[e].n; i++)
+    memset((void *)(uintptr_t)gpu.e[e].r[i].addr, gpu.e[e].value, gpu.e[e].r[i].bytes);
+  gpu.e[e].done = true;
+  pthread_mutex_unlock(&gpu.lock);
+}
+
 static int fake_from(void *be, uint32_t kind, uint64_t handle, vm_event *e) {
   (void)be;
   *e = kind == VMEM_AFTER_EVENT ? handle : new_event();
+  if (gpu.idle) finish(*e);
   return 0;
 }
 
@@ -96,15 +107,6 @@ static void fake_put(void *be, vm_event e) {
   while (e && __atomic_load_n(&gpu.hold, __ATOMIC_ACQUIRE) == e) usleep(200);
   pthread_mutex_lock(&gpu.lock);
   gpu.e[e].put = true;
-  pthread_mutex_unlock(&gpu.lock);
-}
-
-/* The "GPU" reaches this event. */
-static void finish(vm_event e) {
-  pthread_mutex_lock(&gpu.lock);
-  for (size_t i = 0; gpu.e[e].fill && i < gpu.e[e].n; i++)
-    memset((void *)(uintptr_t)gpu.e[e].r[i].addr, gpu.e[e].value, gpu.e[e].r[i].bytes);
-  gpu.e[e].done = true;
   pthread_mutex_unlock(&gpu.lock);
 }
 
@@ -188,6 +190,7 @@ static vmem_t open_fake(void) {
   c->opts.pool_high = VMEM_KEEP_ALL;
   gpu.n = 0;
   gpu.fail_query = 0;
+  gpu.idle = false;
   vm_put(c);
   return vm;
 }
@@ -368,6 +371,44 @@ static void broken_work(void) {
   gpu.fail_query = 0;
   OK(vmem_check(vm));
   OK(vMemUnmap(vm, va, PAGE));
+  OK(vmem_close(vm));
+}
+
+/* Each event that a call depends on fails once, when it is recorded and when it is asked or waited for: nothing has
+ * changed then, and none of the others is left. */
+static void dependencies_fail_in_turn(void) {
+  vmem_t vm = open_fake();
+  uint64_t va;
+  enum { DEPS = 7 }; /* more than have room in the structure */
+  struct vmem_op op;
+  struct vmem_after a[DEPS];
+  vmem_ticket t;
+  OK(vMemReserve(vm, MIB(8), NULL, &va));
+  op = populate(va, PAGE);
+  op.flags = VMEM_OP_DIRTY;
+  gpu.idle = true;
+  for (int i = 0; i < DEPS; i++) a[i] = (struct vmem_after){.kind = VMEM_AFTER_STREAM, .handle = 5};
+  for (int in_background = 0; in_background < 2; in_background++) {
+    int err = -EIO, failed = 0;
+    for (; err && failed <= 2 * DEPS; failed += err != 0) {
+      unsigned before = events();
+      OK(vmem_inject(vm, VMEM_INJECT_EVENT, failed, 1, EIO));
+      if (in_background) {
+        err = vmem_submit(vm, &op, 1, a, DEPS, 0, &t);
+        if (!err) err = vmem_wait(vm, t, -1);
+      } else {
+        err = vmem_batch(vm, &op, 1, a, DEPS, 0);
+      }
+      OK(vmem_inject(vm, 0, 0, 0, 0));
+      if (err) EQ(err, -EIO);
+      EQ(stats_of(vm).mapped_bytes, err ? 0 : PAGE);
+      for (vm_event e = before + 1; e <= events(); e++) CHECK(was_put(e));
+      OK(vmem_check(vm));
+    }
+    OK(err);
+    EQ(failed, 2 * DEPS);
+    OK(vMemUnmap(vm, va, PAGE));
+  }
   OK(vmem_close(vm));
 }
 
@@ -916,8 +957,9 @@ static void second_address_after_submit(void) {
 }
 
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu),
-     TEST(broken_work), TEST(second_address_waits_for_fills), TEST(second_address_after_submit),
-     TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name), TEST(fills_are_never_overlooked),
-     TEST(copies_hold_their_source), TEST(replace_waits_for_fills), TEST(fills_hold_up_only_their_range),
-     TEST(unmaps_behind_their_own_fill), TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host),
-     TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order), TEST(dropped_while_filling))
+     TEST(broken_work), TEST(dependencies_fail_in_turn), TEST(second_address_waits_for_fills),
+     TEST(second_address_after_submit), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
+     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
+     TEST(fills_hold_up_only_their_range), TEST(unmaps_behind_their_own_fill), TEST(fills_hold_up_their_pages),
+     TEST(no_deadlock_with_the_host), TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),
+     TEST(dropped_while_filling))

@@ -19,6 +19,7 @@ from pyvmem import Context, FdEvent, NotSupported
 from pyvmem.kvcache import KVCache, KVCacheConfig, LayeredCache, LayerShape
 
 SLAB = 64 << 20
+DRIVERS = 64 << 20  # page tables and the like, as in tests/gpu/test_pool_gpu.py; 60 MB on an H100
 PAGE = 64 << 10
 REQUESTS = 160
 LAYERS = 4
@@ -156,7 +157,8 @@ def test_an_idle_cache_is_compacted(backend: str) -> None:
         eventually(lambda: is_compact(cache))
         after = device_bytes(backend)
         if before is not None and after is not None:
-            assert after - before <= compact_bytes()
+            own = 0 if backend == "host" else DRIVERS
+            assert after - before <= compact_bytes() + own
 
 
 def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:

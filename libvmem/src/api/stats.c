@@ -41,7 +41,7 @@ VMEM_API int vmem_inject(vmem_t vm, uint32_t kinds, uint64_t skip, uint64_t coun
   int err = 0;
   struct vm_ctx *c = vm_get(vm, "vmem_inject", &err);
   if (!c) return err;
-  if (kinds & ~(VMEM_INJECT_CLEAN * 2 - 1) || (count && (!kinds || error <= 0 || error > 4095)))
+  if (kinds & ~(VMEM_INJECT_EVENT * 2 - 1) || (count && (!kinds || error <= 0 || error > 4095)))
     err = vm_fail(-EINVAL, "kinds 0x%x, error %d", kinds, error);
   else
     vm_inject_arm(c, kinds, skip, count, error);

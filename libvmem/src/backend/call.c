@@ -158,6 +158,21 @@ int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, con
   return CALL(VMEM_INJECT_FILL, &c->driver->fill_calls, c->be->copy(c->bes, copies, n, after, num_after, done));
 }
 
+int vm_drv_event_from(struct vm_ctx *c, uint32_t kind, uint64_t handle, vm_event *e) {
+  int err = vm_injected(c, VMEM_INJECT_EVENT);
+  return err ? err : c->be->event_from(c->bes, kind, handle, e);
+}
+
+int vm_drv_event_query(struct vm_ctx *c, vm_event e) {
+  int err = vm_injected(c, VMEM_INJECT_EVENT);
+  return err ? err : c->be->event_query(c->bes, e);
+}
+
+int vm_drv_event_wait(struct vm_ctx *c, vm_event e) {
+  int err = vm_injected(c, VMEM_INJECT_EVENT);
+  return err ? err : c->be->event_wait(c->bes, e);
+}
+
 int vm_drv_event_finish(struct vm_ctx *c, vm_event *e) {
   int err = 0;
   if (!*e) return 0;

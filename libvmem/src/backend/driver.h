@@ -45,6 +45,10 @@ int vm_drv_fill(struct vm_ctx *c, uint32_t kind, const struct vm_be_range *r, si
                 const vm_event *after, size_t num_after, vm_event *done);
 int vm_drv_copy(struct vm_ctx *c, const struct vm_be_copy *copies, size_t n, const vm_event *after, size_t num_after,
                 vm_event *done);
+/* A dependency's event: see vm_backend. */
+int vm_drv_event_from(struct vm_ctx *c, uint32_t kind, uint64_t handle, vm_event *e);
+int vm_drv_event_query(struct vm_ctx *c, vm_event e);
+int vm_drv_event_wait(struct vm_ctx *c, vm_event e);
 /* Waits for the event and puts it; *e becomes 0. */
 int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
 /* The event of a call that runs after the last one covers both. */

@@ -27,7 +27,7 @@ static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, stru
   if (a->kind != VMEM_AFTER_STREAM && a->kind != VMEM_AFTER_EVENT)
     return vm_fail(-EINVAL, "unknown kind %u of dependency %zu", a->kind, i);
   if (!c->be->event_from) return vm_fail(-EOPNOTSUPP, "back end %s has no streams and events", c->be->name);
-  if (!(err = c->be->event_from(c->bes, a->kind, a->handle, &e)) && e) d->events[d->nevents++] = e;
+  if (!(err = vm_drv_event_from(c, a->kind, a->handle, &e)) && e) d->events[d->nevents++] = e;
   return err;
 }
 
@@ -67,7 +67,7 @@ int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too) {
     close(d->fds[--d->nfds]);
   }
   while (events_too && d->nevents) {
-    int err = c->be->event_query(c->bes, d->events[d->nevents - 1]);
+    int err = vm_drv_event_query(c, d->events[d->nevents - 1]);
     if (err) return err;
     c->be->event_put(c->bes, d->events[--d->nevents]);
   }
@@ -89,7 +89,7 @@ int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d) {
     close(d->fds[--d->nfds]);
   }
   while (d->nevents) {
-    int err = c->be->event_wait(c->bes, d->events[d->nevents - 1]);
+    int err = vm_drv_event_wait(c, d->events[d->nevents - 1]);
     if (err) return err;
     c->be->event_put(c->bes, d->events[--d->nevents]);
   }
