@@ -71,7 +71,8 @@ class Context(AddressSpace, Closable):
         slab_size: bytes taken from the driver at once, a power of two; 0 = the back end's choice.
         mem_limit: most bytes taken from the driver; 0 = no limit.
         pool_low: free bytes that the worker keeps ready.
-        pool_high: free bytes above this go back to the driver; 0 = the back end's default,
+        pool_high: free bytes above this go back to the driver at once. 0 = the back end's default:
+            0 on ``host``, elsewhere 1 GiB, and above it what was not needed in half a second.
             `pyvmem.KEEP_ALL` = only `trim` gives back.
         max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
             what the driver has for all processes of the machine, 237,568 (divided by the number of

@@ -155,10 +155,14 @@ def test_an_idle_cache_is_compacted(backend: str) -> None:
     with fragmented(backend) as (cache, _):
         rest(cache)
         eventually(lambda: is_compact(cache))
-        after = device_bytes(backend)
-        if before is not None and after is not None:
+        if before is not None:
             own = 0 if backend == "host" else DRIVERS
-            assert after - before <= compact_bytes() + own
+
+            def is_back() -> bool:  # a GPU's driver clears what was given back before it counts
+                after = device_bytes(backend)
+                return after is not None and after - before <= compact_bytes() + own
+
+            eventually(is_back)
 
 
 def test_an_idle_cache_of_prefixes_is_compacted(backend: str) -> None:
