@@ -495,13 +495,17 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
     everything = _joined(wants, before)
     if not _fit(everything) and not (_can_come(everything) and _begin_to_reclaim(everything)):
         return False
-    if _fit(ready):
-        if _grow_each(_prompt(now, slow=False), True, wait=False):
-            _grow_each(_prompt(now, slow=True), True, wait=False)
-        elif _fit(ready):  # the driver has less than the records say; perhaps enough comes back
-            first = wants[0][0].reclaimer
-            if not _begin_to_reclaim(everything, more=first.room):
-                return False
+    fits = _fit(ready)
+    if not fits:  # the others have what comes back
+        now = _what_fits(now)
+    if _grow_each(_prompt(now, slow=False), True, wait=False):
+        _grow_each(_prompt(now, slow=True), True, wait=False)
+    elif fits and _fit(
+        ready
+    ):  # the driver has less than the records say; perhaps enough comes back
+        first = wants[0][0].reclaimer
+        if not _begin_to_reclaim(everything, more=first.room):
+            return False
     for group, want in wants:
         group.pager.runs.refused = ""
         left = [(slot, (slot.owner, pages)) for slot, pages in want if slot.grows_from < pages]
@@ -536,6 +540,27 @@ def _fit(wants: Sequence[tuple[Group, _Want]]) -> bool:
         _lacking(group, want) <= group.reclaimer.limit - group.reclaimer.held
         for group, want in wants
     )
+
+
+def _what_fits(wants: Sequence[tuple[Group, _Want]]) -> list[tuple[Group, _Want]]:
+    """The slots whose pages are free, together and in all groups; those that lack least come first.
+
+    So a request that decodes does not wait until there is memory for another one's prompt.
+    """
+    lacking: dict[int, int] = {}
+    for group, want in wants:
+        for slot, pages in want:
+            more = max(0, pages - slot.grows_from) * group.page_bytes
+            lacking[slot.index] = lacking.get(slot.index, 0) + more
+    room = wants[0][0].reclaimer.room
+    chosen = set[int]()
+    for index in sorted(lacking, key=lacking.__getitem__):
+        room -= lacking[index]
+        if room < 0:
+            break
+        chosen.add(index)
+    some = [(group, [one for one in want if one[0].index in chosen]) for group, want in wants]
+    return some if _fit(some) else [(group, []) for group, _ in wants]  # a group is at its ceiling
 
 
 def _can_come(wants: Sequence[tuple[Group, _Want]]) -> bool:

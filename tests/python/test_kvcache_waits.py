@@ -279,6 +279,74 @@ def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
         cache.check_integrity()
 
 
+@contextmanager
+def over_at_the_end(work: FdEvent) -> Iterator[None]:
+    """So that a cache whose test fails can be closed."""
+    try:
+        yield
+    finally:
+        work.set()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_decodes_does_not_wait_for_a_prompts_memory(
+    context: Context, work: FdEvent, together: bool
+) -> None:
+    """What is free is for those that lack least; the prompt has what comes back."""
+    limit = 8 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit) as cache, over_at_the_end(work):
+        ended, one = started(cache, 4 * ROWS), started(cache, ROWS)
+        prompt = cache.alloc_reqid()
+        cache.free_reqid(ended, stream=work)
+        long, short = {f"r{prompt}": 6 * ROWS}, {f"r{one}": 2 * ROWS}
+        for want in [long | short] if together else [long, short]:
+            assert promptly(lambda want=want: cache.step_async(lens(cache, **want)), work) == 0
+        eventually(lambda: cache.is_ready(one, 2 * ROWS))
+        assert not cache.is_ready(prompt, 6 * ROWS)
+        assert promptly(lambda: cache.step(lens(cache, **short)), work) == 0
+        work.set()
+        assert cache.step(lens(cache, **long, **short)) == 0
+        assert rows_are(cache, one, 0, ROWS, 1.0)
+        cache.check_integrity()
+
+
+def test_who_decodes_does_not_wait_in_any_group(context: Context, work: FdEvent) -> None:
+    page = context.info.granule
+    rows = page // (2 * 64 * 4)  # of a page of the first class; the second's hold twice as many
+    shapes = [LayerShape(num_kv_heads=2, head_dim=64), LayerShape(num_kv_heads=1, head_dim=64)]
+    with (
+        LayeredCache(
+            shapes,
+            context,
+            dtype="float32",
+            max_batch=4,
+            max_seq_len=8 * rows,
+            page_size=page,
+            memory_limit=2 * 12 * page,
+            low_watermark=0.0,
+            growth_fraction=0.0,
+        ) as cache,
+        over_at_the_end(work),
+    ):
+
+        def wanted(**tokens: int) -> list[int]:
+            return [tokens.get(f"r{slot}", 0) for slot in range(4)]
+
+        ended, one, prompt = (cache.alloc_reqid() for _ in range(3))
+        held = {f"r{ended}": 4 * rows, f"r{one}": 2 * rows}  # 6 and 3 of 12 pages a tensor
+        assert cache.step(wanted(**held)) == 0
+        cache.free_reqid(ended, stream=work)
+        assert promptly(lambda: cache.step_async(wanted(**{f"r{prompt}": 4 * rows})), work) == 0
+        more = {f"r{one}": 4 * rows}
+        assert promptly(lambda: cache.step_async(wanted(**more)), work) == 0
+        eventually(lambda: cache.is_ready(one, 4 * rows))
+        assert not cache.is_ready(prompt, 4 * rows)
+        assert promptly(lambda: cache.step(wanted(**more)), work) == 0
+        work.set()
+        assert cache.step(wanted(**more, **{f"r{prompt}": 4 * rows})) == 0
+        cache.check_integrity()
+
+
 # ---- pages that others must give back ------------------------------------------------------------
 
 
