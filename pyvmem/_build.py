@@ -59,7 +59,7 @@ def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
-    own_headers = (TORCH_HEADER, OUTCOME_HEADER, COLUMNS_HEADER)
+    own_headers = (OUTCOME_HEADER, TORCH_HEADER, COLUMNS_HEADER)
     for own in own_headers:
         ffi.cdef(declarations(own.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").rglob("*.c"))

@@ -10,6 +10,8 @@ struct pyvmem_outcome {
   uint64_t value; /* what it made: a ticket, a handle, an address; 0 = nothing */
 };
 
+/* Notes what a call returned, and what it made. */
+int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
                  const struct vmem_after *after, size_t num_after, uint32_t flags);
 int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
@@ -21,4 +23,5 @@ int pyvmem_drop_range(struct pyvmem_outcome *outcome, vmem_t vm, vmem_handle han
                       uint64_t count, uint64_t stride);
 int pyvmem_reserve(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts);
 int pyvmem_free(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint32_t flags);
+int pyvmem_open(struct pyvmem_outcome *outcome, const struct vmem_open_opts *opts);
 int pyvmem_close(struct pyvmem_outcome *outcome, vmem_t vm);

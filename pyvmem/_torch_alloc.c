@@ -20,6 +20,7 @@
 #include <string.h>
 #include <sys/types.h>
 
+#include "_outcome.h"
 #include "_torch_alloc.h"
 #include "base/error.h"
 
@@ -168,6 +169,8 @@ uint32_t pyvmem_torch_tag(uint32_t tag) {
   return before;
 }
 
+uint32_t pyvmem_torch_tag_now(void) { return thread_tag; }
+
 /* The pool of a device, locked; NULL and an error if there is no such device. */
 static struct pool *get(const char *op, int device, int *err) {
   struct pool *p;
@@ -183,11 +186,11 @@ static struct pool *get(const char *op, int device, int *err) {
   return p;
 }
 
-int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags,
+int pyvmem_torch_open(struct pyvmem_outcome *outcome, int device, vmem_t vm, uint64_t page, uint32_t reserve_flags,
                       const struct pyvmem_torch_gpu *gpu) {
   int err;
   struct pool *p = get("VMemPool", device, &err);
-  if (!p) return err;
+  if (!p) return pyvmem_note(outcome, err, 0);
   if (p->vm) {
     err = vm_fail(-EBUSY, "device %d has an open VMemPool already", device);
   } else {
@@ -199,15 +202,15 @@ int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_fla
     p->error[0] = 0;
   }
   pthread_mutex_unlock(&p->lock);
-  return err;
+  return pyvmem_note(outcome, err, 0);
 }
 
-int pyvmem_torch_close(int device) {
+int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device) {
   struct block *b;
   uint64_t blocks = 0, bytes = 0;
   int err;
   struct pool *p = get("VMemPool.close", device, &err);
-  if (!p) return err;
+  if (!p) return pyvmem_note(outcome, err, 0);
   for (b = p->blocks; b; b = b->next) {
     blocks++;
     bytes += b->bytes;
@@ -218,7 +221,7 @@ int pyvmem_torch_close(int device) {
   else
     p->vm = 0;
   pthread_mutex_unlock(&p->lock);
-  return err;
+  return pyvmem_note(outcome, err, 0);
 }
 
 /* A batch with one operation for each block of the tag that is paused or, with `paused` 0, that is mapped. The
@@ -237,14 +240,14 @@ static int ops_of(struct pool *p, uint32_t tag, int paused, uint32_t kind, struc
   return 0;
 }
 
-int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room) {
+int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag, void *save, uint64_t room) {
   struct vmem_op *ops = NULL;
   struct block *b;
   size_t i, n = 0;
   uint64_t used = 0;
   int err;
   struct pool *p = get("VMemPool.pause", device, &err);
-  if (!p) return err;
+  if (!p) return pyvmem_note(outcome, err, 0);
   err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
   for (i = 0; !err && save && i < n; i++) {
     if (ops[i].bytes > room - used) {
@@ -268,7 +271,7 @@ int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room) {
   }
   pthread_mutex_unlock(&p->lock);
   free(ops);
-  return err;
+  return pyvmem_note(outcome, err, 0);
 }
 
 int pyvmem_torch_resume(int device, uint32_t tag) {

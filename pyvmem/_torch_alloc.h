@@ -18,15 +18,18 @@ struct pyvmem_torch_gpu {
 
 /* Makes `vm` the context of a device. `gpu`: what a free waits for, in any thread, until the pool is closed; NULL
  * = nothing. -EBUSY: the device has one. */
-int pyvmem_torch_open(int device, vmem_t vm, uint64_t page, uint32_t reserve_flags, const struct pyvmem_torch_gpu *gpu);
+int pyvmem_torch_open(struct pyvmem_outcome *outcome, int device, vmem_t vm, uint64_t page, uint32_t reserve_flags,
+                      const struct pyvmem_torch_gpu *gpu);
 /* -EBUSY: blocks live. */
-int pyvmem_torch_close(int device);
+int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device);
 /* Sets the tag of what the calling thread allocates from now on; returns the one before. */
 uint32_t pyvmem_torch_tag(uint32_t tag);
+/* The tag of the calling thread. */
+uint32_t pyvmem_torch_tag_now(void);
 /* Unmaps the mapped blocks of a tag, all or none. No GPU work may be unfinished. `save`: memory for their
  * contents, kept by the caller until they are resumed or freed; NULL = contents are given up. -EAGAIN: `room`
  * bytes are too few. */
-int pyvmem_torch_pause(int device, uint32_t tag, void *save, uint64_t room);
+int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag, void *save, uint64_t room);
 /* Maps the paused blocks of a tag again, all or none, with what was saved or with zeros. */
 int pyvmem_torch_resume(int device, uint32_t tag);
 /* Whether a range lies in one block. */

@@ -107,20 +107,26 @@ class Context(AddressSpace, Closable):
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
         flags = _FORCE if force else 0
         sizes = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
-        self.handle = _native.open(backend, flags, ordinals, *sizes)
-        self._closed = False
         self._pid = os.getpid()
-        self.is_open = True
-        _opened.add(self)
         self._lock = threading.Lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
         self._forgotten: deque[int] = deque()  # tickets that were collected before their end
         self._warned = False
-        self.info = ContextInfo._from_c(_native.query(self.handle), ordinals)
-        host = self.info.backend == "host"
-        self.cuda_device: int | None = None if host else ordinals[0]
-        _log_opened(backend, self.info)
+        made = Outcome()
+        try:
+            self.handle = _native.open(backend, flags, ordinals, *sizes, outcome=made)
+            self.info = ContextInfo._from_c(_native.query(self.handle), ordinals)
+            host = self.info.backend == "host"
+            self.cuda_device: int | None = None if host else ordinals[0]
+            _log_opened(backend, self.info)
+            _opened.add(self)
+            self._closed, self.is_open = False, True
+        except BaseException:
+            cell = made.cell
+            if cell.called and not cell.code:
+                _native.discard(cell.value)
+            raise
 
     is_open: bool
     """Neither closed nor inherited through fork; only the context sets it."""
@@ -344,25 +350,27 @@ class Context(AddressSpace, Closable):
             Busy: arrays or tensors over its reservations live; nothing changed.
             ForkedProcess: the context belongs to the parent.
         """
-        with self._lock:
-            if self._closed:
-                return
-            live = sum(one.live_arrays for one in self._reservations)
-            if live:
-                _native.fail(
-                    errno.EBUSY,
-                    f"tensors or buffers over this context's reservations are alive: {live}",
-                    op="vmem_close",
-                    bytes=live,
-                )
-            self._closed = True  # from here on no new tensor
-            self.is_open = False
-        outcome = Outcome()
+        outcome, before = Outcome(), None
         try:
+            with self._lock:
+                if self._closed:
+                    return
+                live = sum(one.live_arrays for one in self._reservations)
+                if live:
+                    _native.fail(
+                        errno.EBUSY,
+                        f"tensors or buffers over this context's reservations are alive: {live}",
+                        op="vmem_close",
+                        bytes=live,
+                    )
+                before = self.is_open
+                self._closed, self.is_open = True, False  # from here on no new tensor
             _native.close(self.handle, outcome=outcome)
         except BaseException:
-            self._closed = outcome.happened
-            self.is_open = not self._closed and self._pid == os.getpid()
+            if before is not None:
+                cell = outcome.cell  # no call is made here, after which an exception could come
+                self._closed = cell.called == 1 and cell.code == 0
+                self.is_open = before and not self._closed
             raise
         self._events.clear()
 

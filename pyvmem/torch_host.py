@@ -52,9 +52,10 @@ class HostBlock:
         self._device = device
         if device is not None:
             try:
+                self._locked_by = os.getpid()  # before it is: `unlock` may be called for nothing
                 self._call(device, "cuMemHostRegister_v2", ctypes.c_size_t(size), _HOST_REGISTER)
-                self._locked_by = os.getpid()
             except VMemError as error:
+                self._locked_by = 0
                 text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
                 log.warning(text, size, error)
 
@@ -89,7 +90,7 @@ class HostBlock:
             primary.call(function, ctypes.c_void_p(self.address), *arguments)
 
     def __del__(self) -> None:
-        if self._locked_by:
+        if getattr(self, "_locked_by", 0):
             self.unlock()
 
 
@@ -102,7 +103,7 @@ class HostMemory:
 
     def __init__(self, device: int | None) -> None:
         self._device = device
-        self._used: list[HostBlock] = []
+        self._used = weakref.WeakSet[HostBlock]()  # an interrupted caller has lost its block
         self._spare: list[HostBlock] = []
 
     def take(self, size: int) -> HostBlock:
@@ -121,16 +122,16 @@ class HostMemory:
             if self._spare:
                 self._spare.remove(max(self._spare, key=lambda one: one.size))
             block = HostBlock(size, self._device)
-        self._used.append(block)
+        self._used.add(block)
         return block
 
     def give(self, block: HostBlock) -> None:
         """Makes a block spare; one that is looked at is its viewers' from now on."""
-        self._used.remove(block)
         if block.viewed:
             block.unlock()
         else:
             self._spare.append(block)
+        self._used.discard(block)
 
     def drop(self) -> int:
         """Gives spare blocks back to the system; returns their bytes."""
@@ -141,9 +142,9 @@ class HostMemory:
     @property
     def bytes(self) -> int:
         """Of all blocks."""
-        return sum(block.size for block in self._used + self._spare)
+        return sum(block.size for block in {*self._used, *self._spare})
 
     @property
     def locked_bytes(self) -> int:
         """Of those that are page-locked."""
-        return sum(block.size for block in self._used + self._spare if block.locked)
+        return sum(block.size for block in {*self._used, *self._spare} if block.locked)

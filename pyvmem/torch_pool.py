@@ -26,14 +26,16 @@ import gc
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pyvmem import _native, _vmem
-from pyvmem._native import torch_alloc
+from pyvmem._native import Outcome, torch_alloc
 from pyvmem.context import Context
 from pyvmem.cuda_primary import PrimaryContext
+from pyvmem.errors import Busy
 from pyvmem.info import Caps
+from pyvmem.reservation import Reservation
 from pyvmem.torch_host import HostMemory
 from pyvmem.torch_tags import Tag, TorchPoolStats
 
@@ -67,21 +69,26 @@ class VMemPool:
         self._host = HostMemory(context.cuda_device)
         self._allocator: Any = None
         visible = Caps.VISIBLE in context.info.caps
-        # A living array: `Context.close` raises Busy while the pool is open.
-        self._anchor = context.reserve(context.info.granule)
-        self._hold: Any = self._anchor.array((1,), "uint8")
         flags = _VISIBLE if visible else 0
         self._primary: PrimaryContext | None = None
+        made, self._ended = Outcome(), Outcome()
+        self._anchor, self._hold = Reservation(context, Outcome()), None
         try:
+            # A living array: `Context.close` raises Busy while the pool is open.
+            context.reserve(context.info.granule, into=self._anchor)
+            self._hold = self._anchor.array((1,), "uint8")
             if context.cuda_device is not None:
                 self._primary = PrimaryContext(self._device)
             torch_alloc.open(
-                self._device, context.handle, context.info.granule, flags, self._primary
+                self._device, context.handle, context.info.granule, flags, self._primary, made
             )
+            self._closed = False
         except BaseException:
-            self._let_go()
+            if made.happened:
+                torch_alloc.close(self._device)
+            with suppress(Busy):  # the traceback keeps the array: the context frees its addresses
+                self._let_go()
             raise
-        self._closed = False
 
     # ---- allocation ----------------------------------------------------------------------------
 
@@ -119,20 +126,23 @@ class VMemPool:
     @contextmanager
     def _allocating(self, name: str) -> Iterator[Tag]:
         """Inside the block, `vmem_malloc` in this thread works for the tag."""
-        with self._lock:
-            self._check_open("use")
-            number = len(self._tags) + 1
-            tag = self._tags.setdefault(name, Tag(name, number, self._device, self._host))
-            if tag.paused:
-                _native.fail(errno.EBUSY, f"tag {name!r} is paused; resume it first", op="use")
-            tag.users += 1
-        before = torch_alloc.set_tag(tag.number)
+        user, users, before = object(), set[object](), torch_alloc.tag()
         try:
+            with self._lock:
+                self._check_open("use")
+                number = len(self._tags) + 1
+                tag = self._tags.setdefault(name, Tag(name, number, self._device, self._host))
+                if tag.paused:
+                    _native.fail(errno.EBUSY, f"tag {name!r} is paused; resume it first", op="use")
+                users = tag.users
+                users.add(user)
+            torch_alloc.set_tag(tag.number)
             yield tag
         finally:
-            torch_alloc.set_tag(before)
-            with self._lock:
-                tag.users -= 1
+            try:  # calls of C alone: an exception from outside comes after them
+                torch_alloc.set_tag(before)
+            finally:
+                users.discard(user)
 
     def owns(self, tensor: Any) -> bool:
         """Whether a tensor's storage lies in the pool, paused or not."""
@@ -267,13 +277,14 @@ class VMemPool:
             if not self._context.is_open:
                 self._context.stats()  # raises: the pool is the parent's of a fork
             self._return_segments()
-            torch_alloc.close(self._device)
-            self._closed = True
+            if not self._ended.happened:  # else an exception from outside ended the last call
+                torch_alloc.close(self._device, self._ended)
             for tag in self._tags.values():
                 tag.forget()
             self._tags.clear()
             self._host.drop()
             self._let_go()
+            self._closed = True
 
     def _drop_workspaces(self) -> None:
         """Makes torch forget cuBLAS's workspace, which lies in the pool if a `use` block needed it.
@@ -301,10 +312,10 @@ class VMemPool:
         if self._primary is not None:
             self._primary.close()
         self._hold = None
-        self._anchor.close()
+        self._anchor.abandon()
 
     def _check_open(self, op: str) -> None:
-        if self._closed:
+        if self._closed or self._ended.happened:
             _native.fail(errno.EBADF, "the VMemPool is closed", op=op)
         if not self._context.is_open:
             self._context.stats()  # raises what is wrong: of the parent of a fork

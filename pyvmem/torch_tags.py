@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyvmem import _native
-from pyvmem._native import torch_alloc
+from pyvmem._native import Outcome, torch_alloc
 from pyvmem.errors import TooManyBatches
 from pyvmem.torch_host import HostBlock, HostMemory
 
@@ -79,7 +79,7 @@ class Tag:
     number: int
     device: int
     host: HostMemory
-    users: int = 0
+    users: set[object] = field(default_factory=set)
     paused: bool = False
     pool: Any = None
     saved: list[HostBlock] = field(default_factory=list)
@@ -90,21 +90,27 @@ class Tag:
 
     def pause(self, keep: bool) -> None:
         """Unmaps all segments, or, where that raises, none; no GPU work may be unfinished."""
+        before = self.paused
         while True:
             room = self.stats().mapped_bytes
             save = self.host.take(room) if keep and room else None
+            outcome = Outcome()
             try:
-                torch_alloc.pause(self.device, self.number, save.memory if save else None)
-            except BaseException as error:
                 if save is not None:
-                    self.host.give(save)
-                if isinstance(error, TooManyBatches):  # EAGAIN: torch added a segment meanwhile
-                    continue
-                raise
-            break
-        if save is not None:
-            self.saved.append(save)
-        self.paused = True
+                    self.saved.append(save)  # C holds its address as soon as the call is made
+                self.paused = True
+                memory = None if save is None else save.memory
+                torch_alloc.pause(self.device, self.number, memory, outcome)
+                return
+            except BaseException as error:
+                if not outcome.happened:
+                    self.paused = before
+                    if save is not None:
+                        if save in self.saved:
+                            self.saved.remove(save)
+                        self.host.give(save)
+                if not isinstance(error, TooManyBatches):
+                    raise  # else EAGAIN: torch added a segment meanwhile
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
         """Saved contents by their address in host memory; None: they are not of this tag."""

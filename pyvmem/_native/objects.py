@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno as _errno
+from collections.abc import Callable
 from typing import Any
 
 from pyvmem._native.boundary import call, constant, fail, sized, text_of
@@ -14,6 +15,7 @@ __all__ = [
     "backend_names",
     "close",
     "create",
+    "discard",
     "drop",
     "drop_range",
     "free",
@@ -53,6 +55,8 @@ def open(
     pool_low: int,
     pool_high: int,
     max_mappings: int,
+    *,
+    outcome: Outcome | None = None,
 ) -> int:
     """Opens a context and returns it; the caller closes it."""
     limit = constant("VMEM_MAX_DEVICES")
@@ -82,15 +86,18 @@ def open(
         opts.devices[0 : len(devices)] = devices
     except OverflowError:
         fail(_errno.EINVAL, f"devices = {devices}: out of range", op="vmem_open")
-    out = ffi.new("vmem_t *")
-    call(lib.vmem_open, opts, out)
-    vm: int = out[0]
-    return vm
+    made = outcome or Outcome()
+    call(lib.pyvmem_open, made.cell, opts)
+    return made.value
 
 
 def close(vm: int, *, outcome: Outcome | None = None) -> None:
     """Ends a context."""
     call(lib.pyvmem_close, cell_of(outcome), vm)
+
+
+discard: Callable[[int], int] = lib.vmem_close
+"""Ends a context; C itself, so that no exception from outside comes before."""
 
 
 def query(vm: int) -> Any:

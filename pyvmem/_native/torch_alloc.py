@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from pyvmem._native.boundary import call, constant
+from pyvmem._native.outcome import Outcome, cell_of
 from pyvmem._vmem import ffi, lib
 
-__all__ = ["ALL", "close", "open", "owns", "pause", "resume", "saved", "set_tag", "stats"]
+__all__ = ["ALL", "close", "open", "owns", "pause", "resume", "saved", "set_tag", "stats", "tag"]
 
 ALL = constant("PYVMEM_TORCH_ALL")
 
@@ -22,7 +24,14 @@ class Primary(Protocol):
         """The address of a function of libcuda."""
 
 
-def open(device: int, vm: int, page: int, reserve_flags: int, primary: Primary | None) -> None:
+def open(
+    device: int,
+    vm: int,
+    page: int,
+    reserve_flags: int,
+    primary: Primary | None,
+    outcome: Outcome | None = None,
+) -> None:
     """Makes `vm` the context that torch's allocations on a device come from.
 
     `primary`: what a free waits for; it lives until `close`. None: there is nothing to wait for.
@@ -34,27 +43,28 @@ def open(device: int, vm: int, page: int, reserve_flags: int, primary: Primary |
         gpu.push = primary.address("cuCtxPushCurrent_v2")
         gpu.synchronize = primary.address("cuCtxSynchronize")
         gpu.pop = primary.address("cuCtxPopCurrent_v2")
-    call(lib.pyvmem_torch_open, device, vm, page, reserve_flags, gpu)
+    call(lib.pyvmem_torch_open, cell_of(outcome), device, vm, page, reserve_flags, gpu)
 
 
-def close(device: int) -> None:
+def close(device: int, outcome: Outcome | None = None) -> None:
     """Unregisters a device's context; Busy while torch holds blocks."""
-    call(lib.pyvmem_torch_close, device)
+    call(lib.pyvmem_torch_close, cell_of(outcome), device)
 
 
-def set_tag(tag: int) -> int:
-    """Sets the tag of the calling thread's allocations from now on; returns the one before."""
-    before: int = lib.pyvmem_torch_tag(tag)
-    return before
+tag: Callable[[], int] = lib.pyvmem_torch_tag_now
+"""The tag of the calling thread's allocations."""
+
+set_tag: Callable[[int], int] = lib.pyvmem_torch_tag
+"""Sets it from now on; returns the one before. C itself: no exception from outside comes before."""
 
 
-def pause(device: int, tag: int, save: Any) -> None:
+def pause(device: int, tag: int, save: Any, outcome: Outcome | None = None) -> None:
     """Unmaps a tag's blocks; `save`: a writable buffer for their contents, or None."""
     if save is None:
-        call(lib.pyvmem_torch_pause, device, tag, ffi.NULL, 0)
+        call(lib.pyvmem_torch_pause, cell_of(outcome), device, tag, ffi.NULL, 0)
     else:
         buffer = ffi.from_buffer(save, require_writable=True)
-        call(lib.pyvmem_torch_pause, device, tag, buffer, len(buffer))
+        call(lib.pyvmem_torch_pause, cell_of(outcome), device, tag, buffer, len(buffer))
 
 
 def resume(device: int, tag: int) -> None:

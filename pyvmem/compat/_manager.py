@@ -67,13 +67,13 @@ class Manager:
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
         try:
             self.cache = KVCache(config, context)
+            self.cache.set_limit(0)
+            self.megacache = bool(megacache)
+            self.lengths = [0] * config.max_batch
+            self.common: CommonPages | None = None
         except BaseException:
             context.close()
             raise
-        self.cache.set_limit(0)
-        self.megacache = bool(megacache)
-        self.lengths = [0] * config.max_batch
-        self.common: CommonPages | None = None
 
     @property
     def tokens_per_block(self) -> int:
@@ -153,7 +153,9 @@ class Manager:
                 op="map_common_pages",
             )
         try:
-            self.common = self.cache.map_common_pages(tokens)
+            with self.cache.lock, self.cache.journal:
+                self.cache.journal.keep(self, "common")
+                self.common = self.cache.map_common_pages(tokens)
         except OutOfMemory:
             raise self._short([tokens]) from None
 

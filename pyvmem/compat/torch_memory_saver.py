@@ -27,7 +27,7 @@ import errno
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyvmem.context import Context
@@ -60,8 +60,8 @@ class TorchMemorySaver:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._context: Context | None = None
-        self._own: Context | None = None
-        self._pool: VMemPool | None = None
+        self._own: list[Context] = []  # one at most
+        self._pools: list[VMemPool] = []  # one at most
         self._tags: dict[str, set[bool]] = {}  # of each tag, whether its regions had a backup
         self._active = threading.local()
 
@@ -72,7 +72,7 @@ class TorchMemorySaver:
             Busy: the pool is open already.
         """
         with self._lock:
-            if self._pool is not None:
+            if self._pools:
                 raise Busy(
                     "torch_memory_saver: its pool is open already; configure it before the first "
                     "region",
@@ -83,16 +83,21 @@ class TorchMemorySaver:
 
     def _opened(self) -> VMemPool:
         with self._lock:
-            if self._pool is None:
+            if not self._pools:
                 context = self._context
-                if context is None:
-                    context = self._own = Context()
+                # One C call makes each and records it: no exception from outside comes between.
                 try:
-                    self._pool = VMemPool(context)
+                    if context is None:
+                        if not self._own or not self._own[0].is_open:
+                            self._own[:] = map(Context, ("auto",))
+                        context = self._own[0]
+                    self._pools.extend(map(VMemPool, (context,)))
                 except BaseException:
-                    self._close_own()
+                    if not self._pools:
+                        with suppress(Busy):  # the traceback keeps an array: the next call uses it
+                            self._close_own()
                     raise
-            return self._pool
+            return self._pools[0]
 
     def close(self) -> None:
         """Frees everything; the next region opens a new pool. Idempotent.
@@ -101,16 +106,16 @@ class TorchMemorySaver:
             Busy: tensors of a region are alive.
         """
         with self._lock:
-            if self._pool is not None:
-                self._pool.close()
-                self._pool = None
+            if self._pools:
+                self._pools[0].close()
                 self._tags.clear()
-                self._close_own()
+                self._pools.clear()
+            self._close_own()
 
     def _close_own(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            own.close()
+        if self._own:
+            self._own[0].close()
+            self._own.clear()
 
     # ---- regions ---------------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class TorchMemorySaver:
         """
         import torch
 
-        if self._pool is None:
+        if not self._pools:
             raise BadHandle("no region was used", errno=errno.EBADF, op="get_cpu_backup")
         if not x.is_contiguous():
             raise InvalidArgument(
@@ -208,7 +213,7 @@ class TorchMemorySaver:
                 errno=errno.EINVAL,
                 op="get_cpu_backup",
             )
-        view = self._pool.saved(x.data_ptr(), x.nbytes) if x.nbytes else memoryview(bytearray())
+        view = self._pools[0].saved(x.data_ptr(), x.nbytes) if x.nbytes else memoryview(bytearray())
         if view is None:
             raise InvalidArgument(
                 f"{x.nbytes} bytes at {x.data_ptr():#x} are not paused with a backup",

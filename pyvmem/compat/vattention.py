@@ -162,10 +162,14 @@ def init_kvcache(
             page_size=page_size,
             megacache=megacache,
         )
-        tensors = manager.tensors()
-        _manager = manager
-        if _verbose:
-            print(f"vattention: {manager.tokens_per_block} tokens in a KV block")
+        try:
+            tensors = manager.tensors()
+            if _verbose:
+                print(f"vattention: {manager.tokens_per_block} tokens in a KV block")
+            _manager = manager
+        except BaseException:
+            manager.end()  # the traceback may keep tensors: `close_retired` closes the cache
+            raise
         return tensors
 
 

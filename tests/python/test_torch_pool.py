@@ -291,7 +291,7 @@ def test_blocks_added_by_another_thread_are_paused_too(
         blocks = [torch.malloc(page)]
     real = torch_alloc.pause
 
-    def late(device: int, tag: int, save: Any) -> None:
+    def late(device: int, tag: int, save: Any, *rest: Any) -> None:
         if len(blocks) == 1:
             before = torch_alloc.set_tag(tag)
             blocks.append(torch.malloc(page))
