@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: runs, neighbour placement, watermarks, limits, trim, and a random walk with all checks on. */
+#include <unistd.h>
+
 #include "api/api.h"
 #include "check.h"
 
@@ -313,6 +315,77 @@ static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
   OK(vmem_close(vm));
 }
 
+/* A plan takes the surplus, its period ends meanwhile, and it comes to nothing: the surplus is watched anew. */
+static void what_a_failed_plan_leaves_is_watched(void) {
+  int err, ends[2];
+  vmem_t vm = open_with(0, 0, MIB(2));
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  uint64_t va;
+  vmem_ticket t;
+  struct vmem_op op;
+  struct vmem_after a;
+  c->opts.pool_high = MIB(4);
+  c->phys->surplus.delay = 1ull << 60;
+  vm_put(c);
+  OK(vMemReserve(vm, MIB(64), NULL, &va));
+  CHECK(take_and_release(vm, 32));
+  EQ(pipe(ends), 0);
+  op = populate(va, MIB(64));
+  a = (struct vmem_after){.kind = VMEM_AFTER_FD, .handle = (uint64_t)ends[0]};
+  OK(vmem_submit(vm, &op, 1, &a, 1, 0, &t));
+  EQ(after_the_period(vm, MIB(64)), MIB(64)); /* all of it is taken */
+  OK(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, EIO));
+  EQ(write(ends[1], "", 1), 1);
+  EQ(vmem_wait(vm, t, -1), -EIO);
+  CHECK(c->phys->surplus.watched);
+  for (int i = 0; i < 3 && stats_of(vm).slab_bytes > MIB(4); i++) after_the_period(vm, MIB(4));
+  EQ(stats_of(vm).slab_bytes, MIB(4));
+  close(ends[0]);
+  close(ends[1]);
+  OK(vmem_close(vm));
+}
+
+/* A device that has 64 MiB, and takes its time to get them back. */
+static uint64_t device_bytes;
+static const struct vm_backend *real;
+
+static int small_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
+                        uint64_t *slab) {
+  int err;
+  if (__atomic_add_fetch(&device_bytes, bytes, __ATOMIC_SEQ_CST) > MIB(64))
+    err = vm_fail(-ENOMEM, "the device has 64 MiB");
+  else
+    err = real->slab_create(be, bytes, page_size, location, device, slab);
+  if (err) __atomic_sub_fetch(&device_bytes, bytes, __ATOMIC_SEQ_CST);
+  return err;
+}
+
+static int slow_destroy(void *be, uint64_t slab, uint64_t bytes) {
+  int err = real->slab_destroy(be, slab, bytes);
+  usleep(100);
+  __atomic_sub_fetch(&device_bytes, bytes, __ATOMIC_SEQ_CST);
+  return err;
+}
+
+/* Memory on its way back to the driver is waited for by who lacks it, and by vmem_trim. */
+static void what_is_leaving_is_waited_for(void) {
+  int err;
+  vmem_t vm = open_with(0, 0, MIB(2));
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  struct vm_backend small = *c->be;
+  real = c->be;
+  small.slab_create = small_create;
+  small.slab_destroy = slow_destroy;
+  c->be = &small;
+  c->opts.pool_high = MIB(2);
+  c->phys->surplus.delay = 1000; /* ns: the worker gives back all the time */
+  vm_put(c);
+  for (int i = 0; i < 100; i++) CHECK(take_and_release(vm, 32)); /* all of it */
+  OK(vmem_trim(vm, 0, NULL));
+  EQ(__atomic_load_n(&device_bytes, __ATOMIC_SEQ_CST), 0);
+  OK(vmem_close(vm));
+}
+
 static uint64_t seed = 88172645463325252ull;
 static uint32_t rnd(uint32_t n) {
   seed ^= seed << 13;
@@ -369,4 +442,5 @@ static void random_walk(void) {
 MAIN(TEST(one_run_is_one_call), TEST(fullest_slab_first), TEST(empty_slab_last), TEST(empty_slab_last_when_spread),
      TEST(a_run_is_not_cut), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
      TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs),
-     TEST(watermark_and_limit), TEST(a_surplus_goes_back_when_it_was_not_needed_for_a_while), TEST(random_walk))
+     TEST(watermark_and_limit), TEST(a_surplus_goes_back_when_it_was_not_needed_for_a_while),
+     TEST(what_a_failed_plan_leaves_is_watched), TEST(what_is_leaving_is_waited_for), TEST(random_walk))

@@ -175,6 +175,8 @@ struct vm_surplus {
 
 /* Memory has become free: what is above pool_high is given back, or watched. */
 void vm_pool_settle(struct vm_ctx *c);
+/* A plan comes to nothing: what is above `keep`, which was there before it, goes the same way. */
+void vm_pool_abandon(struct vm_ctx *c, uint64_t keep);
 /* The worker's turn: gives back a piece of what was not needed. Whether there was one. */
 bool vm_pool_give_surplus(struct vm_ctx *c);
 
@@ -308,13 +310,13 @@ struct vm_phys {
   uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
   uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */
   uint64_t growing_bytes; /* of slabs being made */
+  uint64_t leaving_bytes; /* of slabs in no table any more, which the driver does not have back yet */
+  uint64_t departures;    /* how often such a list of slabs has gone */
 };
 
 /* Called where a success becomes final, so that what a failed call took for a while does not count. */
 static inline void vm_phys_note_peak(struct vm_ctx *c) {
-  uint64_t used = c->phys->used_units;
-  if (used > c->phys->peak_used_units) c->phys->peak_used_units = used;
-  if (used > c->phys->surplus.peak_units) c->phys->surplus.peak_units = used;
+  if (c->phys->used_units > c->phys->peak_used_units) c->phys->peak_used_units = c->phys->used_units;
 }
 
 /* Frees everything; the context has no users any more. */

@@ -127,6 +127,7 @@ static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t un
   s->free_units -= n;
   s->pool->free_units -= n;
   c->phys->used_units += n;
+  if (c->phys->used_units > c->phys->surplus.peak_units) c->phys->surplus.peak_units = c->phys->used_units;
   chunks_account(c, s, unit, n, false);
   settle(s, s->max_run);
   if (s->pool == &c->phys->pools[0]) watch_low(c);

@@ -12,6 +12,7 @@
 static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
   vm_pool_set_aside(s);
   vm_slab_forget(c, s);
+  c->phys->leaving_bytes += s->bytes;
 }
 
 /* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free, until there are
@@ -42,16 +43,23 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint6
 }
 
 static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
-  uint64_t freed = 0;
+  uint64_t freed = 0, gone = 0;
+  if (!list) return 0;
   while (list) {
     struct vm_slab *next = list->next;
     uint64_t bytes = list->bytes;
     int err = vm_slab_destroy(c, list);
     if (!err) freed += bytes;
+    gone += bytes;
     vm_log(c, err ? VMEM_LOG_WARNING : VMEM_LOG_DEBUG, "slab of %llu bytes %s%s", (unsigned long long)bytes,
            err ? "could not be given back: " : "given back", err ? vm_error_last()->text : "");
     list = next;
   }
+  pthread_mutex_lock(&c->lock);
+  c->phys->leaving_bytes -= gone;
+  c->phys->departures++;
+  pthread_cond_broadcast(&c->done_cond);
+  pthread_mutex_unlock(&c->lock);
   return freed;
 }
 
@@ -68,7 +76,13 @@ static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t most, uint64
   }
   pthread_mutex_unlock(&c->lock);
   freed = destroy_list(c, list);
-  return freed + destroy_list(c, rest);
+  freed += destroy_list(c, rest);
+  if (wait) { /* for what the worker is giving back, too */
+    pthread_mutex_lock(&c->lock);
+    while (c->phys->leaving_bytes) pthread_cond_wait(&c->done_cond, &c->lock);
+    pthread_mutex_unlock(&c->lock);
+  }
+  return freed;
 }
 
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) { return give_back(c, keep, UINT64_MAX, 0, wait); }
@@ -78,7 +92,9 @@ static bool has_surplus(const struct vm_ctx *c) { return vm_pool_free_units(c) >
 
 static void watch(struct vm_ctx *c, uint64_t now) {
   struct vm_surplus *s = &c->phys->surplus;
-  *s = (struct vm_surplus){s->delay, true, now + s->delay, c->phys->used_units};
+  s->watched = true;
+  s->due = now + s->delay;
+  s->peak_units = c->phys->used_units;
 }
 
 void vm_pool_settle(struct vm_ctx *c) {
@@ -97,21 +113,29 @@ void vm_pool_settle(struct vm_ctx *c) {
 
 bool vm_pool_give_surplus(struct vm_ctx *c) {
   struct vm_surplus *s = &c->phys->surplus;
-  uint64_t now = 0, needed;
-  bool due;
+  struct vm_slab *list = NULL;
+  uint64_t now, needed;
+  bool busy;
   pthread_mutex_lock(&c->lock);
-  due = s->watched && (now = vm_now_ns()) >= s->due;
-  needed = s->peak_units > c->phys->used_units ? s->peak_units - c->phys->used_units : 0;
+  if (s->watched && (now = vm_now_ns()) >= s->due) {
+    needed = s->peak_units > c->phys->used_units ? s->peak_units - c->phys->used_units : 0;
+    list = unlink_empty(c, c->opts.pool_high + vm_bytes(c, needed), PIECE, 0, &busy);
+    if (!list && needed && has_surplus(c))
+      watch(c, now);
+    else if (!list)
+      s->watched = false; /* under the same lock: what becomes free from now on is watched anew */
+  }
   pthread_mutex_unlock(&c->lock);
-  if (!due) return false;
-  if (give_back(c, c->opts.pool_high + vm_bytes(c, needed), PIECE, 0, false)) return true;
-  pthread_mutex_lock(&c->lock);
-  if (needed && has_surplus(c))
-    watch(c, now);
+  if (!list) return false;
+  destroy_list(c, list);
+  return true;
+}
+
+void vm_pool_abandon(struct vm_ctx *c, uint64_t keep) {
+  if (c->phys->surplus.delay)
+    vm_pool_settle(c);
   else
-    s->watched = false; /* what is left lies in slabs that are in use */
-  pthread_mutex_unlock(&c->lock);
-  return false;
+    vm_pool_trim(c, keep, false);
 }
 
 /* One more slab, of `bytes` or, when memory is short, as little as `least`. */
@@ -120,11 +144,13 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   struct vm_slab *s = NULL;
   int err = 0;
   for (;;) {
+    uint64_t seen;
     pthread_mutex_lock(&c->lock);
     /* What another thread is making at this moment may be what is wanted, or may fail. */
-    while (c->opts.mem_limit && c->phys->growing_bytes &&
-           c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
+    while (c->opts.mem_limit && (c->phys->growing_bytes || c->phys->leaving_bytes) &&
+           c->phys->slab_bytes + c->phys->growing_bytes + c->phys->leaving_bytes + bytes > c->opts.mem_limit)
       pthread_cond_wait(&c->done_cond, &c->lock);
+    seen = c->phys->departures;
     if (c->opts.mem_limit && c->phys->slab_bytes + c->phys->growing_bytes + bytes > c->opts.mem_limit)
       err = vm_fail_at(-ENOMEM, 0, bytes, c->opts.mem_limit,
                        "%llu more bytes would exceed the context's limit of %llu (%llu taken)",
@@ -152,6 +178,14 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
         VM_UNDO(vm_slab_destroy(c, s));
         return err;
       }
+    }
+    if (err == -ENOMEM) { /* what was on its way back to the driver may be what is wanted */
+      bool again;
+      pthread_mutex_lock(&c->lock);
+      while (c->phys->leaving_bytes && c->phys->departures == seen) pthread_cond_wait(&c->done_cond, &c->lock);
+      again = c->phys->departures != seen;
+      pthread_mutex_unlock(&c->lock);
+      if (again) continue;
     }
     if (err != -ENOMEM || bytes <= least) return err;
     bytes = bytes / 2 > least ? vm_round_up(bytes / 2, least) : least;

@@ -198,5 +198,5 @@ void vm_plan_cancel(struct vm_ctx *c, struct vm_plan *p) {
   pthread_mutex_unlock(&c->lock);
   vm_pool_undo_grow(c, p->grow_id);
   vm_plan_clear(p);
-  vm_pool_trim(c, keep, false);
+  vm_pool_abandon(c, keep);
 }

@@ -371,7 +371,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     vm_error_restore(&why);
     if (!m.short_units) {
       vm_pool_undo_grow(c, grow_id);
-      vm_pool_trim(c, keep, false);
+      vm_pool_abandon(c, keep);
       vm_error_restore(&why);
       return err;
     }

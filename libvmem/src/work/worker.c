@@ -290,8 +290,9 @@ static void *thread(void *arg) {
       poll_all(c, &pace, now);
       ran = true;
     }
-    if (ran || vm_pool_give_surplus(c)) continue;
+    if (ran) continue;
     keep_low_watermark(c);
+    if (vm_pool_give_surplus(c)) continue;
     pthread_mutex_lock(&c->lock);
     stop = c->work->worker_stop;
     due = polls ? pace.due : UINT64_MAX;
@@ -334,7 +335,9 @@ void vm_worker_wake(struct vm_ctx *c) {
   pthread_mutex_lock(&c->lock);
   start = (c->phys->clean.wanted || c->phys->surplus.watched) && !c->work->worker_started && !c->closing;
   pthread_mutex_unlock(&c->lock);
-  if (start) VM_UNDO(vm_worker_start(c));
+  if (!start) return;
+  VM_UNDO(start = vm_worker_start(c) != 0);
+  if (start) __atomic_store_n(&c->worker_wanted, true, __ATOMIC_RELAXED); /* the next call tries again */
 }
 
 /* At close: what waits for GPU work of ours is run after it; what waits for a descriptor that nobody may
