@@ -87,11 +87,11 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     for block in blocks:
         m.release(block)
     m.free(there, count * m.page)
-    kernels.close()
     part.notes.append(f"the kernel: {kernels.blocks} blocks of 512 threads")
     part.notes += [note for turn in turns for note in turn.notes()]
     with setting.open(pool_high=KEEP_ALL) as context:
-        _cache_calls(setting, part, context, Kernels(setting.cuda), deadline)
+        _cache_calls(setting, part, context, kernels, deadline)
+    kernels.close()
 
 
 class _Busy:
@@ -171,6 +171,7 @@ def _cache_calls(
         name: book.samples(f"caller/{name}/{system}", f"{what}: caller", system, note=note).rounds
         for name, what in names.items()
     }
+    first, last = requests - 2, requests - 1
     stream, waited, clock = _Stream(int(kernels.stream)), 0, time.perf_counter_ns
     with KVCache(config, context) as cache:
         page_rows = cache.layout.page_size // cache.layout.row_bytes
@@ -187,7 +188,6 @@ def _cache_calls(
             for number in range(rounds):
                 if number and not deadline.allows(2 * seconds):
                     break
-                first, last = requests - 2, requests - 1
                 kernels.spin(seconds)
                 cache.free_reqid(first, stream=stream)
                 lens[first] = 0
@@ -219,5 +219,4 @@ def _cache_calls(
                 if done or reqid != first or cache.alloc_reqid() != last or cache.step(lens):
                     raise RuntimeError("memory is short")
     book.close()
-    kernels.close()
     part.notes.append(f"a cache's calls: the kernel was over before the last in {waited} rounds")

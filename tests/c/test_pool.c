@@ -270,6 +270,19 @@ static void watermark_and_limit(void) {
 
 /* ---- a surplus ---------------------------------------------------------------------------------- */
 
+#define NEVER (1ull << 60) /* periods end when the test says so */
+
+/* With slabs of 2 MiB; what is free above `high` goes back after `delay` ns without need. */
+static vmem_t open_watching(uint64_t high, uint64_t delay, struct vm_ctx **c) {
+  int err;
+  vmem_t vm = open_with(0, 0, MIB(2));
+  *c = vm_get(vm, "test", &err);
+  (*c)->opts.pool_high = high;
+  (*c)->phys->surplus.delay = delay;
+  vm_put(*c);
+  return vm;
+}
+
 /* So many slabs of 2 MiB. */
 static bool take_and_release(vmem_t vm, int slabs) {
   vmem_handle h[128];
@@ -293,12 +306,8 @@ static uint64_t after_the_period(vmem_t vm, uint64_t want) {
 }
 
 static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
-  int err;
-  vmem_t vm = open_with(0, 0, MIB(2));
-  struct vm_ctx *c = vm_get(vm, "test", &err);
-  c->opts.pool_high = MIB(4);
-  c->phys->surplus.delay = 1ull << 60; /* periods end when the test says so */
-  vm_put(c);
+  struct vm_ctx *c;
+  vmem_t vm = open_watching(MIB(4), NEVER, &c);
   CHECK(take_and_release(vm, 2));
   CHECK(!c->phys->surplus.watched); /* no surplus */
   OK(vmem_warm(vm, MIB(256)));
@@ -317,16 +326,13 @@ static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
 
 /* A plan takes the surplus, its period ends meanwhile, and it comes to nothing: the surplus is watched anew. */
 static void what_a_failed_plan_leaves_is_watched(void) {
-  int err, ends[2];
-  vmem_t vm = open_with(0, 0, MIB(2));
-  struct vm_ctx *c = vm_get(vm, "test", &err);
+  int ends[2];
+  struct vm_ctx *c;
+  vmem_t vm = open_watching(MIB(4), NEVER, &c);
   uint64_t va;
   vmem_ticket t;
   struct vmem_op op;
   struct vmem_after a;
-  c->opts.pool_high = MIB(4);
-  c->phys->surplus.delay = 1ull << 60;
-  vm_put(c);
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   CHECK(take_and_release(vm, 32));
   EQ(pipe(ends), 0);
@@ -369,17 +375,13 @@ static int slow_destroy(void *be, uint64_t slab, uint64_t bytes) {
 
 /* Memory on its way back to the driver is waited for by who lacks it, and by vmem_trim. */
 static void what_is_leaving_is_waited_for(void) {
-  int err;
-  vmem_t vm = open_with(0, 0, MIB(2));
-  struct vm_ctx *c = vm_get(vm, "test", &err);
+  struct vm_ctx *c;
+  vmem_t vm = open_watching(MIB(2), 1000, &c); /* the worker gives back all the time */
   struct vm_backend small = *c->be;
   real = c->be;
   small.slab_create = small_create;
   small.slab_destroy = slow_destroy;
   c->be = &small;
-  c->opts.pool_high = MIB(2);
-  c->phys->surplus.delay = 1000; /* ns: the worker gives back all the time */
-  vm_put(c);
   for (int i = 0; i < 100; i++) CHECK(take_and_release(vm, 32)); /* all of it */
   OK(vmem_trim(vm, 0, NULL));
   EQ(__atomic_load_n(&device_bytes, __ATOMIC_SEQ_CST), 0);

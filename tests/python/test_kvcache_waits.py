@@ -244,23 +244,28 @@ def test_a_step_ahead_of_a_budgets_cache_waits_for_none_of_its_own(
         assert cache.step_async(lens(cache, **{f"r{other}": 6 * ROWS})) == -1
 
 
-def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
-    context: Context, work: FdEvent
-) -> None:
+def two_classes(context: Context, pages: int) -> tuple[int, LayeredCache]:
+    """The rows of a page of the first class, half of the second's; memory for `pages` a tensor."""
     page = context.info.granule
-    rows = page // (2 * 64 * 4)  # of a page of the first class
-    shapes = [LayerShape(num_kv_heads=2, head_dim=64), LayerShape(num_kv_heads=1, head_dim=64)]
-    with LayeredCache(
-        shapes,
+    rows = page // (2 * 64 * 4)
+    return rows, LayeredCache(
+        [LayerShape(num_kv_heads=2, head_dim=64), LayerShape(num_kv_heads=1, head_dim=64)],
         context,
         dtype="float32",
         max_batch=4,
         max_seq_len=8 * rows,
         page_size=page,
-        memory_limit=2 * 9 * page,
+        memory_limit=2 * pages * page,
         low_watermark=0.0,
         growth_fraction=0.0,
-    ) as cache:
+    )
+
+
+def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
+    context: Context, work: FdEvent
+) -> None:
+    rows, made = two_classes(context, 9)
+    with made as cache:
         one, other = cache.alloc_reqid(), cache.alloc_reqid()
         assert (
             cache.step(
@@ -311,39 +316,20 @@ def test_who_decodes_does_not_wait_for_a_prompts_memory(
 
 
 def test_who_decodes_does_not_wait_in_any_group(context: Context, work: FdEvent) -> None:
-    page = context.info.granule
-    rows = page // (2 * 64 * 4)  # of a page of the first class; the second's hold twice as many
-    shapes = [LayerShape(num_kv_heads=2, head_dim=64), LayerShape(num_kv_heads=1, head_dim=64)]
-    with (
-        LayeredCache(
-            shapes,
-            context,
-            dtype="float32",
-            max_batch=4,
-            max_seq_len=8 * rows,
-            page_size=page,
-            memory_limit=2 * 12 * page,
-            low_watermark=0.0,
-            growth_fraction=0.0,
-        ) as cache,
-        over_at_the_end(work),
-    ):
-
-        def wanted(**tokens: int) -> list[int]:
-            return [tokens.get(f"r{slot}", 0) for slot in range(4)]
-
+    rows, made = two_classes(context, 12)
+    with made as cache, over_at_the_end(work):
         ended, one, prompt = (cache.alloc_reqid() for _ in range(3))
         held = {f"r{ended}": 4 * rows, f"r{one}": 2 * rows}  # 6 and 3 of 12 pages a tensor
-        assert cache.step(wanted(**held)) == 0
+        assert cache.step(lens(cache, **held)) == 0
         cache.free_reqid(ended, stream=work)
-        assert promptly(lambda: cache.step_async(wanted(**{f"r{prompt}": 4 * rows})), work) == 0
-        more = {f"r{one}": 4 * rows}
-        assert promptly(lambda: cache.step_async(wanted(**more)), work) == 0
+        long, more = {f"r{prompt}": 4 * rows}, {f"r{one}": 4 * rows}
+        assert promptly(lambda: cache.step_async(lens(cache, **long)), work) == 0
+        assert promptly(lambda: cache.step_async(lens(cache, **more)), work) == 0
         eventually(lambda: cache.is_ready(one, 4 * rows))
         assert not cache.is_ready(prompt, 4 * rows)
-        assert promptly(lambda: cache.step(wanted(**more)), work) == 0
+        assert promptly(lambda: cache.step(lens(cache, **more)), work) == 0
         work.set()
-        assert cache.step(wanted(**more, **{f"r{prompt}": 4 * rows})) == 0
+        assert cache.step(lens(cache, **more, **long)) == 0
         cache.check_integrity()
 
 
