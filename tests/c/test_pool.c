@@ -284,12 +284,15 @@ static vmem_t open_watching(uint64_t high, uint64_t delay, struct vm_ctx **c) {
 }
 
 /* So many slabs of 2 MiB. */
-static bool take_and_release(vmem_t vm, int slabs) {
+static bool take_and_release_at(vmem_t vm, uint32_t location, int slabs) {
+  struct vmem_create_opts o = {.size = sizeof(o), .location = location};
   vmem_handle h[128];
   for (int i = 0; i < slabs; i++)
-    if (vMemCreate(vm, MIB(2), NULL, &h[i])) return false;
+    if (vMemCreate(vm, MIB(2), &o, &h[i])) return false;
   return release(vm, h, slabs);
 }
+
+static bool take_and_release(vmem_t vm, int slabs) { return take_and_release_at(vm, VMEM_DEVICE, slabs); }
 
 /* The slabs once the period in which a surplus was watched is over: `want` bytes, or what there are in the end. */
 static uint64_t after_the_period(vmem_t vm, uint64_t want) {
@@ -321,6 +324,43 @@ static void a_surplus_goes_back_when_it_was_not_needed_for_a_while(void) {
   CHECK(take_and_release(vm, 2));
   CHECK(!c->phys->surplus.watched);
   OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* Each pool by what it needed itself: the one that is idle pays. */
+static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
+  static const uint32_t places[] = {VMEM_DEVICE, VMEM_HOST};
+  for (int i = 0; i < 2; i++) {
+    struct vm_ctx *c;
+    vmem_t vm = open_watching(MIB(4), NEVER, &c);
+    const struct vm_pool *busy = &c->phys->pools[i], *idle = &c->phys->pools[!i];
+    CHECK(take_and_release_at(vm, places[!i], 40));
+    CHECK(take_and_release_at(vm, places[i], 20));
+    after_the_period(vm, MIB(44)); /* both were needed in it */
+    for (int turn = 0; turn < 3; turn++) {
+      CHECK(take_and_release_at(vm, places[i], 20));
+      EQ(after_the_period(vm, MIB(44)), MIB(44));
+      EQ(busy->free_units, MIB(40) / PAGE);
+      EQ(idle->free_units, MIB(4) / PAGE);
+    }
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+/* What pool_low keeps on the device is not given back for memory of the host. */
+static void a_low_watermark_is_of_the_device(void) {
+  struct vm_ctx *c;
+  vmem_t vm = open_watching(MIB(8), 0, &c);
+  c->opts.pool_low = MIB(8);
+  OK(vmem_warm(vm, MIB(8)));
+  CHECK(take_and_release_at(vm, VMEM_HOST, 40));
+  EQ(c->phys->pools[0].free_units, MIB(8) / PAGE);
+  EQ(c->phys->pools[1].free_units, 0);
+  OK(vmem_compact(vm, UINT64_MAX, NULL, 0, 0, NULL));
+  EQ(c->phys->pools[0].free_units, MIB(8) / PAGE);
+  OK(vmem_trim(vm, 0, NULL));
+  EQ(stats_of(vm).slab_bytes, 0);
   OK(vmem_close(vm));
 }
 
@@ -445,4 +485,5 @@ MAIN(TEST(one_run_is_one_call), TEST(fullest_slab_first), TEST(empty_slab_last),
      TEST(a_run_is_not_cut), TEST(fragments_are_used), TEST(alignment_and_shortage), TEST(spread_keeps_neighbours),
      TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs),
      TEST(watermark_and_limit), TEST(a_surplus_goes_back_when_it_was_not_needed_for_a_while),
+     TEST(a_surplus_is_of_the_pool_that_does_not_need_it), TEST(a_low_watermark_is_of_the_device),
      TEST(what_a_failed_plan_leaves_is_watched), TEST(what_is_leaving_is_waited_for), TEST(random_walk))

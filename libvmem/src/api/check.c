@@ -97,7 +97,7 @@ static int check_slab(struct vm_ctx *c, struct vm_slab *s, const uint32_t *want,
 
 static int check_all(struct vm_ctx *c, struct census *n) {
   uint64_t mapped = 0, segments = 0, reserved = 0, limbo = 0, used = 0, quarantined = 0, bytes = 0, free_units = 0,
-           aliases = 0, soiled = 0;
+           aliases = 0, soiled = 0, in_pools = 0;
   int err;
   for (size_t i = 0; i < c->virt->nspaces; i++) {
     if ((err = count_space(c, c->virt->spaces[i], n))) return err;
@@ -129,6 +129,7 @@ static int check_all(struct vm_ctx *c, struct census *n) {
   }
   for (uint32_t i = 0; i < VM_POOLS; i++) {
     soiled -= c->phys->pools[i].soiled;
+    in_pools += c->phys->pools[i].used_units;
     if (c->phys->pools[i].promised && !c->work->pending)
       BROKEN("pool %u: %llu units are promised to batches, of which there are none", i,
              (ull)c->phys->pools[i].promised);
@@ -136,8 +137,8 @@ static int check_all(struct vm_ctx *c, struct census *n) {
   if (aliases != c->driver->aliases || soiled)
     BROKEN("context: %llu slabs mapped, counted %llu; %lld dirty units too many", (ull)c->driver->aliases, (ull)aliases,
            (long long)soiled);
-  if (limbo != c->phys->limbo_units || used != c->phys->used_units || quarantined != c->phys->quarantined_units ||
-      bytes != c->phys->slab_bytes || free_units != vm_pool_free_units(c))
+  if (limbo != c->phys->limbo_units || used != c->phys->used_units || used != in_pools ||
+      quarantined != c->phys->quarantined_units || bytes != c->phys->slab_bytes || free_units != vm_pool_free_units(c))
     BROKEN("context: %llu used, %llu quarantined, %llu in passing, %llu free, %llu slab bytes; counted %llu, %llu, "
            "%llu, %llu, %llu",
            (ull)c->phys->used_units, (ull)c->phys->quarantined_units, (ull)c->phys->limbo_units,

@@ -23,7 +23,7 @@ VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed) {
   struct vm_ctx *c = vm_get(vm, "vmem_trim", &err);
   uint64_t n;
   if (!c) return err;
-  n = vm_pool_trim(c, keep, true);
+  n = vm_pool_trim(c, keep, 0, true);
   if (freed) *freed = n;
   vm_put(c);
   return 0;

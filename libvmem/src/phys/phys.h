@@ -111,7 +111,8 @@ struct vm_pool { /* the slabs of one location and kind */
   int32_t device;
   bool large; /* of large pages */
   uint64_t free_units, soiled;
-  uint64_t promised; /* of the free units, to late batches that were not started: only those look at it */
+  uint64_t used_units, peak_units; /* in use; the most since the period of vm_surplus began */
+  uint64_t promised;               /* of the free units, to late batches that were not started: only those look at it */
   struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
   struct vm_slab *elist[POOL_LEVELS];
@@ -160,17 +161,17 @@ void vm_pool_put_back(struct vm_slab *s);
 int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t piece, uint32_t align, uint64_t seen,
                  uint64_t *id);
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
-/* Gives empty slabs back while `keep` free bytes remain; with `wait` also those that are being zeroed. */
-uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait);
+/* Gives empty slabs back while `keep` free bytes remain, `low` of them in pools[0]; with `wait` also those that are
+ * being zeroed. */
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, uint64_t low, bool wait);
 
-/* Free memory above pool_high. With a delay it goes back once it has been more than was needed at any time in so many
- * ns: an engine's load rises and falls within that, and a slab costs the driver 0.1 ms each way. The worker gives it
- * back, a piece at a time, so that no batch waits for long. */
+/* Free memory above pool_high. With a delay it goes back once it has been more than its pool needed at any time in so
+ * many ns: an engine's load rises and falls within that, and a slab costs the driver 0.1 ms each way. The worker gives
+ * it back, a piece at a time, so that no batch waits for long. */
 struct vm_surplus {
-  uint64_t delay;      /* immutable, ns; 0: it goes back at once */
-  bool watched;        /* there is some, and a period has begun */
-  uint64_t due;        /* when the period ends */
-  uint64_t peak_units; /* most units in use since it began */
+  uint64_t delay; /* immutable, ns; 0: it goes back at once */
+  bool watched;   /* there is some, and a period has begun */
+  uint64_t due;   /* when the period ends */
 };
 
 /* Memory has become free: what is above pool_high is given back, or watched. */

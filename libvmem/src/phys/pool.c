@@ -127,7 +127,8 @@ static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t un
   s->free_units -= n;
   s->pool->free_units -= n;
   c->phys->used_units += n;
-  if (c->phys->used_units > c->phys->surplus.peak_units) c->phys->surplus.peak_units = c->phys->used_units;
+  s->pool->used_units += n;
+  if (s->pool->used_units > s->pool->peak_units) s->pool->peak_units = s->pool->used_units;
   chunks_account(c, s, unit, n, false);
   settle(s, s->max_run);
   if (s->pool == &c->phys->pools[0]) watch_low(c);
@@ -421,6 +422,7 @@ uint64_t vm_pool_free_units(const struct vm_ctx *c) {
 static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   bool dirty = true;
   c->phys->used_units -= n;
+  s->pool->used_units -= n;
   if (c->be->discard) {
     c->phys->limbo_units += n;
     pthread_mutex_unlock(&c->lock);
@@ -445,5 +447,6 @@ void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n
 void vm_pool_untake(struct vm_ctx *c, struct vm_run r) {
   vm_units_untake(r.slab, r.unit, r.n);
   c->phys->used_units -= r.n;
+  r.slab->pool->used_units -= r.n;
   give(c, r.slab, r.unit, r.n);
 }

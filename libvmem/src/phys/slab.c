@@ -142,6 +142,7 @@ void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit) {
   if (s->refs[unit] & REF_QUARANTINED) return;
   s->refs[unit] |= REF_QUARANTINED;
   c->phys->used_units--;
+  s->pool->used_units--;
   c->phys->quarantined_units++;
 }
 
@@ -150,4 +151,5 @@ void vm_unit_move(struct vm_ctx *c, struct vm_slab *from, uint32_t unit, struct 
   vm_bits_set(to->dirty_map, to_unit, 1, vm_bit(from->dirty_map, unit));
   from->refs[unit] = 0;
   c->phys->used_units--;
+  from->pool->used_units--;
 }

@@ -15,19 +15,24 @@ static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
   c->phys->leaving_bytes += s->bytes;
 }
 
-/* Empty slabs, taken out of the tables, to be destroyed without the lock: while `keep_bytes` stay free, until there are
- * `most` bytes; with grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it
- * is being zeroed. */
-static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint64_t most, uint64_t grow_id,
+/* What stays free, in units: in all, and in each pool. */
+struct keep {
+  uint64_t total, pool[VM_POOLS];
+};
+
+/* Empty slabs, taken out of the tables, to be destroyed without the lock, until there are `most` bytes; with
+ * grow_id != 0 only those made by that call of vm_pool_grow. *busy: one was passed over because it is being zeroed. */
+static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, uint64_t most, uint64_t grow_id,
                                     bool *busy) {
   struct vm_slab *list = NULL, *next;
-  uint64_t keep = vm_units_up(c, keep_bytes), total = vm_pool_free_units(c), found = 0;
+  uint64_t total = vm_pool_free_units(c), found = 0;
   *busy = false;
-  for (size_t i = 0; i < VM_POOLS; i++)
-    for (int b = POOL_BINS - 1; b >= 0 && total > keep && c->phys->pools[i].bin_mask[LEVEL_EMPTY]; b--)
-      for (struct vm_slab *s = c->phys->pools[i].bins[LEVEL_EMPTY][b]; s && total > keep && found < most; s = next) {
+  for (size_t i = 0; i < VM_POOLS; i++) {
+    const struct vm_pool *p = &c->phys->pools[i];
+    for (int b = POOL_BINS - 1; b >= 0 && total > keep->total && p->bin_mask[LEVEL_EMPTY]; b--)
+      for (struct vm_slab *s = p->bins[LEVEL_EMPTY][b]; s && total > keep->total && found < most; s = next) {
         next = s->next;
-        if (total - s->units < keep) continue;
+        if (total - s->units < keep->total || p->free_units < keep->pool[i] + s->units) continue;
         if (grow_id && s->grow_id != grow_id) continue;
         if (s->cleaning) {
           *busy = true;
@@ -39,6 +44,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, uint64_t keep_bytes, uint6
         s->next = list;
         list = s;
       }
+  }
   return list;
 }
 
@@ -63,15 +69,15 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   return freed;
 }
 
-static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t most, uint64_t grow_id, bool wait) {
+static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t grow_id, bool wait) {
   struct vm_slab *list, *rest = NULL;
   bool busy;
   uint64_t freed;
   pthread_mutex_lock(&c->lock);
-  list = unlink_empty(c, keep, most, grow_id, &busy);
+  list = unlink_empty(c, keep, UINT64_MAX, grow_id, &busy);
   if (busy && wait) {
     vm_clean_hold(c);
-    rest = unlink_empty(c, keep, most, grow_id, &busy);
+    rest = unlink_empty(c, keep, UINT64_MAX, grow_id, &busy);
     vm_clean_release(c);
   }
   pthread_mutex_unlock(&c->lock);
@@ -85,7 +91,10 @@ static uint64_t give_back(struct vm_ctx *c, uint64_t keep, uint64_t most, uint64
   return freed;
 }
 
-uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, bool wait) { return give_back(c, keep, UINT64_MAX, 0, wait); }
+uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, uint64_t low, bool wait) {
+  struct keep k = {.total = vm_units_up(c, keep), .pool = {vm_units_up(c, low)}};
+  return give_back(c, &k, 0, wait);
+}
 
 /* Lock held. */
 static bool has_surplus(const struct vm_ctx *c) { return vm_pool_free_units(c) > vm_units_up(c, c->opts.pool_high); }
@@ -94,12 +103,12 @@ static void watch(struct vm_ctx *c, uint64_t now) {
   struct vm_surplus *s = &c->phys->surplus;
   s->watched = true;
   s->due = now + s->delay;
-  s->peak_units = c->phys->used_units;
+  for (size_t i = 0; i < VM_POOLS; i++) c->phys->pools[i].peak_units = c->phys->pools[i].used_units;
 }
 
 void vm_pool_settle(struct vm_ctx *c) {
   if (!c->phys->surplus.delay) {
-    vm_pool_trim(c, c->opts.pool_high, false);
+    vm_pool_trim(c, c->opts.pool_high, c->opts.pool_low, false);
     return;
   }
   pthread_mutex_lock(&c->lock);
@@ -111,15 +120,28 @@ void vm_pool_settle(struct vm_ctx *c) {
   pthread_mutex_unlock(&c->lock);
 }
 
+/* What the pools have needed besides what is in use, and pool_high. Lock held. */
+static struct keep needs(const struct vm_ctx *c, uint64_t *needed) {
+  struct keep keep = {0};
+  for (size_t i = 0; i < VM_POOLS; i++) {
+    const struct vm_pool *p = &c->phys->pools[i];
+    keep.pool[i] = p->peak_units > p->used_units ? p->peak_units - p->used_units : 0;
+    *needed += keep.pool[i];
+  }
+  keep.total = vm_units_up(c, c->opts.pool_high) + *needed;
+  if (keep.pool[0] < vm_units_up(c, c->opts.pool_low)) keep.pool[0] = vm_units_up(c, c->opts.pool_low);
+  return keep;
+}
+
 bool vm_pool_give_surplus(struct vm_ctx *c) {
   struct vm_surplus *s = &c->phys->surplus;
   struct vm_slab *list = NULL;
-  uint64_t now, needed;
+  uint64_t now, needed = 0;
   bool busy;
   pthread_mutex_lock(&c->lock);
   if (s->watched && (now = vm_now_ns()) >= s->due) {
-    needed = s->peak_units > c->phys->used_units ? s->peak_units - c->phys->used_units : 0;
-    list = unlink_empty(c, c->opts.pool_high + vm_bytes(c, needed), PIECE, 0, &busy);
+    struct keep keep = needs(c, &needed);
+    list = unlink_empty(c, &keep, PIECE, 0, &busy);
     if (!list && needed && has_surplus(c))
       watch(c, now);
     else if (!list)
@@ -135,7 +157,7 @@ void vm_pool_abandon(struct vm_ctx *c, uint64_t keep) {
   if (c->phys->surplus.delay)
     vm_pool_settle(c);
   else
-    vm_pool_trim(c, keep, false);
+    vm_pool_trim(c, keep, c->opts.pool_low, false);
 }
 
 /* One more slab, of `bytes` or, when memory is short, as little as `least`. */
@@ -193,7 +215,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
 }
 
 void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
-  if (id) give_back(c, 0, UINT64_MAX, id, true);
+  if (id) give_back(c, &(struct keep){0}, id, true);
 }
 
 /* Memory is short, but not in all: empty slabs that are of no use for pages of `align` units in this pool are

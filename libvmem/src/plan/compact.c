@@ -459,7 +459,7 @@ static uint64_t trim(struct vm_ctx *c, uint64_t want) {
   pthread_mutex_unlock(&c->lock);
   want = want > UINT64_MAX - c->info->pub.slab_size ? UINT64_MAX : want + c->info->pub.slab_size - c->granule;
   keep = have > want ? have - want : 0;
-  return vm_pool_trim(c, keep > c->opts.pool_low ? keep : c->opts.pool_low, true);
+  return vm_pool_trim(c, keep, c->opts.pool_low, true);
 }
 
 int vm_compact(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
