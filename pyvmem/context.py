@@ -16,11 +16,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
+from pyvmem.errors import VMemError
 from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
@@ -58,8 +60,8 @@ class Context(AddressSpace, Closable):
     """An open back end. A context manager; `close` ends it once.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
-    child. A context that is forgotten without `close` keeps its memory until the process ends, and
-    warns (ResourceWarning).
+    child. A context that is forgotten without `close` warns (ResourceWarning), and keeps what is in
+    it until the process ends; one with no reservation and no pages is closed.
 
     Args:
         backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
@@ -136,6 +138,10 @@ class Context(AddressSpace, Closable):
 
     info: ContextInfo
     """What the context is; stays readable after `close`."""
+
+    unclaimed: bool = False
+    """Nobody has been given anything in it yet: when forgotten, it is closed. For an object with
+    a context of its own, whose making an exception from outside (Ctrl-C) may end anywhere."""
 
     def stats(self) -> Stats:
         """Counters and present state."""
@@ -385,6 +391,10 @@ class Context(AddressSpace, Closable):
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():
             _warn(f"context never closed: {self!r}", ResourceWarning, source=self)
+            with suppress(VMemError):
+                now = self.stats()
+                if self.unclaimed or not (now.reservations or now.handles or now.pending):
+                    _native.discard(self.handle)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

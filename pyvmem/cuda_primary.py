@@ -12,6 +12,7 @@ from typing import Any
 
 from pyvmem import _native
 from pyvmem.closing import Closable
+from pyvmem.errors import VMemError
 
 __all__ = ["PrimaryContext"]
 
@@ -22,21 +23,28 @@ class PrimaryContext(Closable):
     Args:
         device: CUDA ordinal.
 
-    Attributes:
-        handle: the CUcontext.
-
     Raises:
         VMemError: there is no such device, or it has no memory for a context.
     """
 
     def __init__(self, device: int) -> None:
+        self._context = ctypes.c_void_p()  # set by CUDA: it is kept
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._number = ctypes.c_int()
-        self._check("cuDeviceGet", ctypes.byref(self._number), device)
-        context = ctypes.c_void_p()
-        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._number)
-        self.handle: int = context.value or 0
-        self._closed = False
+        try:
+            self._check("cuDeviceGet", ctypes.byref(self._number), device)
+            self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._number)
+        except VMemError:
+            self._context.value = None
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def handle(self) -> int:
+        """The CUcontext; 0 once it is closed."""
+        return self._context.value or 0
 
     def address(self, function: str) -> int:
         """The address of a function of libcuda."""
@@ -48,17 +56,24 @@ class PrimaryContext(Closable):
         Raises:
             VMemError: it failed, or the context cannot be made current.
         """
-        self._check("cuCtxPushCurrent_v2", ctypes.c_void_p(self.handle))
+        before = ctypes.c_void_p()
+        self._check("cuCtxGetCurrent", ctypes.byref(before))
+        # Set, not pushed: what is set back although it was never changed does no harm.
         try:
+            self._check("cuCtxSetCurrent", self._context)
             self._check(function, *arguments)
         finally:
-            self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+            self._cuda.cuCtxSetCurrent(before)
 
     def close(self) -> None:
         """Gives the context back; does nothing when called again."""
-        if not self._closed:
+        if self._context.value:
+            self._context.value = None  # first: given back twice, it would be torch's
             self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
-            self._closed = True
+
+    def __del__(self) -> None:
+        if hasattr(self, "_context"):
+            self.close()
 
     def _check(self, function: str, *arguments: Any) -> None:
         code: int = getattr(self._cuda, function)(*arguments)

@@ -71,7 +71,7 @@ class VMemPool:
         visible = Caps.VISIBLE in context.info.caps
         flags = _VISIBLE if visible else 0
         self._primary: PrimaryContext | None = None
-        made, self._ended = Outcome(), Outcome()
+        self._made, self._ended = Outcome(), Outcome()
         self._anchor, self._hold = Reservation(context, Outcome()), None
         try:
             # A living array: `Context.close` raises Busy while the pool is open.
@@ -80,13 +80,12 @@ class VMemPool:
             if context.cuda_device is not None:
                 self._primary = PrimaryContext(self._device)
             torch_alloc.open(
-                self._device, context.handle, context.info.granule, flags, self._primary, made
+                self._device, context.handle, context.info.granule, flags, self._primary, self._made
             )
             self._closed = False
         except BaseException:
-            if made.happened:
-                torch_alloc.close(self._device)
             with suppress(Busy):  # the traceback keeps the array: the context frees its addresses
+                self._unregister()
                 self._let_go()
             raise
 
@@ -277,8 +276,7 @@ class VMemPool:
             if not self._context.is_open:
                 self._context.stats()  # raises: the pool is the parent's of a fork
             self._return_segments()
-            if not self._ended.happened:  # else an exception from outside ended the last call
-                torch_alloc.close(self._device, self._ended)
+            self._unregister()
             for tag in self._tags.values():
                 tag.forget()
             self._tags.clear()
@@ -298,15 +296,19 @@ class VMemPool:
 
     def _return_segments(self) -> None:
         """torch keeps the segments of a MemPool until that is gone and the cache is emptied."""
-        pools = [tag for tag in self._tags.values() if tag.pool is not None]
-        if pools:
+        if self._allocator is not None:  # else torch has none
             import torch
 
             self._drop_workspaces()
-            for tag in pools:
+            for tag in self._tags.values():
                 tag.pool = None
             gc.collect()
             torch.cuda.empty_cache()
+
+    def _unregister(self) -> None:
+        """Torch's allocations come from here no more. May be repeated."""
+        if self._made.happened and not self._ended.happened:
+            torch_alloc.close(self._device, self._ended)
 
     def _let_go(self) -> None:
         if self._primary is not None:
@@ -331,5 +333,11 @@ class VMemPool:
                 raise  # else the traceback keeps tensors alive, and that error matters more
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        if not getattr(self, "_closed", True) and self._context.is_open:
+        if not hasattr(self, "_anchor") or self._anchor._closed or not self._context.is_open:
+            return
+        if not self._closed:
             _warn("VMemPool was not closed", ResourceWarning, source=self)
+        if not self._tags:  # no tensor can be in it; an exception from outside may have lost it
+            self._anchor.leave()  # a finalizer must not take the context's lock
+            with suppress(Busy):
+                self._unregister()

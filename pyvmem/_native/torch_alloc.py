@@ -18,7 +18,9 @@ ALL = constant("PYVMEM_TORCH_ALL")
 class Primary(Protocol):
     """What `open` needs of a device's primary context."""
 
-    handle: int
+    @property
+    def handle(self) -> int:
+        """The CUcontext."""
 
     def address(self, function: str) -> int:
         """The address of a function of libcuda."""

@@ -65,6 +65,7 @@ class Manager:
             config = replace(config, packed_slots=True)
         # As in the artifact, memory once taken goes back to the driver only at the end.
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
+        context.unclaimed = True
         try:
             self.cache = KVCache(config, context)
             self.cache.set_limit(0)

@@ -167,6 +167,7 @@ class Manager:
                 pool_low=sum(map(pool_low, self._configs)),
                 max_mappings=self._whole.max_mappings,
             )
+            self.context.unclaimed = True
         if self._shares and self.budget is None:
             self._use(Budget(self.context, self._whole.memory_limit))
         with self.lock, self.journal:

@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--points",
         default=os.environ.get("VMEM_INTERRUPT_POINTS", ""),
-        help="test_interrupts.py: points of each scenario, or 'all' (VMEM_INTERRUPT_POINTS)",
+        help="test_interrupt*.py: points of each scenario, or 'all' (VMEM_INTERRUPT_POINTS)",
     )
 
 

@@ -237,10 +237,18 @@ def test_forgotten_objects_warn_and_stay(backend: str) -> None:
             gc.collect()
         stats = context.stats()
         assert (stats.reserved_bytes, stats.used_bytes) == (page, page)
-    with pytest.warns(ResourceWarning, match="context never closed"):
-        handle = open_context(backend).handle
-        gc.collect()
-    pyvmem._native.close(handle)
+    for full in (True, False):
+        context = open_context(backend)
+        handle = context.handle
+        if full:
+            context.reserve(page).leave()
+        with pytest.warns(ResourceWarning, match="context never closed"):
+            del context
+            gc.collect()
+        if full:
+            pyvmem._native.close(handle)
+        with pytest.raises(pyvmem.BadHandle):
+            pyvmem._native.get_stats(handle)
 
 
 def test_leaving_a_block_under_an_error_keeps_that_error(backend: str) -> None:

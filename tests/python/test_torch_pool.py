@@ -604,7 +604,8 @@ class Libcuda:
     def __init__(self, code: int) -> None:
         self.code = code
         self.locked: dict[int, int] = {}
-        self.current = self.retained = 0
+        self.current: int | None = 7  # somebody else's context
+        self.retained = 0
 
     def cuDeviceGet(self, number: Any, ordinal: int) -> int:
         number._obj.value = ordinal + 40
@@ -613,29 +614,30 @@ class Libcuda:
     def cuDevicePrimaryCtxRetain(self, context: Any, number: Any) -> int:
         assert number.value == 40
         self.retained += 1
+        context._obj.value = 140
         return 0
 
     def cuDevicePrimaryCtxRelease_v2(self, number: Any) -> int:
         self.retained -= 1
         return 0
 
-    def cuCtxPushCurrent_v2(self, context: Any) -> int:
-        self.current += 1
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self.current
         return 0
 
-    def cuCtxPopCurrent_v2(self, context: Any) -> int:
-        self.current -= 1
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.current = context.value
         return 0
 
     def cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
-        assert self.current == self.retained == 1
+        assert (self.current, self.retained) == (140, 1)
         assert flags.value == 3
         if self.code == 0:
             self.locked[address.value] = size.value
         return self.code
 
     def cuMemHostUnregister(self, address: Any) -> int:
-        assert self.current == self.retained == 1
+        assert (self.current, self.retained) == (140, 1)
         del self.locked[address.value]
         return 0
 
@@ -666,4 +668,4 @@ def test_locked_blocks(monkeypatch: Any, caplog: Any, code: int) -> None:
     monkeypatch.setattr(os, "getpid", lambda: -1)
     third.unlock()  # as in the child of a fork
     assert bool(cuda.locked) == (code == 0)
-    assert (cuda.current, cuda.retained) == (0, 0)
+    assert (cuda.current, cuda.retained) == (7, 0)

@@ -502,6 +502,21 @@ EXPORT int cuCtxPopCurrent_v2(void **ctx) {
   return OK;
 }
 
+EXPORT int cuCtxGetCurrent(void **ctx) {
+  NEED_STARTED();
+  *ctx = depth ? stack[depth - 1] : NULL;
+  return OK;
+}
+
+EXPORT int cuCtxSetCurrent(void *ctx) {
+  struct context *c = ctx;
+  NEED_STARTED();
+  if (c && !c->retained) return INVALID_CONTEXT;
+  if (depth) depth--;
+  if (c) stack[depth++] = c;
+  return OK;
+}
+
 EXPORT int cuCtxEnablePeerAccess(void *peer, unsigned flags) {
   (void)peer, (void)flags;
   NEED_CONTEXT();
