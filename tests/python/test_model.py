@@ -30,6 +30,7 @@ import pyvmem
 SIZES = [24, 16]  # granules of the reservations
 SLAB = 16
 LIMIT = 6 * SLAB
+BEYOND = 128  # an operation ends at most so many granules after its reservation
 
 index = st.integers(0, 63)
 small = st.integers(1, 4)
@@ -80,11 +81,17 @@ class Machine(RuleBasedStateMachine):
         self.sample = min(self.q, 1024)
         sparse = sparse and pyvmem.Caps.SPARSE in self.ctx.info.caps
         first = self.ctx.reserve(SIZES[0] * self.g)
-        # Some drivers place reservations side by side, and an operation may span two of them: a
-        # hole in between makes every address beyond one an address of none, as the model has it.
-        hole = self.ctx.reserve(64 * self.g)
-        second = self.ctx.reserve(SIZES[1] * self.g, sparse=sparse)
-        hole.close()
+        # Some drivers place reservations side by side, and an operation may span two of them: with
+        # a hole in between every address beyond one is an address of none, as the model has it.
+        near: list[pyvmem.Reservation] = []
+        while True:
+            second = self.ctx.reserve(SIZES[1] * self.g, sparse=sparse)
+            low, high = sorted((first, second), key=lambda one: one.addr)
+            if high.addr - (low.addr + low.nbytes) >= BEYOND * self.g:
+                break
+            near.append(second)
+        for one in near:
+            one.close()
         self.rsv = [first, second]
         self.model = Model(list(SIZES))
 
