@@ -117,6 +117,46 @@ def test_a_fault_is_found(
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED"
 
 
+class Device:
+    """A device whose free memory is what the test says, in the place of `Cuda`."""
+
+    def __init__(self, free: Iterable[int]) -> None:
+        self._free = iter(free)
+
+    def __call__(self, device: int) -> Device:
+        return self
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def memory(self) -> tuple[int, int]:
+        return next(self._free), 1 << 40
+
+
+@pytest.mark.parametrize("others", [0, 7])
+def test_what_others_take_meanwhile_is_not_lost(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take 60 MB in so many tries, and the last one ends as it began."""
+    with pyvmem.Context("host") as context:
+        context.cuda_device = 0
+        free = [(1 << 36) - (k << 20) for _ in range(others) for k in (0, 60)] + [1 << 36] * 2
+        monkeypatch.setattr(books, "Cuda", Device(free))
+        assert books.accounting(context) == "the device's free memory differs by 0 bytes"
+
+
+def test_what_stays_behind_each_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pyvmem.Context("host") as context:
+        context.cuda_device = 0
+        monkeypatch.setattr(books, "Cuda", Device(range(1 << 36, 0, -(32 << 20))))
+        result = run_check(books.accounting, context)
+    assert result.result == "failed"
+    assert "33554432 bytes less" in result.detail
+
+
 def test_no_such_backend(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["selftest", "--backend", "floppy"])
