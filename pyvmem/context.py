@@ -16,17 +16,16 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
-from pyvmem.errors import VMemError
 from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
+from pyvmem.remains import Remains, end_lost, forget_all
 from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.space import AddressSpace
 from pyvmem.streams import KeptEvents, after_items, device_ordinal
@@ -49,6 +48,7 @@ _opened: weakref.WeakSet[Context] = weakref.WeakSet()
 
 def _forked() -> None:
     """In a forked child: no existing context belongs to it."""
+    forget_all()
     for context in list(_opened):
         context.is_open = False
 
@@ -56,12 +56,33 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+class ContextRemains(Remains):
+    """A context that nobody has any more.
+
+    Attributes:
+        unclaimed: nobody was given anything in it: it is closed with all that is there. Set by an
+            object with a context of its own, until its first call.
+    """
+
+    def __init__(self, owner: Context, made: Outcome) -> None:
+        self.unclaimed = False
+        self._made = made
+        super().__init__(owner)
+
+    def end(self) -> None:
+        if self._made.happened:
+            vm = self._made.value
+            now = Stats._from_c(_native.get_stats(vm))
+            if self.unclaimed or not (now.reservations or now.handles or now.pending):
+                _native.discard(vm)
+
+
 class Context(AddressSpace, Closable):
     """An open back end. A context manager; `close` ends it once.
 
     Every method is thread-safe and raises `BadHandle` after `close` and `ForkedProcess` in a forked
-    child. A context that is forgotten without `close` warns (ResourceWarning), and keeps what is in
-    it until the process ends; one with no reservation and no pages is closed.
+    child. A context that is forgotten without `close` warns (ResourceWarning), and keeps its memory
+    until the process ends; one with no reservation and no pages is closed when another is opened.
 
     Args:
         backend: ``"host"``, ``"cuda"``, ``"stock"``, ``"uvm"``; ``"auto"``: the first usable of
@@ -115,7 +136,9 @@ class Context(AddressSpace, Closable):
         self._events = KeptEvents()
         self._forgotten: deque[int] = deque()  # tickets that were collected before their end
         self._warned = False
+        end_lost()
         made = Outcome()
+        self.remains = ContextRemains(self, made)
         try:
             self.handle = _native.open(backend, flags, ordinals, *sizes, outcome=made)
             self.info = ContextInfo._from_c(_native.query(self.handle), ordinals)
@@ -139,9 +162,8 @@ class Context(AddressSpace, Closable):
     info: ContextInfo
     """What the context is; stays readable after `close`."""
 
-    unclaimed: bool = False
-    """Nobody has been given anything in it yet: when forgotten, it is closed. For an object with
-    a context of its own, whose making an exception from outside (Ctrl-C) may end anywhere."""
+    remains: ContextRemains
+    """What becomes of it if nobody has it any more."""
 
     def stats(self) -> Stats:
         """Counters and present state."""
@@ -391,10 +413,6 @@ class Context(AddressSpace, Closable):
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():
             _warn(f"context never closed: {self!r}", ResourceWarning, source=self)
-            with suppress(VMemError):
-                now = self.stats()
-                if self.unclaimed or not (now.reservations or now.handles or now.pending):
-                    _native.discard(self.handle)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from typing import Any
 
 from pyvmem import _native
@@ -29,6 +30,7 @@ class PrimaryContext(Closable):
 
     def __init__(self, device: int) -> None:
         self._context = ctypes.c_void_p()  # set by CUDA: it is kept
+        self._pid = os.getpid()
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._number = ctypes.c_int()
         try:
@@ -72,7 +74,8 @@ class PrimaryContext(Closable):
             self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
 
     def __del__(self) -> None:
-        if hasattr(self, "_context"):
+        # A child of a fork has a copy of this object, and no CUDA.
+        if getattr(self, "_pid", 0) == os.getpid():
             self.close()
 
     def _check(self, function: str, *arguments: Any) -> None:

@@ -35,6 +35,7 @@ from pyvmem.context import Context
 from pyvmem.cuda_primary import PrimaryContext
 from pyvmem.errors import Busy
 from pyvmem.info import Caps
+from pyvmem.remains import Remains, end_lost
 from pyvmem.reservation import Reservation
 from pyvmem.torch_host import HostMemory
 from pyvmem.torch_tags import Tag, TorchPoolStats
@@ -42,6 +43,33 @@ from pyvmem.torch_tags import Tag, TorchPoolStats
 __all__ = ["TorchPoolStats", "VMemPool"]
 
 _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
+
+
+class PoolRemains(Remains):
+    """A pool that nobody has any more: it ends unless it was used, for tensors may be in it.
+
+    Attributes:
+        used: a `use` block was entered.
+        made, ended: of its registration with what torch calls.
+    """
+
+    def __init__(self, owner: VMemPool) -> None:
+        self.used = False
+        self.made, self.ended = Outcome(), Outcome()
+        self._device, self._vm = owner._device, owner._context.handle
+        self._anchor, self._freed = owner._anchor._outcome, owner._anchor._freed
+        super().__init__(owner)
+
+    def unregister(self) -> None:
+        """Torch's allocations come from the pool no more. May be repeated."""
+        if self.made.happened and not self.ended.happened:
+            torch_alloc.close(self._device, self.ended)
+
+    def end(self) -> None:
+        if not self.used:
+            self.unregister()
+            if self._anchor.happened and not self._freed.happened:
+                _native.free(self._vm, self._anchor.value, 0, outcome=self._freed)
 
 
 class VMemPool:
@@ -71,21 +99,23 @@ class VMemPool:
         visible = Caps.VISIBLE in context.info.caps
         flags = _VISIBLE if visible else 0
         self._primary: PrimaryContext | None = None
-        self._made, self._ended = Outcome(), Outcome()
+        end_lost()
         self._anchor, self._hold = Reservation(context, Outcome()), None
+        self._remains = PoolRemains(self)
         try:
             # A living array: `Context.close` raises Busy while the pool is open.
             context.reserve(context.info.granule, into=self._anchor)
             self._hold = self._anchor.array((1,), "uint8")
             if context.cuda_device is not None:
                 self._primary = PrimaryContext(self._device)
+            made = self._remains.made
             torch_alloc.open(
-                self._device, context.handle, context.info.granule, flags, self._primary, self._made
+                self._device, context.handle, context.info.granule, flags, self._primary, made
             )
             self._closed = False
         except BaseException:
             with suppress(Busy):  # the traceback keeps the array: the context frees its addresses
-                self._unregister()
+                self._remains.unregister()
                 self._let_go()
             raise
 
@@ -135,6 +165,7 @@ class VMemPool:
                     _native.fail(errno.EBUSY, f"tag {name!r} is paused; resume it first", op="use")
                 users = tag.users
                 users.add(user)
+                self._remains.used = True
             torch_alloc.set_tag(tag.number)
             yield tag
         finally:
@@ -276,7 +307,7 @@ class VMemPool:
             if not self._context.is_open:
                 self._context.stats()  # raises: the pool is the parent's of a fork
             self._return_segments()
-            self._unregister()
+            self._remains.unregister()
             for tag in self._tags.values():
                 tag.forget()
             self._tags.clear()
@@ -305,11 +336,6 @@ class VMemPool:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _unregister(self) -> None:
-        """Torch's allocations come from here no more. May be repeated."""
-        if self._made.happened and not self._ended.happened:
-            torch_alloc.close(self._device, self._ended)
-
     def _let_go(self) -> None:
         if self._primary is not None:
             self._primary.close()
@@ -317,7 +343,7 @@ class VMemPool:
         self._anchor.abandon()
 
     def _check_open(self, op: str) -> None:
-        if self._closed or self._ended.happened:
+        if self._closed or self._remains.ended.happened:
             _native.fail(errno.EBADF, "the VMemPool is closed", op=op)
         if not self._context.is_open:
             self._context.stats()  # raises what is wrong: of the parent of a fork
@@ -333,11 +359,5 @@ class VMemPool:
                 raise  # else the traceback keeps tensors alive, and that error matters more
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
-        if not hasattr(self, "_anchor") or self._anchor._closed or not self._context.is_open:
-            return
-        if not self._closed:
+        if not getattr(self, "_closed", True) and self._context.is_open:
             _warn("VMemPool was not closed", ResourceWarning, source=self)
-        if not self._tags:  # no tensor can be in it; an exception from outside may have lost it
-            self._anchor.leave()  # a finalizer must not take the context's lock
-            with suppress(Busy):
-                self._unregister()

@@ -65,10 +65,11 @@ class Manager:
             config = replace(config, packed_slots=True)
         # As in the artifact, memory once taken goes back to the driver only at the end.
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
-        context.unclaimed = True
+        context.remains.unclaimed = True
         try:
             self.cache = KVCache(config, context)
             self.cache.set_limit(0)
+            context.remains.unclaimed = True  # still
             self.megacache = bool(megacache)
             self.lengths = [0] * config.max_batch
             self.common: CommonPages | None = None
@@ -265,11 +266,11 @@ class Manager:
 
         An end that failed can be called again.
         """
+        if self.cache not in _retired:
+            _retired.append(self.cache)
         self.common = None
         for index in range(len(self.lengths)):
             self.free(index)
-        if self.cache not in _retired:
-            _retired.append(self.cache)
         self.cache.reclaim_free(wait=True)
         self.cache.context.trim()
 

@@ -167,7 +167,6 @@ def init_kvcache(
             if _verbose:
                 print(f"vattention: {manager.tokens_per_block} tokens in a KV block")
             _manager = manager
-            manager.cache.context.unclaimed = False
         except BaseException:
             manager.end()  # the traceback may keep tensors: `close_retired` closes the cache
             raise

@@ -241,10 +241,7 @@ class KVCache(MustClose):
         budget: Budget | None = None,
     ) -> None:
         self._closed = True  # until the groups are made
-        manager = Manager("KVCache", config, None, context, backend, device, budget)
-        self._begin(manager)
-        if manager.owns_context:
-            manager.context.unclaimed = False
+        self._begin(Manager("KVCache", config, None, context, backend, device, budget))
 
     @classmethod
     def over(cls, manager: Manager) -> Self:
@@ -1262,10 +1259,7 @@ class LayeredCache(KVCache):
             )
             for kind, count in counts.items()
         ]
-        manager = Manager("LayeredCache", whole, configs, context, backend, device, budget)
-        self._begin(manager)
-        if manager.owns_context:
-            manager.context.unclaimed = False
+        self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))
 
     def k(self, layer: int) -> torch.Tensor:
         """Keys of a layer, or MLA's latent: ``[max_batch, max_seq_len, num_kv_heads, head_dim]``.

@@ -389,7 +389,7 @@ class ParallelKVCache(MustClose):
                 pool_high=KEEP_ALL,
                 max_mappings=config.max_mappings,
             )
-            self._own.unclaimed = True
+            self._own.remains.unclaimed = True  # until the cache's first call
             page = config.page_size or self._own.info.granule
             pages = take_pages(self._own, config, page)
         except Exception as error:
@@ -407,8 +407,6 @@ class ParallelKVCache(MustClose):
             with suppress(VMemError):
                 self.close()
             raise
-        assert self._own is not None
-        self._own.unclaimed = False
 
     def _make(self, config: KVCacheConfig) -> None:
         """Returns memory that other ranks could not match, and makes the cache with the rest."""

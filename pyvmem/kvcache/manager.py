@@ -167,7 +167,7 @@ class Manager:
                 pool_low=sum(map(pool_low, self._configs)),
                 max_mappings=self._whole.max_mappings,
             )
-            self.context.unclaimed = True
+            self.context.remains.unclaimed = True  # until the first call
         if self._shares and self.budget is None:
             self._use(Budget(self.context, self._whole.memory_limit))
         with self.lock, self.journal:
@@ -215,6 +215,7 @@ class Manager:
             raise BadHandle(f"the {self._name} is {state}", errno=errno.EBADF, op=self._name)
         if not self.context.is_open:
             self.context.stats()  # raises what is wrong: closed, or of the parent of a fork
+        self.context.remains.unclaimed = False
         return self.groups
 
     def close(self, stream: Any = None) -> None:

@@ -96,6 +96,37 @@ static void as_much_as_wanted(void) {
 }
 
 /* A handle may have pages of a slab in several runs, with those of other slabs between. */
+/* Free memory of the host does not stand in for what pool_low keeps on the device. */
+static void keeps_pool_low(void) {
+  struct vmem_create_opts host = {.size = sizeof(host), .location = VMEM_HOST};
+  vmem_handle d[8][2], h[16][2];
+  uint64_t freed;
+  struct vm_ctx *c;
+  int err;
+  CHECK(open_slabs(MIB(2), 0, MIB(2)));
+  c = vm_get(vm, "test", &err);
+  for (int i = 0; i < 8; i++)
+    for (int k = 0; k < 2; k++) OK(vMemCreate(vm, MIB(1), NULL, &d[i][k]));
+  for (int i = 0; i < 16; i++) {
+    OK(vMemCreate(vm, MIB(2) - MIB(1) / 2, &host, &h[i][0]));
+    OK(vMemCreate(vm, MIB(1) / 2, &host, &h[i][1]));
+  }
+  OK(vmem_trim(vm, 0, NULL));
+  for (int i = 0; i < 8; i++) OK(vMemRelease(vm, d[i][0]));
+  for (int i = 0; i < 16; i++) OK(vMemRelease(vm, h[i][1])); /* these slabs are too full to be emptied */
+  c->opts.pool_low = MIB(8);
+  OK(compact(&freed));
+  EQ(freed, 0);
+  EQ(c->phys->pools[0].free_units, MIB(8) / PAGE);
+  c->opts.pool_low = MIB(4);
+  OK(compact(&freed));
+  EQ(freed, MIB(4));
+  EQ(c->phys->pools[0].free_units, MIB(4) / PAGE);
+  vm_put(c);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 static void handle_in_pieces(void) {
   static const unsigned places[] = {0, 32, 2, 48, 34, 4, 50, 36};
   enum { N = sizeof(places) / sizeof(places[0]) };
@@ -635,7 +666,7 @@ static void suspended(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(aliases_and_handles), TEST(handle_in_pieces),
-     TEST(what_is_busy_stays), TEST(waits_for_work), TEST(large_pages), TEST(without_new_memory),
-     TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails), TEST(suspended), TEST(in_one_call),
-     TEST(random_model), TEST(among_threads))
+MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(keeps_pool_low), TEST(aliases_and_handles),
+     TEST(handle_in_pieces), TEST(what_is_busy_stays), TEST(waits_for_work), TEST(large_pages),
+     TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails), TEST(suspended),
+     TEST(in_one_call), TEST(random_model), TEST(among_threads))

@@ -787,6 +787,7 @@ def run(make: type[Case], at: tuple[int, ...], alarm: Any, opened: Opened) -> In
         finally:
             alarm.stop()
         del one
+    Context("host", granule=PAGE).close()  # ends what nobody has
     assert not opened.left(), f"{where}: a context is open"
     assert not is_pool_open(), f"{where}: torch's pool is open"
     assert not lost, f"{where}: {lost}"
@@ -855,6 +856,7 @@ def test_what_a_case_loses_is_found(opened: Opened) -> None:
         def call(self) -> None:
             self.context = Context("host", granule=PAGE)
             opened.handles.append(self.context.handle)
+            self.context.reserve(PAGE).leave()
 
         def after(self) -> None:
             self.context._closed = True

@@ -2051,7 +2051,7 @@ def _nobody_told() -> frozenset[str]:
     for function in (KVCache.__init__, LayeredCache.__init__):
         lines, first = inspect.getsourcelines(function)
         file = function.__code__.co_filename.removeprefix(PACKAGE)
-        skip = next(at for at, line in enumerate(lines) if "self._begin(manager)" in line)
+        skip = next(at for at, line in enumerate(lines) if "self._begin(Manager(" in line)
         places |= {f"{file}:{first + at}" for at in range(skip, len(lines))}
     return frozenset(places)
 

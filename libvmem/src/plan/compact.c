@@ -424,12 +424,12 @@ static int compact_all(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   for (size_t i = 0; i < v.victims.n && !err && *freed < want && !c->closing; i++) {
     const struct victim *e = VM_AT(v.victims, struct victim, i);
     struct vm_slab *s = e->index < c->phys->nslabs && c->phys->slabs[e->index] == e->slab ? e->slab : NULL;
-    uint64_t free_bytes;
+    uint64_t low;
     bool known = false, no_room = false;
     if (!s || !worth_it(s) || s->units != e->units) continue;
     for (size_t k = 0; k < nfull; k++) known |= full[k] == s->pool;
-    free_bytes = vm_bytes(c, vm_pool_free_units(c));
-    if (known || free_bytes < s->bytes || free_bytes - s->bytes < c->opts.pool_low) continue;
+    low = s->pool == &c->phys->pools[0] ? vm_units_up(c, c->opts.pool_low) : 0;
+    if (known || s->pool->free_units < low + s->units) continue;
     err = evacuate(c, s, &v, &no_room, freed);
     if (no_room) full[nfull++] = s->pool;
   }

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: MIT
+"""What objects leave in libvmem that nobody has any more, and who ends it.
+
+An exception from outside (Ctrl-C) can come just after an object was made, before its caller has it,
+or in what gives it back; then nobody can close it. A finalizer cannot either: it may run between a
+failed call of C and the question why it failed, and a second exception would end it unseen. So what
+an object has made is noted beside it, and the next one of its kind ends what the lost ones left.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+
+from pyvmem.errors import VMemError
+
+__all__ = ["Remains", "end_lost", "forget_all"]
+
+_all: dict[int, Remains] = {}
+
+
+class Remains:
+    """What an object has made.
+
+    A subclass notes here what `end` needs, and refers to nothing that refers to the object.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.owner = weakref.ref(owner)
+        _all[id(self)] = self
+
+    def end(self) -> None:
+        """Ends what the object left that can be ended. May be repeated."""
+        raise NotImplementedError
+
+
+def end_lost() -> None:
+    """Ends what objects left that are gone, the latest first: it may lie in an earlier one's."""
+    for key, one in reversed(list(_all.items())):
+        if one.owner() is None:
+            with suppress(VMemError):  # it was closed, or cannot be
+                one.end()
+            _all.pop(key, None)
+
+
+def forget_all() -> None:
+    """In a forked child: everything is the parent's."""
+    _all.clear()
