@@ -28,7 +28,7 @@ from pyvmem.pages import Pages, Ticket, drop_forgotten
 from pyvmem.remains import Remains, end_lost, forget_all
 from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.space import AddressSpace
-from pyvmem.streams import KeptEvents, after_items, device_ordinal
+from pyvmem.streams import KeptEvents, after_items, device_ordinal, wait_after
 
 __all__ = ["Context", "PlainReservationWarning"]
 
@@ -268,6 +268,15 @@ class Context(AddressSpace, Closable):
 
     # ---- batches -------------------------------------------------------------------------------
 
+    def _ready(self, after: Iterable[Any]) -> tuple[tuple[Any, int], Sequence[Any]]:
+        """`after_items` for a call of C that waits: descriptors are waited for here."""
+        if not after:
+            return _native.AFTER_NONE, ()
+        after = [*after]
+        found = after_items(after, self.cuda_device)
+        wait_after(after)
+        return found
+
     def batch(
         self,
         ops: OpBatch,
@@ -289,7 +298,7 @@ class Context(AddressSpace, Closable):
         """
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")
-        items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
+        items, _keep = self._ready(after)
         _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome, waits=waits)
         for pages in ops._consumed:
             pages._done = True
@@ -360,7 +369,7 @@ class Context(AddressSpace, Closable):
         Raises:
             VMemError: what failed; each slab was emptied and given back, or is as it was.
         """
-        items, _keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, ())
+        items, _keep = self._ready(after)
         want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else nbytes
         return _native.compact(self.handle, want, items)
 

@@ -35,6 +35,7 @@ import struct
 import threading
 import time
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ from pyvmem.errors import (
     NotSupported,
     VMemError,
 )
+from pyvmem.flag import Flag
 from pyvmem.logs import warn
 from pyvmem.units import format_bytes
 
@@ -788,15 +790,14 @@ class Participant(Closable):
             ledger.close()
             raise
         self._reported = 0.0
-        self._ended = threading.Event()
+        self._ended = Flag()
 
     def start(self, tend: Callable[[], bool]) -> None:
         """Calls `tend` every 50 ms in a thread, until `close` or until it returns False.
 
         An error is logged, and it is called again.
         """
-        args = (tend, self._ended)
-        threading.Thread(target=_run, args=args, name="pyvmem-ledger", daemon=True).start()
+        start_new_thread(_run, (tend, self._ended))
 
     def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
         """What `vmem top` shows, four times a second or `now`: names of `EngineInfo`."""
@@ -811,7 +812,7 @@ class Participant(Closable):
         self.account.close()
 
 
-def _run(tend: Callable[[], bool], ended: threading.Event) -> None:
+def _run(tend: Callable[[], bool], ended: Flag) -> None:
     while not ended.wait(_TICK_S):
         try:
             if not tend():

@@ -28,6 +28,7 @@ import errno
 import functools
 import operator
 import os
+import select
 import sys
 import threading
 from collections import deque
@@ -57,6 +58,8 @@ __all__ = [
     "relaxed",
     "stream_handle",
     "torch_stream",
+    "wait_after",
+    "wait_readable",
     "work_of",
 ]
 
@@ -394,6 +397,23 @@ def refuse_captured_handle(handle: int) -> None:
 
 
 # ---- for libvmem ---------------------------------------------------------------------------------
+
+
+def wait_readable(*fds: int) -> None:
+    """Returns when all descriptors poll readable, or cannot; a signal's exception ends the wait."""
+    for fd in fds:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.poll()
+
+
+def wait_after(after: Iterable[Any]) -> None:
+    """Waits for the descriptors in an ``after`` argument, for a call of C that would wait for them.
+
+    That wait would go on after a signal.
+    """
+    works = (work_of(item, "after") for item in after)
+    wait_readable(*(work.handle for work in works if work.kind is Kind.FD))
 
 
 def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, int], list[Any]]:

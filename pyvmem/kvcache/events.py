@@ -24,6 +24,7 @@ from pyvmem.streams import (
     refuse_captured_handle,
     relaxed,
     torch_stream,
+    wait_readable,
     work_of,
 )
 
@@ -166,9 +167,7 @@ def wait_for(event: Any) -> None:
     if event is None:
         return
     if isinstance(event, FdEvent):
-        poll = select.poll()
-        poll.register(work_of(event, "event").handle, select.POLLIN)
-        poll.poll()
+        wait_readable(work_of(event, "event").handle)
         return
     wait = getattr(event, "synchronize", None)  # torch's; cuda.core's is called sync
     relaxed(event.sync if wait is None else wait)

@@ -858,7 +858,8 @@ class Pager(Journaled):
         first. It was undone, and a step that needs the pages tries again. Not on several ranks: the
         others have their pages.
         """
-        short = isinstance(error, OutOfMemory) and not self.reclaimer.table.lockstep
+        short = isinstance(error, (OutOfMemory, TooManyMappings))
+        short = short and not self.reclaimer.table.lockstep
         return None if short or job.ahead else error
 
     def grant(self, slot: Slot, pages: int) -> None:

@@ -204,6 +204,10 @@ class Journal:
         self.entries.append(_Abort(run, final=True))
         run()
 
+    def checkpoint(self) -> None:
+        """What the records say by now stays: something outside them is about to follow from it."""
+        self.entries.append(_Abort(_nothing, final=True))
+
     def named(self, made: Made) -> None:
         """Takes out of `held` what the records name from here on, unless they are undone."""
         self.entries.append((self.held.append, made))
@@ -289,6 +293,10 @@ class Journal:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
             self.held.pop()
+
+
+def _nothing() -> None:
+    pass
 
 
 def put_all(owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import operator
-import threading
 import weakref
+from _thread import start_new_thread
 from array import array
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from pyvmem.errors import (
 )
 from pyvmem.expect import expect
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
+from pyvmem.flag import Flag
 from pyvmem.info import Location
 from pyvmem.kvcache.budget import Budget, cache_lock
 from pyvmem.kvcache.config import KVCacheConfig, invalid
@@ -315,6 +316,13 @@ def free(
     slots = [group.slot(reqid) for group in groups]
     event = record(stream, groups[0].device)
     first = [slot.shared for slot in slots]
+    owner = slots[0].owner
+
+    def finish() -> None:
+        if slots[0].active and slots[0].owner == owner:
+            _release(groups, slots, event)
+
+    groups[0].journal.on_abort(finish)
     goes_on = tokens is not None and groups[0].prefixes.record_last(
         slots[0], tokens, event, namespace
     )
@@ -1649,6 +1657,7 @@ def swap_in(
             group.pager.settle(stream)
         # Zero-fills, and earlier owners' work where nothing is filled: ordered before it just now.
         wait_for(record(stream, groups[0].device))
+        groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
             size, addresses = _pieces(group, slot, head, length)
@@ -2081,7 +2090,7 @@ def _activity(manager: Manager) -> list[tuple[int, int, int, int]]:
     return [group.activity() for group in manager.groups]
 
 
-class IdleThread(threading.Thread):
+class IdleThread:
     """Trims a cache once for every time that it is idle for so long; ends with the cache.
 
     An idle engine makes no calls, so its calls cannot notice that it is. A thread looks a few times
@@ -2099,21 +2108,23 @@ class IdleThread(threading.Thread):
     """
 
     def __init__(self, manager: Manager, seconds: float) -> None:
-        super().__init__(name="pyvmem-idle", daemon=True)
         self._manager = weakref.ref(manager)
         self._period = seconds / _LOOKS
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._seen: list[tuple[int, int, int, int]] = []
         self._quiet = 0  # looks in a row that saw the same
         self._trimmed = False
         self._failed = False
 
+    def start(self) -> None:
+        """Starts it; the process does not wait for its end."""
+        start_new_thread(self._watch, ())
+
     def end(self) -> None:
         """Lets the thread end; does not wait for it."""
         self._ended.set()
 
-    def run(self) -> None:
-        """Looks, and trims."""
+    def _watch(self) -> None:
         while not self._ended.wait(self._period):
             try:
                 self._look()

@@ -646,6 +646,8 @@ class Window:
     def check(self, slot: Slot, length: int) -> None:
         """Raises InvalidArgument for a length whose window has been unmapped."""
         least = self._least[slot.index]
+        if slot.head:  # what a step let go that an exception ended
+            least = max(least, self._window + self._rows(slot.head))
         if length < least:
             raise invalid(
                 f"length {length}: with fewer than {least} tokens the window of "

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyvmem.errors import (
@@ -17,6 +18,7 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.info import RangeFlags
+from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
@@ -553,10 +555,26 @@ class Reclaimer(Journaled):
         `now`: see `unmap`. What a slot has beyond an unmapping under way can be unmapped only after
         that: then less has begun than is enough.
         """
-        tensors = self.layout.num_tensors
         self.release_stale(now=now)
-        pending = self.returning
-        for slot in self.table.victims():
+        self._begin_unmaps(self.table.victims(), pages, self.returning, keep, now=now)
+        if now and not self.table.lockstep:  # what waits for GPU work may come late
+            soon = sum(one.pages for one in self.unmaps if not prune(one.slot.events))
+            soon *= self.layout.num_tensors
+            idle = takewhile(lambda slot: not slot.events, self.table.victims())
+            self._begin_unmaps(idle, pages, soon, keep, now=now)
+
+    def _begin_unmaps(
+        self,
+        slots: Iterable[Slot],
+        pages: int,
+        pending: int,
+        keep: Mapping[Slot, int],
+        *,
+        now: bool,
+    ) -> None:
+        """Begins to unmap until `pages`, of which `pending` are, are on their way back."""
+        tensors = self.layout.num_tensors
+        for slot in slots:
             if pending >= pages:
                 return
             take = min(slot.spare_beyond(keep.get(slot, 0)), -(-(pages - pending) // tensors))

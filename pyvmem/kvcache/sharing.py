@@ -12,6 +12,7 @@ from pyvmem.errors import (
     NotRecoverable,
     OutOfMemory,
     TooManyBatches,
+    TooManyMappings,
 )
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import order_after, prune
@@ -193,7 +194,8 @@ class Sharing:
         They need none of the cache's memory, only some for records and page tables. So with several
         ranks only one may be short of it, and there it is an error.
         """
-        return isinstance(error, (OutOfMemory, TooManyBatches)) and not self.table.lockstep
+        short = isinstance(error, (OutOfMemory, TooManyBatches, TooManyMappings))
+        return short and not self.table.lockstep
 
     def map_span(
         self, ops: OpBatch, slot: Slot, span: Span, page: int = 0, *, replace: bool = False

@@ -294,6 +294,14 @@ static bool take_and_release_at(vmem_t vm, uint32_t location, int slabs) {
 
 static bool take_and_release(vmem_t vm, int slabs) { return take_and_release_at(vm, VMEM_DEVICE, slabs); }
 
+static bool is_due(struct vm_ctx *c) {
+  bool due;
+  pthread_mutex_lock(&c->lock);
+  due = c->phys->surplus.watched && !c->phys->surplus.due;
+  pthread_mutex_unlock(&c->lock);
+  return due;
+}
+
 /* The slabs once the period in which a surplus was watched is over: `want` bytes, or what there are in the end. */
 static uint64_t after_the_period(vmem_t vm, uint64_t want) {
   int err;
@@ -303,6 +311,7 @@ static uint64_t after_the_period(vmem_t vm, uint64_t want) {
   c->phys->surplus.due = 0;
   pthread_cond_signal(&c->work_cond);
   pthread_mutex_unlock(&c->lock);
+  for (int i = 0; i < 10000 && is_due(c); i++) usleep(1000); /* also where there is nothing to give */
   vm_put(c);
   for (int i = 0; i < 10000 && stats_of(vm).slab_bytes != want; i++) usleep(1000);
   return stats_of(vm).slab_bytes;
@@ -428,6 +437,43 @@ static void what_is_leaving_is_waited_for(void) {
   OK(vmem_close(vm));
 }
 
+/* Brings the missing slab while a plan that is short is taken back. */
+static vmem_t helped;
+static int help(void *be, uint64_t slab, uint64_t offset, uint64_t bytes) {
+  vmem_t vm = helped;
+  helped = 0;
+  if (vm && vmem_warm(vm, MIB(2))) return -EIO; /* what is being discarded is not free yet */
+  return real->discard(be, slab, offset, bytes);
+}
+
+static void what_others_bring_meanwhile_is_used(void) {
+  int err;
+  uint64_t va;
+  vmem_t vm = open_with(MIB(4), VMEM_KEEP_ALL, MIB(2));
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  struct vm_backend helping = *c->be;
+  struct vmem_op op;
+  if (!helping.discard) {
+    vm_put(c);
+    OK(vmem_close(vm));
+    return;
+  }
+  real = c->be;
+  helping.discard = help;
+  c->be = &helping;
+  vm_put(c);
+  OK(vMemReserve(vm, MIB(4), NULL, &va));
+  OK(vmem_warm(vm, MIB(2)));
+  helped = vm;
+  op = populate(va, MIB(4));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  EQ(helped, 0);
+  OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
+  c->be = real;
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 static uint64_t seed = 88172645463325252ull;
 static uint32_t rnd(uint32_t n) {
   seed ^= seed << 13;
@@ -486,4 +532,5 @@ MAIN(TEST(one_run_is_one_call), TEST(fullest_slab_first), TEST(empty_slab_last),
      TEST(spread_yields_when_short), TEST(watermarks_and_trim), TEST(limit), TEST(failed_batches_leave_no_slabs),
      TEST(watermark_and_limit), TEST(a_surplus_goes_back_when_it_was_not_needed_for_a_while),
      TEST(a_surplus_is_of_the_pool_that_does_not_need_it), TEST(a_low_watermark_is_of_the_device),
-     TEST(what_a_failed_plan_leaves_is_watched), TEST(what_is_leaving_is_waited_for), TEST(random_walk))
+     TEST(what_a_failed_plan_leaves_is_watched), TEST(what_is_leaving_is_waited_for),
+     TEST(what_others_bring_meanwhile_is_used), TEST(random_walk))

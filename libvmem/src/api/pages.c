@@ -19,6 +19,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
   struct vmem_create_opts o;
   struct vm_pool *pool = NULL;
   uint64_t grow_id = 0;
+  bool again = false;
   if (!c) return err;
   if (!handle)
     err = vm_fail(-EINVAL, "NULL argument");
@@ -51,6 +52,12 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
     }
     seen = pool->free_units;
     pthread_mutex_unlock(&c->lock);
+    /* Others may have brought pages while the runs were put back, which drops the lock. */
+    if (err && missing && seen >= units && !again) {
+      again = true;
+      continue;
+    }
+    again = false;
     if (err && !missing) VM_UNDO(vm_pool_undo_grow(c, grow_id));
     if (!err || !missing || (err = vm_pool_grow(c, pool, missing, units, align, seen, &grow_id))) break;
   }

@@ -243,10 +243,11 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-/* Whether others have brought pages since the caller looked. */
+/* Whether others have brought pages since the caller looked; those that are about to are waited for. */
 static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   bool more;
   pthread_mutex_lock(&c->lock);
+  while (c->phys->growing_bytes && p->free_units <= seen) pthread_cond_wait(&c->done_cond, &c->lock);
   more = p->free_units > seen;
   pthread_mutex_unlock(&c->lock);
   return more;

@@ -343,6 +343,7 @@ static void sources_begin(struct vm_ctx *c, struct vm_plan *p) {
 
 static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct vm_plan *p) {
   uint64_t grow_id = 0, keep = 0;
+  bool again = false;
   for (;;) {
     struct maker m = {.c = c, .p = p};
     uint64_t free_units = 0, need = 0;
@@ -375,6 +376,12 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
       vm_error_restore(&why);
       return err;
     }
+    /* Others may have brought pages while the plan was taken back, which drops the lock. */
+    if (need <= free_units && !again) {
+      again = true;
+      continue;
+    }
+    again = false;
     /* Short in all, or only of pieces that are large enough. */
     need = need > free_units ? need - free_units : m.short_units;
     err = vm_pool_grow(c, m.w.pool, need, vm_units(c, m.w.op->bytes), (uint32_t)vm_units(c, m.w.page_size), free_units,
