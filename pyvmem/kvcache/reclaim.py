@@ -556,12 +556,12 @@ class Reclaimer(Journaled):
         that: then less has begun than is enough.
         """
         self.release_stale(now=now)
-        self._begin_unmaps(self.table.victims(), pages, self.returning, keep, now=now)
         if now and not self.table.lockstep:  # what waits for GPU work may come late
             soon = sum(one.pages for one in self.unmaps if not prune(one.slot.events))
             soon *= self.layout.num_tensors
             idle = takewhile(lambda slot: not slot.events, self.table.victims())
             self._begin_unmaps(idle, pages, soon, keep, now=now)
+        self._begin_unmaps(self.table.victims(), pages, self.returning, keep, now=now)
 
     def _begin_unmaps(
         self,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import open_context
+from interrupts_helpers import Interrupted, alarms
 
 import pyvmem
 from pyvmem import _native
@@ -761,3 +762,20 @@ def test_two_contexts(backend: str) -> None:
         two.inject(0, 0, 0)
         pb.release()
         b.close()
+
+
+@pytest.mark.parametrize("call", ["batch", "compact"])
+def test_a_signal_ends_the_wait_for_a_descriptor(backend: str, call: str) -> None:
+    with open_context(backend) as context, pyvmem.FdEvent.create() as event, alarms() as alarm:
+        late = threading.Timer(8, event.set)
+        late.start()
+        alarm.set(0.05, Interrupted)
+        with pytest.raises(Interrupted):
+            if call == "batch":
+                context.batch(pyvmem.OpBatch(1), after=[event])
+            else:
+                context.compact(after=iter([event]))
+        assert late.is_alive(), "it waited for the work"
+        late.cancel()
+        event.set()
+        context.batch(pyvmem.OpBatch(1), after=iter([event]))

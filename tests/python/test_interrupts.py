@@ -1050,7 +1050,8 @@ def swap_out_shared(engine: Engine) -> Steps:
     return _swapping_out(engine, cache, parent)
 
 
-def _swapping_in(engine: Engine, cache: Any, reqid: int) -> Steps:
+def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False) -> Steps:
+    """`alone`: all others may be freed before it is made again, for requests that read zeros."""
     tags = engine.held.pop((cache, reqid))
     swapped = cache.swap_out(reqid)
     engine.swapped.append(swapped)
@@ -1061,6 +1062,8 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int) -> Steps:
     def again() -> None:
         """If it is in already, some slot has its rows."""
         if swapped.is_open:
+            if alone:
+                engine.ordinary()
             engine.take(cache, call(), tags)
             return
         with pytest.raises(BadHandle):
@@ -1078,6 +1081,18 @@ def swap_in(engine: Engine) -> Steps:
     cache = engine.cache()
     engine.start(cache, 3)
     return _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3))
+
+
+@scenario
+def swap_in_over_clean_pages(engine: Engine) -> Steps:
+    """They are mapped already, and zero: what was written to them before the exception is not."""
+    cache = engine.cache(eager_pages=3)
+    steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
+    cache.reclaim_free(wait=True)
+    cache.free_reqid(cache.alloc_reqid())
+    eventually(lambda: any(slot.mapped_pages == 3 for slot in cache.snapshot()))
+    cache.step(lens(cache))
+    return steps
 
 
 @scenario
@@ -1265,6 +1280,15 @@ def move_to_the_host(engine: Engine) -> Steps:
 @scenario
 def move_in_the_background(engine: Engine) -> Steps:
     return _moving(engine, wait=False)
+
+
+@scenario
+def free_recording_ends_a_move(engine: Engine) -> Steps:
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+    cache, reqid = _in_small_pages(engine, host_limit=0)
+    cache.move(reqid, "host", wait=False)
+    return _free_recording(engine, cache, len(engine.held[cache, reqid]), reqid)
 
 
 @scenario
@@ -1880,7 +1904,7 @@ def layered_free_ends_a_promotion(engine: Engine) -> Steps:
 @scenario
 def layered_swap_in(engine: Engine) -> Steps:
     cache = _layered(engine)
-    return _swapping_in(engine, cache, engine.start(cache, UNIT + 3))
+    return _swapping_in(engine, cache, engine.start(cache, UNIT + 3), alone=True)
 
 
 STATE = StateShape(conv=(40, 4), recurrent=(4, 20, 20))

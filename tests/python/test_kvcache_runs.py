@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kvcache_helpers import eventually
 
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig, logs
@@ -301,6 +302,41 @@ def test_layered_cache_fills_too() -> None:
 def test_bad_fractions_are_refused(name: str, value: object) -> None:
     with pytest.raises(pyvmem.InvalidArgument, match=name):
         config(1, 64, **{name: value})
+
+
+CALLS: dict[str, Callable[[KVCache], object]] = {
+    "free_reqid": lambda cache: cache.free_reqid(1),
+    "free_reqid with tokens": lambda cache: cache.free_reqid(1, tokens=list(range(ROWS))),
+    "fork": lambda cache: cache.fork(1),
+    "swap_out": lambda cache: cache.swap_out(1).close(),
+    "truncate": lambda cache: cache.truncate(1, 3),
+    "step_async": lambda cache: cache.step_async([ROWS, ROWS, 0, 0]),
+    "step": lambda cache: cache.step([ROWS, ROWS, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_growth_that_lacked_mappings_in_the_background_fails_no_other_call(call: str) -> None:
+    """Those calls are a way out of the shortage; a step that needs the pages tries again."""
+    policy = {"growth_fraction": 0.0, "join_at": 0.0}
+    with cache_of(4, 50, 1000, **policy) as (cache, _):
+        assert cache.step([ROWS, ROWS, 0, 0]) == 0
+        used = cache.context.stats().mappings
+    with (
+        Context("host", granule=PAGE, max_mappings=used + 1) as context,
+        KVCache(config(4, 50, **policy), context) as cache,
+    ):
+        assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+        assert cache.step([ROWS, ROWS, 0, 0]) == 0
+        assert cache.step_async([ROWS, 5 * ROWS, 0, 0]) == 0
+        eventually(lambda: not context.stats().pending)
+        answer = CALLS[call](cache)
+        assert call not in ("step", "step_async", "truncate") or answer == 0
+        assert call not in ("free_reqid", "free_reqid with tokens") or not cache.is_taken(1)
+        if cache.is_taken(1):
+            assert cache.step([ROWS, 5 * ROWS, 0, 0]) == -1
+            cache.free_reqid(1)
+        cache.check_integrity()
 
 
 def test_a_refusal_names_who_could_give_way(

@@ -108,6 +108,26 @@ def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: 
         assert cache.step_async(want) == -1
 
 
+@pytest.mark.parametrize("begun", ["nothing", "reclaim_free", "a step ahead"])
+def test_a_step_takes_idle_pages_though_busy_ones_are_to_come_back(
+    context: Context, work: FdEvent, begun: str
+) -> None:
+    limit = 6 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, growth_fraction=0.0) as cache:
+        one, other, stays = (started(cache, 2 * ROWS) for _ in range(3))
+        cache.free_reqid(one, stream=work)
+        if begun == "reclaim_free":
+            cache.reclaim_free()
+        if begun == "a step ahead":
+            assert cache.step_async(lens(cache, r1=2 * ROWS, r2=3 * ROWS)) == 0
+        cache.free_reqid(other)
+        want = lens(cache, **{f"r{stays}": 4 * ROWS})
+        assert promptly(lambda: cache.step(want), work) == 0
+        assert not is_over(work)
+        assert rows_are(cache, stays, 0, 2 * ROWS, 1.0)
+        work.set()
+
+
 @contextmanager
 def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
     """15 of its 16 pages a tensor are a freed request's, of which the low watermark takes a few."""

@@ -30,7 +30,7 @@ from pyvmem import (
     NotMapped,
     OutOfMemory,
 )
-from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape, layer_shapes
+from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape, layer_shapes, manager
 
 TENSORS = 2 * LAYERS
 WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
@@ -51,6 +51,33 @@ def decode(cache: KVCache, low: int, high: int, reqid: int = 0, first: int = 1) 
 
 def rows_are_there(cache: KVCache, low: int, high: int) -> bool:
     return read_rows(cache, 0, low, list(range(low + 1, high + 1)))
+
+
+@pytest.mark.parametrize("call", ["truncate", "fork", "fork_many"])
+def test_what_an_interrupted_step_let_go_is_gone(
+    call: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is undone but for the pages before the window: no request may begin in them."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with small_cache(context, **WINDOW) as cache:
+        assert cache.alloc_reqid() == 0
+        assert cache.step(lens(cache, r0=10 * ROWS)) == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "_commit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                cache.step(lens(cache, r0=10 * ROWS + 1))
+        (first,) = cache.first_rows([0])
+        assert first > ROWS
+        for length in (1, first, first + WINDOW["window"] - 1):
+            arguments = (0, 2, length) if call == "fork_many" else (0, length)
+            with pytest.raises(InvalidArgument, match="rows that are gone"):
+                getattr(cache, call)(*arguments)
+        cache.check_integrity()
+        assert cache.step(lens(cache, r0=10 * ROWS + 1)) == 0
+        cache.free_reqid(0)
 
 
 def test_a_request_keeps_its_window_and_a_tile(context: Context) -> None:
