@@ -130,6 +130,7 @@ class Context(AddressSpace, Closable):
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
         flags = _FORCE if force else 0
         sizes = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
+        self.mem_limit = mem_limit
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
@@ -161,6 +162,9 @@ class Context(AddressSpace, Closable):
 
     info: ContextInfo
     """What the context is; stays readable after `close`."""
+
+    mem_limit: int
+    """Most bytes taken from the driver; 0: no limit."""
 
     remains: ContextRemains
     """What becomes of it if nobody has it any more."""
@@ -392,6 +396,8 @@ class Context(AddressSpace, Closable):
             with self._lock:
                 if self._closed:
                     return
+                if self._pid != os.getpid():
+                    self.stats()  # raises: it is the parent's
                 live = sum(one.live_arrays for one in self._reservations)
                 if live:
                     _native.fail(

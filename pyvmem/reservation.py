@@ -248,6 +248,8 @@ class Reservation(Closable):
             self._closed = self._closed or outcome.happened
             if self._closed or self._context._closed:
                 return
+            if not self._context.is_open:
+                self._context.stats()  # raises: it is the parent's of a fork
             live = self.live_arrays
             if live:
                 _native.fail(

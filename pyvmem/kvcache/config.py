@@ -150,7 +150,8 @@ class KVCacheConfig:
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements.
         memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
-            0.9 of what is free on the GPU when the cache is made; on host, all that is available.
+            0.9 of what is free on the GPU when the cache is made; on host, all that is available;
+            no more than a given context's `mem_limit`.
         memory_floor: bytes that the other caches of its `Budget` must leave to it.
         host_limit: the most host memory that `KVCache.move` uses, in bytes, for all layers
             together; 0: no limit but the machine's.

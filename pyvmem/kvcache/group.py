@@ -80,7 +80,7 @@ def make_parts(
         require_page_size(info, large, "large_page_size")
     layout = Layout(config, page_size)
     cuda_device = context.cuda_device
-    limit = _limit_pages(config, layout, cuda_device, budget)
+    limit = _limit_pages(config, layout, context, budget)
     if config.sparse:
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
@@ -109,12 +109,16 @@ def pool_low(config: KVCacheConfig) -> int:
 
 
 def _limit_pages(
-    config: KVCacheConfig, layout: Layout, cuda_device: int | None, budget: Budget | None
+    config: KVCacheConfig, layout: Layout, context: Context, budget: Budget | None
 ) -> int:
     everything = layout.slot_pages * layout.num_tensors * config.max_batch
     if not config.memory_limit:
-        unknown = everything * layout.page_size
-        available = available_bytes(cuda_device, unknown) if budget is None else budget.total_bytes
+        available = everything * layout.page_size
+        if budget is None:
+            available = available_bytes(context.cuda_device, available)
+            available = min(available, context.mem_limit or available)
+        else:
+            available = budget.total_bytes
         return min(everything, available // layout.page_size)
     least = layout.page_size * layout.num_tensors
     if config.memory_limit < least:

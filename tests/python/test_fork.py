@@ -61,8 +61,10 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
     batch.populate(rsv.addr + 8 * 4096, 4096)
     known, ticket = host.submit(batch), host.submit(pyvmem.OpBatch(1))
     known.wait()
+    arrays = [rsv.array((1,), "uint8")]  # the parent's error would be Busy
 
     def child() -> None:
+        assert arrays
         known.wait()  # its result is in the object
         for call in (
             host.stats,
@@ -92,6 +94,7 @@ def test_child_gets_forked_process(host: pyvmem.Context, rsv: pyvmem.Reservation
         assert not host.is_open
 
     in_child(child)
+    arrays.clear()
     host.check()
     assert rsv.read(0, 4 * 4096) == b"\x07" * (4 * 4096)
     assert host.stats().mapped_bytes == 5 * 4096

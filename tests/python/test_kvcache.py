@@ -729,3 +729,18 @@ def test_in_a_forked_child(context: Context) -> None:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+
+
+def test_a_cache_has_no_more_than_its_context() -> None:
+    page = 4096
+    with (
+        Context("host", granule=page, mem_limit=16 * page) as context,
+        KVCache(small_config(page, memory_limit=0), context) as cache,
+    ):
+        assert context.mem_limit == 16 * page
+        assert cache.stats().total_pages == 16
+        assert cache.can_admit([4 * ROWS])
+        assert not cache.can_admit([5 * ROWS])
+        reqid = cache.alloc_reqid()
+        assert cache.step_async(lens(cache, **{f"r{reqid}": 5 * ROWS})) == -1
+        assert cache.step(lens(cache, **{f"r{reqid}": 4 * ROWS})) == 0
