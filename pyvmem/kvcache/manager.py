@@ -2105,9 +2105,13 @@ class IdleThread:
     Args:
         manager: of the cache that is trimmed.
         seconds: how long it is idle first.
+
+    Attributes:
+        running: it was started, and has not ended.
     """
 
     def __init__(self, manager: Manager, seconds: float) -> None:
+        self.running = False
         self._manager = weakref.ref(manager)
         self._period = seconds / _LOOKS
         self._ended = Flag()
@@ -2118,6 +2122,7 @@ class IdleThread:
 
     def start(self) -> None:
         """Starts it; the process does not wait for its end."""
+        self.running = True
         start_new_thread(self._watch, ())
 
     def end(self) -> None:
@@ -2132,6 +2137,7 @@ class IdleThread:
                 if not self._failed:
                     _log.exception("an idle cache could not be trimmed; it will be tried again")
                 self._failed = True
+        self.running = False
 
     def _look(self) -> None:
         """Trims when nothing happened in the last looks. Keeps no reference to the cache."""

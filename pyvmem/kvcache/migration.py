@@ -646,7 +646,7 @@ class Window:
     def check(self, slot: Slot, length: int) -> None:
         """Raises InvalidArgument for a length whose window has been unmapped."""
         least = self._least[slot.index]
-        if slot.head:  # what a step let go that an exception ended
+        if slot.head and not slot.stale:  # what a step let go that an exception ended
             least = max(least, self._window + self._rows(slot.head))
         if length < least:
             raise invalid(

@@ -556,12 +556,13 @@ class Reclaimer(Journaled):
         that: then less has begun than is enough.
         """
         self.release_stale(now=now)
+        pending = self.returning
         if now and not self.table.lockstep:  # what waits for GPU work may come late
             soon = sum(one.pages for one in self.unmaps if not prune(one.slot.events))
             soon *= self.layout.num_tensors
             idle = takewhile(lambda slot: not slot.events, self.table.victims())
-            self._begin_unmaps(idle, pages, soon, keep, now=now)
-        self._begin_unmaps(self.table.victims(), pages, self.returning, keep, now=now)
+            pending += self._begin_unmaps(idle, pages, soon, keep, now=now) - soon
+        self._begin_unmaps(self.table.victims(), pages, pending, keep, now=now)
 
     def _begin_unmaps(
         self,
@@ -571,18 +572,19 @@ class Reclaimer(Journaled):
         keep: Mapping[Slot, int],
         *,
         now: bool,
-    ) -> None:
-        """Begins to unmap until `pages`, of which `pending` are, are on their way back."""
+    ) -> int:
+        """Begins to unmap until `pages` are on their way back, as `pending` are; the new `pending`."""
         tensors = self.layout.num_tensors
         for slot in slots:
             if pending >= pages:
-                return
+                break
             take = min(slot.spare_beyond(keep.get(slot, 0)), -(-(pages - pending) // tensors))
             if take <= 0:
                 continue
             if not self.try_unmap(slot, slot.mapped - take, now=now):
-                return
+                break
             pending += take * tensors
+        return pending
 
     @property
     def room(self) -> int:

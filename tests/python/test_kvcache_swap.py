@@ -253,10 +253,9 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
     cache = KVCache(small_config(4096, idle_seconds=0.05), host)
     thread = cache._idle
     assert thread is not None
-    assert thread.is_alive()
+    assert thread.running
     cache.close()
-    thread.join(60)
-    assert not thread.is_alive()
+    eventually(lambda: not thread.running)
     cache = KVCache(small_config(4096, idle_seconds=0.05), host)
     thread = cache._idle
     assert thread is not None
@@ -264,8 +263,7 @@ def test_the_idle_thread_ends_with_its_cache(host: Context) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         del cache
         gc.collect()
-    thread.join(60)
-    assert not thread.is_alive(), "forgotten, not closed"
+    eventually(lambda: not thread.running)  # forgotten, not closed
 
 
 def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
