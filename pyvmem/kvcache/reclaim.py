@@ -573,7 +573,11 @@ class Reclaimer(Journaled):
         *,
         now: bool,
     ) -> int:
-        """Begins to unmap until `pages` are on their way back, as `pending` are; the new `pending`."""
+        """Begins to unmap until `pages`, of which `pending` are, are on their way back.
+
+        Returns:
+            How many are by then.
+        """
         tensors = self.layout.num_tensors
         for slot in slots:
             if pending >= pages:
