@@ -359,6 +359,8 @@ class KVCache(MustClose):
                 window begins in rows that are gone (`KVCacheConfig.window_tile` can be taken back);
                 or the request has a state (`KVCacheConfig.state`) and would keep some of its
                 tokens: a state cannot be rolled back.
+            TooManyMappings: a cut inside a mapping needs one more than the context has left;
+                nothing changed. `free_reqid` needs none.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed.
         """
@@ -531,6 +533,8 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
             NotSupported: as `fork`; layers have a window and `large_page_size`.
+            TooManyMappings: read-only pages need more mappings than the context has left; nothing
+                changed. `free_reqid` with the tokens needs none.
             NotRecoverable, VMemError: as `fork`.
         """
         work = PriorWork(stream, self._groups[0].device)
@@ -796,6 +800,7 @@ class KVCache(MustClose):
             OutOfMemory: the tier is full (`host_limit`, `peer_limit`, the cache's own limit, or the
                 machine's); nothing changed, except that pages of no request may have been
                 reclaimed.
+            TooManyMappings: the pages' new places need more than the context has left; as above.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
                 some shapes may have moved and the others not. In the background: the next `step`
