@@ -405,10 +405,11 @@ def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any
             ids = [3 + (7 * i + number) % 400 for i in range(250)]
             engine.add_request(str(number), {"prompt_token_ids": ids}, greedy(60))
             waits = elastic.waits
-            engine.step()
-            engine.step()
+            for _ in range(2):
+                engine.step()
+                # Before the next step, or that may come before a busy machine's keeper.
+                assert idle_becomes(elastic, 8), "as much as a prompt takes"
             assert elastic.waits == waits + (number == 0)
-            assert idle_becomes(elastic, 8), "as much as a prompt takes"
         assert elastic.used_blocks() >= 8 * 8
         monkeypatch.setattr("pyvmem.vllm.engine._RECENT", 0)
         while engine.has_unfinished_requests():
