@@ -528,10 +528,18 @@ class Share:
 
         `now`: see `Reclaimer.unmap`.
         """
+        if now and not self.pager.reclaimer.table.lockstep:  # what waits for GPU work may come late
+            late = sum(one.reclaimer.late * one.layout.page_size for one in self._rest())
+            self._begin_unmaps(nbytes + late, idle=True, now=now)
+        self._begin_unmaps(nbytes, idle=False, now=now)
+
+    def _begin_unmaps(self, nbytes: int, *, idle: bool, now: bool) -> None:
         for one in self._by_excess():
             reclaimer, column = one.reclaimer, one._column
             reclaimer.release_stale(now=now)
             for slot in one.reclaimer.table.victims():
+                if idle and slot.events:
+                    continue
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
                 if not slot.spare:  # a large page that its owner partly uses

@@ -322,7 +322,8 @@ def free(
         if slots[0].active and slots[0].owner == owner:
             _release(groups, slots, event)
 
-    groups[0].journal.on_abort(finish)
+    if tokens is not None:
+        groups[0].journal.on_abort(finish)
     goes_on = tokens is not None and groups[0].prefixes.record_last(
         slots[0], tokens, event, namespace
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyvmem.errors import (
@@ -487,6 +486,16 @@ class Reclaimer(Journaled):
         """Physical pages in unmaps in flight."""
         return self.table.index.returning * self.layout.num_tensors
 
+    @property
+    def late(self) -> int:
+        """Those of them that wait for GPU work."""
+        waiting = (
+            one.pages
+            for one in self.unmaps
+            if not one.done() and (one.slides or prune(one.slot.events))
+        )
+        return sum(waiting) * self.layout.num_tensors
+
     def forget_crowding(self) -> None:
         """Drops notes of background growths that lacked mappings: they were undone."""
         if self.errors:
@@ -558,9 +567,8 @@ class Reclaimer(Journaled):
         self.release_stale(now=now)
         pending = self.returning
         if now and not self.table.lockstep:  # what waits for GPU work may come late
-            soon = sum(one.pages for one in self.unmaps if not prune(one.slot.events))
-            soon *= self.layout.num_tensors
-            idle = takewhile(lambda slot: not slot.events, self.table.victims())
+            soon = self.returning - self.late
+            idle = (slot for slot in self.table.victims() if not slot.events)
             pending += self._begin_unmaps(idle, pages, soon, keep, now=now) - soon
         self._begin_unmaps(self.table.victims(), pages, pending, keep, now=now)
 

@@ -128,6 +128,60 @@ def test_a_step_takes_idle_pages_though_busy_ones_are_to_come_back(
         work.set()
 
 
+def test_a_step_takes_idle_pages_though_a_window_slides(context: Context, work: FdEvent) -> None:
+    """What leaves the window waits for the work of the step that read it."""
+    limit = 12 * TENSORS * context.info.granule
+    policy = {"window": ROWS, "window_tile": 0, "growth_fraction": 0.0, "max_seq_len": 12 * ROWS}
+    with small_cache(context, memory_limit=limit, **policy) as cache:
+        slides, other, stays = (started(cache, rows * ROWS) for rows in (6, 4, 2))
+        want = lens(cache, r0=6 * ROWS, r1=4 * ROWS, r2=2 * ROWS)
+        want[slides] += 1
+        cache.free_reqid(other)
+        want[other] = 0
+        assert promptly(lambda: cache.step(want, work), work) == 0
+        want[stays] = 5 * ROWS
+        assert promptly(lambda: cache.step(want), work) == 0
+        assert not is_over(work)
+        work.set()
+
+
+def test_a_step_takes_what_a_request_has_too_much(context: Context, work: FdEvent) -> None:
+    """Pages beyond its rows, before those of a slot whose work goes on."""
+    limit = 8 * TENSORS * context.info.granule
+    with small_cache(context, memory_limit=limit, growth_fraction=0.0) as cache:
+        first = started(cache, 4 * ROWS)
+        cache.free_reqid(first)
+        spare = started(cache, 1)  # in a slot with three pages more
+        assert cache.snapshot()[spare].mapped_pages == 4
+        gone, stays = started(cache, 2 * ROWS), started(cache, 2 * ROWS)
+        cache.free_reqid(gone, stream=work)
+        want = [slot.seq_len for slot in cache.snapshot()]
+        want[gone], want[stays] = 0, 4 * ROWS
+        assert promptly(lambda: cache.step(want), work) == 0
+        assert not is_over(work)
+        work.set()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("idle_first", [False, True])
+def test_a_step_takes_idle_pages_of_another_cache(
+    context: Context, work: FdEvent, begun: bool, idle_first: bool
+) -> None:
+    page = context.info.granule
+    with Budget(context, 6 * TENSORS * page) as budget:
+        config = small_config(page, memory_limit=0, growth_fraction=0.0)
+        with KVCache(config, budget=budget) as one, KVCache(config, budget=budget) as two:
+            busy, idle, stays = started(one, 2 * ROWS), started(one, 2 * ROWS), started(two, 16)
+            for reqid in (idle, busy) if idle_first else (busy, idle):
+                one.free_reqid(reqid, stream=work if reqid == busy else None)
+                if begun and reqid == busy:
+                    one.reclaim_free()
+            want = lens(two, **{f"r{stays}": 4 * ROWS})
+            assert promptly(lambda: two.step(want), work) == 0
+            assert not is_over(work)
+            work.set()
+
+
 @contextmanager
 def part_unmapping(context: Context, work: FdEvent) -> Iterator[KVCache]:
     """15 of its 16 pages a tensor are a freed request's, of which the low watermark takes a few."""
