@@ -316,17 +316,16 @@ def free(
     slots = [group.slot(reqid) for group in groups]
     event = record(stream, groups[0].device)
     first = [slot.shared for slot in slots]
-    owner = slots[0].owner
-
-    def finish() -> None:
-        if slots[0].active and slots[0].owner == owner:
-            _release(groups, slots, event)
-
+    goes_on = False
     if tokens is not None:
+        owner = slots[0].owner
+
+        def finish() -> None:  # what is recorded may not be written to any more
+            if slots[0].active and slots[0].owner == owner:
+                _release(groups, slots, event)
+
         groups[0].journal.on_abort(finish)
-    goes_on = tokens is not None and groups[0].prefixes.record_last(
-        slots[0], tokens, event, namespace
-    )
+        goes_on = groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
     _release(groups, slots, event)
     if goes_on:
         for group, slot, pages in zip(groups, slots, first, strict=True):

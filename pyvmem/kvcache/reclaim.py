@@ -567,9 +567,9 @@ class Reclaimer(Journaled):
         self.release_stale(now=now)
         pending = self.returning
         if now and not self.table.lockstep:  # what waits for GPU work may come late
-            soon = self.returning - self.late
+            late = self.late
             idle = (slot for slot in self.table.victims() if not slot.events)
-            pending += self._begin_unmaps(idle, pages, soon, keep, now=now) - soon
+            pending = late + self._begin_unmaps(idle, pages, pending - late, keep, now=now)
         self._begin_unmaps(self.table.victims(), pages, pending, keep, now=now)
 
     def _begin_unmaps(
