@@ -98,6 +98,8 @@ class Demand:
             }
         scheduler = self.scheduler
         running = len(scheduler.running)
+        if scheduler.waiting and not running:
+            self.elastic.gather()
         self._overlooked = (
             not self._looked
             and running < scheduler.max_num_running_reqs

@@ -232,6 +232,21 @@ class ElasticEngine:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
+    def gather(self) -> None:
+        """Lets all free blocks go if the step lacked some and more can be had that lie together.
+
+        For a step in which no request can run, since all that runs would have to be moved.
+        Scattered blocks fill their pages only in part: what the engine has may be enough for the
+        next request, and yet never be, as no request ends.
+        """
+        room = self.quota.used + self.quota.room()
+        if (
+            self._lacked
+            and room // max(1, self.backing.geometry.block_bytes) > self.backed_blocks()
+        ):
+            self._retire(self._idle_blocks())
+            self._evict(int(self.pool.free_block_queue.num_free_blocks))
+
     def _ask_others(self, blocks: int) -> None:
         """Posts how much memory a request lacks, up to the limit, for other engines to see."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0

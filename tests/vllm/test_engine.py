@@ -567,6 +567,54 @@ def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> Non
         other.close()
 
 
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_a_request_alone_has_memory_enough_if_it_lies_together(
+    start: Open, ledger: Any, monkeypatch: Any, prefixes: bool
+) -> None:
+    """Its blocks of 24 KiB are scattered: two in each page. Another engine has the other pages."""
+    from pyvmem.ledger import Ledger
+
+    options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
+    with start("straddling", enable_prefix_caching=prefixes, **options) as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        asked = {"prompt_token_ids": [3 + i % 400 for i in range(350)]}
+        (wanted,) = answer(llm, [asked], 70)
+        if prefixes:
+            assert llm.reset_prefix_cache()
+        elastic.settle()
+        page, geometry = 64 << 10, elastic.backing.geometry
+        monkeypatch.setattr(elastic, "_give_back", lambda _: None)  # the keeper lets them be
+        with elastic.lock:
+            assert elastic._back(30)
+            scattered = [
+                block
+                for block in elastic._idle_blocks()
+                if all(one % 2 for one in geometry.pages(0, block))
+                or not any(geometry.pages(0, block))
+            ]
+            elastic._retire([one for one in elastic._idle_blocks() if one not in scattered])
+            for one in elastic.backing.send():
+                elastic.ranks.release(one.number, one.runs, elastic._step)
+        other = Ledger("host", folder=ledger).join(
+            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
+        )
+        end = time.monotonic() + 20
+        while elastic.backing.mapped_bytes > 7 * page:
+            assert time.monotonic() < end
+            elastic.tick()
+        assert other.take((768 << 10) - elastic.backing.mapped_bytes)
+        # Block 2 can be had, too: it shares the pages of blocks 1 and 3.
+        assert len(scattered) + 1 < 14 < elastic.backing.mapped_bytes // (24 << 10)
+        engine.add_request("0", asked, greedy(70))
+        found: list[int] = []
+        end = time.monotonic() + 60
+        while engine.has_unfinished_requests():
+            assert time.monotonic() < end, "for ever"
+            found = [t for one in engine.step() for t in one.outputs[0].token_ids] or found
+        assert found == wanted
+        other.close()
+
+
 def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
     start: Open, ledger: Any
 ) -> None:
