@@ -130,8 +130,7 @@ class Sharing:
     def batch(self, room: int) -> OpBatch:
         """An empty batch for so many operations; reused by every call."""
         if room > self._room:
-            self._room = 2 * room
-            self._ops = OpBatch(self._room)
+            self._ops, self._room = OpBatch(2 * room), 2 * room
         self._ops.clear()
         return self._ops
 
