@@ -11,7 +11,6 @@ import errno
 import logging
 import operator
 import os
-import threading
 import warnings
 import weakref
 from collections import deque
@@ -25,6 +24,7 @@ from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
+from pyvmem.reentry import reentrant_lock
 from pyvmem.remains import Remains, end_lost, forget_all
 from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
 from pyvmem.space import AddressSpace
@@ -132,7 +132,7 @@ class Context(AddressSpace, Closable):
         sizes = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
         self.mem_limit = mem_limit
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
         self._events = KeptEvents()
         self._forgotten: deque[int] = deque()  # tickets that were collected before their end

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Exceptions: one class for each kind of error of libvmem (the list at the top of vmem.h).
 
-All derive from `VMemError`; where Python has a class of its own for such an error (`ValueError`,
-`MemoryError`, `TimeoutError`, ...), the class derives from that too. A call that raised has changed
-nothing, except where `NotRecoverable` says what was lost.
+All but `Reentered` derive from `VMemError`; where Python has a class of its own for such an error
+(`ValueError`, `MemoryError`, `TimeoutError`, ...), the class derives from that too. A call that
+raised has changed nothing, except where `NotRecoverable` says what was lost.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "OutOfMemory",
     "OutOfRange",
     "ReadOnly",
+    "Reentered",
     "Suspended",
     "Timeout",
     "TooManyBatches",
@@ -185,6 +186,29 @@ class DriverError(VMemError):
 
 class NotRecoverable(VMemError):
     """ENOTRECOVERABLE: a failed batch could not be undone; its range is lost until close."""
+
+
+class Reentered(RuntimeError):
+    """A signal handler or a finalizer called a cache whose call it had interrupted.
+
+    Nothing changed. No `VMemError`, since it is no failure of the call that was interrupted: left
+    to propagate from a signal handler, it breaks that off as Ctrl-C does.
+
+    Attributes:
+        op: the function that was called.
+        interrupted: the one in whose midst that was.
+    """
+
+    def __init__(self, op: str = "", interrupted: str = "") -> None:
+        super().__init__(
+            f"{op}: called by a signal handler or a finalizer in the midst of {interrupted}, of "
+            "the same cache or budget; let another thread call it, or the handler set a flag"
+        )
+        self.op = op
+        self.interrupted = interrupted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reentered, (self.op, self.interrupted)
 
 
 _CLASSES: Final[dict[int, type[VMemError]]] = {

@@ -9,7 +9,6 @@ interface is cuda.core's ``_memory/_buffer.pyi``: ``allocate(size, *, stream)``,
 from __future__ import annotations
 
 import errno
-import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.closing import Closable
-from pyvmem.errors import InvalidArgument, VMemError
+from pyvmem.errors import InvalidArgument, Reentered, VMemError
 from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
+from pyvmem.reentry import reentrant_lock
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check
 
@@ -92,11 +92,11 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._context = context
         self._page = page_size or context.info.granule
         self._dirty = dirty
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()
         self._blocks: set[_Block] = set()
         self._live: dict[int, _Block] = {}  # by address
         self._ended: deque[_Block | None] = deque()  # of `allocate` that failed or was interrupted
-        self._left: deque[tuple[Any, int, Any]] = deque()  # what `deallocate` was interrupted with
+        self._left: deque[tuple[Any, int, Any]] = deque()  # what `deallocate` could not end
         self._going: list[_Block] = []
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # the free ones, and others
         self._closed = False
@@ -152,10 +152,12 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             return self._buffer(0, 0, stream)
         nbytes = -(-size // self._page) * self._page
         block = None
+        amid = self._amid_call()
         try:
             with self._lock:
-                self._reap()
-                block = self._free_block(nbytes)
+                if not amid:
+                    self._reap()
+                block = self._new_block(nbytes) if amid else self._free_block(nbytes)
                 block.begin(self._context)
             reservation = block.reservation
             if not block.made:
@@ -171,9 +173,14 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             return self._buffer(reservation.addr, size, stream)
         except BaseException:
             self._ended.append(block)  # whatever comes now, the next call takes it back
-            with self._lock, suppress(VMemError):
-                self._reap()
+            if not amid:
+                with self._lock, suppress(VMemError):
+                    self._reap()
             raise
+
+    def _amid_call(self) -> bool:
+        """Whether a finalizer or signal handler has interrupted this thread in a call's records."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
         if stream is not None and self.is_device_accessible:
@@ -197,6 +204,9 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         """
         try:
             check(stream)
+            if self._amid_call():
+                self._left.append((ptr, size, stream))  # the next call takes it back
+                return
             with self._lock:
                 self._end_buffer(ptr, size, stream)
         except VMemError:
@@ -239,6 +249,9 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             if kept[-1].free:
                 return kept[-1]
             kept.pop()
+        return self._new_block(nbytes)
+
+    def _new_block(self, nbytes: int) -> _Block:
         block = _Block(self._context, nbytes)
         self._blocks.add(block)
         return block
@@ -290,7 +303,10 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
         Raises:
             Busy: buffers live; nothing changed.
+            Reentered: called by a finalizer or signal handler that interrupted another call.
         """
+        if self._amid_call():
+            raise Reentered("close", "another call")
         with self._lock:
             self._reap()
             if self._live:

@@ -18,7 +18,6 @@ import errno
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +29,7 @@ from pyvmem.errors import BadHandle, ForkedProcess, InvalidArgument, NotSupporte
 from pyvmem.kvcache import Budget, KVCache
 from pyvmem.ledger import Ledger, Participant, device_of, engine_name
 from pyvmem.logs import warn
+from pyvmem.reentry import reentrant_lock
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.distributed import ParallelKVCache
@@ -53,7 +53,7 @@ class Announced(Closable):
         self._what = weakref.ref(what)
         self._participant = participant
         self._followed = participant.account.limit
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()
         self._left = False
         self.report()
         participant.start(partial(self._tend, now=False))

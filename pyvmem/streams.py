@@ -30,14 +30,16 @@ import operator
 import os
 import select
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pyvmem import _native
 from pyvmem.closing import Closable
 from pyvmem.errors import InvalidArgument, NotGpuWork
+from pyvmem.reentry import reentrant_lock
 
 if TYPE_CHECKING:
     from pyvmem.pages import Ticket
@@ -119,7 +121,7 @@ class KeptEvents:
     """Events that live until the batches that wait for them are finished, as vmem.h asks."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()
         self._kept: deque[tuple[Ticket, list[Any]]] = deque()
 
     def keep(self, ticket: Ticket, events: list[Any]) -> None:
@@ -131,9 +133,10 @@ class KeptEvents:
         with self._lock:
             kept = self._kept
             # Two for each new one, in turn: a batch that never ends does not hide those behind it.
-            for _ in range(min(2, len(kept))):
-                if kept[0][0]._over():
-                    kept.popleft()
+            for one in list(islice(kept, 2)):
+                if one[0]._over():
+                    with suppress(ValueError):  # a finalizer's call has found it, too
+                        kept.remove(one)
                 else:
                     kept.rotate(-1)
             ticket._held = True

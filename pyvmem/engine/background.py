@@ -55,7 +55,8 @@ class Background:
     def __init__(self) -> None:
         self._queue: deque[_Queued] = deque()
         self._now: _Queued | None = None
-        self._turn = threading.Lock()  # its holder makes a call
+        self._turn = threading.Lock()  # its holder makes calls
+        self._maker = 0  # the thread that holds it
 
     def begin(
         self,
@@ -87,7 +88,11 @@ class Background:
         return now is not None and now.key is key
 
     def close(self) -> None:
-        """Waits for the queued calls."""
+        """Waits for the queued calls; a future's callback, which they wait for, makes them."""
+        if self._maker == threading.get_ident():
+            while self._queue:
+                self._make_next()
+            return
         while self._queue or self._turn.locked():
             done = threading.Lock()
             done.acquire()
@@ -105,15 +110,22 @@ class Background:
                 with self._turn:
                     if not self._queue:
                         return
-                    self._now = self._queue[0]  # `works_on` sees it always
-                    self._queue.popleft()
+                    self._maker = threading.get_ident()
                     try:
-                        self._now.make()
+                        self._make_next()
                     finally:
-                        self._now = None
+                        self._maker = 0
         finally:
             if done is not None:
                 done.release()
+
+    def _make_next(self) -> None:
+        self._now = self._queue[0]  # `works_on` sees it always
+        self._queue.popleft()
+        try:
+            self._now.make()
+        finally:
+            self._now = None
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:

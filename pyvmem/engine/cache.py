@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import operator
-import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -22,6 +21,7 @@ from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork
+from pyvmem.reentry import reentrant_lock
 from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RequestCache(Closable):
         self._numbers = count_up()
         self._requests: dict[Request, None] = {}
         self._spaces: dict[Hashable, Namespace] = {}
-        self._lock = threading.Lock()  # guards the namespaces
+        self._lock = reentrant_lock()  # guards the namespaces
 
     @classmethod
     def open(

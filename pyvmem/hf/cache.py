@@ -9,7 +9,6 @@ the valid tokens. Checked with transformers 5.17.0 and 5.23.0.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_sh
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import check_arguments
 from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded
+from pyvmem.reentry import when_collected
 
 __all__ = ["VMemCache", "drafting"]
 
@@ -111,8 +111,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         super().__init__(layers=layers)
         self._config = config
         self._rows = rows
-        self._finalizer = weakref.finalize(self, rows.close_quietly)
-        self._finalizer.atexit = False
+        self._finalizer = when_collected(self, rows.close_quietly)
 
     @property
     def kvcache(self) -> KVCache | None:

@@ -19,11 +19,11 @@ Called by one thread at a time.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
+from pyvmem.reentry import when_collected
 
 __all__ = ["NamedRequests"]
 
@@ -108,8 +109,7 @@ class NamedRequests:
         self._attention = attention
         self._cache = RequestCache(cache)
         self._next = NextBatch(self._cache, attention)
-        self._finalizer = weakref.finalize(self, close_quietly, cache, attention)
-        self._finalizer.atexit = False
+        self._finalizer = when_collected(self, partial(close_quietly, cache, attention))
         self._slides = any(part.config.window for part in self.parts)
         self.can_fork = not FORK.lacks(cache.context.info)
         self.sharing = sharing and self.can_fork

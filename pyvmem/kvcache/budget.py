@@ -29,8 +29,6 @@ from __future__ import annotations
 import errno
 import operator
 import os
-import weakref
-from _thread import RLock
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +44,7 @@ from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
 from pyvmem.ledger import Ledger, Participant, device_of, weakly
+from pyvmem.reentry import RLock, free_in_children, reentrant_lock, when_collected
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.reclaim import Reclaimer
@@ -57,43 +56,22 @@ __all__ = [
     "ShareInfo",
     "Turns",
     "available_bytes",
-    "cache_lock",
     "free_bytes",
 ]
-
-
-_locks: weakref.WeakSet[RLock] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Resets the locks in a child process, where the threads that held them do not exist."""
-    for lock in list(_locks):
-        lock._at_fork_reinit()  # type: ignore[attr-defined]
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def cache_lock() -> RLock:
-    """A re-entrant lock that is free in a forked child, whichever thread held it."""
-    lock = RLock()
-    _locks.add(lock)
-    return lock
 
 
 class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
     """A lock for `with` blocks. The first waiter holds the gate, and the others wait for the gate.
 
     So the lock goes to the first waiter; among the others the operating system chooses. Both locks
-    are re-entrant, since Python's garbage collector may run a finalizer at any line, which may
-    close a cache and enter here again. Leaving the block runs in C, where no signal can interrupt
-    it.
+    are re-entrant: Python may run a finalizer or a signal handler at any line, which may call a
+    cache. Leaving the block runs in C, where no signal can interrupt it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._gate = cache_lock()
-        _locks.add(self)
+        self._gate = reentrant_lock()
+        free_in_children(self)
 
     def __enter__(self) -> bool:  # type: ignore[override]
         taken: list[bool] = []
@@ -228,7 +206,7 @@ class Budget(Closable):
                 floor_bytes,
                 self.total_bytes,
             )
-            weakref.finalize(self, self._ledger.close)
+            when_collected(self, self._ledger.close).atexit = True
             self._ledger.start(weakly(self._tend))
 
     @property

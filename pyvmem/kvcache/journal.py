@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
+from pyvmem.reentry import within
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -226,9 +227,13 @@ class Journal:
     # ---- around a call ---------------------------------------------------------------------------
 
     def __enter__(self) -> bool:
-        """Begins a section; False within another one, which this is a part of."""
+        """Begins a section; False within another one, which this is a part of.
+
+        Raises:
+            Reentered: by a finalizer or a signal handler, in the midst of a call.
+        """
         if self._caller is not None:
-            if _is_running(self._caller):
+            if within(self._caller):
                 return False
             self.recover()  # its end was interrupted, perhaps where counts were made again
         self._caller = sys._getframe(1)
@@ -314,13 +319,3 @@ def _stays(entry: Any) -> bool:
     if type(entry) is Outcome:
         return entry.happened
     return type(entry) is _Abort and entry.final
-
-
-def _is_running(frame: FrameType) -> bool:
-    """Whether a frame is among the callers of this function."""
-    caller: FrameType | None = sys._getframe(1)
-    while caller is not None:
-        if caller is frame:
-            return True
-        caller = caller.f_back
-    return False

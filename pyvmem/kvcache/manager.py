@@ -35,7 +35,7 @@ from pyvmem.expect import expect
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.flag import Flag
 from pyvmem.info import Location
-from pyvmem.kvcache.budget import Budget, cache_lock
+from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import PriorWork, prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
@@ -46,6 +46,7 @@ from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
+from pyvmem.reentry import reentrant_lock
 from pyvmem.streams import Work, device_ordinal
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class Manager:
     def _use(self, budget: Budget | None) -> None:
         """Takes the lock and the journal of a budget, or its own."""
         self.budget = budget
-        self.lock = cache_lock() if budget is None else budget.lock
+        self.lock = reentrant_lock() if budget is None else budget.lock
         self.journal = Journal() if budget is None else budget.journal
 
     def make(self) -> None:

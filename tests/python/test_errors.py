@@ -60,7 +60,19 @@ def test_two_meanings_of_one_errno() -> None:
     assert errors.error_class(errno.EXDEV) is pyvmem.VMemError
 
 
-@pytest.mark.parametrize("cls", [getattr(errors, name) for name in errors.__all__[:-1]])
+def test_a_call_in_the_midst_of_another() -> None:
+    made = pyvmem.Reentered("stats", "step")
+    assert not isinstance(made, pyvmem.VMemError)
+    for error in (made, pickle.loads(pickle.dumps(made))):
+        assert (error.op, error.interrupted) == ("stats", "step")
+        assert str(error) == str(made)
+        assert str(error).startswith("stats: ")
+        assert "step" in str(error)
+
+
+@pytest.mark.parametrize(
+    "cls", [getattr(errors, name) for name in errors.__all__[:-1] if name != "Reentered"]
+)
 def test_attributes_text_and_pickle(cls: type[pyvmem.VMemError]) -> None:
     made = cls(
         "what happened",

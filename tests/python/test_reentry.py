@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: MIT
+"""Description: calls that finalizers and signal handlers make in the midst of another call."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupts_helpers import Instructions, Interrupted, Interrupts
+from kvcache_helpers import small_config
+
+from pyvmem import BadHandle, Context, ForkedProcess, KVCache, OpBatch, Reentered
+from pyvmem.engine import RequestCache
+from pyvmem.kvcache import Budget
+from pyvmem.kvcache.sharing import Sharing
+from pyvmem.reentry import reentrant_lock, when_collected
+from pyvmem.streams import KeptEvents
+
+PAGE = 4096
+
+
+class Handler(Interrupts):
+    """Calls something at one point of a call, as Python calls a signal handler.
+
+    Attributes:
+        came: whether the call had such a point.
+    """
+
+    def __init__(self, at: int, handle: Callable[[], None], package: str | None = None) -> None:
+        super().__init__(at, **({} if package is None else {"package": package}))
+        self._handle = handle
+        self.came = self._handling = False
+
+    def _point(self, known: Instructions, offset: int) -> None:
+        if self._handling:
+            return
+        self.count += 1
+        if self.count in self._at:
+            self.came = self._handling = True
+            try:
+                self._handle()
+            finally:
+                self._handling = False
+
+
+def each_point(case: Callable[[int], bool], stride: int) -> None:
+    """Runs a case at every `stride`-th point; it says whether there was such a point."""
+    at = 1
+    while case(at):
+        at += stride
+    assert at > 20, "hardly any point"
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+# ---- a cache -----------------------------------------------------------------------------------
+
+
+def filled(context: Context, budget: Budget | None = None) -> KVCache:
+    """A cache of which one request holds ten rows of ones."""
+    cache = KVCache(small_config(PAGE, max_batch=4, max_seq_len=96), context, budget=budget)
+    (first,) = [cache.alloc_reqid()]
+    assert first == 0
+    assert cache.step([10, 0, 0, 0]) == 0
+    cache.k(0)[0, :10] = 1.0
+    return cache
+
+
+@pytest.mark.parametrize("handler", ["swallows", "raises"])
+@pytest.mark.parametrize("called", ["stats", "step", "close"])
+def test_a_handler_that_calls_the_cache_is_refused(called: str, handler: str) -> None:
+    refused = 0
+
+    def case(at: int) -> bool:
+        nonlocal refused
+        with Context("host", granule=PAGE) as context, filled(context) as cache:
+            calls: dict[str, Callable[[], Any]] = {
+                "stats": cache.stats,
+                "step": lambda: cache.step([11, 0, 0, 0]),
+                "close": cache.close,
+            }
+
+            def handle() -> None:
+                nonlocal refused
+                try:
+                    calls[called]()
+                except Reentered as error:
+                    refused += 1
+                    assert error.op == called
+                    assert called in str(error)
+                    assert error.interrupted in str(error)
+                    if handler == "raises":
+                        raise
+
+            calling = Handler(at, handle)
+            try:
+                # Before the section the handler's call is one like any other, and it may close.
+                done = calling.run(lambda: cache.step([90, 0, 0, 0]))
+            except (Reentered, BadHandle) as error:
+                assert handler == "raises" or cache.is_closed, error
+            else:
+                assert done == 0
+            if not cache.is_closed:
+                cache.check_integrity()
+                assert cache.step([90, 0, 0, 0]) == 0
+                assert bool((cache.k(0)[0, :10] == 1.0).all())
+                cache.k(0)[0, 10:90] = 2.0
+        return calling.came
+
+    each_point(case, stride=1)
+    assert refused > 5
+
+
+def test_several_calls_as_one_may_come_through_other_functions() -> None:
+    """What is called within a section is a part of it, whoever calls it."""
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+
+        @contextlib.contextmanager
+        def called() -> Any:
+            yield cache.stats()
+
+        with cache.lock, cache.journal:
+            assert cache.step([20, 0, 0, 0]) == 0
+            with called() as stats:
+                assert stats.active_slots == 1
+            with cache.lock, cache.journal:
+                assert [cache.step([n, 0, 0, 0]) for n in (21, 22)] == [0, 0]
+        cache.check_integrity()
+
+
+def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() -> None:
+    """The collector finds it in the midst of the other's call, whose records it shares."""
+    transformers = pytest.importorskip("transformers")
+    from pyvmem.hf import VMemCache
+
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        vocab_size=32,
+    )
+
+    def put(cache: Any, tokens: int, value: float) -> None:
+        states = torch.full((1, 2, tokens, 64), value)
+        for layer in range(2):
+            cache.update(states, states, layer)
+
+    def case(at: int) -> bool:
+        with Context("host", granule=PAGE) as context:
+            budget = Budget(context, PAGE * 120)
+            lives = VMemCache(config, 2, 96, context=context, budget=budget, page_size=PAGE)
+            dropped = VMemCache(config, 2, 96, context=context, budget=budget, page_size=PAGE)
+            put(lives, 8, 1.0)
+            put(dropped, 40, 2.0)
+            dropped.itself = dropped  # only the collector finds it
+            del dropped
+            calling = Handler(at, lambda: (gc.collect(), None)[1])
+            calling.run(lambda: put(lives, 40, 1.0))
+            gc.collect()
+            wait_until(lambda: len(budget.stats().caches) == 1)
+            lives.kvcache.check_integrity()
+            keys = lives.layers[0].keys
+            assert keys.shape[2] == 48
+            assert bool((keys == 1.0).all())
+            del keys
+            lives.close()
+            assert context.stats().mapped_bytes == 0
+        return calling.came
+
+    each_point(case, stride=67)
+
+
+# ---- what ends with its owner ------------------------------------------------------------------
+
+
+class Owner:
+    pass
+
+
+def test_an_end_outside_of_calls_is_made_at_once() -> None:
+    ended: list[int] = []
+    owner = Owner()
+    when_collected(owner, lambda: ended.append(threading.get_ident()))
+    del owner
+    assert ended == [threading.get_ident()]
+
+
+def test_an_end_in_the_midst_of_a_call_is_made_by_another_thread() -> None:
+    ended: list[int] = []
+    owners = [Owner()]
+    when_collected(owners[0], lambda: ended.append(threading.get_ident()))
+    with Context("host", granule=PAGE) as context:
+        calling = Handler(1, owners.clear)
+        calling.run(context.stats)
+        assert calling.came
+        wait_until(lambda: bool(ended))
+    assert ended != [threading.get_ident()]
+
+
+def test_an_end_that_was_detached_is_not_made() -> None:
+    ended: list[int] = []
+    owner = Owner()
+    assert when_collected(owner, lambda: ended.append(1)).detach() is not None
+    del owner
+    assert not ended
+
+
+# ---- locks -------------------------------------------------------------------------------------
+
+
+def test_reservations_in_the_midst_of_another_ones_call() -> None:
+    def case(at: int) -> bool:
+        with Context("host", granule=PAGE) as context:
+            other = context.reserve(PAGE)
+            made: list[Any] = []
+
+            def handle() -> None:
+                other.close()
+                made.append(context.reserve(PAGE))
+                made[0].array((PAGE,), "uint8")
+
+            def call() -> None:
+                with context.reserve(PAGE) as one:
+                    one.array((PAGE,), "uint8")
+
+            calling = Handler(at, handle)
+            calling.run(call)
+            if not calling.came:
+                handle()
+            assert set(context.reservations()) == set(made)
+            for one in made:
+                one.close()
+        return calling.came
+
+    each_point(case, stride=3)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_lock_that_another_thread_held_is_free_in_a_child() -> None:
+    lock, held, go = reentrant_lock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            go.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    try:
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if lock.acquire(timeout=10) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_context_whose_lock_was_held_refuses_in_a_child() -> None:
+    with Context("host", granule=PAGE) as context:
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with context._lock:
+                held.set()
+                go.wait(20)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(20)
+        try:
+            pid = os.fork()
+            if not pid:
+                threading.Timer(10, os._exit, (2,)).start()
+                try:
+                    context.close()
+                except ForkedProcess:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        finally:
+            go.set()
+            thread.join()
+
+
+def test_events_are_kept_in_the_midst_of_keeping_others() -> None:
+    class Batch:
+        def __init__(self, over: bool, then: Callable[[], None] = lambda: None) -> None:
+            self.over, self.then, self._held = over, then, False
+
+        def _over(self) -> bool:
+            then, self.then = self.then, lambda: None
+            then()
+            return self.over
+
+    kept: Any = KeptEvents()
+    late = Batch(False)
+    # A finalizer's call comes while the first of two that are over is looked at.
+    first = Batch(True, lambda: kept.keep(Batch(True), ["nested"]))
+    kept.keep(late, ["late"])
+    kept.keep(first, ["first"])
+    kept.keep(Batch(True), ["second"])
+    for _ in range(8):
+        kept.keep(Batch(True), ["more"])
+    assert any(events == ["late"] for _, events in kept._kept), "what is not over is kept"
+    assert not any(events == ["first"] for _, events in kept._kept)
+
+
+def test_a_buffer_that_ends_in_the_midst_of_a_call_of_its_resource() -> None:
+    """cuda.core closes a buffer that the collector finds."""
+    pytest.importorskip("cuda.core")
+    from pyvmem.memory_resource import VMemResource
+
+    refused = 0
+
+    def case(at: int) -> bool:
+        nonlocal refused
+        with Context("host", granule=PAGE) as context, VMemResource(context) as resource:
+            ends, made = resource.allocate(PAGE), []
+
+            def handle() -> None:
+                nonlocal refused
+                ends.close()
+                made.append(resource.allocate(2 * PAGE))
+                try:
+                    resource.close()
+                except Reentered:
+                    refused += 1
+                except Exception as error:
+                    assert "alive" in str(error)
+
+            calling = Handler(at, handle)
+            found = [calling.run(lambda: resource.allocate(2 * PAGE))]
+            found += made
+            assert len({int(one.handle) for one in found}) == len(found)
+            for one in found:
+                one.close()
+            if not calling.came:
+                ends.close()
+            resource.allocate(PAGE).close()
+            assert resource.live_buffers == 0
+        return calling.came
+
+    each_point(case, stride=3)
+    assert refused > 5
+
+
+# ---- a future's callback -----------------------------------------------------------------------
+
+
+def test_a_callback_closes_the_requests_of_a_cache() -> None:
+    """It makes the calls that are queued behind its own."""
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+        requests = RequestCache(cache)
+        one, two = requests.admit([1] * 10), requests.admit([2] * 10)
+        assert requests.extend({one: 10, two: 10}) is None
+        closed = threading.Event()
+        begin = threading.Event()
+        slow = requests._background.begin(lambda: begin.wait(20))
+        first = requests.swap_out_async(one)
+        second = requests.swap_out_async(two)
+
+        def close(_: Any) -> None:
+            assert not second.done()
+            requests.close()
+            assert second.done()
+            closed.set()
+
+        first.add_done_callback(close)
+        begin.set()
+        assert closed.wait(20)
+        assert slow.result()
+        assert not requests.requests
+        requests.close()
+
+
+# ---- a batch that grows ------------------------------------------------------------------------
+
+
+def test_a_batch_of_operations_has_its_room_after_an_interruption() -> None:
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+        sharing: Sharing = cache._groups[0].sharing
+        for at in range(1, 1000):
+            sharing._ops, sharing._room, room = OpBatch(8), 8, 20
+            with contextlib.suppress(Interrupted):
+                Interrupts(at).run(lambda: sharing.batch(20))
+                break
+            batch = sharing.batch(room)
+            for page in range(room):
+                batch.unmap(page * PAGE, PAGE)
+        assert at > 3
