@@ -10,15 +10,16 @@ once a minute for each cause. A call that finds enough memory logs nothing.
 from __future__ import annotations
 
 import logging
-import threading
 import time
+
+from pyvmem.reentry import reentrant_lock
 
 __all__ = ["PERIOD_S", "warn"]
 
 PERIOD_S = 60.0
 """Seconds between two warnings of the same cause."""
 
-_lock = threading.Lock()
+_lock = reentrant_lock()
 _last: dict[str, tuple[float, int]] = {}  # by cause: when it was warned of, and how often not since
 
 

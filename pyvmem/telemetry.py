@@ -30,6 +30,7 @@ from pyvmem.errors import BadHandle, ForkedProcess
 from pyvmem.info import ContextInfo, Stats
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
 
@@ -209,7 +210,7 @@ class Telemetry:
     """The numbers of several caches. Thread-safe; see the module."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()
         self._caches: dict[str, weakref.ref[_Cache]] = {}
         self._seen: tuple[float, tuple[Family, ...]] = (float("-inf"), ())
 
@@ -236,7 +237,7 @@ class Telemetry:
                     continue
             except (BadHandle, ForkedProcess):
                 pass
-            del self._caches[name]
+            self._caches.pop(name, None)  # perhaps by a handler that interrupted this
         return found
 
     def families(self) -> tuple[Family, ...]:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, InvalidArgument, NotSupported
+from pyvmem.reentry import reentrant_lock
 from pyvmem.torch_pool import VMemPool
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class TorchMemorySaver:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()
         self._context: Context | None = None
         self._own: list[Context] = []  # one at most
         self._pools: list[VMemPool] = []  # one at most

@@ -18,7 +18,6 @@ Checked with the versions of `CHECKED`; others are refused.
 from __future__ import annotations
 
 import importlib
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, check_attention
 from pyvmem.kvcache import KVCache
 from pyvmem.kvcache.config import invalid
+from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
 
@@ -38,7 +38,7 @@ CHECKED = {
     **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 24)},
 }
 
-_lock = threading.Lock()
+_lock = reentrant_lock()
 _models: weakref.WeakKeyDictionary[Any, Options] = weakref.WeakKeyDictionary()
 _default: Options | None = None
 

@@ -16,12 +16,13 @@ import torch
 from interrupts_helpers import Instructions, Interrupted, Interrupts
 from kvcache_helpers import small_config
 
-from pyvmem import BadHandle, Context, ForkedProcess, KVCache, OpBatch, Reentered
+from pyvmem import BadHandle, Context, ForkedProcess, InvalidArgument, KVCache, OpBatch, Reentered
 from pyvmem.engine import RequestCache
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.reentry import reentrant_lock, when_collected
 from pyvmem.streams import KeptEvents
+from pyvmem.telemetry import Telemetry
 
 PAGE = 4096
 
@@ -296,6 +297,30 @@ def test_a_context_whose_lock_was_held_refuses_in_a_child() -> None:
         finally:
             go.set()
             thread.join()
+
+
+def test_numbers_that_a_handler_asks_for_in_the_midst_of_the_same() -> None:
+    refused = 0
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+        telemetry = Telemetry()
+        telemetry.add(cache)
+
+        def handle() -> None:
+            nonlocal refused
+            try:
+                assert "pyvmem" in telemetry.text()
+            except Reentered:
+                refused += 1
+
+        def case(at: int) -> bool:
+            calling = Handler(at, handle)
+            assert calling.run(telemetry.text).splitlines()[-1].startswith("pyvmem")
+            return calling.came
+
+        each_point(case, stride=41)
+        assert refused
+        with pytest.raises(InvalidArgument, match="added already"):
+            telemetry.add(cache)
 
 
 def test_events_are_kept_in_the_midst_of_keeping_others() -> None:
