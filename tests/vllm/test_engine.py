@@ -638,13 +638,21 @@ def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
         part = 384 << 10  # a half
         found: dict[str, list[int]] = {}
         end = time.monotonic() + 60
-        while not other.take(part) and time.monotonic() < end:
-            other.want(part)
+
+        def take() -> None:
+            """As another process does, whatever this one is about."""
+            while not other.take(part) and time.monotonic() < end:
+                other.want(part)
+                time.sleep(0.001)
+            other.want(0)
+
+        taking = threading.Thread(target=take)
+        taking.start()
+        while taking.is_alive():
             for one in engine.step():
                 found[one.request_id] = list(one.outputs[0].token_ids)
         assert other.used == part
         assert scheduler.waiting, "before the queue is empty"
-        other.want(0)
         while engine.has_unfinished_requests():
             for one in engine.step():
                 found[one.request_id] = list(one.outputs[0].token_ids)
