@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pyvmem import _native
@@ -380,7 +381,12 @@ class Context(AddressSpace, Closable):
     def reservations(self) -> list[Reservation]:
         """The open reservations of the context."""
         with self._lock:
-            return [one for one in self._reservations if one.is_open]
+            return [one for one in self._known() if one.is_open]
+
+    def _known(self) -> list[Reservation]:
+        while True:
+            with suppress(RuntimeError):  # a finalizer or signal handler has reserved, too
+                return list(self._reservations)
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -398,7 +404,11 @@ class Context(AddressSpace, Closable):
                     return
                 if self._pid != os.getpid():
                     self.stats()  # raises: it is the parent's
-                live = sum(one.live_arrays for one in self._reservations)
+                live = sum(one.live_arrays for one in self._known())
+                if not live:
+                    before = self.is_open
+                    self._closed, self.is_open = True, False  # from here on no new tensor
+                    live = sum(one.live_arrays for one in self._known())  # perhaps in between
                 if live:
                     _native.fail(
                         errno.EBUSY,
@@ -406,8 +416,6 @@ class Context(AddressSpace, Closable):
                         op="vmem_close",
                         bytes=live,
                     )
-                before = self.is_open
-                self._closed, self.is_open = True, False  # from here on no new tensor
             _native.close(self.handle, outcome=outcome)
         except BaseException:
             if before is not None:

@@ -189,7 +189,7 @@ class NotRecoverable(VMemError):
 
 
 class Reentered(RuntimeError):
-    """A signal handler or a finalizer called a cache whose call it had interrupted.
+    """A signal handler, a finalizer or a log handler called a cache in the midst of its own call.
 
     Nothing changed. No `VMemError`, since it is no failure of the call that was interrupted: left
     to propagate from a signal handler, it breaks that off as Ctrl-C does.
@@ -201,8 +201,8 @@ class Reentered(RuntimeError):
 
     def __init__(self, op: str = "", interrupted: str = "") -> None:
         super().__init__(
-            f"{op}: called by a signal handler or a finalizer in the midst of {interrupted}, of "
-            "the same cache or budget; let another thread call it, or the handler set a flag"
+            f"{op}: called in the midst of {interrupted}, of the same cache or budget, by a signal "
+            "handler, a finalizer or a log handler; let another thread call it, or set a flag"
         )
         self.op = op
         self.interrupted = interrupted

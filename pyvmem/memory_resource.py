@@ -19,6 +19,7 @@ from pyvmem._native import Outcome
 from pyvmem.closing import Closable
 from pyvmem.errors import InvalidArgument, Reentered, VMemError
 from pyvmem.info import Caps
+from pyvmem.kvcache.events import record
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reentry import reentrant_lock
@@ -205,7 +206,9 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         try:
             check(stream)
             if self._amid_call():
-                self._left.append((ptr, size, stream))  # the next call takes it back
+                # The next call takes it back, after the work that the stream has now.
+                work = None if stream is None else record(stream, self._context.cuda_device)
+                self._left.append((ptr, size, work))
                 return
             with self._lock:
                 self._end_buffer(ptr, size, stream)

@@ -8,20 +8,31 @@ that, and the records of a cache, which cannot be, refuse such a call (`within`)
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
 from _thread import RLock, start_new_thread
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from pyvmem.errors import Reentered
 
-__all__ = ["RLock", "free_in_children", "reentrant_lock", "when_collected", "within"]
+__all__ = [
+    "RLock",
+    "call_part",
+    "free_in_children",
+    "reentrant_lock",
+    "when_collected",
+    "within",
+]
 
-_RECORDS = "pyvmem.kvcache."
-_CALLS = ("pyvmem.", "contextlib.")  # what a call of ours consists of
+_log = logging.getLogger(__name__)
+
+# ---- locks ---------------------------------------------------------------------------------------
 
 _locks: weakref.WeakSet[RLock] = weakref.WeakSet()
 
@@ -47,21 +58,30 @@ def reentrant_lock() -> RLock:
     return lock
 
 
+# ---- calls within a call -------------------------------------------------------------------------
+
+_RECORDS = "pyvmem.kvcache."
+_CALLS = ("pyvmem.", "contextlib.")  # what a call of ours consists of
+
+
 def within(section: FrameType) -> bool:
     """Whether the caller's caller is called, directly or not, within a frame.
 
     Raises:
-        Reentered: in the midst of a call that changes a cache's records, which a finalizer or a
-            signal handler has interrupted.
+        Reentered: in the midst of a call that changes a cache's records, or those of the package
+            that the caller is of, which something else has interrupted.
     """
     frame: FrameType | None = sys._getframe(2)
     op = sys._getframe(2).f_code.co_name
+    records = (_RECORDS, ".".join(_module(sys._getframe(2)).split(".")[:2]) + ".")
     stranger, interrupted = False, ""
     while frame is not None:
         name = _module(frame)
-        if not name.startswith(_CALLS):
+        if frame.f_code is call_part.__code__:
+            stranger = False
+        elif not name.startswith(_CALLS):
             stranger = True
-        elif stranger and name.startswith(_RECORDS):  # which calls no functions of others
+        elif stranger and name.startswith(records):
             interrupted = frame.f_code.co_name
         if frame is section:
             if interrupted:
@@ -71,9 +91,19 @@ def within(section: FrameType) -> bool:
     return False
 
 
+def call_part(run: Callable[[], object]) -> None:
+    """Calls what is a part of a call of this package, whoever wrote it: it may call the cache."""
+    run()
+
+
 def _module(frame: FrameType) -> str:
     name: str | None = frame.f_globals.get("__name__")
     return f"{name}."
+
+
+# ---- what is called when an object is collected --------------------------------------------------
+
+_ends: deque[tuple[Callable[[], object], list[Any]]] = deque()  # for another thread to make
 
 
 def when_collected(owner: object, end: Callable[[], object]) -> weakref.finalize[..., Any]:
@@ -82,6 +112,8 @@ def when_collected(owner: object, end: Callable[[], object]) -> weakref.finalize
     Where that is in the midst of a call of this package, a thread of its own makes the call: this
     one may hold locks, or be about to ask why its last call of C failed.
     """
+    if _ends:
+        _make_ends_elsewhere()
     finalizer = weakref.finalize(owner, _end, end)
     finalizer.atexit = False
     return finalizer
@@ -94,20 +126,39 @@ def _end(end: Callable[[], object]) -> None:
     if frame is None:
         end()
     else:
-        start_new_thread(_end_there, (end, _streams()))
+        _ends.append((end, _streams()))
+        _make_ends_elsewhere()
 
 
-def _end_there(end: Callable[[], object], streams: list[Any]) -> None:
-    for stream in streams:  # what `end` waits for is the work of the thread that had the object
-        sys.modules["torch"].cuda.set_stream(stream)
-    end()
+def _make_ends_elsewhere() -> None:
+    with suppress(RuntimeError):  # no more threads: the next one makes it
+        start_new_thread(_make_ends, ())
+
+
+def _make_ends() -> None:
+    while True:
+        try:
+            end, streams = _ends.popleft()
+        except IndexError:
+            return
+        try:
+            for stream in streams:  # `end` waits for the work of the thread that had the object
+                sys.modules["torch"].cuda.set_stream(stream)
+        except Exception:
+            _log.exception("vmem: a stream of a collected object cannot be waited for")
+        try:
+            end()
+        except Exception:
+            _log.exception("vmem: %r of a collected object failed", end)
 
 
 def _streams() -> list[Any]:
-    """torch's current streams, that of the current device last."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
-        return []
-    now = cuda.current_device()
-    order = sorted(range(cuda.device_count()), key=lambda device: device == now)
-    return [cuda.current_stream(device) for device in order]
+    """torch's current streams that are not their devices' first ones, as a new thread's are."""
+    with suppress(Exception):  # a GPU that has failed
+        cuda = sys.modules["torch"].cuda
+        if cuda.is_initialized():
+            now = cuda.current_device()
+            order = sorted(range(cuda.device_count()), key=lambda device: device == now)
+            used = [(cuda.current_stream(one), cuda.default_stream(one)) for one in order]
+            return [current for current, first in used if current != first]
+    return []

@@ -251,7 +251,10 @@ class Reservation(Closable):
             if not self._context.is_open:
                 self._context.stats()  # raises: it is the parent's of a fork
             live = self.live_arrays
+            self._closing = not live  # from here on no new tensor
+            live = live or self.live_arrays  # made by a signal handler in between
             if live:
+                self._closing = False
                 _native.fail(
                     errno.EBUSY,
                     f"tensors or buffers over this reservation are alive: {live}",
@@ -260,7 +263,6 @@ class Reservation(Closable):
                     bytes=self.nbytes,
                     limit=live,
                 )
-            self._closing = True  # from here on no new tensor
         flags = _UNMAP if unmap else 0
         try:
             _native.free(self._context.handle, self.addr, flags, outcome=outcome)

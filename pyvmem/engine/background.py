@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pyvmem.errors import Reentered
 from pyvmem.kvcache.events import record
 from pyvmem.streams import Kind, work_of
 
@@ -31,13 +32,16 @@ class _Queued:
     call: Callable[[], Any]
     future: Future[Any]
     key: object
+    over: bool = False  # its callbacks may still be under way
 
     def make(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
             result = self.call()
+            self.over = True
         except BaseException as error:
+            self.over = True
             self.future.set_exception(error)
             del self  # else the traceback and the future would keep each other alive
         else:
@@ -88,8 +92,14 @@ class Background:
         return now is not None and now.key is key
 
     def close(self) -> None:
-        """Waits for the queued calls; a future's callback, which they wait for, makes them."""
+        """Waits for the queued calls; a future's callback, which they wait for, makes them.
+
+        Raises:
+            Reentered: by a finalizer in the midst of a call, or by the call itself.
+        """
         if self._maker == threading.get_ident():
+            if self._now is not None and not self._now.over:
+                raise Reentered("close", "a call in the background")
             while self._queue:
                 self._make_next()
             return

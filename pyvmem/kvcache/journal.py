@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
-from pyvmem.reentry import within
+from pyvmem.reentry import call_part, within
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,7 +153,7 @@ class Journal:
         self.recoverables: list[Recoverable] = []
         self.held: list[Made] = []
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
-        self._caller: FrameType | None = None  # of the call under way, or not settled yet
+        self._caller: FrameType | None = None  # all of a call lies in it
 
     # ---- what a call writes ----------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Journal:
     def must(self, run: Callable[[], None]) -> None:
         """Notes what follows from the records by now, and runs it; it must be safe to run again."""
         self.entries.append(_Abort(run, final=True))
-        run()
+        call_part(run)
 
     def checkpoint(self) -> None:
         """What the records say by now stays: something outside them is about to follow from it."""
@@ -235,7 +235,9 @@ class Journal:
         if self._caller is not None:
             if within(self._caller):
                 return False
-            self.recover()  # its end was interrupted, perhaps where counts were made again
+            # Its end was interrupted, perhaps where counts were made again.
+            self._caller = sys._getframe(0)
+            self.recover()
         self._caller = sys._getframe(1)
         return True
 
@@ -247,6 +249,7 @@ class Journal:
     ) -> None:
         if self._caller is not sys._getframe(1):
             return
+        self._caller = sys._getframe(0)  # so that an interruption of this is seen at the next call
         if kind is None or issubclass(kind, VMemError):
             self.entries.clear()
             if self.held:
@@ -269,7 +272,7 @@ class Journal:
             entries.clear()
         while self._pending:
             try:
-                self._pending[-1]()
+                call_part(self._pending[-1])
             except VMemError as error:
                 for owner in self.recoverables[:1]:
                     owner.failed(error)

@@ -98,8 +98,10 @@ class Demand:
             }
         scheduler = self.scheduler
         running = len(scheduler.running)
-        if scheduler.waiting and not running:
-            self.elastic.gather()
+        if running:
+            self.elastic.may_gather = True
+        elif request := next(iter(scheduler.waiting), None):
+            self.elastic.gather(self._blocks(request.num_tokens + 1))
         self._overlooked = (
             not self._looked
             and running < scheduler.max_num_running_reqs

@@ -54,6 +54,7 @@ class ElasticEngine:
 
     Attributes:
         count_waiting: blocks that the requests in the queue may take in a step.
+        may_gather: a request ran since `gather` last let blocks go.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any) -> None:
@@ -91,6 +92,8 @@ class ElasticEngine:
         self._batch = self.reserve_blocks // 2  # when so many of them lack
         self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
+        self._denied = False  # in it, memory was asked for in vain
+        self.may_gather = True
         self._idle = 0  # idle blocks, at least
         self.count_waiting: Callable[[], int] = lambda: 0
         self._refused = -math.inf  # when less was mapped than was asked for
@@ -171,7 +174,7 @@ class ElasticEngine:
         self.waits += self._waited
         if self._short and not self._lacked:
             self._ask_others(0)
-        self._taken, self._waited, self._lacked = 0, False, False
+        self._taken, self._waited, self._lacked, self._denied = 0, False, False, False
         if not self._wake.is_set() and self._may_back_ahead(now):
             self._wake.set()
         return self._step, self.backing.send()
@@ -212,7 +215,7 @@ class ElasticEngine:
             if not self._back(wanted - self._idle) and wanted > count:
                 self._back(count - self._idle)
             if self._idle < count:
-                self._refused = time.monotonic()
+                self._denied, self._refused = True, time.monotonic()
                 self._ask_others(count - self._idle)
         self._lacked |= self._idle < count
 
@@ -232,18 +235,20 @@ class ElasticEngine:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
-    def gather(self) -> None:
-        """Lets all free blocks go if the step lacked some and more can be had that lie together.
+    def gather(self, count: int) -> None:
+        """Lets all free blocks go if a request was refused some, and has enough if they go.
 
-        For a step in which no request can run, since all that runs would have to be moved.
         Scattered blocks fill their pages only in part: what the engine has may be enough for the
-        next request, and yet never be, as no request ends.
+        next request, and yet never be, as none runs that could end. Blocks of requests are never
+        moved.
+
+        Args:
+            count: blocks that the next request needs in all.
         """
-        room = self.quota.used + self.quota.room()
-        if (
-            self._lacked
-            and room // max(1, self.backing.geometry.block_bytes) > self.backed_blocks()
-        ):
+        together = self.backing.geometry.first_bytes(1 + count)
+        enough = together <= self.quota.used + self.quota.room()
+        if self.may_gather and self._denied and enough and not self.used_blocks():
+            self.may_gather = False
             self._retire(self._idle_blocks())
             self._evict(int(self.pool.free_block_queue.num_free_blocks))
 

@@ -108,6 +108,14 @@ class Geometry:
             total += min(pages, self.num_pages(kind)) * self.page_bytes(kind)
         return total
 
+    def first_bytes(self, blocks: int) -> int:
+        """Pages of the first so many blocks, which is the least that so many blocks need."""
+        return sum(
+            min(-(-blocks * one.block_bytes // self.page_size), self.num_pages(kind))
+            * self.page_bytes(kind)
+            for kind, one in enumerate(self.classes)
+        )
+
 
 def blocks_are_outermost(
     shape: Sequence[int], strides: Sequence[int], itemsize: int, geometry: Geometry

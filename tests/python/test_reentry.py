@@ -16,7 +16,17 @@ import torch
 from interrupts_helpers import Instructions, Interrupted, Interrupts
 from kvcache_helpers import small_config
 
-from pyvmem import BadHandle, Context, ForkedProcess, InvalidArgument, KVCache, OpBatch, Reentered
+from pyvmem import (
+    BadHandle,
+    Context,
+    FdEvent,
+    ForkedProcess,
+    InvalidArgument,
+    KVCache,
+    OpBatch,
+    Reentered,
+    VMemError,
+)
 from pyvmem.engine import RequestCache
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.sharing import Sharing
@@ -141,6 +151,137 @@ def test_several_calls_as_one_may_come_through_other_functions() -> None:
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("again", [0, 1, 5, 9])
+def test_what_settles_an_interrupted_section_may_call_the_cache(again: int) -> None:
+    """Also where the settling itself is interrupted and the next call does it."""
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+        second = cache.alloc_reqid()
+        assert second is not None
+        left = again
+
+        def settle() -> None:
+            nonlocal left
+            assert cache.stats().active_slots >= 1
+            if left:
+                left -= 1
+                raise KeyboardInterrupt
+            if cache.owner(second) is not None:
+                cache.free_reqid(second)
+
+        with pytest.raises(KeyboardInterrupt), cache.lock, cache.journal:
+            cache.journal.on_abort(settle)
+            assert cache.step([20, 20, 0, 0]) == 0
+            raise KeyboardInterrupt
+        for _ in range(again - 1):
+            with pytest.raises(KeyboardInterrupt):
+                cache.stats()
+        assert cache.stats().active_slots == 1
+        cache.check_integrity()
+
+
+def test_what_must_be_done_in_a_section_may_call_the_cache() -> None:
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+        second = cache.alloc_reqid()
+        assert second is not None
+        with cache.lock, cache.journal:
+            cache.journal.must(lambda: cache.free_reqid(second))
+        assert cache.stats().active_slots == 1
+
+
+def test_a_handler_while_a_call_settles_what_two_exceptions_left() -> None:
+    """The first recovery was interrupted, too; the next call makes it."""
+    refused = unsettled = 0
+
+    def case(first: int, second: int, at: int) -> bool:
+        nonlocal refused, unsettled
+        with Context("host", granule=PAGE) as context, filled(context) as cache:
+            with contextlib.suppress(Interrupted):
+                Interrupts(first, second).run(lambda: cache.step([90, 0, 0, 0]))
+            if cache.journal._caller is None:
+                return False
+            unsettled += 1
+
+            def handle() -> None:
+                nonlocal refused
+                try:
+                    cache.step([40, 0, 0, 0])
+                except Reentered:
+                    refused += 1
+
+            calling = Handler(at, handle)
+            calling.run(cache.stats)
+            cache.check_integrity()
+            assert cache.step([90, 0, 0, 0]) == 0
+            return calling.came
+
+    for first in range(20, 70, 10):
+        for second in range(2, 30, 9):
+            at = 1
+            while case(first, second, at):
+                at += 23
+    assert unsettled > 20
+    assert refused > 20
+
+
+@pytest.mark.parametrize("called", ["requests", "release", "truncate"])
+def test_a_handler_that_calls_the_engine_s_requests_is_refused(called: str) -> None:
+    """Between the cache's call and what the engine notes of it, too."""
+    refused = 0
+
+    def case(at: int) -> bool:
+        nonlocal refused
+        with Context("host", granule=PAGE) as context, filled(context) as cache:
+            requests = RequestCache(cache)
+            one = requests.admit([1] * 10)
+            assert requests.extend({one: 10}) is None
+            calls: dict[str, Callable[[], Any]] = {
+                "requests": lambda: requests.requests,
+                "release": lambda: requests.release(one),
+                "truncate": lambda: requests.truncate(one, 5),
+            }
+
+            def handle() -> None:
+                nonlocal refused
+                try:
+                    calls[called]()
+                except Reentered:
+                    refused += 1
+                except VMemError:
+                    pass  # before or after the call it is one like any other
+
+            calling = Handler(at, handle)
+            with contextlib.suppress(VMemError):
+                calling.run(lambda: requests.swap_out(one))
+            if one in requests.requests:
+                assert one.length in (5, 10)
+                with contextlib.suppress(VMemError):
+                    assert requests.swap_in(one) is None
+                assert requests.extend({one: 20}) is None
+                requests.release(one)
+            assert cache.stats().active_slots == 1, "the first one's"
+            cache.check_integrity()
+            requests.close()
+        return calling.came
+
+    each_point(case, stride=3)
+    assert refused > 20
+
+
+def test_an_overridden_method_is_no_interruption() -> None:
+    class Mine(KVCache):
+        def free_reqid(self, *args: Any, **kwargs: Any) -> None:
+            self.stats()
+            super().free_reqid(*args, **kwargs)
+
+    config = small_config(PAGE, max_batch=4, max_seq_len=96)
+    with Context("host", granule=PAGE) as context, Mine(config, context) as cache:
+        requests = RequestCache(cache)
+        one = requests.admit([1] * 10)
+        requests.release(one)
+        assert cache.stats().active_slots == 0
+        requests.close()
+
+
 def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() -> None:
     """The collector finds it in the midst of the other's call, whose records it shares."""
     transformers = pytest.importorskip("transformers")
@@ -218,6 +359,24 @@ def test_an_end_that_was_detached_is_not_made() -> None:
     assert when_collected(owner, lambda: ended.append(1)).detach() is not None
     del owner
     assert not ended
+
+
+def test_an_end_without_a_thread_to_make_it_waits_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[int] = []
+    owners, more = [Owner()], Owner()
+    when_collected(owners[0], lambda: ended.append(1))
+    with Context("host", granule=PAGE) as context:
+        with monkeypatch.context() as patch:
+            patch.setattr("pyvmem.reentry.start_new_thread", fails)
+            Handler(1, owners.clear).run(context.stats)
+        assert not ended
+        when_collected(more, lambda: None)
+        wait_until(lambda: ended == [1])
 
 
 # ---- locks -------------------------------------------------------------------------------------
@@ -385,6 +544,34 @@ def test_a_buffer_that_ends_in_the_midst_of_a_call_of_its_resource() -> None:
     assert refused > 5
 
 
+def test_a_buffer_whose_stream_ends_after_it_was_collected_in_a_call() -> None:
+    """The next call waits for the work that there was."""
+    pytest.importorskip("cuda.core")
+    from pyvmem.memory_resource import VMemResource
+
+    class Resource(VMemResource):
+        is_device_accessible = True  # streams are looked at
+
+        def _buffer(self, addr: int, size: int, stream: Any) -> Any:
+            return addr, size
+
+    def case(at: int) -> bool:
+        with Context("host", granule=PAGE) as context, Resource(context) as resource:
+            buffer, work = resource.allocate(PAGE), FdEvent.create()
+            calling = Handler(at, lambda: resource.deallocate(*buffer, work))
+            other = calling.run(lambda: resource.allocate(PAGE))
+            work.set()
+            work.close()
+            if not calling.came:
+                resource.deallocate(*buffer)
+            resource.deallocate(*other)
+            resource.deallocate(*resource.allocate(PAGE))
+            assert resource.live_buffers == 0
+        return calling.came
+
+    each_point(case, stride=3)
+
+
 # ---- a future's callback -----------------------------------------------------------------------
 
 
@@ -411,6 +598,15 @@ def test_a_callback_closes_the_requests_of_a_cache() -> None:
         assert closed.wait(20)
         assert slow.result()
         assert not requests.requests
+        requests.close()
+
+
+def test_a_call_in_the_background_cannot_wait_for_itself() -> None:
+    with Context("host", granule=PAGE) as context, filled(context) as cache:
+        requests = RequestCache(cache)
+        with pytest.raises(Reentered, match="close"):
+            requests._background.begin(requests.close).result(20)
+        assert not cache.is_closed
         requests.close()
 
 

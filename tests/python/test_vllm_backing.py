@@ -113,7 +113,7 @@ def test_a_tensor_that_is_no_whole_blocks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_most_bytes_is_an_upper_bound(shape: str) -> None:
+def test_bounds_of_what_neighbours_need(shape: str) -> None:
     geometry = geometry_of(shape)
     for count in (1, 2, 5):
         for first in range(40 - count):
@@ -122,6 +122,9 @@ def test_most_bytes_is_an_upper_bound(shape: str) -> None:
                 for k in range(len(geometry.classes))
             ]
             assert geometry.run_bytes(runs_of(found)) <= geometry.most_bytes(count)
+            least = geometry.first_bytes(count)
+            assert geometry.run_bytes(runs_of(found)) >= least
+            assert first or geometry.run_bytes(runs_of(found)) == least
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -615,6 +615,35 @@ def test_a_request_alone_has_memory_enough_if_it_lies_together(
         other.close()
 
 
+def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
+    start: Open, ledger: Any, monkeypatch: Any
+) -> None:
+    """All that this engine has would not be enough, however it lay."""
+    from pyvmem.ledger import Ledger
+
+    options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
+    with start("straddling", **options) as llm:
+        elastic, engine = elastic_of(llm), llm.llm_engine
+        answer(llm, [{"prompt_token_ids": [3 + i for i in range(200)]}], 4)
+        cached = elastic._cached_bytes()
+        assert cached > 0
+        other = Ledger("host", folder=ledger).join(
+            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
+        )
+        assert other.take((768 << 10) - elastic.backing.mapped_bytes)
+        asked = {"prompt_token_ids": [5 + i % 300 for i in range(400)]}
+        engine.add_request("0", asked, greedy(4))
+        for _ in range(10):
+            assert engine.step() == []
+            time.sleep(0.03)  # a refusal is believed for less
+        assert elastic._cached_bytes() == cached
+        other.mapped(other.used)
+        other.give(other.used)
+        while engine.has_unfinished_requests():
+            engine.step()
+        other.close()
+
+
 def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
     start: Open, ledger: Any
 ) -> None:
