@@ -202,6 +202,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         Raises:
             InvalidArgument: no buffer of this resource lies there, or `stream` names no GPU work;
                 nothing changed.
+            VMemError: not now; the next call takes them back.
         """
         try:
             check(stream)
@@ -212,7 +213,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                 return
             with self._lock:
                 self._end_buffer(ptr, size, stream)
-        except VMemError:
+        except InvalidArgument:
             raise
         except BaseException:  # cuda.core forgets the buffer, and keeps this from its caller
             self._left.append((ptr, size, stream))

@@ -191,7 +191,9 @@ class Manager:
                     self.cache.claim(index)
                     claimed.append(index)
             if self.cache.step(lengths) == -1:
-                raise self._short(lengths)
+                self._give_up_ahead()
+                if self.cache.step(lengths) == -1:
+                    raise self._short(lengths)
         except BaseException:
             for index in claimed:
                 self.cache.free_reqid(index)
@@ -208,6 +210,13 @@ class Manager:
         if rows < self.cache.snapshot()[index].seq_len:
             self.cache.truncate(index, rows)  # needs no memory: none of its own pages is shared
         self.lengths[index] = length
+
+    def _give_up_ahead(self) -> None:
+        """Unmaps what requests were given ahead: `free_blocks` counts it as free."""
+        least = 1 if self.common is None else self.common.rows
+        for index, slot in enumerate(self.cache.snapshot()):
+            if slot.seq_len >= least and self._taken(index):
+                self.cache.truncate(index, slot.seq_len)
 
     def look_ahead(self) -> None:
         """Begins to map one more token for all; if memory is short, the next step says so."""

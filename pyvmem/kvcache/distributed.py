@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from itertools import islice
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
@@ -303,6 +303,10 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, TypeError)
 
 
+class _Broken(Exception):
+    """Stands for what has not come yet when a rank is failed in advance."""
+
+
 _CROWDED = 1  # a status below those of `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -429,25 +433,43 @@ class ParallelKVCache(MustClose):
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Makes a call, and notes its answer or failure."""
-        with self.lock, self.journal:
-            group = self._open()
-            name = method.__name__
-            try:
-                group.reclaimer.forget_crowding()
-                result = method(*args, **kwargs)
-                group.reclaimer.forget_crowding()
-                group.reclaimer.raise_errors()  # from the background; they may explain the answer
-            except BaseException as error:
-                if isinstance(error, TooManyMappings) and name == "step":
-                    self._crowded = str(error)
-                    self._note(name, 0)  # as on the ranks that could; what they call next differs
-                elif _is_refusal(error):
-                    self._note(name, type(error).__name__)
-                else:
-                    self._poison(error, name)
-                raise
-            self._note(name, result)
-            return result
+        name = method.__name__
+        return self._section(name, partial(self._answer, name, partial(method, *args, **kwargs)))
+
+    def _section(self, name: str, call: Callable[[], _T]) -> _T:
+        """Makes calls one section; what breaks it off, wherever, fails the rank.
+
+        The journal may undo a call that has been noted, or keep one that has not.
+        """
+        entered = False
+        try:
+            with self.lock, self.journal:
+                entered = True
+                return call()
+        except BaseException as error:
+            known = self._failure is not None or self._crowded or _is_refusal(error)
+            if entered and not known:
+                self._poison(error, name)
+            raise
+
+    def _answer(self, name: str, call: Callable[[], _T]) -> _T:
+        group = self._open()
+        try:
+            group.reclaimer.forget_crowding()
+            result = call()
+            group.reclaimer.forget_crowding()
+            group.reclaimer.raise_errors()  # from the background; they may explain the answer
+        except BaseException as error:
+            if isinstance(error, TooManyMappings) and name == "step":
+                self._crowded = str(error)
+                self._note(name, 0)  # as on the ranks that could; what they call next differs
+            elif _is_refusal(error):
+                self._note(name, type(error).__name__)
+            else:
+                self._poison(error, name)
+            raise
+        self._note(name, result)
+        return result
 
     def _note(self, name: str, answer: Any) -> None:
         self._digest = zlib.crc32(f"{name} {answer}".encode(), self._digest)
@@ -509,12 +531,29 @@ class ParallelKVCache(MustClose):
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the ranks' calls or answers differ; likewise.
         """
-        status, digest, negative = (int(value) for value in maxima)
+        with self._learning("agree"):
+            self._agree(*(int(value) for value in maxima))
+
+    @contextmanager
+    def _learning(self, where: str) -> Iterator[None]:
+        """What breaks this off fails the rank: it does not know what the others do."""
+        try:
+            yield
+        except VMemError:
+            raise
+        except BaseException as error:
+            if self._failure is None:
+                self._poison(error, where)
+            raise
+
+    def _agree(self, status: int, digest: int, negative: int) -> None:
         with self.lock, self.journal:
             crowded, self._crowded = self._crowded, ""
             if status == _CROWDED:
                 if digest == -negative:
+                    self._poison(_Broken("interrupted"), "taking a step back")  # until it is done
                     self._take_back()
+                    self._failure = None
                     raise _too_many(
                         crowded or "another rank has no mapping left for the step, which was undone"
                     )
@@ -537,7 +576,8 @@ class ParallelKVCache(MustClose):
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
         """
-        self.agree(self._ranks.maxima(self.status()))
+        with self._learning("check_step"):
+            self._agree(*self._ranks.maxima(self.status()))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -547,18 +587,27 @@ class ParallelKVCache(MustClose):
                 answer = cache.step(seq_lens)
 
         Any exception inside fails the rank, except the cache's own `InvalidArgument` and
-        `PrefixEvicted`: all ranks get these alike, so they propagate unchanged.
+        `PrefixEvicted`: all ranks get these alike, so they propagate unchanged, without
+        `check_step`. Ctrl-C and its like propagate, too, once the other ranks know.
 
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
         """
         try:
             yield
-        except (InvalidArgument, PrefixEvicted):
-            raise
-        except Exception as error:
-            if self._failure is None and not self._crowded:
+        except BaseException as error:
+            known = self._failure is not None or self._crowded
+            alike = isinstance(error, PrefixEvicted) or (
+                isinstance(error, InvalidArgument) and _is_refusal(error)
+            )
+            if alike and not known:
+                raise
+            if not known:
                 self._poison(error, "a block of together()")
+            if not isinstance(error, Exception):
+                with suppress(VMemError):
+                    self.check_step()
+                raise
         self.check_step()
 
     # ---- calls that every rank makes -----------------------------------------------------------
@@ -593,11 +642,14 @@ class ParallelKVCache(MustClose):
                 and every rank undoes the step. With a sliding window this is a failure.
             VMemError: this rank alone failed: go on to `check_step`, likewise.
         """
-        with self.lock, self.journal:
+
+        def call() -> int:
             self._before = (self._open().rows[:], stream)
             answer = self._call(self._usable().step, seq_lens, stream)
             self._ahead = False
             return answer
+
+        return self._section("step", call)
 
     def agreed_step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """`step` and `check_step` in one: a collective; 0 or -1 on every rank alike.
@@ -625,10 +677,13 @@ class ParallelKVCache(MustClose):
 
         Where this rank has no mapping left, nothing is begun, and the `step` raises.
         """
-        with self.lock, self.journal:
+
+        def call() -> int:
             answer = self._settled(self._begin_async, seq_lens, stream)
             self._ahead = answer == 0
             return answer
+
+        return self._section("step_async", call)
 
     def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
         try:
@@ -644,7 +699,7 @@ class ParallelKVCache(MustClose):
         """
         assert self._before is not None
         rows, stream = self._before
-        group = self._open()
+        group = self._manager.open()[0]
         try:
             if group.window is not None:
                 raise _no_way_back()
@@ -709,10 +764,13 @@ class ParallelKVCache(MustClose):
         Raises:
             MemoryError: this rank's host is out of memory; only this rank failed, as in `step`.
         """
-        with self.lock, self.journal:
+
+        def call() -> SwappedRequest:
             swapped = self._settled(self._usable().swap_out, reqid, stream)
             self._swapped.add(swapped)
             return swapped
+
+        return self._section("swap_out", call)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """See `KVCache.swap_in`; the slot is the one freed last."""
@@ -743,11 +801,14 @@ class ParallelKVCache(MustClose):
         Pages promised by a growth in flight have no owner yet: whether memory is short would depend
         on how fast the background is.
         """
-        with self.lock, self.journal:
+
+        def call() -> _T:
             if self._ahead:
                 self._call(self._open().pager.settle, None, True)
                 self._ahead = False
             return self._call(method, *args, **kwargs)
+
+        return self._section(method.__name__, call)
 
     @property
     def available_pages(self) -> int:
@@ -816,23 +877,26 @@ class ParallelKVCache(MustClose):
         check(stream)
         with self.lock, self.journal:
             have = [0] * (len(self._manager.groups[0].table) + 1)
-            self._failure = None
+            status = 0
+            self._poison(_Broken("interrupted"), "recover")  # until every rank is reset
             self._crowded = ""
             try:
                 have = self._reset(stream)
             except Exception as error:
                 self._poison(error, "recover")
-            status, *least = self._ranks.maxima([self.status()[0], *(-value for value in have)])
+                status = self.status()[0]
+            status, *least = self._ranks.maxima([status, *(-value for value in have)])
             self.agree([status, 0, 0])
             group = self._manager.groups[0]
             group.reclaimer.limit = -least[0]
             for slot, usable in zip(group.table, least[1:], strict=True):
                 if not usable:
                     group.table.mark_broken(slot)
+            self._failure = None
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""
-        group = self._open()
+        group = self._manager.open()[0]
         event = record(stream, group.device)
         for slot in group.table:
             with suppress(VMemError):  # undone: its pages are as before
@@ -848,7 +912,8 @@ class ParallelKVCache(MustClose):
         group.reclaimer.errors.clear()
         cast("LockstepTable", group.table).reset_order()
         self._digest, self._ahead = 0, False
-        self._usable().check_integrity()
+        assert self._cache is not None
+        self._cache.check_integrity()
         stats = group.context.stats()
         pages = (stats.slab_bytes - stats.quarantined_bytes) // group.layout.page_size
         return [min(group.reclaimer.limit, pages), *(int(not slot.broken) for slot in group.table)]

@@ -419,3 +419,23 @@ def test_the_demos_call_with_eight_arguments(backend: str, last: int, size: int)
         del tensors
         vattention.cleanup()
         vattention.configure(None)
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_what_is_mapped_ahead_is_free_for_others(page: int, common: bool) -> None:
+    """`num_free_kvblocks` counts it, and so does `step`."""
+    init(page)
+    per_block = page // ROW
+    vattention.reserve_physical_pages(5 * 2 * LAYERS * page)
+    if common:
+        vattention.map_common_pages(per_block)
+    assert vattention.alloc_new_batch_idx(per_block) == 0
+    assert vattention.alloc_new_batch_idx(per_block) == 1
+    vattention.step([per_block, per_block, 0, 0], False)
+    vattention.step_async([per_block, per_block, 0, 0])
+    free = vattention.num_free_kvblocks()
+    assert free == 5 - (1 if common else 2)
+    vattention.step([per_block, (free + 1) * per_block, 0, 0], False)
+    assert vattention.num_free_kvblocks() == 0
+    with pytest.raises(OutOfKVBlocks):
+        vattention.step([per_block + 1, (free + 1) * per_block, 0, 0], False)

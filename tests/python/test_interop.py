@@ -50,6 +50,22 @@ def test_resource_is_a_memory_resource(context: pyvmem.Context, resource: Any) -
     assert resource.is_managed is False
 
 
+def test_a_buffer_that_cannot_be_taken_back_now_is_by_the_next_call(
+    context: pyvmem.Context, resource: Any, page: int
+) -> None:
+    """cuda.core forgets it all the same."""
+    kept, lost = (resource.allocate(page) for _ in range(2))
+    context.inject(pyvmem.Inject.HEAP, count=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lost.close()
+    context.inject(pyvmem.Inject.HEAP, count=0)
+    assert resource.live_buffers == 2, "it failed"
+    kept.close()
+    resource.allocate(page).close()
+    assert resource.live_buffers == 0
+
+
 def test_buffer_of_our_pages(context: pyvmem.Context, resource: Any, page: int) -> None:
     stream = stream_of(context)
     buffer = resource.allocate(page + 100, stream=stream)

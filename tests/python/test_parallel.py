@@ -6,6 +6,7 @@ Two ranks are two processes with gloo (parallel_ranks.py); what needs only one i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch.distributed as dist
+from interrupts_helpers import Interrupted, Interrupts
 from kvcache_helpers import eventually, small_config
 from rank_runner import run_ranks
 
@@ -471,3 +473,131 @@ def test_rank_config() -> None:
     hybrid = SimpleNamespace(**{**vars(model), "layer_types": kinds, "num_hidden_layers": 2})
     with pytest.raises(pyvmem.InvalidArgument, match="linear_attention, which keep some"):
         rank_config(hybrid, 2)
+
+
+# ---- exceptions from outside ---------------------------------------------------------------------
+
+
+def state_of(cache: ParallelKVCache) -> Any:
+    """What must be the same on every rank that has not failed."""
+    slots = [(one.state == "active", one.seq_len) for one in cache.snapshot()]
+    return slots, cache.available_pages, cache.status()
+
+
+def reset(cache: ParallelKVCache) -> None:
+    cache.recover()
+    assert cache.failed is None
+    for _ in range(3):
+        cache.alloc_reqid()
+    assert cache.step([20, 16, 8, 0]) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.alloc_reqid(),
+        lambda cache: cache.free_reqid(0),
+        lambda cache: cache.fork(0),
+        lambda cache: cache.truncate(0, 3),
+        lambda cache: cache.step([21, 17, 9, 0]),
+        lambda cache: cache.step([40, 40, 9, 0]),
+        lambda cache: cache.swap_out(0),
+    ],
+    ids=["alloc", "free", "fork", "truncate", "step", "grow", "swap_out"],
+)
+def test_an_interrupted_call_is_made_or_not_or_fails_the_rank(
+    cache: ParallelKVCache, call: Callable[[ParallelKVCache], Any]
+) -> None:
+    """Without a failure, what the rank has noted is what it has done."""
+    reset(cache)
+    before = state_of(cache)
+    call(cache)
+    after = state_of(cache)
+    failed = 0
+    for at in range(1, 10_000, 3):
+        reset(cache)
+        try:
+            Interrupts(at).run(lambda: call(cache))
+            break
+        except Interrupted:
+            pass
+        if cache.failed is None:
+            assert state_of(cache) in (before, after), at
+        failed += cache.failed is not None
+    assert failed > 20
+
+
+def test_an_interrupted_recovery_leaves_the_rank_failed(cache: ParallelKVCache) -> None:
+    for at in range(1, 10_000, 5):
+        reset(cache)
+        taken = cache.snapshot()
+        try:
+            Interrupts(at).run(cache.recover)
+            break
+        except Interrupted:
+            pass
+        if cache.failed is None:  # before it began, or after it was done
+            now = [one.state == "active" for one in cache.snapshot()]
+            assert now in ([one.state == "active" for one in taken], [False] * 4), at
+    assert at > 100
+
+
+def test_an_interrupted_taking_back_leaves_the_rank_failed(cache: ParallelKVCache) -> None:
+    for at in range(1, 10_000, 3):
+        reset(cache)
+        with monkeypatch_step(cache), pytest.raises(pyvmem.TooManyMappings):
+            cache.step([40, 16, 8, 0])
+        try:
+            Interrupts(at).run(cache.check_step)
+        except Interrupted:
+            assert cache.failed is not None or cache.status()[0], "or it was not begun"
+        except pyvmem.TooManyMappings:
+            break
+    assert at > 50
+    assert cache.failed is None
+    assert [one.seq_len for one in cache.snapshot()] == [20, 16, 8, 0]
+
+
+@contextlib.contextmanager
+def monkeypatch_step(cache: ParallelKVCache) -> Iterator[None]:
+    """This rank has no mapping left."""
+
+    def step(*_: Any) -> int:
+        raise pyvmem.TooManyMappings("none left", errno=errno.ENOSPC)
+
+    assert cache._cache is not None
+    cache._cache.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del cache._cache.step
+
+
+def test_a_lost_group_fails_the_rank(
+    cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(_: Any) -> list[int]:
+        raise RuntimeError("connection closed by peer")
+
+    for collective in (cache.check_step, cache.recover):
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._ranks, "maxima", lost)
+            with pytest.raises(RuntimeError, match="connection closed"):
+                collective()
+        with pytest.raises(RankFailed):
+            cache.alloc_reqid()
+        cache.recover()
+
+
+def test_what_ends_a_block_of_together(cache: ParallelKVCache) -> None:
+    """The ranks learn of all but the cache's own refusals."""
+    with pytest.raises(RankFailed, match="a block of together"), cache.together():
+        pyvmem.OpBatch(0)  # InvalidArgument, but this rank's own
+    cache.recover()
+    with pytest.raises(KeyboardInterrupt), cache.together():
+        raise KeyboardInterrupt
+    assert cache.failed is not None
+    cache.recover()
+    with pytest.raises(pyvmem.InvalidArgument, match="reqid 1 is not taken"), cache.together():
+        cache.fork(1)
+    assert cache.failed is None
