@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.closing import Closable
-from pyvmem.errors import InvalidArgument, Reentered, VMemError
+from pyvmem.errors import BadHandle, InvalidArgument, Reentered, VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache.events import record
 from pyvmem.ops import OpBatch
@@ -200,24 +200,31 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             stream: None: no work uses the buffer any more.
 
         Raises:
-            InvalidArgument: no buffer of this resource lies there, or `stream` names no GPU work;
-                nothing changed.
+            InvalidArgument, BadHandle: no buffer of this resource lies there, or `stream` names no
+                GPU work or is closed; nothing changed.
             VMemError: not now; the next call takes them back.
         """
         try:
             check(stream)
             if self._amid_call():
-                # The next call takes it back, after the work that the stream has now.
-                work = None if stream is None else record(stream, self._context.cuda_device)
-                self._left.append((ptr, size, work))
+                self._end_later(ptr, size, stream)
                 return
             with self._lock:
                 self._end_buffer(ptr, size, stream)
-        except InvalidArgument:
+        # cuda.core forgets the buffer in any case, and keeps the error from its caller.
+        except (InvalidArgument, BadHandle):
             raise
-        except BaseException:  # cuda.core forgets the buffer, and keeps this from its caller
+        except VMemError:
+            self._end_later(ptr, size, stream)
+            raise
+        except BaseException:
             self._left.append((ptr, size, stream))
             raise
+
+    def _end_later(self, ptr: Any, size: int, stream: Any) -> None:
+        """Has the next call take a buffer back, after the work that the stream has now."""
+        work = None if stream is None else record(stream, self._context.cuda_device)
+        self._left.append((ptr, size, work))
 
     def _end_buffer(self, ptr: Any, size: int, stream: Any) -> None:
         addr = int(ptr)
@@ -266,7 +273,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         After an exception it can be called again: each step of it can be done twice.
         """
         while self._left:
-            with suppress(InvalidArgument):  # it was ended, or called again
+            with suppress(InvalidArgument, BadHandle):  # ended before, or its stream is gone
                 self._end_buffer(*self._left[0])
             self._left.popleft()
         while self._ended:

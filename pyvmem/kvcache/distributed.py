@@ -531,8 +531,9 @@ class ParallelKVCache(MustClose):
             RankFailed: a rank failed; from now on every call raises this.
             RanksDiffer: the ranks' calls or answers differ; likewise.
         """
+        status, digest, negative = (int(value) for value in maxima)
         with self._learning("agree"):
-            self._agree(*(int(value) for value in maxima))
+            self._agree(status, digest, negative)
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
