@@ -19,7 +19,7 @@ from pyvmem._native import Outcome
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, Reentered, VMemError
 from pyvmem.info import Caps
-from pyvmem.kvcache.events import record
+from pyvmem.kvcache.events import record, wait_for_device
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reentry import reentrant_lock
@@ -223,7 +223,11 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
     def _end_later(self, ptr: Any, size: int, stream: Any) -> None:
         """Has the next call take a buffer back, after the work that the stream has now."""
-        work = None if stream is None else record(stream, self._context.cuda_device)
+        try:
+            work = None if stream is None else record(stream, self._context.cuda_device)
+        except BaseException:
+            self._left.append((ptr, size, stream))
+            raise
         self._left.append((ptr, size, work))
 
     def _end_buffer(self, ptr: Any, size: int, stream: Any) -> None:
@@ -273,8 +277,14 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         After an exception it can be called again: each step of it can be done twice.
         """
         while self._left:
-            with suppress(InvalidArgument, BadHandle):  # ended before, or its stream is gone
-                self._end_buffer(*self._left[0])
+            ptr, size, stream = self._left[0]
+            with suppress(InvalidArgument):  # it was ended, or called again
+                try:
+                    self._end_buffer(ptr, size, stream)
+                except BadHandle:  # its stream is gone, its work may still run
+                    wait_for_device(None, self._context.cuda_device)
+                    with suppress(BadHandle):  # the context's
+                        self._end_buffer(ptr, size, None)
             self._left.popleft()
         while self._ended:
             block = self._ended[0]

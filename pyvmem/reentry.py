@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from pyvmem.errors import Reentered
 
@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # ---- locks ---------------------------------------------------------------------------------------
 
@@ -91,9 +92,9 @@ def within(section: FrameType) -> bool:
     return False
 
 
-def call_part(run: Callable[[], object]) -> None:
+def call_part(run: Callable[[], _T]) -> _T:
     """Calls what is a part of a call of this package, whoever wrote it: it may call the cache."""
-    run()
+    return run()
 
 
 def _module(frame: FrameType) -> str:

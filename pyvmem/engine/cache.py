@@ -21,7 +21,7 @@ from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.reentry import reentrant_lock
+from pyvmem.reentry import call_part, reentrant_lock
 from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
@@ -531,7 +531,7 @@ class RequestCache(Closable):
                 if request not in self._requests:
                     continue
                 try:
-                    self.release(request, stream=stream)
+                    call_part(partial(self.release, request, stream=stream))  # perhaps overridden
                 except VMemError as error:
                     if isinstance(error, BadHandle) or getattr(self.cache, "failed", None):
                         self._end(request)  # its own close, or `recover`, gives the slots back

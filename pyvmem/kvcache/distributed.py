@@ -44,8 +44,10 @@ from pyvmem.context import Context
 from pyvmem.errors import (
     BadHandle,
     InvalidArgument,
+    NotGpuWork,
     NotSupported,
     OutOfMemory,
+    Reentered,
     TooManyMappings,
     VMemError,
 )
@@ -59,6 +61,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager, Moved, SwappedRequest, unmap_idle
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.reentry import call_part
 from pyvmem.streams import check, device_ordinal
 
 __all__ = [
@@ -298,6 +301,8 @@ def _too_many(text: str) -> TooManyMappings:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether the cache itself refused an argument; a refusal by libvmem is a failure."""
+    if isinstance(error, NotGpuWork):
+        return True
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
         return error.op.startswith("KVCache")
     return isinstance(error, TypeError)
@@ -456,7 +461,7 @@ class ParallelKVCache(MustClose):
         group = self._open()
         try:
             group.reclaimer.forget_crowding()
-            result = call()
+            result = call_part(call)  # perhaps wrapped
             group.reclaimer.forget_crowding()
             group.reclaimer.raise_errors()  # from the background; they may explain the answer
         except BaseException as error:
@@ -540,7 +545,7 @@ class ParallelKVCache(MustClose):
         """What breaks this off fails the rank: it does not know what the others do."""
         try:
             yield
-        except VMemError:
+        except (VMemError, Reentered):
             raise
         except BaseException as error:
             if self._failure is None:
@@ -589,7 +594,8 @@ class ParallelKVCache(MustClose):
 
         Any exception inside fails the rank, except the cache's own `InvalidArgument` and
         `PrefixEvicted`: all ranks get these alike, so they propagate unchanged, without
-        `check_step`. Ctrl-C and its like propagate, too, once the other ranks know.
+        `check_step`. Ctrl-C and its like propagate, too, after `check_step`, for which the other
+        ranks must come to theirs, or end.
 
         Raises:
             TooManyMappings, RankFailed, RanksDiffer: as `agree`, on every rank.
@@ -606,7 +612,7 @@ class ParallelKVCache(MustClose):
             if not known:
                 self._poison(error, "a block of together()")
             if not isinstance(error, Exception):
-                with suppress(VMemError):
+                with suppress(Exception):
                     self.check_step()
                 raise
         self.check_step()
@@ -884,10 +890,10 @@ class ParallelKVCache(MustClose):
             try:
                 have = self._reset(stream)
             except Exception as error:
-                self._poison(error, "recover")
-                status = self.status()[0]
+                self._failure = Failure.of(self._ranks.rank, error, "recover")
+                status = self._failure.status
             status, *least = self._ranks.maxima([status, *(-value for value in have)])
-            self.agree([status, 0, 0])
+            self._agree(status, 0, 0)
             group = self._manager.groups[0]
             group.reclaimer.limit = -least[0]
             for slot, usable in zip(group.table, least[1:], strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from interrupts_helpers import Interrupted, Interrupts
 from kvcache_helpers import eventually, small_config
 from rank_runner import run_ranks
+from test_reentry import Handler
 
 import pyvmem
-from pyvmem import Caps, Inject
+from pyvmem import Caps, Inject, Reentered
 from pyvmem.engine import Request, RequestCache, State
 from pyvmem.kvcache import PrefixEvicted
 from pyvmem.kvcache.distributed import (
@@ -601,3 +603,68 @@ def test_what_ends_a_block_of_together(cache: ParallelKVCache) -> None:
     with pytest.raises(pyvmem.InvalidArgument, match="reqid 1 is not taken"), cache.together():
         cache.fork(1)
     assert cache.failed is None
+
+
+def test_an_interrupted_block_of_together_says_so_without_its_ranks(
+    cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(_: Any) -> list[int]:
+        raise RuntimeError("connection closed by peer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._ranks, "maxima", lost)
+        with pytest.raises(KeyboardInterrupt), cache.together():
+            raise KeyboardInterrupt
+    assert cache.failed is not None
+    cache.recover()
+
+
+def test_what_is_no_stream_is_refused_in_a_block_too(cache: ParallelKVCache) -> None:
+    for call in (lambda: cache.trim(stream=1), lambda: cache.step([0, 0, 0, 0], object())):
+        with pytest.raises(pyvmem.NotGpuWork), cache.together():
+            call()
+        assert cache.failed is None
+
+
+def test_methods_that_are_wrapped_or_overridden(
+    cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tracers do; they come between the calls of the package."""
+
+    def traced(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("alloc_reqid", "step", "fork_many", "swap_out", "swap_in", "free_reqid"):
+        monkeypatch.setattr(pyvmem.KVCache, name, traced(getattr(pyvmem.KVCache, name)))
+    for name in ("agree", "status", "check_step", "step"):
+        monkeypatch.setattr(ParallelKVCache, name, traced(getattr(ParallelKVCache, name)))
+    assert cache.alloc_reqid() == 0
+    assert cache.agreed_step([8, 0, 0, 0]) == 0
+    assert cache.fork(0) == 1
+    assert cache.swap_in(cache.swap_out(0)) == 0
+    cache.free_reqid(0)
+    cache.check_step()
+    cache.recover()
+    assert cache.failed is None
+
+
+def test_a_handler_s_check_step_in_the_midst_of_a_call_fails_nothing(
+    cache: ParallelKVCache,
+) -> None:
+    refused = 0
+
+    def handle() -> None:
+        nonlocal refused
+        with pytest.raises(Reentered):
+            cache.check_step()
+        refused += 1
+
+    cache.alloc_reqid()
+    assert Handler(60, handle).run(lambda: cache.step([30, 0, 0, 0])) == 0
+    assert refused == 1
+    assert cache.failed is None
+    cache.check_step()

@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -273,13 +274,19 @@ def test_an_overridden_method_is_no_interruption() -> None:
             self.stats()
             super().free_reqid(*args, **kwargs)
 
+    class MyRequests(RequestCache):
+        def release(self, *args: Any, **kwargs: Any) -> None:
+            assert self.requests
+            super().release(*args, **kwargs)
+
     config = small_config(PAGE, max_batch=4, max_seq_len=96)
     with Context("host", granule=PAGE) as context, Mine(config, context) as cache:
-        requests = RequestCache(cache)
-        one = requests.admit([1] * 10)
+        requests = MyRequests(cache)
+        one, _two = requests.admit([1] * 10), requests.admit([2] * 10)
         requests.release(one)
-        assert cache.stats().active_slots == 0
+        assert cache.stats().active_slots == 1
         requests.close()
+        assert cache.stats().active_slots == 0
 
 
 def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() -> None:
@@ -570,6 +577,31 @@ def test_a_buffer_whose_stream_ends_after_it_was_collected_in_a_call() -> None:
         return calling.came
 
     each_point(case, stride=3)
+
+
+def test_a_buffer_whose_stream_was_closed_before_it_could_be_taken_back() -> None:
+    pytest.importorskip("cuda.core")
+    from pyvmem.memory_resource import VMemResource
+
+    with Context("host", granule=PAGE) as context, VMemResource(context) as resource:
+        buffer = resource.allocate(PAGE)
+        unmap, given = resource._unmap, []
+
+        def fails(block: Any, after: Any = ()) -> None:
+            given.append(after)
+            if len(given) == 1:
+                raise BadHandle("the stream is closed")
+            unmap(block, after)
+
+        resource._unmap = fails
+        resource._left.append((buffer.handle, PAGE, FdEvent.create()))
+        resource._reap()
+        del resource._unmap
+        assert len(given) == 2
+        assert resource.live_buffers == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            buffer.close()  # once more
 
 
 # ---- a future's callback -----------------------------------------------------------------------
