@@ -53,6 +53,7 @@ from pyvmem.kvcache.manager import (
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
+from pyvmem.reentry import call_part
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check, work_of
 
@@ -1150,7 +1151,7 @@ class KVCache(MustClose):
     def snapshot(self) -> list[SlotInfo]:
         """Every slot's pages as they are now, summed over groups of layers."""
         with self.lock, self.journal:
-            each = [view.snapshot() for view in self.caches]
+            each = [call_part(view.snapshot) for view in self.caches]  # perhaps wrapped
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
     def check_integrity(self) -> None:

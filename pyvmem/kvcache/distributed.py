@@ -694,7 +694,7 @@ class ParallelKVCache(MustClose):
 
     def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
         try:
-            return self._usable().step_async(seq_lens, stream)
+            return call_part(partial(self._usable().step_async, seq_lens, stream))
         except TooManyMappings:
             return 0
 
@@ -920,7 +920,7 @@ class ParallelKVCache(MustClose):
         cast("LockstepTable", group.table).reset_order()
         self._digest, self._ahead = 0, False
         assert self._cache is not None
-        self._cache.check_integrity()
+        call_part(self._cache.check_integrity)  # perhaps wrapped
         stats = group.context.stats()
         pages = (stats.slab_bytes - stats.quarantined_bytes) // group.layout.page_size
         return [min(group.reclaimer.limit, pages), *(int(not slot.broken) for slot in group.table)]

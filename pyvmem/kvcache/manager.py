@@ -46,7 +46,7 @@ from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
-from pyvmem.reentry import reentrant_lock
+from pyvmem.reentry import call_part, reentrant_lock
 from pyvmem.streams import Work, device_ordinal
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Manager:
             self.groups += (Group(config, one, journal, table, prefixes, place),)
         if budget is not None:
             for group in self.groups:
-                budget.join(group.pager, group.config.memory_floor)
+                call_part(partial(budget.join, group.pager, group.config.memory_floor))
         for group in self.groups:
             group.prepare()
 
@@ -250,7 +250,7 @@ class Manager:
                 group.close(stream)
         if self.budget is not None:
             for group in self.groups:
-                self.budget.leave(group.pager)
+                call_part(partial(self.budget.leave, group.pager))
         if self.owns_context and self.context.is_open:
             self.context.close()
 

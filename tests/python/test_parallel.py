@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ import pyvmem
 from pyvmem import Caps, Inject, Reentered
 from pyvmem.engine import Request, RequestCache, State
 from pyvmem.kvcache import PrefixEvicted
+from pyvmem.kvcache.cache import GroupView
 from pyvmem.kvcache.distributed import (
     LockstepTable,
     ParallelKVCache,
@@ -638,18 +639,34 @@ def test_methods_that_are_wrapped_or_overridden(
 
         return call
 
-    for name in ("alloc_reqid", "step", "fork_many", "swap_out", "swap_in", "free_reqid"):
-        monkeypatch.setattr(pyvmem.KVCache, name, traced(getattr(pyvmem.KVCache, name)))
-    for name in ("agree", "status", "check_step", "step"):
-        monkeypatch.setattr(ParallelKVCache, name, traced(getattr(ParallelKVCache, name)))
+    for owner in (pyvmem.KVCache, ParallelKVCache, GroupView, RequestCache):
+        for name, method in list(vars(owner).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                monkeypatch.setattr(owner, name, traced(method))
     assert cache.alloc_reqid() == 0
+    assert cache.step_async([8, 0, 0, 0]) == 0
     assert cache.agreed_step([8, 0, 0, 0]) == 0
     assert cache.fork(0) == 1
     assert cache.swap_in(cache.swap_out(0)) == 0
-    cache.free_reqid(0)
+    assert cache.stats().active_slots == 2
+    assert cache.snapshot()[0].seq_len == 8
+    assert cache.truncate(0, 4) == 0
+    cache.free_reqid(0, tokens=PROMPT[:4])
+    cache.check_integrity()
     cache.check_step()
     cache.recover()
     assert cache.failed is None
+    requests = RequestCache(cache)
+    one, two = (requests.admit([number] * 10) for number in (1, 2))
+    assert isinstance(one, Request)
+    assert isinstance(two, Request)
+    assert requests.extend({one: 10, two: 10}) is None
+    requests.swap_out(one)
+    assert requests.swap_in(one) is None
+    requests.release(two)
+    assert len(requests.requests) == 1
+    requests.close()
+    assert cache.stats().active_slots == 0
 
 
 def test_a_handler_s_check_step_in_the_midst_of_a_call_fails_nothing(

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from pyvmem import (
 )
 from pyvmem.engine import RequestCache
 from pyvmem.kvcache import Budget
+from pyvmem.kvcache.cache import GroupView
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.reentry import reentrant_lock, when_collected
 from pyvmem.streams import KeptEvents
@@ -287,6 +290,40 @@ def test_an_overridden_method_is_no_interruption() -> None:
         assert cache.stats().active_slots == 1
         requests.close()
         assert cache.stats().active_slots == 0
+
+
+def test_wrapped_methods_are_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tracers wrap them; they come between the calls of the package."""
+
+    def traced(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return call
+
+    for owner in (KVCache, GroupView, RequestCache, Budget):
+        for name, method in list(vars(owner).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                monkeypatch.setattr(owner, name, traced(method))
+    with Context("host", granule=PAGE) as context, Budget(context, 64 * PAGE) as budget:
+        config = small_config(PAGE, max_batch=4, max_seq_len=96, memory_limit=0)
+        with KVCache(config, context, budget=budget) as cache, filled(context, budget):
+            requests = RequestCache(cache)
+            one, two = (requests.admit([number] * 10) for number in (1, 2))
+            assert requests.extend({one: 10, two: 10}) is None
+            (fork,) = requests.fork(one)
+            assert requests.swap_out_async(one).result(20) is None
+            assert requests.swap_in(one) is None
+            requests.truncate(two, 5)
+            requests.release(two)
+            assert cache.snapshot()[fork.slot].seq_len == 10
+            assert cache.step_async([40 * (one.state == "active") for one in cache.snapshot()]) == 0
+            assert cache.step([40 * (one.state == "active") for one in cache.snapshot()]) == 0
+            cache.check_integrity()
+            cache.trim(prefixes=True)
+            requests.close()
+            assert cache.stats().active_slots == 0
 
 
 def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() -> None:
