@@ -72,9 +72,9 @@ def within(section: FrameType) -> bool:
         Reentered: in the midst of a call that changes a cache's records, or those of the package
             that the caller is of, which something else has interrupted.
     """
-    frame: FrameType | None = sys._getframe(2)
-    op = sys._getframe(2).f_code.co_name
-    records = (_RECORDS, ".".join(_module(sys._getframe(2)).split(".")[:2]) + ".")
+    called = sys._getframe(2)
+    records = (_RECORDS, ".".join(_module(called).split(".")[:2]) + ".")
+    frame: FrameType | None = called
     stranger, interrupted = False, ""
     while frame is not None:
         name = _module(frame)
@@ -86,7 +86,7 @@ def within(section: FrameType) -> bool:
             interrupted = frame.f_code.co_name
         if frame is section:
             if interrupted:
-                raise Reentered(op, interrupted)
+                raise Reentered(called.f_code.co_name, interrupted)
             return True
         frame = frame.f_back
     return False

@@ -47,6 +47,7 @@ from pyvmem.kvcache.cache import GroupView
 __all__ = [
     "PACKAGE",
     "Engine",
+    "Handler",
     "Interrupted",
     "Interrupts",
     "NotHere",
@@ -281,6 +282,30 @@ class Interrupts:
                 here.f_trace_opcodes = True
                 here.f_trace = self._tracer(here.f_code, begun=True)
             here = here.f_back
+
+
+class Handler(Interrupts):
+    """Calls something at one point of a call, as Python calls a signal handler.
+
+    Attributes:
+        came: whether the call had such a point.
+    """
+
+    def __init__(self, at: int, handle: Callable[[], None]) -> None:
+        super().__init__(at)
+        self._handle = handle
+        self.came = self._handling = False
+
+    def _point(self, known: Instructions, offset: int) -> None:
+        if self._handling:
+            return
+        self.count += 1
+        if self.count in self._at:
+            self.came = self._handling = True
+            try:
+                self._handle()
+            finally:
+                self._handling = False
 
 
 class Alarm:

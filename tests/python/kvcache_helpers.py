@@ -6,11 +6,13 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import functools
 import random
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -148,6 +150,22 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < limit, "it never came true"
         time.sleep(0.001)
+
+
+def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
+    """Wraps all public methods of classes, as tracers do."""
+
+    def traced(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return call
+
+    for owner in owners:
+        for name, method in list(vars(owner).items()):
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                monkeypatch.setattr(owner, name, traced(method))
 
 
 def at_the_gate(turns: Any) -> bool:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 import torch.distributed as dist
-from interrupts_helpers import Interrupted, Interrupts
-from kvcache_helpers import eventually, small_config
+from interrupts_helpers import Handler, Interrupted, Interrupts
+from kvcache_helpers import eventually, small_config, wrap_methods
 from rank_runner import run_ranks
-from test_reentry import Handler
 
 import pyvmem
 from pyvmem import Caps, Inject, Reentered
@@ -548,7 +546,7 @@ def test_an_interrupted_recovery_leaves_the_rank_failed(cache: ParallelKVCache) 
 def test_an_interrupted_taking_back_leaves_the_rank_failed(cache: ParallelKVCache) -> None:
     for at in range(1, 10_000, 3):
         reset(cache)
-        with monkeypatch_step(cache), pytest.raises(pyvmem.TooManyMappings):
+        with no_mapping_left(cache), pytest.raises(pyvmem.TooManyMappings):
             cache.step([40, 16, 8, 0])
         try:
             Interrupts(at).run(cache.check_step)
@@ -562,7 +560,7 @@ def test_an_interrupted_taking_back_leaves_the_rank_failed(cache: ParallelKVCach
 
 
 @contextlib.contextmanager
-def monkeypatch_step(cache: ParallelKVCache) -> Iterator[None]:
+def no_mapping_left(cache: ParallelKVCache) -> Iterator[None]:
     """This rank has no mapping left."""
 
     def step(*_: Any) -> int:
@@ -576,12 +574,14 @@ def monkeypatch_step(cache: ParallelKVCache) -> Iterator[None]:
         del cache._cache.step
 
 
+def lost(_: Any) -> list[int]:
+    """`Ranks.maxima` where another rank has ended."""
+    raise RuntimeError("connection closed by peer")
+
+
 def test_a_lost_group_fails_the_rank(
     cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(_: Any) -> list[int]:
-        raise RuntimeError("connection closed by peer")
-
     for collective in (cache.check_step, cache.recover):
         with monkeypatch.context() as patch:
             patch.setattr(cache._ranks, "maxima", lost)
@@ -609,9 +609,6 @@ def test_what_ends_a_block_of_together(cache: ParallelKVCache) -> None:
 def test_an_interrupted_block_of_together_says_so_without_its_ranks(
     cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(_: Any) -> list[int]:
-        raise RuntimeError("connection closed by peer")
-
     with monkeypatch.context() as patch:
         patch.setattr(cache._ranks, "maxima", lost)
         with pytest.raises(KeyboardInterrupt), cache.together():
@@ -632,17 +629,7 @@ def test_methods_that_are_wrapped_or_overridden(
 ) -> None:
     """As tracers do; they come between the calls of the package."""
 
-    def traced(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
-
-        return call
-
-    for owner in (pyvmem.KVCache, ParallelKVCache, GroupView, RequestCache):
-        for name, method in list(vars(owner).items()):
-            if isinstance(method, FunctionType) and not name.startswith("_"):
-                monkeypatch.setattr(owner, name, traced(method))
+    wrap_methods(monkeypatch, pyvmem.KVCache, ParallelKVCache, GroupView, RequestCache)
     assert cache.alloc_reqid() == 0
     assert cache.step_async([8, 0, 0, 0]) == 0
     assert cache.agreed_step([8, 0, 0, 0]) == 0

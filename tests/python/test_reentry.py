@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import threading
-import time
 import warnings
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from interrupts_helpers import Instructions, Interrupted, Interrupts
-from kvcache_helpers import small_config
+from interrupts_helpers import Handler, Interrupted, Interrupts
+from kvcache_helpers import eventually, small_config, wrap_methods
 
 from pyvmem import (
     BadHandle,
@@ -41,30 +38,6 @@ from pyvmem.telemetry import Telemetry
 PAGE = 4096
 
 
-class Handler(Interrupts):
-    """Calls something at one point of a call, as Python calls a signal handler.
-
-    Attributes:
-        came: whether the call had such a point.
-    """
-
-    def __init__(self, at: int, handle: Callable[[], None], package: str | None = None) -> None:
-        super().__init__(at, **({} if package is None else {"package": package}))
-        self._handle = handle
-        self.came = self._handling = False
-
-    def _point(self, known: Instructions, offset: int) -> None:
-        if self._handling:
-            return
-        self.count += 1
-        if self.count in self._at:
-            self.came = self._handling = True
-            try:
-                self._handle()
-            finally:
-                self._handling = False
-
-
 def each_point(case: Callable[[int], bool], stride: int) -> None:
     """Runs a case at every `stride`-th point; it says whether there was such a point."""
     at = 1
@@ -73,21 +46,13 @@ def each_point(case: Callable[[int], bool], stride: int) -> None:
     assert at > 20, "hardly any point"
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 # ---- a cache -----------------------------------------------------------------------------------
 
 
 def filled(context: Context, budget: Budget | None = None) -> KVCache:
     """A cache of which one request holds ten rows of ones."""
     cache = KVCache(small_config(PAGE, max_batch=4, max_seq_len=96), context, budget=budget)
-    (first,) = [cache.alloc_reqid()]
-    assert first == 0
+    assert cache.alloc_reqid() == 0
     assert cache.step([10, 0, 0, 0]) == 0
     cache.k(0)[0, :10] = 1.0
     return cache
@@ -295,17 +260,7 @@ def test_an_overridden_method_is_no_interruption() -> None:
 def test_wrapped_methods_are_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """As tracers wrap them; they come between the calls of the package."""
 
-    def traced(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
-
-        return call
-
-    for owner in (KVCache, GroupView, RequestCache, Budget):
-        for name, method in list(vars(owner).items()):
-            if isinstance(method, FunctionType) and not name.startswith("_"):
-                monkeypatch.setattr(owner, name, traced(method))
+    wrap_methods(monkeypatch, KVCache, GroupView, RequestCache, Budget)
     with Context("host", granule=PAGE) as context, Budget(context, 64 * PAGE) as budget:
         config = small_config(PAGE, max_batch=4, max_seq_len=96, memory_limit=0)
         with KVCache(config, context, budget=budget) as cache, filled(context, budget):
@@ -357,7 +312,7 @@ def test_a_dropped_cache_of_transformers_is_closed_beside_a_call_of_another() ->
             calling = Handler(at, lambda: (gc.collect(), None)[1])
             calling.run(lambda: put(lives, 40, 1.0))
             gc.collect()
-            wait_until(lambda: len(budget.stats().caches) == 1)
+            eventually(lambda: len(budget.stats().caches) == 1)
             lives.kvcache.check_integrity()
             keys = lives.layers[0].keys
             assert keys.shape[2] == 48
@@ -393,7 +348,7 @@ def test_an_end_in_the_midst_of_a_call_is_made_by_another_thread() -> None:
         calling = Handler(1, owners.clear)
         calling.run(context.stats)
         assert calling.came
-        wait_until(lambda: bool(ended))
+        eventually(lambda: bool(ended))
     assert ended != [threading.get_ident()]
 
 
@@ -420,7 +375,7 @@ def test_an_end_without_a_thread_to_make_it_waits_for_the_next(
             Handler(1, owners.clear).run(context.stats)
         assert not ended
         when_collected(more, lambda: None)
-        wait_until(lambda: ended == [1])
+        eventually(lambda: ended == [1])
 
 
 # ---- locks -------------------------------------------------------------------------------------
@@ -453,9 +408,9 @@ def test_reservations_in_the_midst_of_another_ones_call() -> None:
     each_point(case, stride=3)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_lock_that_another_thread_held_is_free_in_a_child() -> None:
-    lock, held, go = reentrant_lock(), threading.Event(), threading.Event()
+@contextlib.contextmanager
+def held_by_another_thread(lock: Any) -> Iterator[None]:
+    held, go = threading.Event(), threading.Event()
 
     def hold() -> None:
         with lock:
@@ -466,40 +421,32 @@ def test_a_lock_that_another_thread_held_is_free_in_a_child() -> None:
     thread.start()
     held.wait(20)
     try:
-        pid = os.fork()
-        if not pid:
-            os._exit(0 if lock.acquire(timeout=10) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        yield
     finally:
         go.set()
         thread.join()
 
 
+def test_a_lock_that_another_thread_held_is_free_in_a_child() -> None:
+    lock = reentrant_lock()
+    with held_by_another_thread(lock):
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if lock.acquire(timeout=10) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_context_whose_lock_was_held_refuses_in_a_child() -> None:
-    with Context("host", granule=PAGE) as context:
-        held, go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with context._lock:
-                held.set()
-                go.wait(20)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait(20)
-        try:
-            pid = os.fork()
-            if not pid:
-                threading.Timer(10, os._exit, (2,)).start()
-                try:
-                    context.close()
-                except ForkedProcess:
-                    os._exit(0)
-                os._exit(1)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        finally:
-            go.set()
-            thread.join()
+    with Context("host", granule=PAGE) as context, held_by_another_thread(context._lock):
+        pid = os.fork()
+        if not pid:
+            threading.Timer(10, os._exit, (2,)).start()
+            try:
+                context.close()
+            except ForkedProcess:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_numbers_that_a_handler_asks_for_in_the_midst_of_the_same() -> None:
@@ -685,10 +632,11 @@ def test_a_call_in_the_background_cannot_wait_for_itself() -> None:
 def test_a_batch_of_operations_has_its_room_after_an_interruption() -> None:
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         sharing: Sharing = cache._groups[0].sharing
+        room = 20
         for at in range(1, 1000):
-            sharing._ops, sharing._room, room = OpBatch(8), 8, 20
+            sharing._ops, sharing._room = OpBatch(8), 8
             with contextlib.suppress(Interrupted):
-                Interrupts(at).run(lambda: sharing.batch(20))
+                Interrupts(at).run(lambda: sharing.batch(room))
                 break
             batch = sharing.batch(room)
             for page in range(room):

@@ -47,6 +47,15 @@ def memory_of(llm: Any) -> Any:
     return elastic_of(llm).ranks.ranks[0].memory
 
 
+def another(ledger: Any) -> Any:
+    """The account of another engine, without a floor and a limit."""
+    from pyvmem.ledger import Ledger
+
+    return Ledger("host", folder=ledger).join(
+        "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
+    )
+
+
 def check(llm: Any) -> None:
     """Books, ledger and libvmem agree."""
     elastic, stats = elastic_of(llm), memory_of(llm).context.stats()
@@ -535,17 +544,13 @@ def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> 
 
 def test_memory_that_another_engine_is_short_of(start: Open, ledger: Any) -> None:
     """Idle prefixes go when somebody needs the memory, and an engine that is short waits."""
-    from pyvmem.ledger import Ledger
-
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="3M", VMEM_RESERVE="0") as llm:
         elastic = elastic_of(llm)
         asked = max(prompts(), key=lambda one: len(one["prompt_token_ids"]))
         answer(llm, prompts(), 40)
         (wanted,) = answer(llm, [asked], 40)
         assert elastic._cached_bytes() > 0
-        other = Ledger("host", folder=ledger).join(
-            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
-        )
+        other = another(ledger)
         need = (3 << 20) - (64 << 10)  # all but the null block's page
         assert not other.take(need)
         end = time.monotonic() + 20
@@ -572,8 +577,6 @@ def test_a_request_alone_has_memory_enough_if_it_lies_together(
     start: Open, ledger: Any, monkeypatch: Any, prefixes: bool
 ) -> None:
     """Its blocks of 24 KiB are scattered: two in each page. Another engine has the other pages."""
-    from pyvmem.ledger import Ledger
-
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", enable_prefix_caching=prefixes, **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
@@ -593,11 +596,8 @@ def test_a_request_alone_has_memory_enough_if_it_lies_together(
                 or not any(geometry.pages(0, block))
             ]
             elastic._retire([one for one in elastic._idle_blocks() if one not in scattered])
-            for one in elastic.backing.send():
-                elastic.ranks.release(one.number, one.runs, elastic._step)
-        other = Ledger("host", folder=ledger).join(
-            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
-        )
+            elastic._send_by_call()
+        other = another(ledger)
         end = time.monotonic() + 20
         while elastic.backing.mapped_bytes > 7 * page:
             assert time.monotonic() < end
@@ -616,20 +616,16 @@ def test_a_request_alone_has_memory_enough_if_it_lies_together(
 
 
 def test_prefixes_stay_while_a_request_waits_for_another_engine_s_memory(
-    start: Open, ledger: Any, monkeypatch: Any
+    start: Open, ledger: Any
 ) -> None:
     """All that this engine has would not be enough, however it lay."""
-    from pyvmem.ledger import Ledger
-
     options = {"VMEM_VLLM": "1", "VMEM_CAPACITY": "768K", "VMEM_RESERVE": "0"}
     with start("straddling", **options) as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         answer(llm, [{"prompt_token_ids": [3 + i for i in range(200)]}], 4)
         cached = elastic._cached_bytes()
         assert cached > 0
-        other = Ledger("host", folder=ledger).join(
-            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
-        )
+        other = another(ledger)
         assert other.take((768 << 10) - elastic.backing.mapped_bytes)
         asked = {"prompt_token_ids": [5 + i % 300 for i in range(400)]}
         engine.add_request("0", asked, greedy(4))
@@ -648,14 +644,10 @@ def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
     start: Open, ledger: Any
 ) -> None:
     """No request joins those that run while another engine is short, and all are answered."""
-    from pyvmem.ledger import Ledger
-
     with start("straddling", VMEM_VLLM="1", VMEM_CAPACITY="768K", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine
         wanted = answer(llm, prompts(), 40)
-        other = Ledger("host", folder=ledger).join(
-            "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
-        )
+        other = another(ledger)
         asked = prompts()
         for number in range(8 * len(asked)):
             engine.add_request(str(number), asked[number % len(asked)], greedy(40))
