@@ -23,6 +23,7 @@ from pyvmem.bench import (
     calls,
     capacity,
     deferred,
+    devices,
     fill,
     live,
     models,
@@ -146,6 +147,7 @@ def _add_benchmarks(which: Any) -> None:
     deferred.add_parser(which)
     prefix_map.add_parser(which)
     fill.add_parser(which)
+    devices.add_parser(which)
     serve.add_parser(which)
     sharing.add_parser(which)
     swapping.add_parser(which)

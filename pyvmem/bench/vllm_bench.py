@@ -4,11 +4,13 @@
 Engines of one shape with the same random weights, each in its own process (`vllm_arm`), get the
 same requests in turn. The parts:
 
-    load     throughput and latency at several rates: stock, elastic, stock again; tokens compared
-    idle the memory that an idle engine keeps from other processes, and for how long share
-    alternating bursts: engines that share memory, engines with static parts, each alone sleep
-    time to sleep and to wake, memory given back blocks   blocks of 16 tokens against 128 rough
-    requests that arrive and are aborted at random, prefix resets, trims; tokens compared
+- ``load``: throughput and latency at several rates: stock, elastic, stock again; tokens compared.
+- ``idle``: the memory that an idle engine keeps from other processes, and for how long.
+- ``share``: alternating bursts: engines that share memory, engines with static parts, each alone.
+- ``sleep``: time to sleep and to wake, memory given back.
+- ``blocks``: blocks of 16 tokens against 128.
+- ``rough``: requests that arrive and are aborted at random, prefix resets, trims; tokens compared.
+- ``limit``: a limit on every device, lowered while requests run.
 
 A part writes the result file whenever it has something new.
 """
@@ -769,6 +771,78 @@ def _rough(command: Command, part: Part) -> None:
 _COUNTS = ("aborted", "resets", "trims", "steps")
 
 
+# ---- limit ---------------------------------------------------------------------------------------
+
+
+def _limit(command: Command, part: Part) -> None:
+    """A limit on every device, below what requests hold, while they run."""
+    args = command.args
+    found: dict[str, Any] = {}
+    waited: dict[str, float] = {}  # seconds until a device's memory was within the limit
+    later: dict[str, int] = {}  # the most that was mapped there from then on
+
+    def rows(part: Part) -> None:
+        for name, (what, value, unit) in found.items():
+            part.value(name, what, "elastic", value, unit)
+        for n, device in enumerate(sorted(waited)):
+            what = f"until within it, on device {n}"
+            part.value(f"within/{n}", what, "elastic", waited[device], "s", device=device)
+            what = f"most from then on, on device {n}"
+            part.value(f"most/{n}", what, "elastic", later[device], "bytes", device=device)
+
+    with _fleet(command, enable_prefix_caching=False) as fleet:
+        book = _Book(command, part, rows)
+        fleet.start({"elastic": Plan(True, _kv_memory(command, 16 * _GIB))})
+        load = Load.of(
+            at_rate(_requests(command, args.requests, fleet.longest), 0), fleet.vocabulary, 1
+        )
+        peak = 0
+
+        def watch() -> None:
+            nonlocal peak
+            peak = max(peak, *(one.in_use for one in fleet.shares("elastic").values()))
+
+        free = Heard.of(load, fleet.together({"elastic": load.order()}, watch)["elastic"])
+        command.show(f"no limit: {free.seconds:.1f} s, requests held {peak >> 20} MiB of a device")
+        limit, began = 0, 0.0
+
+        def lower() -> None:
+            nonlocal limit, began
+            now = fleet.shares("elastic")
+            if not limit and min(one.in_use for one in now.values()) > peak * 3 // 4:
+                limit, began = peak // 2, time.monotonic()
+                for device in now:
+                    with Ledger(device, folder=fleet.ledger, create=False) as ledger:
+                        ledger.order_limit("elastic", limit)
+            for device, one in now.items() if limit else ():
+                if device in waited:
+                    later[device] = max(later[device], one.used)
+                elif one.used <= limit:
+                    waited[device], later[device] = time.monotonic() - began, one.used
+
+        fleet.rest(1.0)
+        said = Heard.of(load, fleet.together({"elastic": load.order()}, lower, 0.01)["elastic"])
+        if not limit:
+            raise WrongResult("requests never held three quarters of what they did before")
+        found["peak"] = "that requests held without a limit", float(peak), "bytes"
+        found["limit"] = "of every device", float(limit), "bytes"
+        found["free"] = "all requests, without it", free.seconds, "s"
+        found["limited"] = "all requests, lowered meanwhile", said.seconds, "s"
+        found["requests"] = "requests", float(len(said.answers)), "requests"
+        found["same"] = (
+            "answers as without it",
+            float(_same(said.answers, free.answers)),
+            "requests",
+        )
+        book.publish()
+        state = fleet.order("elastic", state=True)
+        if state["wrong"]:
+            raise WrongResult(f"the records: {state['wrong'][0]}")
+        missing = fleet.shares("elastic").keys() - waited.keys()
+        if missing or max(later.values()) > limit:
+            raise WrongResult(f"limit {limit}: within it on {later}, never on {sorted(missing)}")
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
@@ -778,11 +852,12 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "sleep": ("engines that sleep by turns", _sleep),
     "blocks": ("blocks of 16 tokens and of 128", _blocks),
     "rough": ("aborts, resets and trims at random", _rough),
+    "limit": ("a limit lowered while requests run", _limit),
 }
-_REQUESTS = {"load": 96, "idle": 2500, "blocks": 96, "rough": 10_000}
+_REQUESTS = {"load": 96, "idle": 2500, "blocks": 96, "rough": 10_000, "limit": 96}
 
 
-_TRACED = ("load", "share", "blocks")
+_TRACED = ("load", "share", "blocks", "limit")
 
 
 def _takes_no_trace(args: argparse.Namespace) -> str:
@@ -881,5 +956,5 @@ def add_parser(which: Any) -> None:
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip
     add("--trace", type=existing_file, metavar="FILE",
-        help="load, share, blocks: requests and their times from a trace")  # fmt: skip
+        help="load, share, blocks, limit: requests and their times from a trace")  # fmt: skip
     parser.set_defaults(run=run)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+    "Llama-3-70B": {
+        **LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
@@ -336,14 +349,22 @@ class Fleet:
 
         return int(torch.cuda.mem_get_info(self.command.args.device)[0])
 
-    def booked(self) -> dict[str, EngineInfo]:
-        """Each engine's ledger entry, on the device where it has the most memory."""
-        found: dict[str, EngineInfo] = {}
+    def shares(self, name: str) -> dict[str, EngineInfo]:
+        """An engine's ledger entry on each device where it has one."""
+        return {device: one for device, one in self._entries() if one.name == name}
+
+    def _entries(self) -> Iterator[tuple[str, EngineInfo]]:
         for device in devices(self.ledger):
             with Ledger(device, folder=self.ledger, create=False) as ledger:
                 for one in ledger.engines():
-                    if one.name not in found or found[one.name].used < one.used:
-                        found[one.name] = one
+                    yield device, one
+
+    def booked(self) -> dict[str, EngineInfo]:
+        """Each engine's ledger entry, on the device where it has the most memory."""
+        found: dict[str, EngineInfo] = {}
+        for _, one in self._entries():
+            if one.name not in found or found[one.name].used < one.used:
+                found[one.name] = one
         return found
 
     def used(self, name: str) -> int:

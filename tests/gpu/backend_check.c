@@ -343,40 +343,62 @@ static void check_memory(struct env *e) {
   check(e, "and give it back", ok && after + (64 << 20) >= before);
 }
 
-/* Two devices, named in the order 1, 0; what the kernels of both see. */
-static void check_two_devices(const struct vm_backend *b) {
-  struct vmem_open_opts opts = {.size = sizeof(opts), .num_devices = 2, .devices = {1, 0}};
+/* A kernel of every device stores a byte of its own in every part, and is read. */
+static bool every_device_writes(struct env *e, unsigned devices, uint64_t addr, uint64_t part_bytes) {
+  bool ok = true;
+  for (unsigned device = 0; device < devices && ok; device++) {
+    gpu_ctx ctx, popped;
+    ok = !e->cu->primary_retain(&ctx, (gpu_dev)device) && !e->cu->ctx_push(ctx);
+    for (unsigned part = 0; part < devices && ok; part++)
+      ok = kernel_store(e, addr + part * part_bytes + device, 0x80 + device) == GPU_SUCCESS;
+    e->cu->ctx_pop(&popped);
+  }
+  for (unsigned part = 0; part < devices && ok; part++)
+    for (unsigned device = 0; device < devices && ok; device++)
+      ok = reads_as(e, addr + part * part_bytes + device, 1, (uint8_t)(0x80 + device));
+  return ok;
+}
+
+/* Several devices, the last one named first; what the kernels of all see. */
+static void check_devices(const struct vm_backend *b, unsigned devices) {
+  struct vmem_open_opts opts = {.size = sizeof(opts), .num_devices = devices};
   struct env e = {.b = b};
   struct area a;
-  uint64_t peer, bytes;
+  uint64_t peers[VMEM_MAX_DEVICES], bytes;
+  char name[64];
   int count = 0;
   bool ok;
   gpu_api_get(&e.cu);
   e.cu->device_count(&count);
-  if (count < 2) return note(&e, "two devices", "not run: %d here", count);
-  if (!check(&e, "open on devices 1 and 0", !vm_backend_open(b, &opts, &e.info, &e.be))) return;
+  snprintf(name, sizeof(name), "open on %u devices, the last one first", devices);
+  if ((unsigned)count < devices) return note(&e, name, "not run: %d here", count);
+  for (unsigned i = 0; i < devices; i++) opts.devices[i] = (int)(devices - 1 - i);
+  if (!check(&e, name, !vm_backend_open(b, &opts, &e.info, &e.be))) return;
   e.page = e.info.pub.granule;
   bytes = e.info.one_page_slabs ? e.page : 16 * e.page;
-  ok = area_get(&e, &a, 64 << 20, bytes, 0) && !b->slab_create(e.be, bytes, e.page, VMEM_PEER, 0, &peer) &&
-       !b->map(e.be, a.addr, bytes, a.slab, 0, 0, false) && !b->map(e.be, a.addr + bytes, bytes, peer, 0, 0, false);
-  check(&e, "one range: own pages, then the peer's", ok);
-  fill_sync(&e, a.addr, 2 * bytes, 0x21);
-  check(&e, "fill and read across", reads_as(&e, a.addr, 2 * bytes, 0x21));
-  /* Device 0's context is current: the store runs there. */
-  ok = kernel_store(&e, a.addr + 5, 0x22) == GPU_SUCCESS && kernel_store(&e, a.addr + bytes + 5, 0x23) == GPU_SUCCESS;
-  check(&e, "a kernel of the other device writes both",
-        ok && reads_as(&e, a.addr + 5, 1, 0x22) && reads_as(&e, a.addr + bytes + 5, 1, 0x23));
-  ok = !b->unmap(e.be, a.addr, bytes, false) && !b->unmap(e.be, a.addr + bytes, bytes, false) &&
-       !b->slab_destroy(e.be, peer, bytes) && area_put(&e, &a);
-  check(&e, "given back", ok);
+  ok = area_get(&e, &a, 64 << 20, bytes, 0) && !b->map(e.be, a.addr, bytes, a.slab, 0, 0, false);
+  for (unsigned i = 1; i < devices && ok; i++)
+    ok = !b->slab_create(e.be, bytes, e.page, VMEM_PEER, opts.devices[i], &peers[i]) &&
+         !b->map(e.be, a.addr + i * bytes, bytes, peers[i], 0, 0, false);
+  check(&e, "one range: own pages, then each peer's", ok);
+  fill_sync(&e, a.addr, devices * bytes, 0x21);
+  check(&e, "fill and read across", reads_as(&e, a.addr, devices * bytes, 0x21));
+  check(&e, "a kernel of each device writes all", every_device_writes(&e, devices, a.addr, bytes));
+  ok = !b->unmap(e.be, a.addr, bytes, false);
+  for (unsigned i = 1; i < devices; i++)
+    ok = !b->unmap(e.be, a.addr + i * bytes, bytes, false) && !b->slab_destroy(e.be, peers[i], bytes) && ok;
+  check(&e, "given back", area_put(&e, &a) && ok);
   if ((e.info.pub.caps & VMEM_CAP_SPARSE) &&
-      check(&e, "sparse on both", area_get(&e, &a, 64 << 20, bytes, VMEM_RESERVE_SPARSE))) {
+      check(&e, "sparse on all", area_get(&e, &a, 64 << 20, bytes, VMEM_RESERVE_SPARSE))) {
+    /* Device 0's context is current: the store runs there. */
     ok = kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS && reads_as(&e, a.addr, e.page, 0) &&
          !b->map(e.be, a.addr, e.page, a.slab, 0, 0, true) && kernel_store(&e, a.addr + 7, 1) == GPU_SUCCESS &&
          reads_as(&e, a.addr + 7, 1, 1) && !b->unmap(e.be, a.addr, e.page, true) && reads_as(&e, a.addr, e.page, 0);
     check(&e, "map and unmap in it", ok);
     check(&e, "sparse given back", area_put(&e, &a));
   }
+  check_pages(&e);
+  check_contents(&e);
   b->close(e.be);
 }
 
@@ -447,7 +469,7 @@ static void check_backend(const struct vm_backend *b) {
   check_events(&e);
   check_threads(&e);
   check_capture(&e);
-  check_two_devices(b);
+  for (unsigned devices = 2; devices <= 8; devices *= 2) check_devices(b, devices);
   env_open(&second, b, 0);
   check(&e, "opened twice", second.be != e.be);
   check_contents(&second);

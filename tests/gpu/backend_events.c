@@ -14,11 +14,22 @@ static const char kernels[] =
     "%r<2>;\n"
     "ld.param.u64 %a1, [at];\n ld.param.u32 %r1, [value];\n st.global.u8 [%a1], %r1;\n ret;\n}\n";
 
+/* Of the context that is current; a module belongs to one. */
 static gpu_function function_of(const struct env *e, const char *name) {
-  static gpu_module module; /* of the one primary context that the checks use */
+  static struct {
+    gpu_ctx ctx;
+    gpu_module module;
+  } loaded[VMEM_MAX_DEVICES];
+  gpu_result (*current)(gpu_ctx *);
   gpu_function f = NULL;
-  if (!module && e->cu->module_load(&module, kernels) != GPU_SUCCESS) abort();
-  if (e->cu->module_function(&f, module, name) != GPU_SUCCESS) abort();
+  gpu_ctx ctx = NULL;
+  unsigned i = 0;
+  *(void **)&current = cuda_symbol("cuCtxGetCurrent");
+  if (current(&ctx) != GPU_SUCCESS) abort();
+  while (loaded[i].ctx && loaded[i].ctx != ctx) i++;
+  if (!loaded[i].ctx && e->cu->module_load(&loaded[i].module, kernels) != GPU_SUCCESS) abort();
+  loaded[i].ctx = ctx;
+  if (e->cu->module_function(&f, loaded[i].module, name) != GPU_SUCCESS) abort();
   return f;
 }
 

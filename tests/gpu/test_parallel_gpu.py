@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Description: two ranks of a ParallelKVCache on two GPUs, agreeing through NCCL.
+"""Description: ranks of a ParallelKVCache on a GPU each, agreeing through NCCL.
 
-Needs two CUDA devices, torch with NCCL, and a back end (cuda, stock) that its probe proves.
+Needs two CUDA devices or more, torch with NCCL, and a back end (cuda, stock) that its probe
+proves.
 """
 
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +22,16 @@ from rank_runner import run_ranks  # noqa: E402
 pytestmark = needs_gpu(2)
 
 
+needs_ranks = pytest.mark.parametrize(
+    "ranks", [pytest.param(count, marks=needs_gpu(count)) for count in (2, 4, 8)]
+)
+
+
+@needs_ranks
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_gpus(backend: str, tmp_path: Path) -> None:
-    """What tests/python/test_parallel.py expects of two ranks on the CPU."""
-    results = run_ranks(backend, tmp_path)
+def test_a_rank_on_each_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
+    """What tests/python/test_parallel.py expects of ranks on the CPU."""
+    results = run_ranks(backend, tmp_path, ranks)
     for answers in results["same_answers"]:
         assert ["step", -1] in answers
         assert ["step", 0] in answers
@@ -38,7 +47,23 @@ def test_two_gpus(backend: str, tmp_path: Path) -> None:
     assert results["held_back"] == [1, 0, 8]
     assert -1 in results["windows"]
     assert results["filled"][1] < 0.05 * results["filled"][2]
-    for _, skip, said in results["sharing_fails"]:
-        assert said in (f"RankFailed {skip % 2} EIO", "nothing")
+    for _, failing, said in results["sharing_fails"]:
+        assert said in (f"RankFailed {failing} EIO", "nothing")
     assert results["swap_without_memory"][0] == "RankFailed 1 ENOMEM"
     assert results["init_fails"][:2] == ["InvalidArgument  EINVAL", "RankFailed 1 EINVAL"]
+
+
+@needs_ranks
+@pytest.mark.long
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_random_calls(backend: str, ranks: int, tmp_path: Path) -> None:
+    """Contents and answers of every rank; groups of ranks side by side, a seed each."""
+    groups, calls = 8, 12_500
+
+    def play(seed: int) -> Any:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        return run_ranks(backend, folder, ranks, calls, seed, seconds=1800)["soak"]
+
+    with ThreadPoolExecutor(groups) as pool:
+        assert all(answers > calls for answers in pool.map(play, range(groups)))

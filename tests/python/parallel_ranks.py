@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """One rank of test_parallel.py and tests/gpu/test_parallel_gpu.py, a process of its own.
 
-    python parallel_ranks.py RANK STORE BACKEND
+    python parallel_ranks.py RANK RANKS STORE BACKEND [CALLS [SEED]]
 
-runs all scenarios and prints what they return as one line of JSON. With BACKEND ``host`` the ranks
-use gloo, else NCCL and a GPU each. Ranks sleep differently and their GPU work ends at different
-times.
+runs all scenarios, or one of so many random calls, and prints what they return as one line of JSON.
+With BACKEND ``host`` the ranks use gloo, else NCCL and a GPU each. Ranks sleep differently and
+their GPU work ends at different times.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from parallel_scenarios import (
     shared_pages,
     shared_windows,
     sharing_fails,
+    soak,
     swap_without_memory,
     windows,
 )
@@ -39,17 +40,17 @@ from pyvmem.kvcache import distributed
 from pyvmem.kvcache.distributed import ParallelKVCache, RankFailed, RanksDiffer
 
 LAYERS, ROWS = 2, 8
-PAGE = 2 << 20 if sys.argv[3:] == ["cuda"] else 64 << 10
+PAGE = 2 << 20 if sys.argv[4:5] == ["cuda"] else 64 << 10
 TENSORS = 2 * LAYERS
 
 
 class Rank:
     """What a scenario knows of its process."""
 
-    def __init__(self, index: int, backend: str) -> None:
-        self.index = index
+    def __init__(self, index: int, size: int, backend: str) -> None:
+        self.index, self.size = index, size
         self.backend = backend
-        self.random = random.Random(1000 + index)  # the other rank has other numbers
+        self.random = random.Random(1000 + index)  # every rank has other numbers
 
     def dawdle(self) -> None:
         if self.random.random() < 0.3:
@@ -75,7 +76,7 @@ class Rank:
                 cache.check_integrity()
 
     def work(self) -> FdEvent:
-        """GPU work that ends some time later: at once on one rank, on the other now and then so
+        """GPU work that ends some time later: at once on rank 0, on the others now and then so
         late that several calls find it unfinished.
         """
         event = FdEvent.create()
@@ -154,10 +155,10 @@ def same_answers(rank: Rank) -> Any:
 
 def least_budget(rank: Rank) -> Any:
     out = []
-    with rank.cache(pages=(9, 7)[rank.index]) as cache:
+    with rank.cache(pages=7 if rank.index == 1 else 9) as cache:
         out.append(cache.stats().total_pages // TENSORS)
         assert cache.context.stats().slab_bytes >= 7 * TENSORS * PAGE
-    available = (5 * TENSORS * PAGE, 8 * TENSORS * PAGE)[rank.index]
+    available = (5 if rank.index == 0 else 8) * TENSORS * PAGE
     distributed.available_bytes = lambda device, unknown: available  # type: ignore[assignment]
     with rank.cache(memory_limit=0) as cache:
         out.append(cache.stats().total_pages // TENSORS)
@@ -180,7 +181,7 @@ def one_rank_fails(rank: Rank) -> Any:
         if rank.index == 1:
             cache.context.inject(Inject.MAP)
         own = caught(cache.step, [40, 0, 0, 0])
-        assert own == ("nothing", "DriverError  EIO")[rank.index]
+        assert own == ("DriverError  EIO" if rank.index == 1 else "nothing")
         cache.context.inject(Inject.MAP, count=0)
         out.append(caught(cache.check_step))
         calls: list[tuple[Any, ...]] = [
@@ -204,7 +205,7 @@ def one_rank_fails(rank: Rank) -> Any:
         out.append(cache.step_async([24, 24, 24, 24]))
         cache.free_reqid(3)
         own = caught(cache.step_async, [40, 24, 24, 0])
-        if rank.index == 1:
+        if rank.index != 0:
             assert own == "nothing"
         caught(cache.step, [40, 24, 24, 0])
         cache.context.inject(Inject.MAP, count=0)
@@ -255,7 +256,7 @@ def init_fails(rank: Rank) -> Any:
             pass
 
     out = [caught(lambda: make(max_seq_len=48 + rank.index))]
-    real, rank.backend = rank.backend, "nonsense" if rank.index else rank.backend
+    real, rank.backend = rank.backend, "nonsense" if rank.index == 1 else rank.backend
     out.append(caught(make))
     rank.backend = real
     out.append(caught(lambda: make(page_size=0 if real == "host" else PAGE)))
@@ -283,15 +284,21 @@ SCENARIOS = (
 
 
 def main() -> None:
-    index, store, backend = sys.argv[1:]
-    rank = Rank(int(index), backend)
+    index, size, store, backend, *calls = sys.argv[1:]
+    rank = Rank(int(index), int(size), backend)
     on_gpu = backend != "host"
     if on_gpu:
         torch.cuda.set_device(rank.index)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank.index, world_size=2
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank.index,
+        world_size=rank.size,
     )
-    results = {scenario.__name__: scenario(rank) for scenario in SCENARIOS}
+    if calls:
+        results = {"soak": soak(rank, *map(int, calls))}
+    else:
+        results = {scenario.__name__: scenario(rank) for scenario in SCENARIOS}
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(results))

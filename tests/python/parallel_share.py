@@ -35,7 +35,7 @@ class RankModel:
 
     Args:
         cache: a row fills an eighth of a page; no window.
-        rank: whose rows these are: every rank writes its own.
+        rank: whose rows these are, and of how many: every rank writes its own.
         work: GPU work that ends some time later, other on every rank.
         dawdle: waits, on every rank for another time.
     """
@@ -43,13 +43,13 @@ class RankModel:
     def __init__(
         self,
         cache: ParallelKVCache,
-        rank: int,
+        rank: tuple[int, int],
         seed: int,
         work: Callable[[], FdEvent],
         dawdle: Callable[[], None],
     ) -> None:
         self.cache = cache
-        self.rank = rank
+        self.rank, self.ranks = rank
         self.random = random.Random(seed)
         self.work = work
         self.dawdle = dawdle
@@ -118,7 +118,7 @@ class RankModel:
         for token in ids:
             one.ids.append(token)
             tag = self.known.setdefault(tuple(one.ids), len(self.known))
-            one.tags.append(2 * tag + self.rank)
+            one.tags.append(self.ranks * tag + self.rank)
         write_rows(self.cache, reqid, low, one.tags[low:])
 
     def grow(self, more: dict[int, list[int]]) -> None:
@@ -162,7 +162,7 @@ class RankModel:
         if taken is None:
             return
         reqid, length = taken
-        tags = [2 * self.known[tuple(prompt[: n + 1])] + self.rank for n in range(length)]
+        tags = [self.ranks * self.known[tuple(prompt[: n + 1])] + self.rank for n in range(length)]
         units = range(self.rows, length + 1, self.rows)
         pages = [self.recorded[tuple(prompt[:end])] for end in units]
         self.enter(reqid, Request(prompt[:length], tags, pages))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Tensor parallelism: one cache a rank, the same answers, one budget, a failure that all learn of.
 
-Two ranks are two processes with gloo (parallel_ranks.py); what needs only one is a group of one.
+Ranks are processes with gloo (parallel_ranks.py); what needs only one is a group of one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +35,22 @@ from pyvmem.kvcache.distributed import (
     shard_kv_heads,
 )
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_ranks("host", tmp_path_factory.mktemp("ranks"))
+MANY = pytest.param(4, marks=pytest.mark.long)
 
 
-# ---- two ranks ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=[2, MANY], ids="{} ranks".format)
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return run_ranks("host", tmp_path_factory.mktemp("ranks"), request.param)
+
+
+# ---- several ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_ten_thousand_random_calls_of_four_ranks(tmp_path: Path) -> None:
+    assert run_ranks("host", tmp_path, 4, 10_000, seconds=1800)["soak"] > 10_000
 
 
 def test_ranks_of_different_speed_give_the_same_answers(results: dict[str, Any]) -> None:
@@ -127,7 +137,7 @@ def test_whichever_call_fails_all_ranks_learn_of_it(results: dict[str, Any]) -> 
     failures = results["sharing_fails"]
     calls = ("fork", "record", "free", "alloc_prefix", "swap_out", "swap_in", "step")
     for name in calls:
-        said = [(skip % 2, what) for call, skip, what in failures if call == name]
+        said = [(failing, what) for call, failing, what in failures if call == name]
         assert len(said) > 4
         for rank, what in said:
             assert what in (f"RankFailed {rank} EIO", "nothing")

@@ -79,6 +79,14 @@ def test_two_ranks(bench: Any) -> None:
     assert rows["rank/kept/0"]["maps"] != rows["rank/state/0"]["maps"]
 
 
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_a_limit_while_requests_run(bench: Any, ranks: str) -> None:
+    rows, _ = bench("limit", "--requests", "12", "--tensor-parallel", ranks)
+    assert rows["same"]["value"] == rows["requests"]["value"] > 0
+    assert 0 < rows["most/0"]["value"] <= rows["limit"]["value"] < rows["peak"]["value"]
+    assert rows["within/0"]["value"] >= 0
+
+
 def test_an_engine_comes_to_rest(bench: Any) -> None:
     rows, _ = bench("idle", "--requests", "12", "--arms", "elastic")
     assert rows["mapped"]["value"] == rows["live"]["value"] > 0
