@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pyvmem.errors import Busy
 
@@ -24,6 +24,10 @@ class Scoped:
     def _leave(self) -> None:
         """The end of a block."""
         raise NotImplementedError
+
+    def __copy__(self) -> NoReturn:
+        """Refused: what the object holds has one owner."""
+        raise TypeError(f"cannot copy {self!r:.80}: what it holds has one owner")
 
     def __enter__(self) -> Self:
         return self

@@ -130,8 +130,9 @@ class Context(AddressSpace, Closable):
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
         flags = _FORCE if force else 0
-        sizes = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
-        self.mem_limit = mem_limit
+        self.mem_limit = operator.index(mem_limit)
+        given = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
+        sizes = [operator.index(size) for size in given]
         self._pid = os.getpid()
         self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
@@ -209,6 +210,7 @@ class Context(AddressSpace, Closable):
         flags = kind | (_SPARSE if sparse else 0) | (_RESERVE_FORCE if force else 0)
         flags |= _LARGE if large else 0
         reservation = into or Reservation(self, Outcome())
+        size, align = operator.index(size), operator.index(align)
         addr = _native.reserve(self.handle, size, flags, align, outcome=reservation._outcome)
         reservation._info = RangeInfo._from_c(_native.range_query(self.handle, addr))
         with self._lock:
@@ -242,11 +244,12 @@ class Context(AddressSpace, Closable):
             OutOfMemory: the device's memory or the context's limit is exhausted.
             NotSupported: a page size or location that the back end lacks.
         """
+        size = operator.index(size)
         pages = Pages(self, Outcome(), size)
         _native.create(
             self.handle,
             size,
-            page_size,
+            operator.index(page_size),
             operator.index(location),
             device_ordinal(device),
             _DIRTY if dirty else 0,
@@ -267,7 +270,8 @@ class Context(AddressSpace, Closable):
         pieces maps them elsewhere. `pages`: what becomes the handle, for a caller who must know it
         before the call; None: a new one.
         """
-        pages = pages or Pages(self, Outcome(), size * count)
+        addr, size, stride = (operator.index(one) for one in (addr, size, stride))
+        pages = pages or Pages(self, Outcome(), size * operator.index(count))
         _native.gather(self.handle, addr, size, count, stride, outcome=pages._outcome)
         return pages
 
@@ -375,7 +379,7 @@ class Context(AddressSpace, Closable):
             VMemError: what failed; each slab was emptied and given back, or is as it was.
         """
         items, _keep = self._ready(after)
-        want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else nbytes
+        want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else operator.index(nbytes)
         return _native.compact(self.handle, want, items)
 
     def reservations(self) -> list[Reservation]:

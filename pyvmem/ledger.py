@@ -339,9 +339,17 @@ class Ledger(Closable):
     def close(self) -> None:
         """Unmaps the file. Idempotent. Its account must be closed first."""
         with self._thread_lock:
-            if not self._map.closed:
-                self._map.close()
-                os.close(self._fd)
+            self._let_go()
+
+    def __del__(self) -> None:
+        """Of a ledger that nobody has: a budget that was refused, say."""
+        if hasattr(self, "_map"):
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._map.closed:
+            self._map.close()
+            os.close(self._fd)
 
     @property
     def closed(self) -> bool:
@@ -355,8 +363,7 @@ class Ledger(Closable):
         """
         self._thread_lock = threading.RLock()
         if not self._map.closed:
-            self._map.close()
-            os.close(self._fd)
+            self._let_go()
             self._parents = True
 
     # ---- the file --------------------------------------------------------------------------------

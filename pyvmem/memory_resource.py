@@ -9,6 +9,7 @@ interface is cuda.core's ``_memory/_buffer.pyi``: ``allocate(size, *, stream)``,
 from __future__ import annotations
 
 import errno
+import operator
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, Reentered, VMemError
+from pyvmem.features import require_page_size
 from pyvmem.info import Caps
 from pyvmem.kvcache.events import record, wait_for_device
 from pyvmem.ops import OpBatch
@@ -87,9 +89,15 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         context: where pages come from. On ``host`` buffers are CPU memory and streams mean nothing.
         page_size: bytes of a page, 0 = the context's granule.
         dirty: do not zero pages; a buffer may show an earlier buffer's bytes.
+
+    Raises:
+        InvalidArgument: the context has no pages of that size.
     """
 
     def __init__(self, context: Context, *, page_size: int = 0, dirty: bool = False) -> None:
+        page_size = operator.index(page_size)
+        if page_size:
+            require_page_size(context.info, page_size)
         self._context = context
         self._page = page_size or context.info.granule
         self._dirty = dirty

@@ -100,7 +100,7 @@ class OpBatch:
 
     def wrote(self, count: int) -> None:
         """Records that C has written `count` operations, all there are; none consumes pages."""
-        end = count * _SIZE
+        end = operator.index(count) * _SIZE
         if not 0 <= end <= self._limit:
             self._full()
         self._end = end

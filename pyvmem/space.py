@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 from typing import Any
 
 from pyvmem import _native
@@ -105,18 +106,18 @@ class AddressSpace:
 
     def warm(self, nbytes: int) -> None:
         """Takes memory from the driver until `nbytes` are free in the device pool."""
-        _native.warm(self.handle, nbytes)
+        _native.warm(self.handle, operator.index(nbytes))
 
     def trim(self, keep: int = 0) -> int:
         """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
-        return _native.trim(self.handle, keep)
+        return _native.trim(self.handle, operator.index(keep))
 
     def consolidate(self, addr: int, size: int) -> int:
         """Remaps in one piece each run that was mapped page by page; returns the driver calls.
 
         A safe point only: no GPU work may touch the range.
         """
-        return _native.consolidate(self.handle, addr, size)
+        return _native.consolidate(self.handle, operator.index(addr), operator.index(size))
 
     # ---- tests ---------------------------------------------------------------------------------
 

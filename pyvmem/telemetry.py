@@ -23,10 +23,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess
+from pyvmem.expect import expect, unexpected
 from pyvmem.info import ContextInfo, Stats
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
@@ -36,6 +37,8 @@ __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Telemetry.text`."""
+
+_T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # waits from 1 us to 17 s have buckets of their own
 _SAME_S = 0.05  # all instruments of one collection share numbers this recent
@@ -219,21 +222,25 @@ class Telemetry:
 
         Raises:
             InvalidArgument: another cache that is not closed has the name.
+            TypeError: what is given is no cache, or its name no string.
         """
+        expect("name", name, str)
+        if not (hasattr(cache, "context") and callable(getattr(cache, "stats", None))):
+            raise unexpected("cache", cache, "a KVCache or another with context and stats()")
         with self._lock:
-            self._living()
+            self._living(lambda cache: None)
             if name in self._caches:
                 raise invalid(f"a cache named {name!r} is added already")
             self._caches[name] = weakref.ref(cache)
 
-    def _living(self) -> list[tuple[str, _Cache, CacheStats]]:
-        """The caches that are open, and their numbers; forgets the others."""
+    def _living(self, read: Callable[[_Cache], _T]) -> list[tuple[str, _Cache, CacheStats, _T]]:
+        """The caches that are open, their numbers, and what else is read; forgets the others."""
         found = []
         for name, ref in list(self._caches.items()):
             cache = ref()
             try:
                 if cache is not None:
-                    found.append((name, cache, cache.stats()))
+                    found.append((name, cache, cache.stats(), read(cache)))
                     continue
             except (BadHandle, ForkedProcess):
                 pass
@@ -243,7 +250,7 @@ class Telemetry:
     def families(self) -> tuple[Family, ...]:
         """All numbers, as they are now."""
         with self._lock:
-            each = self._living()
+            each = self._living(lambda cache: cache.context.stats())
         made = []
         labels = [
             {
@@ -252,7 +259,7 @@ class Telemetry:
                 "device": cache.context.info.device_name,
                 "driver": cache.context.info.driver,
             }
-            for name, cache, _ in each
+            for name, cache, *_ in each
         ]
         samples = tuple(Sample("", one, 1) for one in labels)
         text = "Always 1; the labels say what the cache runs on."
@@ -261,19 +268,18 @@ class Telemetry:
             suffix = "_total" if metric.kind == "counter" else ""
             samples = tuple(
                 Sample(suffix, {"cache": name, **({metric.label: key} if key else {})}, value)
-                for name, _, stats in each
+                for name, _, stats, _ in each
                 for key, value in metric.values(stats).items()
             )
             made.append(Family(_PREFIX + metric.name, metric.kind, metric.help, samples))
-        found = [(name, cache.context.stats()) for name, cache, _ in each]
         samples = tuple(
             Sample("", {"cache": name, "kind": kind}, getattr(stats, f"{kind}_bytes"))
-            for name, stats in found
+            for name, _, _, stats in each
             for kind in _CONTEXT_BYTES
         )
         text = "Bytes that the cache's context took from the driver (slab), and what they are."
         made.append(Family(f"{_PREFIX}context_bytes", "gauge", text, samples))
-        samples = tuple(s for name, _, stats in each for s in _waits(stats, {"cache": name}))
+        samples = tuple(s for name, _, stats, _ in each for s in _waits(stats, {"cache": name}))
         text = "How long calls of the cache waited for mapping, filling or reclaiming."
         made.append(Family(f"{_PREFIX}wait_seconds", "histogram", text, samples))
         return tuple(made)
@@ -345,19 +351,22 @@ class Telemetry:
 
     def caches(self) -> dict[str, Any]:
         """Every cache as JSON can hold it: its numbers, and its slots where it has a snapshot."""
-        with self._lock:
-            each = self._living()
-        found: dict[str, Any] = {}
-        for name, cache, stats in each:
-            info = cache.context.info
+
+        def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
-            found[name] = {
-                "backend": info.backend,
-                "device": info.device_name,
+            return snapshot() if snapshot else []
+
+        with self._lock:
+            each = self._living(slots)
+        return {
+            name: {
+                "backend": cache.context.info.backend,
+                "device": cache.context.info.device_name,
                 "stats": dataclasses.asdict(stats),
-                "slots": [dataclasses.asdict(slot) for slot in snapshot()] if snapshot else [],
+                "slots": [dataclasses.asdict(slot) for slot in snapshot],
             }
-        return found
+            for name, cache, stats, snapshot in each
+        }
 
     def serve(self, port: int = 0, address: str = "127.0.0.1") -> Server:
         """Answers ``/metrics`` (Prometheus) and ``/caches`` (JSON, for `vmem watch`) over HTTP.

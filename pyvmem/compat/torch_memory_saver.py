@@ -264,8 +264,11 @@ class TorchMemorySaver:
 
 
 def _name(tag: str, backup: bool) -> str:
-    """The pool's tag: regions of one tag with and without a backup are paused differently."""
-    return f"{tag}+backup" if backup else tag
+    """The pool's tag: regions of one tag with and without a backup are paused differently.
+
+    Both have an ending, so that no tag of the caller's is another's name.
+    """
+    return f"{tag}+backup" if backup else f"{tag}+zeros"
 
 
 def configure_subprocess() -> NoReturn:

@@ -74,12 +74,24 @@ class Background:
             call: whose result it is.
             key: what it works on.
             then: called when it is over or cancelled.
+
+        Raises:
+            RuntimeError: the system has no thread left; the call is not made.
         """
         future: Future[_T] = Future()
         if then is not None:
             future.add_done_callback(then)
-        self._queue.append(_Queued(call, future, key))
-        start_new_thread(self._work, ())
+        queued = _Queued(call, future, key)
+        self._queue.append(queued)
+        try:
+            start_new_thread(self._work, ())
+        except RuntimeError:
+            try:
+                self._queue.remove(queued)
+            except ValueError:  # the thread of another call has it
+                return future
+            future.cancel()
+            raise
         return future
 
     def works_on(self, key: object) -> bool:
@@ -106,7 +118,11 @@ class Background:
         while self._queue or self._turn.locked():
             done = threading.Lock()
             done.acquire()
-            start_new_thread(self._work, (done,))
+            try:
+                start_new_thread(self._work, (done,))
+            except RuntimeError:  # the system has none left
+                self._work()
+                return
             with done:
                 pass
 

@@ -33,6 +33,8 @@ __all__ = ["RequestCache"]
 
 _T = TypeVar("_T")
 
+_FEW = 16  # namespaces, before the closed ones are looked for
+
 
 class RequestCache(Closable):
     """The requests of one cache.
@@ -68,6 +70,8 @@ class RequestCache(Closable):
         self._numbers = count_up()
         self._requests: dict[Request, None] = {}
         self._spaces: dict[Hashable, Namespace] = {}
+        self._generations = count_up()
+        self._most_spaces = _FEW
         self._lock = reentrant_lock()  # guards the namespaces
 
     @classmethod
@@ -105,8 +109,10 @@ class RequestCache(Closable):
         with self._lock:
             found = self._spaces.get(name)
             if found is None or not found.is_open:
-                found = Namespace(name, 0 if found is None else found.generation + 1)
-                self._spaces[name] = found
+                if len(self._spaces) >= self._most_spaces:  # a closed one is forgotten sometime
+                    self._spaces = {key: one for key, one in self._spaces.items() if one.is_open}
+                    self._most_spaces = 2 * len(self._spaces) + _FEW
+                found = self._spaces[name] = Namespace(name, next(self._generations))
             return found
 
     def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:

@@ -28,7 +28,7 @@ class Namespace:
 
     Attributes:
         name: the caller's.
-        generation: counts the namespaces of that name.
+        generation: no other namespace of the cache has it.
         is_open: not closed.
     """
 

@@ -39,7 +39,7 @@ from pyvmem.closing import Closable
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory
 from pyvmem.expect import expect
-from pyvmem.kvcache.config import bounded, invalid
+from pyvmem.kvcache.config import MOST_BYTES, bounded, invalid
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
@@ -148,8 +148,8 @@ class Budget(Closable):
         context: the context that all its caches use; it must outlive them.
         total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
             now, on host all that is available.
-        ledger: the ledger of the context's device, owned by the budget from here on; None: memory
-            is not shared with other processes.
+        ledger: the ledger of the context's device, owned by the budget, and closed, too, where it
+            takes no such engine; None: memory is not shared with other processes.
         name: in the ledger; "": pyvmem and the process id.
         floor_bytes: what the other engines of the ledger must leave to this one.
 
@@ -171,7 +171,7 @@ class Budget(Closable):
     ) -> None:
         expect("context", context, Context)
         expect("name", name, str)
-        total = bounded("total_bytes", total_bytes, 0, 1 << 62)
+        total = bounded("total_bytes", total_bytes, 0, MOST_BYTES)
         least = context.info.granule
         if total and total < least:
             raise invalid(
@@ -245,14 +245,14 @@ class Budget(Closable):
         """Changes the total; nothing is mapped or unmapped.
 
         Raises:
-            InvalidArgument: less than a page, or than what the caches have and floors keep; or the
-                budget is on a ledger, where `vmem limit` does it.
+            InvalidArgument: less than a page, or than what the caches have and floors keep; more
+                than 2**62; or the budget is on a ledger, where `vmem limit` does it.
         """
         with self.lock, self.journal:
             if self._ledger is not None:
                 raise invalid("set_limit: the budget is on a ledger; `vmem limit` sets its limit")
             self._poll()
-            total, least = operator.index(nbytes), self.context.info.granule
+            total, least = bounded("nbytes", nbytes, 0, MOST_BYTES), self.context.info.granule
             if total < max(least, self._reserved()):
                 raise invalid(
                     f"a budget of {total} bytes: {self._reserved()} are used or kept by floors, "

@@ -28,11 +28,13 @@ from pyvmem.info import Caps, Location
 from pyvmem.kvcache import integrity, manager, waits
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import (
+    MOST_BYTES,
     KVCacheConfig,
     LayerShape,
     Place,
     Shape,
     StateShape,
+    bounded,
     classes_of,
     invalid,
     policy_of,
@@ -484,6 +486,7 @@ class KVCache(MustClose):
         `into` names as many different free reqids, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
+        into = into if into is None else [*into]
         return waits.when_clear(
             self._manager,
             partial(
@@ -847,7 +850,8 @@ class KVCache(MustClose):
         """Changes how many physical pages the cache may have; nothing is mapped or unmapped.
 
         Raises:
-            InvalidArgument: negative, or less than the cache holds now or than its floor.
+            InvalidArgument: negative, less than the cache holds now or than its floor, or more than
+                2**62 bytes.
             NotSupported: the layers are of several groups, or the ranks of a `ParallelKVCache` have
                 agreed on their limit.
         """
@@ -860,8 +864,9 @@ class KVCache(MustClose):
                     op="KVCache",
                 )
             group.reclaimer.poll()
-            count, held = operator.index(pages), group.reclaimer.held
-            if count < max(0, held):
+            most = MOST_BYTES // group.layout.page_size
+            count, held = bounded("pages", pages, 0, most), group.reclaimer.held
+            if count < held:
                 raise invalid(f"a limit of {count} pages: {held} are behind the cache", limit=held)
             floor = -(-group.config.memory_floor // group.layout.page_size)
             if count < floor:
@@ -1186,6 +1191,7 @@ class KVCache(MustClose):
 
         Raises:
             Busy: tensors of the cache are alive; nothing changed, and the cache can still be used.
+            BadHandle: the descriptor of an `FdEvent` is closed; likewise.
         """
         check(stream)
         with self.lock, self.journal:
@@ -1340,6 +1346,7 @@ def cache_of(
     **policy: Any,
 ) -> KVCache:
     """A `KVCache` where all layers are equal, else a `LayeredCache`, whose arguments it takes."""
+    layers = [*layers]
     counts = classes_of(layers)[0]
     kind, count = next(iter(counts.items()), (None, 0))
     policy_of(policy)

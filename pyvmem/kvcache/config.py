@@ -19,6 +19,7 @@ __all__ = [
     "AHEAD_TOKENS",
     "DTYPE_BYTES",
     "LONGEST",
+    "MOST_BYTES",
     "MOST_SLOTS",
     "PREFILL_TOKENS",
     "EmptyShape",
@@ -61,6 +62,9 @@ DTYPE_BYTES = {
 MOST_SLOTS, LONGEST = 1 << 16, 1 << 30
 """The most that `KVCacheConfig.max_batch` and `KVCacheConfig.max_seq_len` can be."""
 
+MOST_BYTES = 1 << 62
+"""The most that a limit of memory can be."""
+
 # Far above any model: they catch nonsense before any arithmetic or address reservation.
 _BOUNDS = {
     "num_layers": (1, 1 << 14),
@@ -75,10 +79,10 @@ _BOUNDS = {
     "page_size": (0, 1 << 30),
     "large_page_size": (0, 1 << 30),
     "promote_tokens": (0, 1 << 30),
-    "memory_limit": (0, 1 << 62),
-    "memory_floor": (0, 1 << 62),
-    "host_limit": (0, 1 << 62),
-    "peer_limit": (0, 1 << 62),
+    "memory_limit": (0, MOST_BYTES),
+    "memory_floor": (0, MOST_BYTES),
+    "host_limit": (0, MOST_BYTES),
+    "peer_limit": (0, MOST_BYTES),
     "max_mappings": (0, 1 << 40),
     "overread_rows": (0, 1 << 16),
     "eager_pages": (0, 1 << 30),

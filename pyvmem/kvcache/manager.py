@@ -224,10 +224,11 @@ class Manager:
         """Gives everything back, for a call that holds the lock. Idempotent.
 
         Raises:
-            Busy: tensors live; nothing changed.
+            Busy: tensors live. BadHandle: the descriptor of `stream` is closed. Nothing changed.
         """
         if self.closed:
             return
+        work = PriorWork(stream, self.context.cuda_device)
         living = [one for one in self.groups if one.parts.reservation.live_arrays]
         if living and self.context.is_open:
             reservation = living[0].parts.reservation
@@ -239,15 +240,17 @@ class Manager:
                 addr=reservation.addr,
                 bytes=reservation.nbytes,
             )
+        if any(slot.active for one in self.groups for slot in one.table):
+            work.record()
         self._closing = True
-        self._give_back(stream)
+        self._give_back(work)
         self.closed = True
 
-    def _give_back(self, stream: Any = None) -> None:
+    def _give_back(self, work: PriorWork | None = None) -> None:
         """May be repeated."""
         if self.context.is_open:  # else everything went with it, or is the parent's
             for group in self.groups:
-                group.close(stream)
+                group.close(work)
         if self.budget is not None:
             for group in self.groups:
                 call_part(partial(self.budget.leave, group.pager))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import errno
 from collections.abc import Callable, Iterator
@@ -262,6 +263,44 @@ def test_readonly_where_there_is_none(
         pytest.skip("this back end has read-only mappings")
     with context.create(page) as pages, refused(context, pyvmem.NotSupported):
         rsv.map(0, pages, readonly=True)
+
+
+class Fraction:
+    """As numpy's float32 or a Decimal: `int` takes it, and would cut it off."""
+
+    def __int__(self) -> int:
+        return 4096
+
+
+@pytest.mark.parametrize("call", ["reserve", "create", "warm", "trim", "compact"])
+def test_a_size_that_is_no_whole_number(context: pyvmem.Context, call: str) -> None:
+    before = context.stats()
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        getattr(context, call)(Fraction())
+    assert context.stats().reservations == before.reservations
+    assert context.stats().handles == before.handles
+
+
+def test_options_that_are_no_whole_numbers(backend: str) -> None:
+    for name in ("granule", "slab_size", "mem_limit", "pool_low", "pool_high", "max_mappings"):
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            pyvmem.Context(backend, **{name: Fraction()})  # type: ignore[arg-type]
+
+
+def test_operations_that_no_one_wrote() -> None:
+    ops = pyvmem.OpBatch(4)
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        ops.wrote(1.5)  # type: ignore[arg-type]
+    assert len(ops) == 0
+
+
+@pytest.mark.parametrize("kind", ["context", "reservation", "pages"])
+def test_what_is_held_has_one_owner(context: pyvmem.Context, kind: str) -> None:
+    page = context.info.granule
+    with context.reserve(page) as addresses, context.create(page) as pages:
+        one = {"context": context, "reservation": addresses, "pages": pages}[kind]
+        with pytest.raises(TypeError, match="has one owner"):
+            copy.copy(one)
 
 
 # ---- ends --------------------------------------------------------------------------------------

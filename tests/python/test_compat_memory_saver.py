@@ -77,6 +77,15 @@ def test_a_tag_with_and_without_a_backup(host: pyvmem.Context, saver: TorchMemor
     free(kept, lost, other)
 
 
+def test_no_tag_is_another_ones_name(saver: TorchMemorySaver) -> None:
+    kept, lost = allocate(saver, "w", True), allocate(saver, "w+backup", False)
+    saver.pause("w+backup")
+    assert kept.tolist() == list(range(PAGE // 4))
+    saver.resume("w+backup")
+    assert kept.tolist() == list(range(PAGE // 4))
+    free(kept, lost)
+
+
 def test_the_backup_of_a_tensor(saver: TorchMemorySaver) -> None:
     kept, lost = allocate(saver, "a", True), allocate(saver, "b", False)
     with pytest.raises(InvalidArgument, match=r"4096 bytes at 0x[0-9a-f]+ are not paused"):

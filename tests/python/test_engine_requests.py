@@ -34,7 +34,7 @@ from pyvmem import (
     NotGpuWork,
     NotSupported,
 )
-from pyvmem.engine import INTERFACE, Request, RequestCache, Shortage, State
+from pyvmem.engine import INTERFACE, Request, RequestCache, Shortage, State, background
 from pyvmem.engine.background import Background, _Queued
 from pyvmem.kvcache import LayeredCache, LayerShape
 
@@ -456,6 +456,54 @@ def test_a_closed_namespace_leaves_nothing_to_its_successor(host: Context) -> No
         before = kv(cache).stats().prefix_tokens
         cache.release(running, tokens=PROMPT[:9])  # ends, and records nothing
         assert kv(cache).stats().prefix_tokens == before
+
+
+def test_closed_namespaces_are_forgotten(host: Context) -> None:
+    with requests(host) as cache:
+        kept = cache.namespace("kept")
+        made = [kept.generation]
+        for number in range(500):
+            one = cache.namespace(f"image {number}")
+            made.append(one.generation)
+            one.close()
+        assert len(cache._spaces) < 50
+        assert cache.namespace("kept") is kept
+        assert len(set(made)) == len(made)
+
+
+def test_where_no_thread_can_be_had_a_call_is_not_made(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        before = state(kv(cache))
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "start_new_thread", none)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                cache.admit_async(PROMPT[1:])
+            with pytest.raises(RuntimeError, match="start new thread"):
+                cache.swap_out_async(request)
+            assert request.state is State.RUNNING
+            assert state(kv(cache)) == before
+        other = cache.admit_async(PROMPT).result(WAIT)  # makes no call but its own
+        assert isinstance(other, Request)
+        assert [*cache.requests] == [request, other]
+        assert request.state is State.RUNNING
+
+
+def test_close_needs_no_thread(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, done = Background(), list[int]()
+    calls._queue.append(_Queued(lambda: done.append(1), Future(), None))
+
+    def none(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(background, "start_new_thread", none)
+    calls.close()
+    assert done == [1]
 
 
 def test_a_name_that_is_no_key(host: Context) -> None:

@@ -39,6 +39,15 @@ def stream_of(context: pyvmem.Context) -> Any:
 # ---- cuda.core memory resource -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [-1, 3, 1 << 70])
+def test_a_resource_of_pages_that_there_are_not(context: pyvmem.Context, size: int) -> None:
+    pytest.importorskip("cuda.core")
+    from pyvmem.memory_resource import VMemResource
+
+    with pytest.raises(pyvmem.InvalidArgument, match=f"page_size {size} is none of"):
+        VMemResource(context, page_size=size)
+
+
 def test_resource_is_a_memory_resource(context: pyvmem.Context, resource: Any) -> None:
     from cuda.core import MemoryResource
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, rows_are_zero, small_cache, stamp, state
 
-from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem import BadHandle, Context, FdEvent, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
@@ -40,11 +40,23 @@ def test_a_limit_can_be_changed_but_not_below_what_is_held(context: Context) -> 
         assert cache.num_free_pages == 2 * TENSORS
         assert cache.step(lens(cache, r0=3 * ROWS)) == -1
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
-        for pages in (-1, 2 * TENSORS - 1):
-            with pytest.raises(InvalidArgument, match=f"a limit of {pages} pages"):
-                cache.set_limit(pages)
+        with pytest.raises(InvalidArgument, match=f"a limit of {2 * TENSORS - 1} pages"):
+            cache.set_limit(2 * TENSORS - 1)
+        for pages in (-1, 1 << 70, 7.0):
+            with pytest.raises(InvalidArgument, match=r"pages is|pages must"):
+                cache.set_limit(pages)  # type: ignore[arg-type]
         cache.set_limit(3 * TENSORS)
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
+
+
+def test_close_behind_a_descriptor_that_is_none(context: Context) -> None:
+    with small_cache(context) as cache:
+        cache.claim(0)
+        assert cache.step(lens(cache, r0=1)) == 0
+        with pytest.raises(BadHandle):
+            cache.close(FdEvent(1 << 20))
+        assert cache.step(lens(cache, r0=2)) == 0
+        cache.check_integrity()
 
 
 def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,6 +256,31 @@ def test_a_gpu_in_mig_mode_is_refused(
             announce(cache, "a", folder=folder)
         monkeypatch.undo()
     assert engines(folder) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"floor_bytes": 1 << 40},
+        {"total_bytes": -1},
+        {"name": 7},
+        {"name": "x" * 99},
+        {"floor_bytes": "1"},
+        {"context": None},
+    ],
+)
+def test_a_ledger_that_got_no_budget_leaves_no_descriptor(
+    folder: Path, host: Context, wrong: dict[str, Any]
+) -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    ledger(folder).close()
+    before = descriptors()
+    with pytest.raises((InvalidArgument, TypeError)):
+        Budget(**{"context": host, "ledger": ledger(folder), **wrong})
+    assert descriptors() == before
 
 
 def test_bad_input(folder: Path, host: Context) -> None:

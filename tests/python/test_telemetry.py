@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, lens, small_cache
+from kvcache_helpers import LAYERS, ROWS, lens, small_cache, small_config
 
 from pyvmem import Caps, Context, InvalidArgument, KVCache, telemetry
 from pyvmem._native import Waits
@@ -195,6 +195,37 @@ def test_caches_that_end_are_forgotten_and_names_are_checked(context: Context) -
     del first, second
     gc.collect()
     assert numbers.caches() == {}
+
+
+@pytest.mark.parametrize("wrong", [0, None, b"a"])
+def test_a_name_that_is_no_text(cache: KVCache, wrong: Any) -> None:
+    told = Telemetry()
+    with pytest.raises(TypeError, match="name: expected str"):
+        told.add(cache, wrong)
+    with pytest.raises(TypeError, match="cache: expected a KVCache"):
+        told.add({1, 2}, "a")  # type: ignore[arg-type]
+    told.add(cache, "a")
+    assert "pyvmem_cache_info" in told.text()
+
+
+@pytest.mark.parametrize("tell", [Telemetry.text, Telemetry.caches])
+def test_a_cache_that_is_closed_while_its_numbers_are_read(backend: str, tell: Any) -> None:
+    config = small_config(64 << 10 if backend != "cuda" else 2 << 20)
+    told = Telemetry()
+    with KVCache(config, backend=backend) as kept, KVCache(config, backend=backend) as cache:
+        told.add(kept, "kept")
+        told.add(cache, "gone")
+        real = cache.stats
+
+        def stats() -> CacheStats:
+            now = real()
+            cache.close()
+            return now
+
+        cache.stats = stats  # type: ignore[method-assign]
+        found = tell(told)
+        assert "kept" in found
+        assert "gone" not in found
 
 
 def test_over_http(cache: KVCache) -> None:
