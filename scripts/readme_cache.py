@@ -270,6 +270,43 @@ def part_swap(_: list[Result]) -> list[str]:
     return lines[:-1]
 
 
+def part_devices(_: list[Result]) -> list[str]:
+    """Mappings by devices, pages in peers, steps by ranks."""
+    lines: list[str] = []
+    for run in runs("devices"):
+        found = rows(run)
+
+        def times(row: str, *keys: str, found: Result = found) -> list[str]:
+            return [number(found[row][key]) for key in keys]
+
+        body = [
+            [
+                name.rpartition("/")[2],
+                *times(name, "median", "p99"),
+                *times(name.replace("map/map", "map/unmap"), "median", "p99"),
+                f"{found[name.replace('map/map', 'map/kernel')]['value']:,.0f}",
+            ]
+            for name in found
+            if name.startswith("map/map/")
+        ]
+        size = f"pages of {run['options']['page'] >> 10} KB"
+        head = ["devices", "map us", "p99", "unmap us", "p99", "kernel bytes a mapping"]
+        lines += [f"`{run['options']['backend']}`, {size}, {title(run)}:", "", *table(head, body)]
+        places = [name.partition("out/")[2] for name in found if name.startswith("tiers/out/")]
+        body = []
+        for where in places:
+            moves = (f"tiers/{way}/{where}" for way in ("out", "back", "read"))
+            body.append([where, *(times(name, "gb_per_s")[0] for name in moves)])
+        lines += ["", *table(["pages in", "moved there GB/s", "back", "read GB/s"], body), ""]
+        body = [["a `KVCache` in each process", *times("step/one", "median", "p90"), "", ""]]
+        for name in [name for name in found if name.startswith("step/step/")]:
+            ranks, agreed = name.rpartition("/")[2], name.replace("/step/", "/agreed/")
+            cells = [*times(name, "median", "p90"), *times(agreed, "median", "p90")]
+            body.append([f"{ranks} rank{'s' * (ranks != '1')}", *cells])
+        lines += [*table(["", "`step` us", "p90", "`agreed_step` us", "p90"], body), ""]
+    return lines[:-1]
+
+
 CACHE_PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "overlap": part_overlap,
     "deferred": part_deferred,
@@ -278,4 +315,5 @@ CACHE_PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "prefix-map": part_prefix_map,
     "models": part_models,
     "swap": part_swap,
+    "devices": part_devices,
 }

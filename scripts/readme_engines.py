@@ -28,6 +28,26 @@ def arrivals(options: Result) -> str:
     return f"{options['rate']:g} a second"
 
 
+def on_ranks(options: Result) -> str:
+    """How many ranks have so much each; nothing of one."""
+    ranks = options.get("ranks", 1)
+    return f" on each of {ranks} ranks" if ranks > 1 else ""
+
+
+def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
+    """What the driver did for one rank."""
+
+    def value(what: str) -> float:
+        return float(found[f"{part}/{what}/{arm}"]["value"])
+
+    both = value("critical_driver") + value("background_driver")
+    return (
+        f"`{arm}`: {value('driver_calls'):,.0f} calls of the driver on a rank took "
+        f"{both / 1e3:.1f} s, {1e3 * both / value('driver_calls'):.0f} us each; steps waited "
+        f"{value('wait') / 1e3:.1f} s of {value('makespan'):.1f}."
+    )
+
+
 def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
     """What one arm did; blank where it was not seen."""
 
@@ -57,7 +77,8 @@ def part_serving(_: list[Result]) -> list[str]:
             lines += [
                 f"{options['served']} requests ({options['trace'] or 'made up'}), "
                 f"{arrivals(options)}; {options['model']}'s shape, "
-                f"{options['kv_bytes'] / 2**30:.0f} GiB for keys and values, {title(run)}:",
+                f"{options['kv_bytes'] / 2**30:.0f} GiB for keys and values"
+                f"{on_ranks(options)}, {title(run)}:",
                 "",
                 *table(
                     [*head, "GB held by requests", "GB of rows", "host us a step"],
@@ -68,6 +89,8 @@ def part_serving(_: list[Result]) -> list[str]:
             cut = [f"`{arm}`" for arm in ran if arm not in arms]
             if cut:
                 lines += [f"The run's time was out before the end of {', '.join(cut)}.", ""]
+            if options.get("ranks", 1) > 1:
+                lines += [driver_line(found, part, arms[0]), ""]
             missed = [aim for aim in run["aims"] if aim["pass"] is False]
             if missed:
                 words = (f"{aim['what'].partition(': ')[2]} {aim['value']:.3f}" for aim in missed)
@@ -298,6 +321,34 @@ def sleep_table(run: Result) -> Iterator[str]:
     yield from table([*head, "GB given back", "answers as before"], body)
 
 
+def limit_table(run: Result) -> Iterator[str]:
+    """A limit lowered while requests run."""
+    found = {name.partition("/")[2]: row["value"] for name, row in rows(run).items()}
+    options = run["options"]
+    yield (
+        f"A limit lowered on every device while {found['requests']:,.0f} requests run, tensor "
+        f"parallel on {options['tensor_parallel']} GPUs; {heading(run)}"
+    )
+    yield ""
+    names = [name.partition("/")[2] for name in found if name.startswith("within/")]
+    body = [
+        [
+            number,
+            f"{found['limit'] / _GB:.3f}",
+            f"{found[f'within/{number}']:.2f}",
+            f"{found[f'most/{number}'] / _GB:.3f}",
+        ]
+        for number in names
+    ]
+    yield from table(["device", "limit GB", "within it after s", "most from then on GB"], body)
+    yield ""
+    yield (
+        f"Requests held {found['peak'] / _GB:.3f} GB before. All of them took "
+        f"{found['limited']:.2f} s, {found['free']:.2f} without a limit; {found['same']:.0f} of "
+        f"{found['requests']:.0f} answers were the same."
+    )
+
+
 def part_vllm(_: list[Result]) -> list[str]:
     """Each kept run of vLLM."""
     shown = {
@@ -307,6 +358,7 @@ def part_vllm(_: list[Result]) -> list[str]:
         "sleep": sleep_table,
         "blocks": blocks_table,
         "rough": rough_table,
+        "limit": limit_table,
     }
     lines: list[str] = []
     for run in runs("vllm"):

@@ -23,6 +23,7 @@ KEPT = RESULTS / "kept.json"
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100x2": "2 x NVIDIA H100 80GB HBM3",
+    "h100x4": "4 x NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",
     "h200x2": "2 x NVIDIA H200",
     "host": "no GPU",

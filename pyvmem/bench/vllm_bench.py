@@ -793,9 +793,11 @@ def _limit(command: Command, part: Part) -> None:
     with _fleet(command, enable_prefix_caching=False) as fleet:
         book = _Book(command, part, rows)
         fleet.start({"elastic": Plan(True, _kv_memory(command, 16 * _GIB))})
-        load = Load.of(
-            at_rate(_requests(command, args.requests, fleet.longest), 0), fleet.vocabulary, 1
-        )
+        if command.quick:
+            asked = [Arrival(0.0, Request(300, 200))] * args.requests
+        else:
+            asked = at_rate(arrivals(args.trace, args.requests, fleet.longest), 0)
+        load = Load.of(asked, fleet.vocabulary, 1)
         peak = 0
 
         def watch() -> None:

@@ -40,7 +40,9 @@ CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
 """Microseconds of a map call of one run, by back end.
 
 Measured on an H200: `stock` one ioctl; `cuda` create, map and set access of 2 MB. `uvm` makes one
-call for a whole step, which no hardware has timed yet: 0 leaves rule 1 out.
+call for a whole step, which no hardware has timed yet: 0 leaves rule 1 out. The driver makes the
+calls of several processes one after the other: ranks on one machine take as many times as long
+(`vmem bench devices`).
 """
 
 _CLOSE = 0.01  # of the largest batch
@@ -58,7 +60,7 @@ class Limits:
     """Bounds that a layout must stay within.
 
     Attributes:
-        call_us: microseconds of a map call; see `CALL_US`.
+        call_us: microseconds of a map call, on all ranks of the machine; see `CALL_US`.
         iteration_ms: of a decode iteration of the whole batch.
         max_group: most layers in one tensor.
     """

@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
     shape = model_shape(args.model, args.kv_dtype).on_ranks(args.ranks).stored_as(args.kv_dtype)
     requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
     memory = args.kv_memory or budget(shape, args.memory)
-    limits = Limits(CALL_US[args.backend], args.iteration_ms, args.max_group)
+    limits = Limits(args.ranks * CALL_US[args.backend], args.iteration_ms, args.max_group)
     most = shape.largest_group
     considered = [
         choice

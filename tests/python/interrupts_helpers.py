@@ -475,7 +475,7 @@ class Engine:
                 continue
             thread = threading.Thread(target=_touch, args=(cache,), daemon=True)
             thread.start()
-            thread.join(LIMIT / 8)
+            thread.join(LIMIT)
             self._locked = thread.is_alive()
             assert not self._locked, "the lock is still held"
 

@@ -460,6 +460,22 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kv_memory_bytes"] == budget(SHAPES["Yi-6B"], 80 * GB)
 
 
+def test_calls_of_several_ranks_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quarter of the heads on each of four ranks: as many calls as those of one with as many."""
+
+    def best(ranks: int, backend: str) -> dict[str, Any]:
+        words = ["layouts", "--model", "Yi-34B", "--ranks", str(ranks), "--kv-memory", "30G"]
+        assert cli.main([*words, "--iteration-ms", "6", "--backend", backend, "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    two, four = best(2, "stock"), best(4, "stock")
+    for found, ranks in ((two, 2), (four, 4)):
+        spent = found["best"]["batch"] * found["best"]["calls_per_token"] * 13.0 * ranks / 1e3
+        assert f", {spent:.1f} ms in the background of an iteration of 6 ms" in found["why"]
+    assert four["best"]["calls_per_token"] < best(4, "uvm")["layouts"][0]["calls_per_token"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

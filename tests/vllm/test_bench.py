@@ -79,7 +79,8 @@ def test_two_ranks(bench: Any) -> None:
     assert rows["rank/kept/0"]["maps"] != rows["rank/state/0"]["maps"]
 
 
-@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_limit_while_requests_run(bench: Any, ranks: str) -> None:
     rows, _ = bench("limit", "--requests", "12", "--tensor-parallel", ranks)
     assert rows["same"]["value"] == rows["requests"]["value"] > 0
