@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from pyvmem.errors import Busy
 
@@ -25,9 +25,9 @@ class Scoped:
         """The end of a block."""
         raise NotImplementedError
 
-    def __copy__(self) -> NoReturn:
-        """Refused: what the object holds has one owner."""
-        raise TypeError(f"cannot copy {self!r:.80}: what it holds has one owner")
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses copies and pickles."""
+        raise TypeError(f"cannot copy or pickle {self!r:.80}: what it holds has one owner")
 
     def __enter__(self) -> Self:
         return self

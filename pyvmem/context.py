@@ -270,8 +270,8 @@ class Context(AddressSpace, Closable):
         pieces maps them elsewhere. `pages`: what becomes the handle, for a caller who must know it
         before the call; None: a new one.
         """
-        addr, size, stride = (operator.index(one) for one in (addr, size, stride))
-        pages = pages or Pages(self, Outcome(), size * operator.index(count))
+        size, count, stride = (operator.index(one) for one in (size, count, stride))
+        pages = pages or Pages(self, Outcome(), size * count)
         _native.gather(self.handle, addr, size, count, stride, outcome=pages._outcome)
         return pages
 

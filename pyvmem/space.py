@@ -117,7 +117,7 @@ class AddressSpace:
 
         A safe point only: no GPU work may touch the range.
         """
-        return _native.consolidate(self.handle, operator.index(addr), operator.index(size))
+        return _native.consolidate(self.handle, addr, operator.index(size))
 
     # ---- tests ---------------------------------------------------------------------------------
 

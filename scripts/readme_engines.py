@@ -343,9 +343,8 @@ def limit_table(run: Result) -> Iterator[str]:
     yield from table(["device", "limit GB", "within it after s", "most from then on GB"], body)
     yield ""
     yield (
-        f"Requests held {found['peak'] / _GB:.3f} GB before. All of them took "
-        f"{found['limited']:.2f} s, {found['free']:.2f} without a limit; {found['same']:.0f} of "
-        f"{found['requests']:.0f} answers were the same."
+        f"Requests held {found['peak'] / _GB:.3f} GB before; they give back as they end. "
+        f"{found['same']:.0f} of {found['requests']:.0f} answers were as without a limit."
     )
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ _METHOD = {
     "(pyvmem.bench.memory); read once",
     "tiers": "KVCache.move of all pages of a request, waited for; read: a sum over its keys by the "
     "first device, timed by events",
-    "step": "rank 0's time; every request grows by a row, a page's rows long after one another. "
+    "step": "rank 0's time; in every step one request gets a page in each tensor, which is mapped; "
     "agreed: with the all_reduce that tells every rank of a failure",
 }
 
@@ -201,7 +202,9 @@ def _reading(
             one.view(-1).view(torch.int32).sum()
 
     def turn() -> None:
-        while cache.context.stats().dirty_bytes:  # zeroing what came back would take part
+        # Zeroing what came back would take part.
+        end = time.monotonic() + 5
+        while cache.context.stats().dirty_bytes and time.monotonic() < end:
             time.sleep(0.001)
         into = samples.new_round()
         for _ in range(3):
@@ -299,10 +302,12 @@ def _rank(
         num_kv_heads=heads,
         head_dim=size,
         dtype="bfloat16",
-        max_batch=8 if quick else min(64, memory // (3 * 2 * layers * page)),
-        max_seq_len=page // (heads * size * 2) + 4096,
+        max_batch=8 if quick else min(64, memory // (5 * 2 * layers * page)),
+        max_seq_len=4 * (page // (heads * size * 2)),
         page_size=page,
         memory_limit=memory,
+        deferred_reclaim=False,
+        growth_fraction=0.0,
     )
     samples: dict[str, tuple[str, Samples]] = {}
     with ExitStack() as stack:
@@ -314,7 +319,6 @@ def _rank(
 
         device = 0 if host else index
         alone = stack.enter_context(closing(KVCache(config, backend=backend, device=device)))
-        _begin(alone)
         add("one", "KVCache.step, alone", alone, alone.step)
         for number in _counts(ranks):
             group = dist.new_group(range(number))
@@ -323,7 +327,6 @@ def _rank(
                 continue
             cache = ParallelKVCache(config, group, backend, device)
             stack.enter_context(closing(cache))
-            _begin(cache)
             ranked = f"{number} rank{'s' * (number > 1)}"
             add(f"step/{number}", f"step, {ranked}", cache, cache.step)
             add(f"agreed/{number}", f"agreed_step, {ranked}", cache, cache.agreed_step)
@@ -344,29 +347,33 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _begin(cache: KVCache | ParallelKVCache) -> None:
-    """Takes every slot, with rows so that as many requests need a page in each step."""
+def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> None:
+    """Some steps, in each of which one request, by turns, outgrows its pages."""
+    into = samples.new_round()
     requests, rows = cache.config.max_batch, cache.layout.page_size // cache.layout.row_bytes
+    reqids = [cache.alloc_reqid() for _ in range(requests)]
+    by = rows // requests
     lens = [0] * requests
-    for number in range(requests):
-        reqid = cache.alloc_reqid()
+    for number, reqid in enumerate(reqids):
         assert reqid is not None
-        lens[reqid] = 1 + number * rows // requests
+        lens[reqid] = rows - by * number
     if cache.step(lens):
         raise RuntimeError("memory is short")
-
-
-def _walk(cache: KVCache | ParallelKVCache, call: _Call, samples: Samples) -> None:
-    """Some steps in which every request grows by a row."""
-    into = samples.new_round()
-    lens = [slot.seq_len for slot in cache.snapshot()]
-    for _ in range(_STEPS):
-        lens = [length + 1 for length in lens]
+    before = cache.stats().active_pages
+    steps = min(_STEPS, requests)
+    for _ in range(steps):
+        lens = [length + by for length in lens]
         start = time.perf_counter_ns()
         answer = call(lens)
         into.append(time.perf_counter_ns() - start)
         if answer:
             raise RuntimeError("memory is short")
+    grown = cache.stats().active_pages - before
+    if grown != steps * cache.layout.num_tensors:
+        raise WrongResult(f"{steps} steps took {grown} pages, not one in every tensor each")
+    for reqid in reqids:
+        cache.free_reqid(reqid)  # type: ignore[arg-type]
+    cache.trim()  # the next turn maps again
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -387,14 +394,19 @@ def add_parser(which: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command. Returns as `ended`, or 2 if the back end cannot be opened."""
+    if args.device:
+        print(f"vmem bench: --device {args.device}: it begins with device 0", file=sys.stderr)
+        return 2
     command = open_command(args, "devices", _METHOD)
     if command is None:
         return 2
     devices = 1
     if command.backend != "host":
-        with suppress(ImportError):
+        try:
             import torch
-
+        except ImportError:
+            command.show("torch, which counts the devices, cannot be imported: one is used")
+        else:
             devices = max(1, torch.cuda.device_count())
     devices = min(devices, args.devices or devices)
     command.record.options["devices"] = devices

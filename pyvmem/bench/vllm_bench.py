@@ -790,11 +790,13 @@ def _limit(command: Command, part: Part) -> None:
             what = f"most from then on, on device {n}"
             part.value(f"most/{n}", what, "elastic", later[device], "bytes", device=device)
 
-    with _fleet(command, enable_prefix_caching=False) as fleet:
+    # A third of the requests at a time: others still come when the limit is lowered.
+    most = max(2, args.requests // 3)
+    with _fleet(command, max_num_seqs=most, enable_prefix_caching=False) as fleet:
         book = _Book(command, part, rows)
         fleet.start({"elastic": Plan(True, _kv_memory(command, 16 * _GIB))})
         if command.quick:
-            asked = [Arrival(0.0, Request(300, 200))] * args.requests
+            asked = [Arrival(0.0, Request(300, 100))] * args.requests
         else:
             asked = at_rate(arrivals(args.trace, args.requests, fleet.longest), 0)
         load = Load.of(asked, fleet.vocabulary, 1)
@@ -802,16 +804,16 @@ def _limit(command: Command, part: Part) -> None:
 
         def watch() -> None:
             nonlocal peak
-            peak = max(peak, *(one.in_use for one in fleet.shares("elastic").values()))
+            peak = max([peak, *(one.in_use for one in fleet.shares("elastic").values())])
 
-        free = Heard.of(load, fleet.together({"elastic": load.order()}, watch)["elastic"])
+        free = Heard.of(load, fleet.together({"elastic": load.order()}, watch, 0.01)["elastic"])
         command.show(f"no limit: {free.seconds:.1f} s, requests held {peak >> 20} MiB of a device")
         limit, began = 0, 0.0
 
         def lower() -> None:
             nonlocal limit, began
             now = fleet.shares("elastic")
-            if not limit and min(one.in_use for one in now.values()) > peak * 3 // 4:
+            if not limit and min([one.in_use for one in now.values()] or [0]) > peak * 3 // 4:
                 limit, began = peak // 2, time.monotonic()
                 for device in now:
                     with Ledger(device, folder=fleet.ledger, create=False) as ledger:

@@ -13,6 +13,7 @@ from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -81,24 +82,21 @@ class Background:
         future: Future[_T] = Future()
         if then is not None:
             future.add_done_callback(then)
-        queued = _Queued(call, future, key)
-        self._queue.append(queued)
+        self._queue.append(_Queued(call, future, key))
         try:
             start_new_thread(self._work, ())
         except RuntimeError:
-            try:
-                self._queue.remove(queued)
-            except ValueError:  # the thread of another call has it
-                return future
-            future.cancel()
-            raise
+            if future.cancel():  # else the thread of another call has it
+                raise
         return future
 
     def works_on(self, key: object) -> bool:
         """Whether a call that works on it is queued or being made."""
         if self._queue and not self._turn.locked():  # `begin` was interrupted in between
-            start_new_thread(self._work, ())
-        if any(queued.key is key for queued in self._queue.copy()):
+            with suppress(RuntimeError):  # the next call's does
+                start_new_thread(self._work, ())
+        waiting = self._queue.copy()
+        if any(one.key is key and not one.future.cancelled() for one in waiting):
             return True
         now = self._now
         return now is not None and now.key is key

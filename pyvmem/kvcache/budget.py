@@ -148,8 +148,8 @@ class Budget(Closable):
         context: the context that all its caches use; it must outlive them.
         total_bytes: physical memory for all caches together; 0: 0.9 of what is free on the GPU
             now, on host all that is available.
-        ledger: the ledger of the context's device, owned by the budget, and closed, too, where it
-            takes no such engine; None: memory is not shared with other processes.
+        ledger: the ledger of the context's device, owned by the budget once it is made; after an
+            exception it may be closed. None: memory is not shared with other processes.
         name: in the ledger; "": pyvmem and the process id.
         floor_bytes: what the other engines of the ledger must leave to this one.
 

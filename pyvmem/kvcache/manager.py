@@ -240,7 +240,7 @@ class Manager:
                 addr=reservation.addr,
                 bytes=reservation.nbytes,
             )
-        if any(slot.active for one in self.groups for slot in one.table):
+        if self.context.is_open and any(slot.active for one in self.groups for slot in one.table):
             work.record()
         self._closing = True
         self._give_back(work)

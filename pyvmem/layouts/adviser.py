@@ -41,8 +41,8 @@ CALL_US = {"stock": 13.0, "cuda": 24.6, "uvm": 0.0}
 
 Measured on an H200: `stock` one ioctl; `cuda` create, map and set access of 2 MB. `uvm` makes one
 call for a whole step, which no hardware has timed yet: 0 leaves rule 1 out. The driver makes the
-calls of several processes one after the other: ranks on one machine take as many times as long
-(`vmem bench devices`).
+calls of several processes one after the other: where all ranks of a machine map at once, a call
+takes as many times as long (`vmem bench devices`).
 """
 
 _CLOSE = 0.01  # of the largest batch
@@ -50,9 +50,9 @@ _STRIDED = 0.02  # of the batch
 _HIDDEN = 0.5  # of an iteration
 
 
-def call_us(backend: str) -> float:
-    """`CALL_US`; of a back end without a number, such as `host`, that of `stock`."""
-    return CALL_US.get(backend, CALL_US["stock"])
+def call_us(backend: str, ranks: int = 1) -> float:
+    """`CALL_US`, at most, on so many ranks; a back end without a number has that of `stock`."""
+    return ranks * CALL_US.get(backend, CALL_US["stock"])
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Limits:
     """Bounds that a layout must stay within.
 
     Attributes:
-        call_us: microseconds of a map call, on all ranks of the machine; see `CALL_US`.
+        call_us: microseconds of a map call; see `call_us`.
         iteration_ms: of a decode iteration of the whole batch.
         max_group: most layers in one tensor.
     """

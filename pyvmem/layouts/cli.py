@@ -10,7 +10,16 @@ from typing import Any
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import invalid
-from pyvmem.layouts.adviser import CALL_US, PAGE_SIZES, Advice, Limits, advise, choices, name
+from pyvmem.layouts.adviser import (
+    CALL_US,
+    PAGE_SIZES,
+    Advice,
+    Limits,
+    advise,
+    call_us,
+    choices,
+    name,
+)
 from pyvmem.layouts.options import (
     add_dtype,
     add_overread,
@@ -96,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     shape = model_shape(args.model, args.kv_dtype).on_ranks(args.ranks).stored_as(args.kv_dtype)
     requests = read_trace(args.trace) if args.trace else generate(args.requests, args.seed)
     memory = args.kv_memory or budget(shape, args.memory)
-    limits = Limits(args.ranks * CALL_US[args.backend], args.iteration_ms, args.max_group)
+    limits = Limits(call_us(args.backend, args.ranks), args.iteration_ms, args.max_group)
     most = shape.largest_group
     considered = [
         choice

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -299,8 +300,16 @@ def test_what_is_held_has_one_owner(context: pyvmem.Context, kind: str) -> None:
     page = context.info.granule
     with context.reserve(page) as addresses, context.create(page) as pages:
         one = {"context": context, "reservation": addresses, "pages": pages}[kind]
-        with pytest.raises(TypeError, match="has one owner"):
-            copy.copy(one)
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="has one owner"):
+                make(one)
+
+
+def test_an_event_has_one_owner() -> None:
+    with pyvmem.FdEvent.create() as event:
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="has one owner"):
+                make(event)
 
 
 # ---- ends --------------------------------------------------------------------------------------

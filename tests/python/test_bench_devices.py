@@ -36,6 +36,11 @@ def test_what_one_machine_without_gpus_can_measure(tmp_path: Path) -> None:
     assert all(rows[name]["median"] > 0 for name in steps)
 
 
+def test_it_begins_with_the_first_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "devices", "--quick", "--backend", "host", "--device", "1"]) == 2
+    assert "it begins with device 0" in capsys.readouterr().err
+
+
 def test_rows_that_do_not_arrive_are_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

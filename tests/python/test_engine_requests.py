@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -487,11 +488,31 @@ def test_where_no_thread_can_be_had_a_call_is_not_made(
             with pytest.raises(RuntimeError, match="start new thread"):
                 cache.swap_out_async(request)
             assert request.state is State.RUNNING
+            assert not cache._background.works_on(request)
             assert state(kv(cache)) == before
         other = cache.admit_async(PROMPT).result(WAIT)  # makes no call but its own
         assert isinstance(other, Request)
         assert [*cache.requests] == [request, other]
         assert request.state is State.RUNNING
+
+
+def test_a_refused_call_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maker has looked at the refused one when the next comes behind it."""
+    calls, done = Background(), list[int]()
+
+    def none(*_: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(background, "start_new_thread", none)
+    for number in (1, 2):
+        with pytest.raises(RuntimeError):
+            calls.begin(partial(done.append, number))
+    monkeypatch.undo()
+    last = calls.begin(partial(done.append, 3))
+    assert last.result(WAIT) is None
+    calls.close()
+    assert done == [3]
+    assert not calls._queue
 
 
 def test_close_needs_no_thread(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:

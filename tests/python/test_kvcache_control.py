@@ -7,7 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, eventually, lens, rows_are_zero, small_cache, stamp, state
+from conftest import open_context
+from kvcache_helpers import (
+    LAYERS,
+    ROWS,
+    eventually,
+    lens,
+    rows_are_zero,
+    small_cache,
+    small_config,
+    stamp,
+    state,
+)
 
 from pyvmem import BadHandle, Context, FdEvent, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
@@ -57,6 +68,15 @@ def test_close_behind_a_descriptor_that_is_none(context: Context) -> None:
             cache.close(FdEvent(1 << 20))
         assert cache.step(lens(cache, r0=2)) == 0
         cache.check_integrity()
+
+
+def test_where_the_context_is_gone_close_asks_for_no_descriptor(backend: str) -> None:
+    context = open_context(backend)
+    cache = KVCache(small_config(context.info.granule), context)
+    cache.claim(0)
+    context.close()
+    cache.close(FdEvent(1 << 20))
+    assert cache.is_closed
 
 
 def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context) -> None:
