@@ -31,6 +31,7 @@ struct block {
   uint64_t addr, bytes; /* of the reservation, which is whole pages */
   uint32_t tag;
   int paused;
+  int freed; /* by torch, which does so once; that failed here */
   const unsigned char *save;
 };
 
@@ -115,6 +116,26 @@ static int end_block(struct pool *p, struct block *b) {
   return vMemFree(p->vm, b->addr, VMEM_FREE_UNMAP);
 }
 
+/* Ends the blocks that torch has freed. Returns the last failure; the others are gone. */
+static int end_freed(struct pool *p) {
+  struct block **at = &p->blocks, *b;
+  int err, failed = 0;
+  while ((b = *at)) {
+    if (b->freed) {
+      err = end_block(p, b);
+      if (!err) {
+        *at = b->next;
+        p->frees++;
+        free(b);
+        continue;
+      }
+      failed = err;
+    }
+    at = &b->next;
+  }
+  return failed;
+}
+
 /* ---- what torch calls -------------------------------------------------------------------------- */
 
 /* Returns a new block of zeroed pages under the thread's tag; NULL on failure. */
@@ -125,6 +146,7 @@ void *vmem_malloc(ssize_t size, int device, void *stream) {
   if (device < 0 || device >= VMEM_MAX_DEVICES) return NULL;
   p = &pools[device];
   pthread_mutex_lock(&p->lock);
+  end_freed(p);
   if (make_block(p, size < 0 ? 0 : (uint64_t)size, &b)) {
     note(p, "vmem_malloc", 0, size < 0 ? 0 : (uint64_t)size);
   } else {
@@ -136,7 +158,7 @@ void *vmem_malloc(ssize_t size, int device, void *stream) {
   return b ? (void *)(uintptr_t)b->addr : NULL;
 }
 
-/* A block that cannot be freed stays mapped, and is counted as a failure. */
+/* A block that cannot be freed stays mapped, is counted as a failure, and is tried again by later calls. */
 void vmem_free(void *ptr, size_t size, int device, void *stream) {
   uint64_t addr = (uint64_t)(uintptr_t)ptr;
   struct block **at, *b;
@@ -147,6 +169,7 @@ void vmem_free(void *ptr, size_t size, int device, void *stream) {
   pthread_mutex_lock(&p->lock);
   for (at = &p->blocks; *at && (*at)->addr != addr; at = &(*at)->next);
   b = *at;
+  if (b) b->freed = 1;
   if (!b) {
     vm_error_begin("vmem_free");
     vm_fail_at(-EINVAL, addr, size, 0, "no block begins there: freed before, or not of this pool");
@@ -211,14 +234,16 @@ int pyvmem_torch_close(struct pyvmem_outcome *outcome, int device) {
   int err;
   struct pool *p = get("VMemPool.close", device, &err);
   if (!p) return pyvmem_note(outcome, err, 0);
+  err = end_freed(p);
   for (b = p->blocks; b; b = b->next) {
+    if (b->freed) continue;
     blocks++;
     bytes += b->bytes;
   }
   if (blocks)
     err = vm_fail_at(-EBUSY, 0, bytes, 0, "torch holds %" PRIu64 " blocks of the pool (%" PRIu64 " bytes)", blocks,
                      bytes);
-  else
+  else if (!err)
     p->vm = 0;
   pthread_mutex_unlock(&p->lock);
   return pyvmem_note(outcome, err, 0);
@@ -248,6 +273,7 @@ int pyvmem_torch_pause(struct pyvmem_outcome *outcome, int device, uint32_t tag,
   int err;
   struct pool *p = get("VMemPool.pause", device, &err);
   if (!p) return pyvmem_note(outcome, err, 0);
+  end_freed(p);
   err = ops_of(p, tag, 0, VMEM_OP_UNMAP, &ops, &n);
   for (i = 0; !err && save && i < n; i++) {
     if (ops[i].bytes > room - used) {
@@ -281,6 +307,7 @@ int pyvmem_torch_resume(int device, uint32_t tag) {
   int err;
   struct pool *p = get("VMemPool.resume", device, &err);
   if (!p) return err;
+  end_freed(p);
   err = ops_of(p, tag, 1, VMEM_OP_POPULATE, &ops, &n);
   if (!err && n) err = vmem_batch(p->vm, ops, n, NULL, 0, 0);
   if (!err) {

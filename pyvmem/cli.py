@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
+    if sys.stdout is None:  # closed by the caller, who wants nothing of it
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that is not UTF-8 shows what it has no character for as "?".
         sys.stdout.reconfigure(errors="replace")

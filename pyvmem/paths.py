@@ -50,11 +50,19 @@ def existing_folder(text: str) -> Path:
 
 
 def replaced(text: str) -> Path:
-    """A file that is made beside its place and moved there: its folder must be writable."""
+    """A file that is made beside its place and moved there: its folder must be writable.
+
+    Of a symbolic link, the file that it names. A device or a pipe is refused: it would be gone.
+    """
     path = Path(text)
+    existing_folder(str(path.parent))
+    if path.is_symlink():
+        path = path.resolve()
     folder = existing_folder(str(path.parent))
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no regular file")
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError

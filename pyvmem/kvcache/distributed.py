@@ -32,7 +32,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from itertools import islice
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
@@ -60,6 +60,7 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager, Moved, SwappedRequest, unmap_idle
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
+from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.reentry import call_part
 from pyvmem.streams import check, device_ordinal
@@ -94,7 +95,10 @@ class RankFailed(VMemError):
 
 
 class RanksDiffer(VMemError):
-    """The ranks made different calls or got different answers; no rank's cache may be used."""
+    """The ranks made different calls or got different answers; no rank's cache may be used.
+
+    Told by the calls' names and answers, the rows that they asked for or left, and token ids.
+    """
 
 
 @dataclass(frozen=True)
@@ -477,7 +481,21 @@ class ParallelKVCache(MustClose):
         return result
 
     def _note(self, name: str, answer: Any) -> None:
-        self._digest = zlib.crc32(f"{name} {answer}".encode(), self._digest)
+        """Takes a call into the digest: its answer, and the rows that it asked for or left."""
+        group = self._manager.groups[0]
+        asked = name in ("step", "step_async", "_begin_async")
+        rows = group.pager.columns.needs if asked else group.rows
+        self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
+
+    def _telling(self, tokens: TokenIds, method: Callable[_P, _T]) -> Callable[_P, _T]:
+        """`method`, with the ids that it gets in the digest."""
+
+        @wraps(method)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            self._digest = zlib.crc32(tokens.data, self._digest)
+            return call_part(partial(method, *args, **kwargs))  # perhaps wrapped
+
+        return call
 
     def _poison(self, error: BaseException, where: str) -> None:
         self._failure = Failure.of(self._ranks.rank, error, where)
@@ -630,7 +648,8 @@ class ParallelKVCache(MustClose):
         if tokens is None:
             self._call(self._usable().free_reqid, reqid, stream)
         else:
-            self._settled(self._usable().free_reqid, reqid, stream, tokens, namespace)
+            ids = TokenIds.of(tokens, namespace)
+            self._settled(self._telling(ids, self._usable().free_reqid), reqid, stream, ids)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """See `KVCache.truncate`; 0 or -1 on every rank alike."""
@@ -748,7 +767,8 @@ class ParallelKVCache(MustClose):
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
     ) -> int:
         """See `KVCache.record`."""
-        return self._settled(self._usable().record, reqid, tokens, stream, namespace)
+        ids = TokenIds.of(tokens, namespace)
+        return self._settled(self._telling(ids, self._usable().record), reqid, ids, stream)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """See `KVCache.match`. It counts as a use of the prefix, so every rank makes this call.
@@ -757,13 +777,18 @@ class ParallelKVCache(MustClose):
         0, whichever comes first, and not when the match is garbage-collected, which ranks do at
         different times. Every rank must release it alike.
         """
-        return self._call(self._usable().match, tokens, leave, namespace)
+        ids = TokenIds.of(tokens, namespace)
+        return self._call(self._telling(ids, self._usable().match), ids, leave)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
         """See `KVCache.alloc_prefix`; the slot is the one freed first."""
-        return self._settled(self._usable().alloc_prefix, tokens, leave, stream, namespace)
+        if isinstance(tokens, PrefixMatch):
+            return self._settled(self._usable().alloc_prefix, tokens, leave, stream, namespace)
+        ids = TokenIds.of(tokens, namespace)
+        method = self._telling(ids, self._usable().alloc_prefix)
+        return self._settled(method, ids, leave, stream)
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """See `KVCache.swap_out`.

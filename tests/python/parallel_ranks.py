@@ -15,7 +15,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -250,6 +250,33 @@ def ranks_differ(rank: Rank) -> Any:
     return out
 
 
+def ranks_ask_for_other_things(rank: Rank) -> Any:
+    """Calls of one name and answer, with arguments of which the ranks' differ."""
+    other = int(rank.index == 1)
+    prompt = list(range(40))
+    calls: dict[str, Callable[[ParallelKVCache], Any]] = {
+        "step": lambda cache: cache.step([40, 40 + other, 0, 0]),
+        "step_async": lambda cache: cache.step_async([40, 40 + other, 0, 0]),
+        "free_reqid": lambda cache: cache.free_reqid(other),
+        "free_reqid with tokens": lambda cache: cache.free_reqid(0, tokens=[other] * 40),
+        "truncate": lambda cache: cache.truncate(0, 39 - other),
+        "fork": lambda cache: cache.fork(0, length=39 - other),
+        "record": lambda cache: cache.record(0, [other] * 40),
+        "match": lambda cache: cache.match([other, *prompt]).release(),
+        "alloc_prefix": lambda cache: cache.alloc_prefix([other, *prompt]),
+    }
+    out = []
+    with rank.cache(pages=24) as cache:
+        for name, call in calls.items():
+            assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
+            assert cache.step([40, 40, 0, 0]) == 0
+            cache.check_step()
+            call(cache)
+            out.append([name, caught(cache.check_step)])
+            cache.recover()
+    return out
+
+
 def init_fails(rank: Rank) -> Any:
     def make(**changes: Any) -> None:
         with rank.cache(**changes):
@@ -271,6 +298,7 @@ SCENARIOS = (
     least_budget,
     one_rank_fails,
     ranks_differ,
+    ranks_ask_for_other_things,
     init_fails,
     shared_pages,
     held_back,

@@ -472,6 +472,22 @@ def test_batch_maps_where_it_unmaps(
             context.batch(batch)
 
 
+def test_batch_holes_are_told_in_the_order_of_the_operations(
+    context: pyvmem.Context, rsv: pyvmem.Reservation, page: int
+) -> None:
+    batch = pyvmem.OpBatch(2)
+    batch.fill(rsv.addr, page, 7, holes=True)
+    batch.populate(rsv.addr, page)
+    context.batch(batch)
+    assert rsv.read(0, page) == bytes(page)
+    rsv.unmap(0, page)
+    batch.clear()
+    batch.populate(rsv.addr, page)
+    batch.fill(rsv.addr, page, 7, holes=True)
+    with refused(context, pyvmem.Busy, calls=True):
+        context.batch(batch)
+
+
 @pytest.mark.parametrize("stride", [0, 1])
 def test_batch_pieces_that_overlap(
     context: pyvmem.Context, rsv: pyvmem.Reservation, page: int, stride: int

@@ -162,6 +162,36 @@ def test_a_full_disk_is_noticed_before_anything_runs(
         assert paths.written(name) == Path(name)
 
 
+@pytest.mark.parametrize(
+    "words", [["selftest", "--report"], ["bench", "api", "--out"], ["bench", "sharing", "--out"]]
+)
+def test_what_would_be_gone_is_not_replaced(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe, as a device is; what a link names is replaced, and the link stays."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    said = refused([*words, str(pipe)], capsys)
+    assert said.endswith(f"argument {words[-1]}: {pipe} is no regular file")
+    assert pipe.is_fifo()
+    link.symlink_to(pipe)
+    refused([*words, str(link)], capsys)
+    link.unlink()
+    link.symlink_to(file)
+    paths.replace_text(paths.replaced(str(link)), "x")
+    assert link.is_symlink()
+    assert file.read_text() == "x"
+
+
+@pytest.mark.parametrize("words", [["probe"], ["limit"]])
+def test_without_standard_output(words: list[str]) -> None:
+    """As a shell's `>&-`."""
+    line = f'exec "$0" -m pyvmem {words[0]} >&-'
+    found = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True)
+    assert "Traceback" not in found.stderr
+    assert found.returncode == (2 if words == ["limit"] else 0)
+
+
 def test_what_cannot_be_written_in_the_end_is_called_as_the_user_did(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         paths.write_text(Path("/dev/full"), "x")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import random
 import warnings
 from typing import Any
@@ -137,6 +139,14 @@ def test_a_sliding_window_slides(host: pyvmem.Context) -> None:
     want = model.generate(**inputs, **run, past_key_values=DynamicCache(config=config))
     with make(host, config) as cache:
         assert torch.equal(model.generate(**inputs, **run, past_key_values=cache), want)
+
+
+def test_a_cache_is_not_pickled(model: Any, host: pyvmem.Context) -> None:
+    with VMemCache(model.config, 1, 64, context=host) as cache:
+        with pytest.raises(TypeError, match="has one owner"):
+            pickle.dumps(cache)
+        with pytest.raises(TypeError, match="has one owner"):
+            torch.save(cache, io.BytesIO())
 
 
 def test_assisted_generation_crops(model: Any, host: pyvmem.Context) -> None:

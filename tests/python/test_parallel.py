@@ -77,6 +77,12 @@ def test_different_calls_are_found(results: dict[str, Any]) -> None:
     assert results["ranks_differ"] == ["RanksDiffer  "] * 2 + [[0, 1]]
 
 
+def test_different_arguments_are_found(results: dict[str, Any]) -> None:
+    found = results["ranks_ask_for_other_things"]
+    assert len(found) == 9
+    assert [name for name, said in found if said != "RanksDiffer  "] == []
+
+
 def test_a_cache_that_one_rank_cannot_make(results: dict[str, Any]) -> None:
     assert results["init_fails"] == [
         "InvalidArgument  EINVAL",

@@ -162,6 +162,29 @@ def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> N
         torch_alloc.close(0)
 
 
+@pytest.mark.parametrize("again", ["malloc", "free", "pause", "resume", "close"])
+def test_a_free_that_failed_is_made_up_for(context: pyvmem.Context, page: int, again: str) -> None:
+    """torch frees a block once."""
+    pool = VMemPool(context)
+    torch = Torch(pool._device)
+    with pool._allocating("a"):
+        lost, other = torch.malloc(page), torch.malloc(page)
+    context.inject(Inject.HEAP)
+    torch.free(lost)
+    context.inject(Inject.HEAP, count=0)
+    assert pool.stats().failures == 1
+    assert context.stats().mapped_bytes == 2 * page
+    if again == "malloc":
+        torch.free(torch.malloc(page))
+    elif again == "pause":
+        pool.pause("a")
+    elif again == "resume":
+        pool.resume("a")
+    torch.free(other)
+    pool.close()
+    assert (context.stats().mapped_bytes, context.stats().reservations) == (0, 0)
+
+
 def test_exhaustion_gives_null_and_says_why(backend: str, page: int) -> None:
     context = pyvmem.Context(backend, granule=page, mem_limit=4 * SEGMENT)
     with context, VMemPool(context) as pool:
