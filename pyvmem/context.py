@@ -270,7 +270,7 @@ class Context(AddressSpace, Closable):
         pieces maps them elsewhere. `pages`: what becomes the handle, for a caller who must know it
         before the call; None: a new one.
         """
-        size, count, stride = (operator.index(one) for one in (size, count, stride))
+        size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)
         _native.gather(self.handle, addr, size, count, stride, outcome=pages._outcome)
         return pages
