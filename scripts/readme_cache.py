@@ -9,6 +9,8 @@ from typing import Any
 
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
+from pyvmem.units import counted
+
 MODES = {
     "mapped": "everything mapped before",
     "async": "mapped in the background",
@@ -302,7 +304,7 @@ def part_devices(_: list[Result]) -> list[str]:
         for name in [name for name in found if name.startswith("step/step/")]:
             ranks, agreed = name.rpartition("/")[2], name.replace("/step/", "/agreed/")
             cells = [*times(name, "median", "p90"), *times(agreed, "median", "p90")]
-            body.append([f"{ranks} rank{'s' * (ranks != '1')}", *cells])
+            body.append([counted(int(ranks), "rank"), *cells])
         lines += [*table(["", "`step` us", "p90", "`agreed_step` us", "p90"], body), ""]
     return lines[:-1]
 

@@ -30,6 +30,7 @@ from pyvmem.errors import VMemError
 from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.layouts.options import count
+from pyvmem.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ def _map(command: Command, part: Part, devices: int) -> None:
 
 
 def _mapping(command: Command, book: Book, number: int, native: Native) -> Callable[[], None]:
-    page, what = command.page, f"on {number} device{'s' * (number > 1)}"
+    page, what = command.page, f"on {counted(number, 'device')}"
     fields: dict[str, Any] = {"page": page, "unit": "us"}
     mapped = book.samples(f"map/{number}", f"map, {what}", native.system, **fields)
     unmapped = book.samples(f"unmap/{number}", f"unmap, {what}", native.system, **fields)
@@ -102,7 +103,7 @@ def _mapping(command: Command, book: Book, number: int, native: Native) -> Calla
 
 def _alive(command: Command, part: Part, number: int, native: Native, pages: int) -> None:
     page = command.page
-    what = f"kernel memory of a mapping on {number} device{'s' * (number > 1)}"
+    what = f"kernel memory of a mapping on {counted(number, 'device')}"
     if not command.deadline.allows():
         part.not_run(f"kernel/{number}", "the deadline came first")
         return
@@ -327,7 +328,7 @@ def _rank(
                 continue
             cache = ParallelKVCache(config, group, backend, device)
             stack.enter_context(closing(cache))
-            ranked = f"{number} rank{'s' * (number > 1)}"
+            ranked = counted(number, "rank")
             add(f"step/{number}", f"step, {ranked}", cache, cache.step)
             add(f"agreed/{number}", f"agreed_step, {ranked}", cache, cache.agreed_step)
         began = time.monotonic()

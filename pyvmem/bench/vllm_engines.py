@@ -29,32 +29,30 @@ LONGEST = 4096
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 """What the configurations of all models of this architecture begin with."""
 
+_LLAMA_3: dict[str, Any] = {
+    **LLAMA,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
-        **LLAMA,
+        **_LLAMA_3,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     },
     "Llama-3-70B": {
-        **LLAMA,
+        **_LLAMA_3,
         "hidden_size": 8192,
         "intermediate_size": 28672,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     },
     "Qwen3-4B": {
         "architectures": ["Qwen3ForCausalLM"],

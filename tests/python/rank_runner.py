@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 WORKER = Path(__file__).with_name("parallel_ranks.py")
-_ENDS = ("out", "err")
 
 
 def run_ranks(
@@ -23,27 +22,24 @@ def run_ranks(
     with ExitStack() as stack:
         ranks = []
         for rank in range(size):
-            said = [stack.enter_context((folder / f"{rank}.{end}").open("w+")) for end in _ENDS]
+            out = stack.enter_context((folder / f"{rank}.out").open("w"))
+            errors = stack.enter_context((folder / f"{rank}.err").open("w"))
             command = [sys.executable, str(WORKER), str(rank), *words]
-            process = subprocess.Popen(command, stdout=said[0], stderr=said[1])
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            ranks.append((process, *said))
+            ranks.append(subprocess.Popen(command, stdout=out, stderr=errors))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
         end = time.monotonic() + seconds
-        while any(process.poll() is None for process, *_ in ranks):
-            ended = [rank for rank in ranks if rank[0].poll()]
-            # The others wait for one that failed. What they say then is a consequence.
-            for _, _, errors in ended[:1]:
-                errors.seek(0)
-                raise AssertionError(errors.read())
+        running = True
+        while running:
+            # The others wait for one that failed; what they say later is a consequence.
+            running = any(one.poll() is None for one in ranks)
+            for rank, one in enumerate(ranks):
+                assert not one.poll(), (folder / f"{rank}.err").read_text()
             assert time.monotonic() < end, f"no end after {seconds} s"
             time.sleep(0.05)
-        found = []
-        for process, out, errors in ranks:
-            for one in (out, errors):
-                one.seek(0)
-            assert process.returncode == 0, errors.read()
-            found.append(json.loads(out.read().splitlines()[-1]))
+    found = [
+        json.loads((folder / f"{rank}.out").read_text().splitlines()[-1]) for rank in range(size)
+    ]
     for other in found[1:]:
         assert other == found[0]
     return dict(found[0])
