@@ -339,14 +339,14 @@ static int plan_copies(struct evacuation *v) {
 }
 
 /* Checks, marks and takes, unless the slab stays; *full: because there is no room. Lock held. */
-static int prepare(struct evacuation *v, const struct survey *survey, bool *full) {
+static int prepare(struct evacuation *v, struct vm_slab *s, const struct survey *survey, bool *full) {
   struct vm_ctx *c = v->c;
-  struct vm_slab *s = v->move.from;
   bool known;
   int err = count_references(c, s, survey, &known);
   v->stays = !known;
   if (err || v->stays) return err;
   if (!(v->move.to = vm_calloc(c, s->units, sizeof(*v->move.to)))) return -ENOMEM;
+  v->move.from = s;
   vm_pool_set_aside(s);
   err = take_all(v);
   *full = v->stays;
@@ -368,11 +368,12 @@ static void put_taken(struct evacuation *v, bool written) {
   }
 }
 
-/* What is left of a move that came to nothing. */
+/* What is left of a move that came to nothing. A slab that was not set aside is not ours: another thread may have
+ * given it back meanwhile. */
 static void take_back(struct evacuation *v) {
   for (size_t i = 0; i < v->move.hdls.n; i++)
     v->c->phys->hdls[VM_AT(v->move.hdls, struct vm_moved_handle, i)->handle].busy = false;
-  if (v->move.from->evacuating) vm_pool_put_back(v->move.from);
+  if (v->move.from) vm_pool_put_back(v->move.from);
 }
 
 static void evacuation_free(struct evacuation *v) {
@@ -385,12 +386,12 @@ static void evacuation_free(struct evacuation *v) {
 /* Empties one slab and gives it back, unless it stays: then, and after an error, nothing has changed. Lock held;
  * dropped around driver calls. */
 static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *survey, bool *full, uint64_t *freed) {
-  struct evacuation v = {.c = c, .move.from = s, .plan = {.keep = VMEM_KEEP_ALL, .move = &v.move}};
+  struct evacuation v = {.c = c, .plan = {.keep = VMEM_KEEP_ALL, .move = &v.move}};
   struct vmem_error why;
   struct vm_fill *none;
   uint64_t bytes = s->bytes;
   bool written = false;
-  int err = prepare(&v, survey, full);
+  int err = prepare(&v, s, survey, full);
   pthread_mutex_unlock(&c->lock);
   if (!err && !v.stays && !(err = plan_copies(&v))) {
     written = true;

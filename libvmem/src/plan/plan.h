@@ -143,7 +143,7 @@ struct vm_moved_handle {
 };
 
 struct vm_move {
-  struct vm_slab *from;
+  struct vm_slab *from; /* NULL until it is set aside */
   struct vm_moved *to;  /* by unit of `from` */
   struct vm_list taken; /* vm_run: the pages that `to` names, and the rest of large ones; with one reference */
   struct vm_list hdls;  /* vm_moved_handle */
