@@ -187,7 +187,8 @@ struct vmem_stats {
   uint64_t mapped_bytes;      /* virtual bytes with a mapping (an aliased page counts each time) */
   uint64_t used_bytes;        /* physical bytes referenced by handles or mappings */
   uint64_t free_bytes;        /* physical bytes in the pool, ready for use */
-  uint64_t slab_bytes;        /* physical bytes taken from the driver: used + free + quarantined */
+  uint64_t slab_bytes;        /* physical bytes taken from the driver: used + free + quarantined,
+                                 and, while vmem_compact empties a slab, that one's free ones */
   uint64_t quarantined_bytes;
   uint64_t peak_mapped_bytes;
   uint64_t peak_used_bytes;

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* Description: after fork the child gets an error, the parent notices nothing. */
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -47,6 +50,58 @@ static void child_touches(vmem_t vm, uint64_t va) {
   BYTE(va) = 66;                                  /* must fault, not reach the parent's page */
 }
 
+/* The first file of this process's whose name begins so; -1: none. */
+static int descriptor_of(const char *name) {
+  DIR *dir = opendir("/proc/self/fd");
+  struct dirent *entry;
+  int found = -1;
+  while (dir && found < 0 && (entry = readdir(dir))) {
+    char link[64] = "";
+    if (readlinkat(dirfd(dir), entry->d_name, link, sizeof(link) - 1) > 0 && !strncmp(link, name, strlen(name)))
+      found = atoi(entry->d_name);
+  }
+  if (dir) closedir(dir);
+  return found;
+}
+
+/* What a child keeps open stays when the parent is killed. */
+static void child_holds_no_memory(vmem_t vm, uint64_t va) {
+  (void)vm;
+  (void)va;
+  EQ(descriptor_of("/memfd:vmem"), -1);
+}
+
+/* In a child of its own, which has no standard streams. */
+static void child_without_streams(vmem_t vm, uint64_t va) {
+  int fd;
+  for (fd = 0; fd < 3; fd++) close(fd);
+  vm = open_host(0);
+  fd = descriptor_of("/memfd:vmem");
+  if (!vm || fd < 3 || vMemReserve(vm, MIB(2), NULL, &va) || vmem_close(vm)) failures_here++;
+}
+
+/* A file that may not grow would end the process by SIGXFSZ. */
+static void child_with_small_files(vmem_t vm, uint64_t va) {
+  struct rlimit small = {.rlim_cur = MIB(100), .rlim_max = MIB(100)};
+  struct vmem_error e = {.size = sizeof(e)};
+  struct vmem_stats before, after;
+  vmem_handle h[2];
+  (void)va;
+  vm = open_host(0);
+  OK(setrlimit(RLIMIT_FSIZE, &small));
+  OK(vMemCreate(vm, MIB(64), NULL, &h[0]));
+  before = stats_of(vm);
+  EQ(vMemCreate(vm, MIB(64), NULL, &h[1]), -ENOMEM);
+  OK(vmem_get_error(&e));
+  CHECK(strstr(e.text, "RLIMIT_FSIZE"));
+  EQ(e.limit, MIB(100));
+  after = stats_of(vm);
+  CHECK(same_state(&before, &after));
+  OK(vmem_drop(vm, h[0]));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 static void forked(void) {
   vmem_t vm = open_host(0);
   uint64_t va;
@@ -60,7 +115,9 @@ static void forked(void) {
   OK(vmem_wait(vm, t, -1));
   OK(vmem_fill(vm, va, PAGE, 5));
   before = stats_of(vm);
+  CHECK(descriptor_of("/memfd:vmem") > 2);
   EQ(in_child(child_calls, vm, va), 0);
+  EQ(in_child(child_holds_no_memory, vm, va), 0);
   status = in_child(child_touches, vm, va);
   CHECK(!WIFEXITED(status) || WEXITSTATUS(status)); /* killed (a sanitizer may turn that into an exit) */
   EQ(BYTE(va), 5);
@@ -73,4 +130,9 @@ static void forked(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(forked))
+static void strange_processes(void) {
+  EQ(in_child(child_without_streams, 0, 0), 0);
+  EQ(in_child(child_with_small_files, 0, 0), 0);
+}
+
+MAIN(TEST(forked), TEST(strange_processes))

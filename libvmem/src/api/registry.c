@@ -28,6 +28,7 @@ static void in_child(void) {
   pthread_cond_init(&table.unpinned, NULL);
   for (uint32_t i = 0; i < MAX_CONTEXTS; i++) {
     if (table.ctx[i]) table.inherited[i] = table.gen[i];
+    if (table.ctx[i] && table.ctx[i]->be->forked) table.ctx[i]->be->forked(table.ctx[i]->bes);
     table.ctx[i] = NULL;
   }
 }

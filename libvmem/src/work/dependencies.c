@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /* GPU work that a batch waits for: events of the back end, and descriptors that poll readable. */
-#include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "base/fd.h"
 #include "work/work.h"
 
 #define CLOSING_MS 100 /* vmem_close waits for calls that wait, and nobody may ever signal their descriptor */
@@ -16,7 +16,7 @@ static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, stru
   if (a->flags || a->reserved[0] || a->reserved[1])
     return vm_fail(-EINVAL, "flags or a reserved field of dependency %zu is not 0", i);
   if (a->kind == VMEM_AFTER_FD) {
-    fd = a->handle <= INT32_MAX ? fcntl((int)a->handle, F_DUPFD_CLOEXEC, 3) : -1;
+    fd = a->handle <= INT32_MAX ? vm_duplicate((int)a->handle) : -1;
     if (fd < 0 && a->handle <= INT32_MAX && errno != EBADF)
       return vm_fail(-ENOMEM, "descriptor %llu cannot be duplicated: %s", (unsigned long long)a->handle,
                      strerror(errno));

@@ -16,12 +16,14 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "backend/backend.h"
 #include "base/clock.h"
 #include "base/context.h"
+#include "base/fd.h"
 
 #define VMA_MARGIN 256u   /* for an undo, thread stacks and libraries loaded meanwhile */
 #define VMA_RECOUNT 4096u /* new pieces after which the rest of the process is counted again */
@@ -31,6 +33,7 @@
 
 struct host {
   int fd;
+  ino_t file;           /* what it is, for a forked child */
   pthread_mutex_t lock; /* what follows */
   uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
   uint64_t slab_bytes;
@@ -174,6 +177,7 @@ static uint64_t page_sizes(void) {
 
 static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
   struct host *h;
+  struct stat st;
   uint64_t sizes = page_sizes(), granule = o->granule ? o->granule : 64u << 10;
   if (o->num_devices > 1)
     return vm_fail_at(-EINVAL, 0, o->num_devices, 1, "back end host has one device, not %u", o->num_devices);
@@ -181,12 +185,13 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host has no granule of %llu bytes",
                       (unsigned long long)granule);
   if (!(h = calloc(1, sizeof(*h)))) return vm_fail(-ENOMEM, "no heap memory for a context");
-  h->fd = memfd_create("vmem", MFD_CLOEXEC);
+  h->fd = vm_above_stdio(memfd_create("vmem", MFD_CLOEXEC));
   if (h->fd < 0) {
     int err = -errno;
     free(h);
     return vm_fail(err == -ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(-err));
   }
+  if (!fstat(h->fd, &st)) h->file = st.st_ino;
   pthread_mutex_init(&h->lock, NULL);
   take_spares(h);
   host_recount(h, 0);
@@ -217,6 +222,14 @@ static void host_close(void *be) {
   free(h);
 }
 
+/* Else the child would keep the memory of a parent that was killed. Another thread may have opened or closed
+ * files during the fork: the number alone does not tell which this is. */
+static void host_forked(void *be) {
+  struct host *h = be;
+  struct stat st;
+  if (!fstat(h->fd, &st) && st.st_ino == h->file) close(h->fd);
+}
+
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
   unsigned long long kib = 0;
   (void)be;
@@ -240,7 +253,8 @@ static int blank(struct host *h, uint64_t addr, uint64_t bytes, bool sparse) {
              -1, 0);
   while (p == MAP_FAILED && errno == ENOMEM && give_spare(h));
   if (p == MAP_FAILED) return -errno;
-  return madvise(p, bytes, MADV_DONTFORK) ? -errno : 0;
+  madvise(p, bytes, MADV_DONTFORK); /* where the kernel has no memory for it, a child sees that nothing is there */
+  return 0;
 }
 
 static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
@@ -319,6 +333,7 @@ static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32
   struct host *h = be;
   uint64_t avail = memory_available(), resident, open_promises, offset;
   struct stat st;
+  struct rlimit most;
   int err = 0;
   (void)page_size;
   (void)location;
@@ -330,6 +345,11 @@ static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32
   if (avail < open_promises || avail - open_promises < bytes)
     err = vm_fail_at(-ENOMEM, 0, bytes, avail, "%llu bytes of host memory: %llu available, %llu of them promised",
                      (unsigned long long)bytes, (unsigned long long)avail, (unsigned long long)open_promises);
+  else if (!getrlimit(RLIMIT_FSIZE, &most) && offset + bytes > most.rlim_cur) /* ftruncate would raise SIGXFSZ */
+    err =
+        vm_fail_at(-ENOMEM, 0, bytes, most.rlim_cur,
+                   "growing the memory file by %llu bytes to %llu: the limit on a file's size (RLIMIT_FSIZE) is %llu",
+                   (unsigned long long)bytes, (unsigned long long)(offset + bytes), (unsigned long long)most.rlim_cur);
   else if (offset + bytes < offset || ftruncate(h->fd, (off_t)(offset + bytes)))
     err = vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s",
                      (unsigned long long)(offset + bytes), strerror(errno));
@@ -392,10 +412,10 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 }
 
 #define HOST_ENTRIES                                                                                                   \
-  .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info, .reserve = host_reserve,          \
-  .unreserve = host_unreserve, .slab_create = host_slab_create, .slab_destroy = host_slab_destroy,                     \
-  .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, .read = host_read,                 \
-  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_refused
+  .name = "host", .open = host_open, .close = host_close, .forked = host_forked, .mem_info = host_mem_info,            \
+  .reserve = host_reserve, .unreserve = host_unreserve, .slab_create = host_slab_create,                               \
+  .slab_destroy = host_slab_destroy, .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, \
+  .read = host_read, .write = host_write, .copy = host_copy, .room = host_room, .recount = host_refused
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 

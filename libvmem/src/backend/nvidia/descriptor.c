@@ -11,6 +11,7 @@
 
 #include "backend/nvidia/nvidia.h"
 #include "base/error.h"
+#include "base/fd.h"
 
 int nvidia_check_uvm_node(void) {
   if (access(UVM_NODE, R_OK | W_OK) == 0) return 0;
@@ -104,7 +105,7 @@ int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg),
     if (!is_uvm(fd, link, have_node, st.st_rdev)) continue;
     tried = true;
     /* Duplicated before it is tried, so that it stays what was tried if its owner closes it. */
-    fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    fd = vm_duplicate(fd);
     if (fd < 0) {
       err = vm_fail(-ENOMEM, "duplicating a descriptor: %s", strerror(errno));
       continue;

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/fd.h"
 
 enum { FIRST_HANDLE = 0xcaf00001 };
 
@@ -35,7 +36,7 @@ static bool under_wsl(void) {
 
 int rm_open_node(const char *path, int *fd) {
   int err;
-  do *fd = open(path, O_RDWR | O_CLOEXEC);
+  do *fd = vm_above_stdio(open(path, O_RDWR | O_CLOEXEC));
   while (*fd < 0 && errno == EINTR);
   if (*fd >= 0) return 0;
   err = errno;
