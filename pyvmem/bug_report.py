@@ -7,6 +7,7 @@ hosts, and serial numbers and UUIDs of GPUs are left out.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,9 @@ _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
 def scrub(text: str) -> str:
     """Text without paths of the user's own and without UUIDs of GPUs."""
-    text = text.replace(str(Path.home()), "~")
+    home = os.path.expanduser("~")  # as it is where there is none
+    if len(home) > 1:  # not the root
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     return re.sub(r"\b(?:GPU-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text)
 
 

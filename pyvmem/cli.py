@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
     if sys.stdout is None:  # closed by the caller, who wants nothing of it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:  # print would take standard output instead
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that is not UTF-8 shows what it has no character for as "?".
         sys.stdout.reconfigure(errors="replace")

@@ -283,7 +283,7 @@ class Context(AddressSpace, Closable):
             return _native.AFTER_NONE, ()
         after = [*after]
         found = after_items(after, self.cuda_device)
-        wait_after(after)
+        wait_after(after, lambda: self.is_open)  # the call of C says that it is closed
         return found
 
     def batch(
@@ -339,6 +339,7 @@ class Context(AddressSpace, Closable):
             TooManyBatches: too many unfinished batches.
             TooManyTickets: too many `Ticket` objects that live and were never waited for.
             NotGpuWork: something in `after` is none.
+            InvalidArgument: a ticket that was used, or is another context's.
             VMemError: a bad operation; nothing changed.
         """
         if not isinstance(ops, OpBatch):
@@ -347,7 +348,13 @@ class Context(AddressSpace, Closable):
             raise unexpected("ticket", ticket, "Ticket or None")
         if self._forgotten:
             drop_forgotten(self.handle, self._forgotten)
-        ticket = ticket or Ticket(self)
+        if ticket is None:
+            ticket = Ticket(self)
+        elif ticket._context is not self or (
+            ticket.outcome.cell.value and ticket.outcome.cell.called
+        ):
+            whose = "used already" if ticket._context is self else "another context's"
+            _native.fail(errno.EINVAL, f"ticket: {ticket!r:.80} is {whose}", op="vmem_submit")
         items, keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, [])
         ticket._consumed = consumed = list(ops._consumed)
         if keep:

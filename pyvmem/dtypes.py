@@ -57,6 +57,7 @@ def _table() -> dict[str, DType]:
 
 
 _DTYPES: Final = _table()
+_NAMES: Final = f"{', '.join(_DTYPES)}, in this machine's byte order"
 
 
 def find_dtype(dtype: Any) -> DType:
@@ -74,6 +75,6 @@ def find_dtype(dtype: Any) -> DType:
     else:
         name = getattr(dtype, "name", None) or str(dtype)
     found = _DTYPES.get(name.removeprefix("torch."))
-    if found is None:
-        _native.fail(errno.EINVAL, f"dtype = {dtype!r}: expected one of {', '.join(_DTYPES)}")
+    if found is None or getattr(dtype, "isnative", True) is False:
+        _native.fail(errno.EINVAL, f"dtype = {dtype!r}: expected one of {_NAMES}")
     return found

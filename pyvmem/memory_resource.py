@@ -19,6 +19,7 @@ from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, Reentered, VMemError
+from pyvmem.expect import unexpected
 from pyvmem.features import require_page_size
 from pyvmem.info import Caps
 from pyvmem.kvcache.events import record, wait_for_device
@@ -41,6 +42,7 @@ __all__ = ["VMemResource"]
 
 # Reservations kept for the next buffer of their size; making one may cost a driver call.
 _KEPT = 64
+_UNKNOWN: Any = object()  # a stream whose work cannot be told: an exception came first
 
 
 class _Block:
@@ -65,6 +67,13 @@ class _Block:
         """Takes it for a buffer."""
         self.mapping, self.unmapping = Ticket(context), Ticket(context)
         self.free = False
+
+
+def _address(ptr: Any) -> int:
+    try:
+        return int(ptr)
+    except (TypeError, ValueError):
+        raise unexpected("ptr", ptr, "an address") from None
 
 
 def _succeeded(ticket: Ticket) -> bool:
@@ -105,7 +114,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._blocks: set[_Block] = set()
         self._live: dict[int, _Block] = {}  # by address
         self._ended: deque[_Block | None] = deque()  # of `allocate` that failed or was interrupted
-        self._left: deque[tuple[Any, int, Any]] = deque()  # what `deallocate` could not end
+        self._left: deque[tuple[int, int, Any]] = deque()  # what `deallocate` could not end
         self._going: list[_Block] = []
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # the free ones, and others
         self._closed = False
@@ -210,9 +219,11 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         Raises:
             InvalidArgument, BadHandle: no buffer of this resource lies there, or `stream` names no
                 GPU work or is closed; nothing changed.
+            TypeError: `ptr` or `size` is no number; nothing changed.
             VMemError: not now; the next call takes them back.
         """
         try:
+            ptr, size = _address(ptr), operator.index(size)
             check(stream)
             if self._amid_call():
                 self._end_later(ptr, size, stream)
@@ -220,26 +231,26 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             with self._lock:
                 self._end_buffer(ptr, size, stream)
         # cuda.core forgets the buffer in any case, and keeps the error from its caller.
-        except (InvalidArgument, BadHandle):
+        except (InvalidArgument, BadHandle, TypeError):
             raise
         except VMemError:
             self._end_later(ptr, size, stream)
             raise
         except BaseException:
-            self._left.append((ptr, size, stream))
+            with suppress(TypeError, InvalidArgument):  # it was not one yet
+                self._left.append((_address(ptr), operator.index(size), _UNKNOWN))
             raise
 
-    def _end_later(self, ptr: Any, size: int, stream: Any) -> None:
+    def _end_later(self, addr: int, size: int, stream: Any) -> None:
         """Has the next call take a buffer back, after the work that the stream has now."""
         try:
             work = None if stream is None else record(stream, self._context.cuda_device)
         except BaseException:
-            self._left.append((ptr, size, stream))
+            self._left.append((addr, size, _UNKNOWN))
             raise
-        self._left.append((ptr, size, work))
+        self._left.append((addr, size, work))
 
-    def _end_buffer(self, ptr: Any, size: int, stream: Any) -> None:
-        addr = int(ptr)
+    def _end_buffer(self, addr: int, size: int, stream: Any) -> None:
         if addr == 0 and size == 0:
             return
         block = self._live.get(addr)
@@ -285,14 +296,18 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         After an exception it can be called again: each step of it can be done twice.
         """
         while self._left:
-            ptr, size, stream = self._left[0]
+            addr, size, stream = self._left[0]
             with suppress(InvalidArgument):  # it was ended, or called again
                 try:
-                    self._end_buffer(ptr, size, stream)
+                    if stream is not _UNKNOWN:
+                        self._end_buffer(addr, size, stream)
+                        stream = None
                 except BadHandle:  # its stream is gone, its work may still run
+                    stream = _UNKNOWN
+                if stream is _UNKNOWN:
                     wait_for_device(None, self._context.cuda_device)
                     with suppress(BadHandle):  # the context's
-                        self._end_buffer(ptr, size, None)
+                        self._end_buffer(addr, size, None)
             self._left.popleft()
         while self._ended:
             block = self._ended[0]

@@ -102,7 +102,11 @@ class OpBatch:
         """Records that C has written `count` operations, all there are; none consumes pages."""
         end = operator.index(count) * _SIZE
         if not 0 <= end <= self._limit:
-            self._full()
+            _native.fail(
+                errno.EINVAL,
+                f"OpBatch.wrote: count = {count}, expected 0 to {self.capacity}",
+                limit=self.capacity,
+            )
         self._end = end
         if self._consumed:
             self._consumed = []

@@ -140,4 +140,4 @@ class AddressSpace:
             count: calls that fail; 0 ends it.
             error: positive errno that they fail with.
         """
-        _native.inject(self.handle, int(kinds), skip, count, error)
+        _native.inject(self.handle, operator.index(kinds), skip, count, error)

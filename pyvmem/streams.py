@@ -87,7 +87,7 @@ class FdEvent(Closable):
 
     @classmethod
     def create(cls) -> FdEvent:
-        """A new eventfd, not readable until `set`; closed by `close`."""
+        """A new eventfd, not readable until `set`; closed by `close`, or with the object."""
         event = cls(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         event._own = True
         return event
@@ -101,6 +101,10 @@ class FdEvent(Closable):
         if self._own:
             self._own, fd, self.fd = False, self.fd, -1  # another file may get the number
             os.close(fd)
+
+    def __del__(self, _close: Any = os.close) -> None:
+        if getattr(self, "_own", False):
+            _close(self.fd)
 
     def __repr__(self) -> str:
         return f"FdEvent({self.fd})"
@@ -220,6 +224,7 @@ class Work(NamedTuple):
 
 
 _CURRENT: Final = Work(Kind.CURRENT, "torch", 0, CurrentStream)
+_SLICE_MS: Final = 100  # of a wait
 _LEGACY: Final = 1  # CU_STREAM_LEGACY, another name of stream 0
 
 
@@ -245,10 +250,10 @@ def work_of(given: Any, what: str = "stream") -> Work:
         return Work(Kind.FD, "", given.fd, given)
     if not isinstance(given, type):
         stream: Any = getattr(given, "cuda_stream", None)
-        if isinstance(stream, int):
+        if _is_handle(stream):
             return Work(Kind.STREAM, "torch", int(stream), given)
         event: Any = getattr(given, "cuda_event", None)
-        if isinstance(event, int):
+        if _is_handle(event):
             return Work(Kind.EVENT, "torch", int(event), given)
         library = "cuda.core" if _is_core(given) else ""
         if library and type(given).__name__ == "Event":
@@ -266,7 +271,7 @@ def check(stream: Any) -> None:
 
 
 def _is_handle(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
 
 
 def _is_core(given: Any) -> bool:
@@ -402,21 +407,28 @@ def refuse_captured_handle(handle: int) -> None:
 # ---- for libvmem ---------------------------------------------------------------------------------
 
 
-def wait_readable(*fds: int) -> None:
-    """Returns when all descriptors poll readable, or cannot; a signal's exception ends the wait."""
-    for fd in fds:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        poll.poll()
+def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
+    """Returns when a descriptor polls readable, or cannot; a signal's exception ends the wait.
+
+    Args:
+        fd: the descriptor.
+        wanted: asked ten times a second; False ends the wait, too.
+    """
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while wanted() and not poll.poll(_SLICE_MS):
+        pass
 
 
-def wait_after(after: Iterable[Any]) -> None:
+def wait_after(after: Iterable[Any], wanted: Callable[[], bool]) -> None:
     """Waits for the descriptors in an ``after`` argument, for a call of C that would wait for them.
 
-    That wait would go on after a signal.
+    That wait would go on after a signal. `wanted`: as for `wait_readable`.
     """
-    works = (work_of(item, "after") for item in after)
-    wait_readable(*(work.handle for work in works if work.kind is Kind.FD))
+    works = [work_of(item, "after") for item in after]
+    for work in works:
+        if work.kind is Kind.FD:
+            wait_readable(work.handle, wanted)
 
 
 def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, int], list[Any]]:

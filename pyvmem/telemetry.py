@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess
 from pyvmem.expect import expect, unexpected
 from pyvmem.info import ContextInfo, Stats
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.config import bounded, invalid
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.reentry import reentrant_lock
 
@@ -38,6 +39,7 @@ __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Telemetry.text`."""
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 10, 34  # waits from 1 us to 17 s have buckets of their own
@@ -221,10 +223,15 @@ class Telemetry:
         """Reports a cache from now on, under the label ``cache="name"``.
 
         Raises:
-            InvalidArgument: another cache that is not closed has the name.
+            InvalidArgument: another cache that is not closed has the name, or it is no text (a lone
+                surrogate).
             TypeError: what is given is no cache, or its name no string.
         """
         expect("name", name, str)
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise invalid(f"name = {name!r:.80}: {error.reason}") from None
         if not (hasattr(cache, "context") and callable(getattr(cache, "stats", None))):
             raise unexpected("cache", cache, "a KVCache or another with context and stats()")
         with self._lock:
@@ -376,8 +383,10 @@ class Telemetry:
             address: to listen on; the default is this machine alone. There is no password.
 
         Raises:
+            InvalidArgument: `port` is none.
             OSError: the port cannot be had.
         """
+        port = bounded("port", port, 0, 65535)
         return Server(self, address, port)
 
 
@@ -417,7 +426,12 @@ class Server(Closable):
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing: a library does not print."""
 
-        self._server = ThreadingHTTPServer((address, port), Handler)
+        class Quiet(ThreadingHTTPServer):
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Nothing: a client that hangs up is none of the user's concern."""
+                _log.debug("a request was not answered", exc_info=True)
+
+        self._server = Quiet((address, port), Handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         thread = threading.Thread(

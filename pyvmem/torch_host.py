@@ -57,7 +57,7 @@ class HostBlock:
             except VMemError as error:
                 self._locked_by = 0
                 text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
-                log.warning(text, size, error)
+                log.warning(text, size, str(error))  # an error holds its callers' tensors
 
     @property
     def locked(self) -> bool:

@@ -45,6 +45,11 @@ def backend_names() -> tuple[str, ...]:
     return tuple(names)
 
 
+def _name(backend: str) -> bytes:
+    """A back end's name in C, where nothing may follow a zero byte."""
+    return backend.replace("\0", r"\0").encode(errors="backslashreplace")
+
+
 def open(
     backend: str,
     flags: int,
@@ -68,7 +73,7 @@ def open(
             bytes=len(devices),
             limit=limit,
         )
-    name = ffi.new("char[]", backend.encode())  # opts holds a borrowed pointer to it
+    name = ffi.new("char[]", _name(backend))  # opts holds a borrowed pointer to it
     opts = sized(
         "struct vmem_open_opts *",
         "vmem_open",
@@ -110,7 +115,7 @@ def query(vm: int) -> Any:
 def probe(backend: str, device: int, flags: int) -> Any:
     """A struct vmem_probe_info."""
     info = sized("struct vmem_probe_info *")
-    call(lib.vmem_probe, backend.encode(), device, flags, info)
+    call(lib.vmem_probe, _name(backend), device, flags, info)
     return info
 
 

@@ -122,4 +122,4 @@ def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> N
         try:
             cache.close(stream)
         except Busy as error:
-            _log.warning("the KV cache stays open: %s", error)
+            _log.warning("the KV cache stays open: %s", str(error))

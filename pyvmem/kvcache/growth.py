@@ -346,7 +346,7 @@ class Pager(Journaled):
             if want:
                 self.grow(want, background=True, reclaim=False, ahead=True)
         except VMemError as error:
-            _log.debug("growth ahead: %s", error)
+            _log.debug("growth ahead: %s", str(error))
 
     def extend(self, *, background: bool, ahead: bool = False) -> bool:
         """Grows the slots that the last scan found, where one map call is enough.

@@ -277,7 +277,7 @@ class ElasticEngine:
         self._refused = -math.inf
         if growth.failure is not None:
             self._refused = time.monotonic()
-            log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, growth.failure)
+            log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, str(growth.failure))
 
     def _finish_background(self) -> None:
         growth, self._background = self._background, None
@@ -332,7 +332,7 @@ class ElasticEngine:
             try:
                 self.tick()
             except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
-                log.debug("vmem: the keeper ends: %s", error)
+                log.debug("vmem: the keeper ends: %s", str(error))
                 return
             except Exception:
                 log.exception("vmem: the keeper ends; memory is no longer given back")
@@ -466,7 +466,7 @@ class ElasticEngine:
                 if failure is None:
                     self._refused = -math.inf
                 else:
-                    log.warning("vmem: pages cannot be unmapped, tried again: %s", failure)
+                    log.warning("vmem: pages cannot be unmapped, tried again: %s", str(failure))
 
     def _may_back_ahead(self, now: float) -> bool:
         """Whether too few blocks are idle, and more can be asked for."""

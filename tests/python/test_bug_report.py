@@ -45,6 +45,15 @@ def test_homes_and_uuids_are_taken_out() -> None:
     assert bug_report.scrub(text) == "~/x UUID"
 
 
+@pytest.mark.parametrize(
+    ("home", "found"),
+    [("/", "/dev/x /rootfs /root"), ("", "/dev/x /rootfs /root"), ("/root", "/dev/x /rootfs ~")],
+)
+def test_any_home(monkeypatch: pytest.MonkeyPatch, home: str, found: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    assert bug_report.scrub("/dev/x /rootfs /root") == found
+
+
 def test_modules_with_what_taints_them() -> None:
     lines = (
         "nvidia_uvm 4890624 2 - Live 0x0000000000000000 (OE)\n"

@@ -192,6 +192,12 @@ def test_without_standard_output(words: list[str]) -> None:
     assert found.returncode == (2 if words == ["limit"] else 0)
 
 
+def test_without_standard_error() -> None:
+    line = 'exec "$0" -m pyvmem limit nobody 1G 2>&-'
+    found = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == ("", 1)
+
+
 def test_what_cannot_be_written_in_the_end_is_called_as_the_user_did(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         paths.write_text(Path("/dev/full"), "x")

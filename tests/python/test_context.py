@@ -49,6 +49,14 @@ def test_info(context: pyvmem.Context, backend: str) -> None:
         info.granule = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", ["nope", "host\0nope", "host\udcff", ""])
+def test_a_back_end_that_is_none(name: str) -> None:
+    shown = name.encode("unicode_escape").decode().replace("\\x00", "\\0")
+    with pytest.raises(pyvmem.InvalidArgument) as caught:
+        pyvmem.Context(name)
+    assert f'"{shown}"' in str(caught.value)
+
+
 def test_auto_is_what_probe_says() -> None:
     results = pyvmem.probe()
     assert [one.backend for one in results] == ["uvm", "stock", "cuda", "host"]

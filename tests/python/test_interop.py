@@ -129,6 +129,29 @@ def test_resource_refuses(context: pyvmem.Context, resource: Any, page: int) -> 
         resource.allocate(page)
 
 
+@pytest.mark.parametrize(("ptr", "size"), [(None, 5), ("x", 1), (5, 1.5), (5, "x"), (1 << 70, 5)])
+def test_a_buffer_that_is_none(resource: Any, page: int, ptr: Any, size: Any) -> None:
+    with pytest.raises((TypeError, pyvmem.InvalidArgument)):
+        resource.deallocate(ptr, size)
+    resource.allocate(page).close()
+    assert resource.live_buffers == 0
+
+
+def test_a_stream_that_cannot_be_asked(resource: Any, page: int) -> None:
+    """Its work is not known: the buffer goes after all of the device's."""
+
+    class Broken:
+        def __cuda_stream__(self) -> Any:
+            raise RuntimeError("broken")
+
+    buffer = resource.allocate(page)
+    with pytest.raises(RuntimeError, match="broken"):
+        resource.deallocate(buffer.handle, page, Broken())
+    assert resource.live_buffers == 1
+    resource.allocate(page).close()
+    assert resource.live_buffers == 0
+
+
 def test_a_buffer_whose_end_was_interrupted_is_given_back_later(
     context: pyvmem.Context, resource: Any, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,7 +245,19 @@ class Nonsense:
         return "0x50"
 
 
+class Handle:
+    """A stream, and an event, by a number that is none."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = self.cuda_event = number
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.cuda_stream)
+
+
 WRONG = [
+    Handle(-1),
+    Handle(1 << 64),
     "nonsense",
     3,
     True,

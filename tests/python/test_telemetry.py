@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import socket
+import struct
 import time
 import urllib.error
 import urllib.request
@@ -204,8 +206,10 @@ def test_a_name_that_is_no_text(cache: KVCache, wrong: Any) -> None:
         told.add(cache, wrong)
     with pytest.raises(TypeError, match="cache: expected a KVCache"):
         told.add({1, 2}, "a")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="surrogates not allowed"):
+        told.add(cache, "\udcff")
     told.add(cache, "a")
-    assert "pyvmem_cache_info" in told.text()
+    assert b"pyvmem_cache_info" in told.text().encode()
 
 
 @pytest.mark.parametrize("tell", [Telemetry.text, Telemetry.caches])
@@ -226,6 +230,23 @@ def test_a_cache_that_is_closed_while_its_numbers_are_read(backend: str, tell: A
         found = tell(told)
         assert "kept" in found
         assert "gone" not in found
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none(port: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"port is {port}"):
+        Telemetry().serve(port)
+
+
+def test_a_client_that_hangs_up(capfd: pytest.CaptureFixture[str]) -> None:
+    with Telemetry().serve() as server:
+        client = socket.create_connection(("127.0.0.1", server.port))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sendall(b"GET /metrics HTTP/1.0\r\n")
+        client.close()  # resets the connection
+        at = f"http://127.0.0.1:{server.port}/metrics"
+        urllib.request.urlopen(at, timeout=20).close()
+    assert capfd.readouterr().err == ""
 
 
 def test_over_http(cache: KVCache) -> None:

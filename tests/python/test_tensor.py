@@ -143,6 +143,14 @@ def test_strides_and_offsets(
         assert torch.equal(t.cpu(), reference)
 
 
+@pytest.mark.parametrize("shape", [(1 << 32, 1 << 32), (1 << 62, 2), (1 << 62, 2, 0), (1 << 61,)])
+def test_more_elements_than_can_be_counted(rsv: pyvmem.Reservation, shape: tuple[int, ...]) -> None:
+    """torch deletes what it refuses, and our capsule did so again."""
+    with pytest.raises(pyvmem.InvalidArgument, match=r"more than 2\*\*63 - 1 bytes"):
+        rsv.tensor(shape, "float32", [0] * len(shape))
+    assert rsv.tensor(((1 << 61) - 1,), "float32", (0,)).numel() == (1 << 61) - 1
+
+
 def test_same_size_as_the_reservation(rsv: pyvmem.Reservation) -> None:
     n = rsv.nbytes // 2
     t = rsv.tensor((n,), "float16")
@@ -463,6 +471,8 @@ def test_numpy(host: pyvmem.Context) -> None:
             del array
             assert rsv.live_arrays == 0
         assert numpy.asarray(rsv.array((2,), numpy.int16)).dtype == numpy.int16
+        with pytest.raises(pyvmem.InvalidArgument, match="in this machine's byte order"):
+            rsv.array((2,), numpy.dtype("int16").newbyteorder())
         pages.drop()
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 import time
 from typing import Any
 
 import pytest
+from conftest import open_context
 from interrupts_helpers import Interrupted, Interrupts
 
 import pyvmem
@@ -51,6 +53,62 @@ def test_results_outlive_later_batches(context: pyvmem.Context) -> None:
         assert bad.done()
         assert not pages._done  # the reference is the caller's again
         assert context.stats().tickets == 0
+
+
+def test_a_ticket_is_for_one_batch_of_its_context(
+    context: pyvmem.Context, host: pyvmem.Context
+) -> None:
+    with pyvmem.FdEvent.create() as event:
+        ticket = pyvmem.Ticket(context)
+        context.submit(pyvmem.OpBatch(1), [event], ticket)
+        for owner, whose in ((context, "used already"), (host, "another context's")):
+            before = owner.stats().tickets
+            with pytest.raises(pyvmem.InvalidArgument, match=f"ticket: <Ticket .*> is {whose}"):
+                owner.submit(pyvmem.OpBatch(1), ticket=ticket)
+            assert owner.stats().tickets == before
+        assert not ticket.done()
+        event.set()
+        ticket.wait(60)
+    assert context.stats().tickets == 0
+    page = context.info.granule
+    with context.reserve(page) as reservation:
+        batch, ticket = pyvmem.OpBatch(2), pyvmem.Ticket(context)
+        batch.unmap(reservation.addr, page)
+        with pytest.raises(pyvmem.NotMapped):
+            context.submit(batch, ticket=ticket)
+        context.submit(pyvmem.OpBatch(1), ticket=ticket).wait(60)  # nothing was submitted with it
+
+
+@pytest.mark.parametrize("call", ["batch", "compact"])
+def test_closing_ends_a_wait_for_a_descriptor(backend: str, call: str) -> None:
+    failed: list[BaseException] = []
+    context, event = open_context(backend), pyvmem.FdEvent.create()
+
+    def waits() -> None:
+        with pytest.raises(pyvmem.BadHandle) as caught:
+            context.batch(pyvmem.OpBatch(1), [event]) if call == "batch" else context.compact(
+                1, [event]
+            )
+        failed.append(caught.value)
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    time.sleep(0.05)
+    context.close()
+    thread.join(60)
+    assert len(failed) == 1
+    event.close()
+
+
+def test_a_forgotten_descriptor_is_closed() -> None:
+    fd = pyvmem.FdEvent.create().fd
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with pyvmem.FdEvent.create() as event:
+        pyvmem.FdEvent(event.fd)
+        gc.collect()
+        event.set()  # the caller's stays
 
 
 def test_known_results_are_dropped_in_libvmem(context: pyvmem.Context) -> None:
