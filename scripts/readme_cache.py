@@ -295,7 +295,7 @@ def part_devices(_: list[Result]) -> list[str]:
         head = ["devices", "map us", "p99", "unmap us", "p99", "kernel bytes a mapping"]
         lines += [f"`{run['options']['backend']}`, {size}, {title(run)}:", "", *table(head, body)]
         places = [name.partition("out/")[2] for name in found if name.startswith("tiers/out/")]
-        body = []
+        body = [["the device itself", "", "", *times("tiers/read/device", "gb_per_s")]]
         for where in places:
             moves = (f"tiers/{way}/{where}" for way in ("out", "back", "read"))
             body.append([where, *(times(name, "gb_per_s")[0] for name in moves)])

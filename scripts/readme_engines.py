@@ -29,9 +29,10 @@ def arrivals(options: Result) -> str:
 
 
 def on_ranks(options: Result) -> str:
-    """How many ranks have so much each; nothing of one."""
-    ranks = options.get("ranks", 1)
-    return f" on each of {ranks} ranks" if ranks > 1 else ""
+    """How many ranks have so much each, and layers a tensor; nothing of one."""
+    ranks, group = options.get("ranks", 1), options.get("group", 1)
+    words = f" on each of {ranks} ranks" if ranks > 1 else ""
+    return words + (f", {group} layers in a tensor" if group > 1 else "")
 
 
 def driver_line(found: dict[str, Result], part: str, arm: str) -> str:

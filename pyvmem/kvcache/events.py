@@ -55,10 +55,6 @@ class _HeldFd(FdEvent):
             raise BadHandle(f"FdEvent({fd}): {error.strerror}", errno=errno.EBADF) from None
         self._own = True
 
-    def __del__(self) -> None:
-        if hasattr(self, "_own"):
-            self.close()
-
 
 def record(stream: Any, device: int | None) -> Any:
     """An event for all work so far on `stream`; None where there is none to wait for.
