@@ -148,8 +148,9 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
 
         Raises:
-            InvalidArgument: a positive number; the window of what is left begins in rows that are
-                gone (`KVCacheConfig.window_tile`); or other layers have a state.
+            InvalidArgument: a positive number; this layer's or another's window of what is left
+                begins in rows that are gone (`KVCacheConfig.window_tile`); or other layers have a
+                state.
         """
         if tokens_to_remove > 0:
             raise invalid(
@@ -157,10 +158,15 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             )
         if self.is_initialized and tokens_to_remove:
             left = max(0, self._length + tokens_to_remove)
-            self._rows.check_back(self._index, left, self._first())
+            self._rows.check_back(left)
             self._length = left
             self._ancestry.crop(self._length)
             self._settle()
+
+    def check_back(self, length: int) -> None:
+        """Raises InvalidArgument where it cannot shrink to so few tokens."""
+        if self._length > length:
+            self._rows.check_window(self._index, length, self._first())
 
     def reset(self) -> None:
         """Empties the layer; with the last layer the slots become free, their pages stay."""

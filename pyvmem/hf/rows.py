@@ -245,22 +245,22 @@ class Rows:
         kept = self._held - window + 1 - part.config.window_tile if window else 0
         return max(kept, *part.first_rows(range(self.count)), 0)
 
-    def check_back(self, layer: int, length: int, first: int) -> None:
-        """Raises InvalidArgument where rows cannot shrink to so few tokens.
+    def check_back(self, length: int) -> None:
+        """Raises InvalidArgument where one of the layers cannot shrink to so few tokens.
 
-        Their window begins in rows that are gone, or another layer has a state.
+        All are asked before the first is cut: transformers cuts one after the other.
+        """
+        for layer in self.layers:
+            layer.check_back(length)
+
+    def check_window(self, layer: int, length: int, first: int) -> None:
+        """Raises InvalidArgument where a layer's window begins in rows that are gone.
 
         Args:
             layer: with keys and values.
             length: tokens that are left.
             first: the layer's first row that all slots have.
         """
-        for other, one in enumerate(self.shapes):
-            if isinstance(one, StateShape) and length:
-                raise invalid(
-                    f"{length} tokens: layer {other} has a state, which cannot go back; compute "
-                    "the tokens again after reset"
-                )
         shape = self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
         if window and max(0, length - window + 1) < first:

@@ -100,6 +100,13 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
                 f"crop({tokens_to_remove}): layer {self._index} has a state, which cannot go back"
             )
 
+    def check_back(self, length: int) -> None:
+        """Raises InvalidArgument: no state is there for so few tokens, or for none."""
+        raise invalid(
+            f"{length} tokens: layer {self._index} has a state, which cannot go back; compute the "
+            "tokens again after reset"
+        )
+
     def activate_past_recording(self) -> None:
         """Refuses to keep states of earlier tokens, which transformers does for convolutions.
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 import torch
 from kinds_helpers import KINDS, PARTIAL, WINDOW, model_of
 from serve_helpers import VOCABULARY, one_thread
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma3TextConfig
 
 import pyvmem
 from pyvmem import InvalidArgument
@@ -113,6 +113,30 @@ def test_what_left_the_window_is_not_there(host: pyvmem.Context, kind: str) -> N
             cache.crop(-130)
         lengths = {layer.get_seq_length() for layer in cache.layers}
         assert lengths == {230}, "refused by the first layer, before another has changed"
+
+
+def test_a_refused_crop_changes_no_layer(host: pyvmem.Context) -> None:
+    """Whatever layer comes first: transformers crops one after the other."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        hidden_size=64,
+        head_dim=32,
+        sliding_window=40,
+        layer_types=kinds,
+    )
+    with VMemCache(config, 2, 2000, context=host, page_size=4096, window_tile=TILE) as cache:
+        for _ in range(3):
+            for layer in range(3):
+                rows = torch.zeros(2, 2, 300, 32)
+                cache.update(rows, rows, layer)
+        with pytest.raises(InvalidArgument, match="the window of 40 of layer 1 begins in rows"):
+            cache.crop(-500)
+        assert [layer.get_seq_length() for layer in cache.layers] == [900] * 3
+        cache.crop(-TILE)
+        assert [layer.get_seq_length() for layer in cache.layers] == [900 - TILE] * 3
 
 
 def test_the_latent_is_one_tensor_a_layer(host: pyvmem.Context) -> None:
