@@ -8,13 +8,16 @@
     publisher.publish(events.batch())       # with vLLM installed: for its publishers
 
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
-before them and the namespace, so equal prefixes have equal hashes in every process. The fields are
-those of ``vllm.distributed.kv_events``; `KVEvents.batch` makes these classes themselves.
+before them and the namespace, so equal prefixes have equal hashes in every process. Of a namespace
+that is no string, `repr` is hashed, which must be equal there, too. Those of `pyvmem.engine` are
+known by their names: a block that a closed one and its successor both have is there until neither
+has it. The fields are those of ``vllm.distributed.kv_events``; `KVEvents.batch` makes these classes
+themselves.
 
 The consecutive blocks that a router finds are the most that a prompt can begin with. The cache
-finds the same, except with sliding-window layers: there a request can begin only where the last
-window is still recorded, which may not be so where a prompt diverges in the middle of a recorded
-one.
+finds the same, except in two cases. With sliding-window layers, a request can begin only where the
+last window is still recorded, which may not be so where a prompt diverges in the middle of a
+recorded one. And what a closed namespace has left is not found by its successor.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import hashlib
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from pyvmem.engine.prefix import Generation
 from pyvmem.kvcache.prefix_tree import Change, TokenIds
 
 __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEvent", "KVEvents", "block_hashes"]
@@ -43,7 +47,8 @@ class BlockStored:
         block_size: tokens of a block.
         lora_id: not used.
         medium: where the rows lie.
-        lora_name: the namespace, or what `repr` makes of one that is no text; None: there is none.
+        lora_name: the namespace's name, or what `repr` makes of one that is no string; None: there
+            is none.
     """
 
     block_hashes: list[int]
@@ -79,15 +84,37 @@ class _Cache(Protocol):
 
 
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
-    """The hash of every whole block of `unit` tokens, from the first on; 64 bits each."""
+    """The hash of every whole block of `unit` tokens, from the first on; 64 bits each.
+
+    `namespace`: hashed as what `repr` makes of it; one of `pyvmem.engine` as its name.
+    """
     ids = TokenIds.of(tokens, namespace)
     width = unit * 4
-    last = hashlib.sha256(f"pyvmem {unit} {ids.namespace!r}".encode()).digest()
+    last = hashlib.sha256(f"pyvmem {unit} {_named(ids.namespace)!r}".encode()).digest()
     found = []
     for at in range(0, len(ids.data) // width * width, width):
         last = hashlib.sha256(last + ids.data[at : at + width]).digest()
         found.append(int.from_bytes(last[:8], "big"))
     return found
+
+
+def _named(namespace: Hashable) -> Hashable:
+    """What other processes know a namespace by; None: there is none."""
+    if not isinstance(namespace, Generation):
+        return namespace
+    return "None" if namespace.name is None else namespace.name
+
+
+class _Told(NamedTuple):
+    """What a reader knows.
+
+    Attributes:
+        number: of the last change that was reported.
+        copies: of each block in a namespace, how many namespaces of that name have it.
+    """
+
+    number: int
+    copies: dict[int, int]
 
 
 class KVEvents:
@@ -104,7 +131,7 @@ class KVEvents:
     def __init__(self, cache: _Cache, data_parallel_rank: int | None = None) -> None:
         self._cache = cache
         self._rank = data_parallel_rank
-        self._told: int | None = None  # the number of the last change that was reported
+        self._told: _Told | None = None
         cache.prefix_changes(-1)  # are collected from here on
 
     def poll(self) -> list[KVEvent]:
@@ -116,14 +143,18 @@ class KVEvents:
         self._told = told  # last, as in `batch`
         return events
 
-    def _untold(self) -> tuple[list[KVEvent], int]:
-        """What is to be reported, and the number of the last change in it."""
-        begun, told = self._told is not None, -1 if self._told is None else self._told
-        changes = self._cache.prefix_changes(told)
+    def _untold(self) -> tuple[list[KVEvent], _Told]:
+        """What is to be reported, and what the reader knows then."""
+        told = _Told(-1, {}) if self._told is None else self._told
+        changes = self._cache.prefix_changes(told.number)
         unit = self._cache.sharing_unit
-        events: list[KVEvent] = [] if begun else [AllBlocksCleared()]
-        events += [_event(one, unit) for one in changes]
-        return events, changes[-1].number if changes else told
+        events: list[KVEvent] = [AllBlocksCleared()] if self._told is None else []
+        if not changes:
+            return events, told
+        copies = dict(told.copies)
+        for one in changes:
+            events += _events(one, unit, copies)
+        return events, _Told(changes[-1].number, copies)
 
     def batch(self, now: float | None = None) -> Any:
         """`poll` as a ``KVEventBatch`` of the vLLM that is installed, for its `EventPublisher`.
@@ -143,18 +174,39 @@ class KVEvents:
         return made
 
 
-def _event(change: Change, unit: int) -> KVEvent:
-    hashes = block_hashes(change.ids, unit)
+def _events(change: Change, unit: int, copies: dict[int, int]) -> list[KVEvent]:
+    """None where other namespaces of the name have the blocks; notes the change in `copies`."""
+    hashes, name = block_hashes(change.ids, unit), _named(change.ids.namespace)
+    blocks = hashes[change.first :]
+    if name is not None:
+        blocks = _first_or_last(blocks, change.stored, copies)
+    if not blocks:
+        return []
     if not change.stored:
-        return BlockRemoved(hashes[change.first :])
-    namespace = change.ids.namespace
-    return BlockStored(
-        hashes[change.first :],
-        hashes[change.first - 1] if change.first else None,
-        list(change.ids)[change.first * unit :],
-        unit,
-        lora_name=namespace if namespace is None or isinstance(namespace, str) else repr(namespace),
-    )
+        return [BlockRemoved(blocks)]
+    first = len(hashes) - len(blocks)  # others have what a prefix begins with, if anything
+    return [
+        BlockStored(
+            blocks,
+            hashes[first - 1] if first else None,
+            list(change.ids)[first * unit :],
+            unit,
+            lora_name=name if name is None or isinstance(name, str) else repr(name),
+        )
+    ]
+
+
+def _first_or_last(blocks: list[int], stored: bool, copies: dict[int, int]) -> list[int]:
+    """The blocks that none had before, or that none has now; notes both in `copies`."""
+    found = []
+    for one in blocks:
+        before = copies.pop(one, 0)
+        now = before + (1 if stored else -1)
+        if now:
+            copies[one] = now
+        if not (before and now):
+            found.append(one)
+    return found
 
 
 def _vllm_event(module: Any, event: KVEvent) -> Any:

@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from pyvmem.kvcache import PrefixMatch, TokenIds
 
-__all__ = ["Matcher", "Namespace", "Prefix", "key_of"]
+__all__ = ["Generation", "Matcher", "Namespace", "Prefix", "key_of"]
+
+
+class Generation(NamedTuple):
+    """The cache's key for a namespace; other processes know it by the name.
+
+    Attributes:
+        name: the caller's.
+        number: no other namespace of the cache has it.
+    """
+
+    name: Hashable
+    number: int
 
 
 @dataclass(eq=False)
@@ -44,7 +55,7 @@ class Namespace:
         """
         if not self.is_open:
             raise BadHandle(f"{self!r} is closed", errno=errno.EBADF, op="Namespace")
-        return (self.name, self.generation)
+        return Generation(self.name, self.generation)
 
     def close(self) -> None:
         """Ends it: what it recorded is not found again, and is evicted when memory is short.

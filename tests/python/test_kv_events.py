@@ -11,6 +11,7 @@ from conftest import open_context
 from kvcache_helpers import LAYERS, ROWS, lens, small_cache
 
 from pyvmem import Caps, Context, KVCache
+from pyvmem.engine import Namespace, Request, RequestCache
 from pyvmem.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, block_hashes
 
 
@@ -28,6 +29,14 @@ def serve(cache: KVCache, tokens: list[int], namespace: Hashable = None) -> None
     reqid = taken[0]
     assert cache.step(lens(cache, **{f"r{reqid}": len(tokens)})) == 0
     cache.free_reqid(reqid, tokens=tokens, namespace=namespace)
+
+
+def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> None:
+    """The same by an engine."""
+    request = engine.admit(tokens, namespace)
+    assert isinstance(request, Request)
+    assert engine.extend({request: len(tokens)}) is None
+    engine.release(request, tokens=tokens)
 
 
 class Router:
@@ -131,6 +140,52 @@ def test_a_namespace_is_never_taken_for_none(sharing: Context, namespace: Hashab
         assert isinstance(stored, BlockStored)
         assert stored.lora_name == (namespace if isinstance(namespace, str) else repr(namespace))
         assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, namespace)
+
+
+def test_a_namespace_of_an_engine_is_known_by_its_name(sharing: Context) -> None:
+    """The same in every process, however many namespaces there were before."""
+    for names in (["adapter"], ["other", "adapter"], [7], [None]):
+        with small_cache(sharing) as cache:
+            events, engine = KVEvents(cache), RequestCache(cache)
+            spaces = [engine.namespace(name) for name in names]
+            record(engine, [1] * ROWS, spaces[-1])
+            _, stored = events.poll()
+            assert isinstance(stored, BlockStored)
+            name = names[-1] if isinstance(names[-1], str) else repr(names[-1])
+            assert stored.lora_name == name
+            hashed = "None" if names[-1] is None else names[-1]
+            assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, hashed)
+            assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, spaces[-1].key)
+            engine.close()
+
+
+def test_a_block_is_there_until_no_namespace_of_its_name_has_it(sharing: Context) -> None:
+    with small_cache(sharing) as cache:
+        events, engine, router = KVEvents(cache), RequestCache(cache), Router()
+        first = engine.namespace("adapter")
+        record(engine, [1] * ROWS, first)
+        router.follow(events.poll())
+        first.close()
+        second = engine.namespace("adapter")
+        assert engine.match([1] * (ROWS + 1), second).length == 0
+        record(engine, [1] * ROWS + [2] * ROWS, second)
+        both = block_hashes([1] * ROWS + [2] * ROWS, ROWS, "adapter")
+        (stored,) = events.poll()
+        assert stored == BlockStored(both[1:], both[0], [2] * ROWS, ROWS, lora_name="adapter")
+        router.follow([stored])
+        running = engine.admit([1] * ROWS + [2] * ROWS + [3], second)
+        assert isinstance(running, Request)
+        assert running.length == 2 * ROWS
+        held = cache.stats().prefix_tokens
+        cache.trim(prefixes=True)  # evicts what no request uses
+        assert cache.stats().prefix_tokens == held - ROWS, "the first one's"
+        assert events.poll() == []
+        assert router.matched([1] * ROWS + [2] * ROWS, ROWS, "adapter") == 2 * ROWS
+        engine.release(running)
+        cache.trim(prefixes=True)
+        router.follow(events.poll())
+        assert not router.blocks
+        engine.close()
 
 
 def test_with_a_window_a_router_knows_the_most_that_can_match(backend: str) -> None:
