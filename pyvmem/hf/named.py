@@ -154,6 +154,13 @@ class NamedRequests:
             self._requests[name] = new
         return held
 
+    def _held(self, name: str) -> _Request:
+        """A request that has a slot; raises InvalidArgument for one without."""
+        known = self._requests.get(name)
+        if known is None:
+            raise invalid(f"request {name} has no slot")
+        return known
+
     def _map(self, one: _Request, tokens: int) -> bool:
         guard = any(part.layout.guard for part in self.parts)  # which a step knows of
         if guard or tokens > self._cache.capacity(one.request):
@@ -250,10 +257,17 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """A new request that begins with another's first rows; False: no room for it."""
+        """A new request that begins with another's first rows; False: no room for it.
+
+        Raises:
+            InvalidArgument: a parent without a slot, a child that has one, or more tokens than the
+                parent holds.
+        """
+        parent = self._held(name)
+        if child in self._requests:
+            raise invalid(f"request {child} has a slot already; a fork of {name} needs a new name")
         if not self.can_fork:
             return False
-        parent = self._requests[name]
         forked = self._cache.fork(parent.request, 1, tokens, self.stream)
         if isinstance(forked, Shortage):
             return False
@@ -289,7 +303,12 @@ class NamedRequests:
     # ---- the batch -------------------------------------------------------------------------------
 
     def queue(self, name: str, past: int, new: int) -> None:
-        """Puts a request into the next batch: `new` tokens after `past` ones."""
+        """Puts a request into the next batch: `new` tokens after `past` ones.
+
+        Raises:
+            InvalidArgument: a request without a slot.
+        """
+        self._held(name)
         self._next.queue(name, past, new)
 
     def attend(

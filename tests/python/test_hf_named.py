@@ -204,6 +204,24 @@ def test_bad_calls_change_nothing(requests: NamedRequests) -> None:
     with pytest.raises(InvalidArgument, match="1 tokens; the batch has 2"):
         requests.attend(0, rows, rows, rows, None)
     requests.drop("nobody")
+    for call in (lambda: requests.queue("nobody", 0, 1), lambda: requests.fork("nobody", "b", 0)):
+        with pytest.raises(InvalidArgument, match="request nobody has no slot"):
+            call()
+    compute(requests, [("a", [5, 6], 0)])  # nobody is queued
+
+
+def test_a_fork_takes_no_name_that_has_a_slot(requests: NamedRequests) -> None:
+    both = [("a", [5, 6], 0), ("b", [7, 8, 9], 0)]
+    for name, tokens, _ in both:
+        assert requests.hold(name, len(tokens))
+    compute(requests, both)
+    free = requests.kvcache.num_free_slots
+    for child in ("a", "b"):
+        with pytest.raises(InvalidArgument, match=f"request {child} has a slot already"):
+            requests.fork("a", child, 2)
+    assert (requests.kvcache.num_free_slots, len(requests)) == (free, 2)
+    requests.drop_all(forget=True)
+    assert requests.kvcache.num_free_slots == SLOTS
 
 
 def test_a_dropped_request_is_not_in_the_batch(requests: NamedRequests) -> None:
