@@ -61,6 +61,8 @@ class Closable(Scoped):
 class MustClose(Closable):
     """A `Closable` that warns (ResourceWarning) if it is forgotten while open.
 
+    It frees nothing then, unless a subclass does.
+
     A subclass sets `_closed`: True until there is something to close.
     """
 

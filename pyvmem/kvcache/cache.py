@@ -207,7 +207,9 @@ class KVCache(MustClose):
     pages behind a running request's addresses can be replaced: `promote`, `move`.
 
     Thread-safe; calls take turns. The cache owns its reservation, and the context unless one was
-    given. A context manager.
+    given. A context manager. One that is forgotten without `close`, a `LayeredCache` too, warns
+    (ResourceWarning), and keeps its memory and addresses until the process ends, or, in a context
+    that was given, until that is closed.
 
     Args:
         config: shape, limits and policy.
