@@ -35,6 +35,7 @@ from pyvmem.kvcache.config import (
     invalid,
     longest_of,
     policy_of,
+    real,
     switched,
 )
 from pyvmem.layouts import (
@@ -77,7 +78,8 @@ class Model:
             raise invalid("a Model needs at least one layer with keys and values")
         if self.dtype not in DTYPE_BYTES:
             raise invalid(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        bounded("max_seq_len", self.max_seq_len, 1, 1 << 30)
+        longest = bounded("max_seq_len", self.max_seq_len, 1, 1 << 30)
+        object.__setattr__(self, "max_seq_len", longest)
 
     @classmethod
     def of(cls, config: Any, dtype: Any = None) -> Model:
@@ -145,15 +147,12 @@ class Policy:
             ("layers_per_tensor", 1 << 14),
             ("ahead_tokens", 1 << 30),
         ):
-            bounded(name, getattr(self, name), int(name == "max_batch"), high)
-        switched("promote", self.promote)
+            number = bounded(name, getattr(self, name), int(name == "max_batch"), high)
+            object.__setattr__(self, name, number)
+        object.__setattr__(self, "promote", switched("promote", self.promote))
         expect("options", self.options, Mapping)
-        try:
-            share = float(self.memory_share)
-        except (TypeError, ValueError):
-            raise invalid(f"memory_share must be a number, not {self.memory_share!r}") from None
-        if not 0 < share <= 1:
-            raise invalid(f"memory_share is {share}; it must be above 0 and at most 1")
+        share = real("memory_share", self.memory_share, 1, positive=True)
+        object.__setattr__(self, "memory_share", share)
         # Of them `promote` gives large pages.
         policy_of({"large_page_size": _LARGE, **self.options})
 

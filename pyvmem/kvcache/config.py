@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import InvalidArgument
+from pyvmem.expect import shown
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,7 @@ __all__ = [
     "layer_shapes",
     "longest_of",
     "policy_of",
+    "real",
     "switched",
     "text_config",
 ]
@@ -90,6 +92,8 @@ _BOUNDS = {
     "reclaim_steps": (0, 1 << 30),
 }
 
+_REALS = {"low_watermark": 1, "growth_fraction": 1, "join_at": 1, "idle_seconds": 10**9}
+
 _SWITCHES = (
     *("zero_fill", "deferred_reclaim", "keep_mapped", "overread_decode", "sparse"),
     *("packed_slots", "idle_prefixes", "state"),
@@ -106,16 +110,38 @@ def bounded(name: str, value: Any, low: int, high: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise invalid(f"{name} must be a whole number, not {value!r}") from None
+        raise invalid(f"{name} must be a whole number, not {shown(value)}") from None
     if not low <= number <= high:
-        raise invalid(f"{name} is {number}; it must lie between {low} and {high}", limit=high)
+        raise invalid(
+            f"{name} is {shown(number)}; it must lie between {low} and {high}", limit=high
+        )
+    return number
+
+
+def real(name: str, value: Any, high: int, *, positive: bool = False) -> float:
+    """A number from 0 to a bound, or with `positive` above 0; raises InvalidArgument otherwise.
+
+    A string that spells one is none.
+    """
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, for several in a tensor
+        raise invalid(f"{name} must be a number, not {shown(value)}") from None
+    if not 0.0 <= number <= high or (positive and not number):  # also refuses NaN
+        bounds = "be above 0 and at most" if positive else "lie between 0 and"
+        what = shown(value) if math.isinf(number) else number
+        raise invalid(f"{name} is {what}; it must {bounds} {high}", limit=high)
     return number
 
 
 def switched(name: str, value: Any) -> bool:
     """True or False; raises InvalidArgument otherwise: "off" would count as on."""
     if not (isinstance(value, int) and value in (0, 1)):
-        raise invalid(f"{name} must be True or False, not {value!r}")
+        raise invalid(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
@@ -279,7 +305,7 @@ class KVCacheConfig:
         for name in _SWITCHES:
             object.__setattr__(self, name, switched(name, getattr(self, name)))
         if self.idle_compact is not None:
-            switched("idle_compact", self.idle_compact)
+            object.__setattr__(self, "idle_compact", switched("idle_compact", self.idle_compact))
         for name in ("page_size", "large_page_size"):
             size = getattr(self, name)
             if size & (size - 1):
@@ -297,21 +323,10 @@ class KVCacheConfig:
                 size=self.memory_floor,
                 limit=self.memory_limit,
             )
-        self._check_real("low_watermark", 1)
-        self._check_real("growth_fraction", 1)
-        self._check_real("join_at", 1)
-        if self.idle_seconds is not None:
-            self._check_real("idle_seconds", 10**9)
-
-    def _check_real(self, name: str, high: int) -> None:
-        value = getattr(self, name)
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise invalid(f"{name} must be a number, not {value!r}") from None
-        if not 0.0 <= number <= high:  # also refuses NaN
-            raise invalid(f"{name} is {number}; it must lie between 0 and {high}", limit=high)
-        object.__setattr__(self, name, number)
+        for name, high in _REALS.items():
+            value = getattr(self, name)
+            if name != "idle_seconds" or value is not None:
+                object.__setattr__(self, name, real(name, value, high))
 
     @property
     def itemsize(self) -> int:

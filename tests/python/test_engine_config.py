@@ -75,6 +75,11 @@ def test_bad_models(layers: list[LayerShape], dtype: str, length: int, text: str
         ({"memory_share": 0}, "memory_share is 0"),
         ({"memory_share": 1.5}, "memory_share is 1.5"),
         ({"memory_share": "much"}, "'much'"),
+        ({"memory_share": "0.5"}, "memory_share must be a number, not '0.5'"),
+        ({"memory_share": b"0.5"}, "memory_share must be a number"),
+        ({"memory_share": 10**400}, "memory_share is an int of 1329 bits; it must be above 0"),
+        ({"memory_share": float("nan")}, "memory_share is nan"),
+        ({"max_batch": 10**5000}, "max_batch is an int of 16610 bits"),
         ({"promote": "off"}, "promote must be True or False, not 'off'"),
         ({"options": {"wrong": 1}}, "'wrong' is none of the options ahead_tokens, "),
         ({"options": {"window": 8}}, "window is given by the layers"),
@@ -85,6 +90,12 @@ def test_bad_models(layers: list[LayerShape], dtype: str, length: int, text: str
 def test_bad_policies(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         Policy(**changes)
+
+
+def test_a_policy_keeps_plain_numbers() -> None:
+    policy = Policy(max_batch=True, memory_share=1, promote=0)  # type: ignore[arg-type]
+    kept = (policy.max_batch, policy.memory_share, policy.promote)
+    assert repr(kept) == "(1, 1.0, False)"
 
 
 def test_the_layout_is_the_advisers(host: Context) -> None:

@@ -46,6 +46,14 @@ GOOD: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
         ({"low_watermark": 1.5}, "low_watermark is 1.5; it must lie between 0 and 1"),
         ({"low_watermark": float("nan")}, "low_watermark is nan"),
         ({"low_watermark": "much"}, "low_watermark must be a number, not 'much'"),
+        ({"low_watermark": "0.5"}, "low_watermark must be a number, not '0.5'"),
+        ({"growth_fraction": b"0.5"}, "growth_fraction must be a number, not b'0.5'"),
+        ({"join_at": 10**400}, "join_at is an int of 1329 bits; it must lie between 0 and 1"),
+        ({"idle_seconds": -(10**5000)}, "idle_seconds is an int of 16610 bits; it must lie"),
+        ({"idle_seconds": torch.zeros(2)}, "idle_seconds must be a number, not tensor([0., 0.])"),
+        ({"max_batch": 10**5000}, "max_batch is an int of 16610 bits; it must lie between 1 and"),
+        ({"head_dim": [10**5000]}, "head_dim must be a whole number, not a list that is too long"),
+        ({"zero_fill": 10**5000}, "zero_fill must be True or False, not an int of 16610 bits"),
         ({"overread_rows": -1}, "overread_rows is -1"),
         ({"eager_pages": -1}, "eager_pages is -1"),
         ({"reclaim_steps": -1}, "reclaim_steps is -1"),
@@ -65,6 +73,8 @@ def test_defaults_and_types() -> None:
     assert config.itemsize == 2
     assert (config.zero_fill, config.deferred_reclaim, config.group_size) == (True, True, 1)
     assert config == KVCacheConfig(**GOOD, dtype="bfloat16")
+    compacts = [KVCacheConfig(**GOOD, idle_compact=value).idle_compact for value in (0, 1, None)]
+    assert [*map(repr, compacts)] == ["False", "True", "None"]
     with pytest.raises(FrozenInstanceError):
         config.num_layers = 5  # type: ignore[misc]
 
