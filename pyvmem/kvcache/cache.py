@@ -1020,7 +1020,7 @@ class KVCache(MustClose):
     def owners(self, reqids: Sequence[int]) -> list[int | None]:
         """`owner` of several slots."""
         group = self._groups[0]
-        slots = group.table.slots
+        slots, reqids = group.table.slots, list(map(operator.index, reqids))
         if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
             for reqid in reqids:
                 group.slot(reqid, taken=False)  # refuses the wrong one

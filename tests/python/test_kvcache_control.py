@@ -164,6 +164,17 @@ def test_a_reqid_that_is_none(context: Context, name: str, reqid: int) -> None:
                 getattr(cache, several)([0, reqid])
 
 
+@pytest.mark.parametrize("reqid", ["0", 1.0, None])
+@pytest.mark.parametrize("name", ["owner", "seq_len", "is_taken", "capacity"])
+def test_a_reqid_that_is_no_whole_number(context: Context, name: str, reqid: Any) -> None:
+    text = f"'{type(reqid).__name__}' object cannot be interpreted as an integer"
+    with small_cache(context) as cache:
+        with pytest.raises(TypeError, match=text):
+            getattr(cache, name)(reqid)
+        with pytest.raises(TypeError, match=text):
+            cache.owners([0, reqid])
+
+
 def test_arguments_that_are_none(context: Context) -> None:
     with small_cache(context) as cache:
         cache.claim(0)
