@@ -1318,6 +1318,8 @@ def _pages_of(
             first, last = operator.index(first), operator.index(last)
         except (TypeError, ValueError):
             raise invalid(f"tokens must be a range or (first, last), not {tokens!r:.80}") from None
+        if isinstance(tokens, range) and tokens.step != 1:
+            raise invalid(f"tokens is {tokens}; the step of a range must be 1")
         if not 0 <= first <= last <= held:
             raise invalid(
                 f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held

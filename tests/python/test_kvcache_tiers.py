@@ -249,6 +249,10 @@ def test_bad_moves(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
             ({"location": "device", "tokens": (-1, 2)}, "tokens -1 to 2"),
             ({"location": "device", "tokens": (1, 2, 3)}, "tokens must be a range"),
             ({"location": "device", "tokens": "ab"}, "tokens must be a range"),
+            (
+                {"location": "device", "tokens": range(0, ROWS, 2)},
+                rf"tokens is range\(0, {ROWS}, 2\); the step of a range must be 1",
+            ),
         ):
             with pytest.raises(InvalidArgument, match=text):
                 cache.move(reqid, **arguments)  # type: ignore[arg-type]
