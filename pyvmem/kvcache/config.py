@@ -536,7 +536,7 @@ class LayerShape:
             ("v_head_dim", 0, 1 << 16),
             ("window", 0, 1 << 30),
         ):
-            bounded(name, getattr(self, name), low, high)
+            object.__setattr__(self, name, bounded(name, getattr(self, name), low, high))
 
 
 @dataclass(frozen=True)
@@ -569,8 +569,7 @@ class StateShape:
             sizes = tuple(getattr(self, name))
             if len(sizes) == 1:
                 raise invalid(f"{name} is {sizes}; it must have two sizes or more")
-            for size in sizes:
-                bounded(name, size, 1, 1 << 16)
+            sizes = tuple(bounded(name, size, 1, 1 << 16) for size in sizes)
             bounded(f"elements of a {name} channel", math.prod(sizes[1:]), 1, 1 << 16)
             object.__setattr__(self, name, sizes)
 

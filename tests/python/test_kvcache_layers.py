@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import open_context
 from kvcache_helpers import eventually
 from move_helpers import in_slabs, with_tiers
@@ -23,7 +25,8 @@ from pyvmem import (
     OutOfMemory,
     VMemError,
 )
-from pyvmem.kvcache import Budget, IntegrityError, LayeredCache, LayerShape
+from pyvmem.kvcache import Budget, IntegrityError, LayeredCache, LayerShape, StateShape
+from pyvmem.kvcache.config import classes_of
 
 
 def units(page: int) -> int:
@@ -257,6 +260,16 @@ def test_a_context_of_its_own(backend: str) -> None:
     assert not cache.budget.context.is_open
     with pytest.raises(BadHandle, match="the LayeredCache is closed"):
         cache.step([3])
+
+
+@pytest.mark.parametrize("number", [torch.tensor, np.array, np.int64])
+def test_a_shape_is_of_plain_numbers(number: Any) -> None:
+    """Equal layers are one class, whatever their sizes were given as."""
+    shapes = [LayerShape(number(2), number(64), window=number(9)), LayerShape(2, 64, 64, 9)]
+    assert repr(shapes[0]) == repr(shapes[1])
+    assert len(classes_of(shapes)[0]) == 1
+    states = [StateShape(conv=(number(3), number(4))), StateShape(conv=(3, 4))]
+    assert repr(states[0]) == repr(states[1])
 
 
 def test_bad_input(context: Context) -> None:
