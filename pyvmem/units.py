@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 __all__ = ["counted", "format_bytes", "parse_bytes"]
 
@@ -16,10 +17,10 @@ def parse_bytes(text: str, name: str = "size") -> int:
     Raises:
         ValueError: not a size; says which one.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.I | re.ASCII)
     if not found:
         raise ValueError(f"{name}={text!r}: expected a size such as 20G or 512M")
-    value = float(found[1]) * _UNITS[found[2].upper()]
+    value = Decimal(found[1]) * _UNITS[found[2].upper()]
     if value >= 1 << 62:
         raise ValueError(f"{name}={text!r}: expected less than 2**62 bytes")
     return int(value)

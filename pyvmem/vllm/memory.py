@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyvmem.context import Context
-from pyvmem.errors import VMemError
+from pyvmem.errors import NotSupported, VMemError
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reservation import Reservation
@@ -43,8 +43,21 @@ class _Unmap:
 
 
 def open_context(backend: str, device: int, page_size: int, reserve: int) -> Context:
-    """The context of a rank. Empty slabs beyond `reserve` bytes of free pages go back at once."""
-    return Context(backend, device=device, granule=page_size, pool_high=max(reserve, 1))
+    """The context of a rank. Empty slabs beyond `reserve` bytes of free pages go back at once.
+
+    Raises:
+        ValueError: the back end has no such pages.
+    """
+    try:
+        return Context(backend, device=device, granule=page_size, pool_high=max(reserve, 1))
+    except NotSupported as error:
+        if not (page_size and error.bytes == page_size and error.limit):
+            raise
+        sizes = [1 << bit for bit in range(error.limit.bit_length()) if error.limit >> bit & 1]
+        wanted = f"one of {', '.join(map(str, sizes))}" if sizes[1:] else f"{sizes[0]} or more"
+        raise ValueError(
+            f"VMEM_PAGE_SIZE={page_size}: expected {wanted}, with VMEM_BACKEND={backend}"
+        ) from error
 
 
 class KVMemory:

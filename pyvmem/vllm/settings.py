@@ -25,14 +25,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pyvmem._native import backend_names
 from pyvmem.units import parse_bytes
 
 __all__ = ["Settings"]
 
+_PAGES = (4 << 10, 1 << 30)  # the least and the most of any back end
+
 
 def _seconds(text: str, name: str) -> float:
     try:
-        value = float(text)
+        value = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
         value = math.nan
     if not 0 <= value < 1e9:
@@ -93,8 +96,15 @@ class Settings:
             return parse_bytes(text, name) if text else None
 
         page_size = size("VMEM_PAGE_SIZE") or 0
-        if page_size & (page_size - 1):
-            raise ValueError(f"VMEM_PAGE_SIZE={page_size}: expected a power of two")
+        least, most = _PAGES
+        if page_size and (page_size & (page_size - 1) or not least <= page_size <= most):
+            raise ValueError(
+                f"VMEM_PAGE_SIZE={page_size}: expected a power of two from {least} to {most}"
+            )
+        backend = env.get("VMEM_BACKEND", "")
+        if backend not in ("", "auto", *backend_names()):
+            names = ", ".join(("auto", *backend_names()))
+            raise ValueError(f"VMEM_BACKEND={backend!r}: expected one of {names}")
         limit, floor = size("VMEM_LIMIT"), size("VMEM_FLOOR") or 0
         if limit is not None and limit < floor:
             raise ValueError(f"VMEM_LIMIT={limit} is below VMEM_FLOOR={floor}")
@@ -105,7 +115,7 @@ class Settings:
             )
         ledger = env.get("VMEM_LEDGER", "")
         return cls(
-            backend="" if env.get("VMEM_BACKEND", "") == "auto" else env.get("VMEM_BACKEND", ""),
+            backend="" if backend == "auto" else backend,
             page_size=page_size,
             limit=limit,
             floor=floor,

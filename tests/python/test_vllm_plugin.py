@@ -259,13 +259,22 @@ def test_all_reasons_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0", 0), ("4096", 4096), ("20G", 20 << 30), ("1.5m", 3 << 19), (" 2 GiB", 2 << 30)],
+    [
+        *(("0", 0), ("4096", 4096), ("20G", 20 << 30), ("1.5m", 3 << 19), (" 2 GiB", 2 << 30)),
+        *(("9007199254740993", (1 << 53) + 1), ("0.1T", (1 << 40) // 10)),
+    ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "-1", "20X", "G", "1e9", "nan", "20GG", "9999999999T"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "-1", "20X", "G", "1e9", "nan", "20GG", "9999999999T", "9" * 5000, "1_0"),
+        *("\uff12\uff10G", "20\u212a"),  # digits of full width, the sign of kelvin
+    ],
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="VMEM_LIMIT="):
         parse_bytes(text, "VMEM_LIMIT")
@@ -277,6 +286,11 @@ def test_what_is_no_size(text: str) -> None:
         ({"VMEM_LIMIT": "much"}, "VMEM_LIMIT='much': expected a size"),
         ({"VMEM_LIMIT": "1G", "VMEM_FLOOR": "2G"}, "is below VMEM_FLOOR=2147483648"),
         ({"VMEM_PAGE_SIZE": "96K"}, "VMEM_PAGE_SIZE=98304: expected a power of two"),
+        ({"VMEM_PAGE_SIZE": "1"}, "VMEM_PAGE_SIZE=1: expected a power of two from 4096 to 1073741"),
+        ({"VMEM_PAGE_SIZE": "8T"}, "VMEM_PAGE_SIZE=8796093022208: expected a power of two"),
+        ({"VMEM_BACKEND": "nonsense"}, "VMEM_BACKEND='nonsense': expected one of auto, .*host"),
+        ({"VMEM_IDLE": "1_0"}, "VMEM_IDLE='1_0': expected seconds"),
+        ({"VMEM_IDLE": "\uff11"}, "expected seconds"),
         ({"VMEM_IDLE": "soon"}, "VMEM_IDLE='soon': expected seconds"),
         ({"VMEM_IDLE": "-1"}, "VMEM_IDLE='-1': expected seconds"),
         ({"VMEM_NAME": "a b"}, "VMEM_NAME='a b': expected 1 to 63 letters"),
@@ -286,6 +300,17 @@ def test_what_is_no_size(text: str) -> None:
 def test_malformed_variables(env: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Settings.read(env)
+
+
+def test_a_page_size_that_the_back_end_lacks() -> None:
+    pytest.importorskip("torch")
+    from pyvmem.vllm.memory import open_context
+
+    text = r"VMEM_PAGE_SIZE=4194304: expected one of 4096, .*2097152, with VMEM_BACKEND=host"
+    with pytest.raises(ValueError, match=text):
+        open_context("host", 0, 4 << 20, 0)
+    with open_context("host", 0, 4096, 0) as context:
+        assert context.info.granule == 4096
 
 
 @pytest.mark.parametrize("name", ["VMEM_LIMIT", "VMEM_FLOOR"])
