@@ -66,10 +66,10 @@ class Options:
     def __post_init__(self) -> None:
         for name, most in (("max_batch", MOST_SLOTS), ("max_seq_len", LONGEST)):
             if (value := getattr(self, name)) is not None:
-                bounded(name, value, 1, most)
+                object.__setattr__(self, name, bounded(name, value, 1, most))
         if self.kernel != "auto" and self.kernel not in KERNELS:
             raise invalid(f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}")
-        switched("keep_windows", self.keep_windows)
+        object.__setattr__(self, "keep_windows", switched("keep_windows", self.keep_windows))
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:

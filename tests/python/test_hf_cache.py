@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCau
 
 import pyvmem
 from pyvmem import BadHandle, Busy, InvalidArgument, NotSupported, OutOfMemory
-from pyvmem.hf import VMemCache
+from pyvmem.hf import VMemCache, cb_options
 from pyvmem.hf.ancestry import Ancestry
 from pyvmem.hf.rows import move_rows
 from pyvmem.kvcache import Budget
@@ -348,6 +348,17 @@ def test_out_of_memory_is_said_and_the_cache_goes_on(model: Any, host: pyvmem.Co
         cache.crop(-40)
         cache.update(states[:, :, :1], states[:, :, :1], 0)
         assert bool((cache.layers[0].keys == 1).all())
+
+
+def test_limits_are_plain_numbers(model: Any, host: pyvmem.Context) -> None:
+    with VMemCache(model.config, torch.tensor(2), torch.tensor(64), context=host) as cache:
+        states = torch.zeros(1, HEADS, 5, DIM)
+        cache.update(states, states, 0)
+        assert repr(cache.layers[0].get_max_length()) == "64"
+        assert cache.kvcache is not None
+        assert repr(cache.kvcache.config.max_batch) == "2"
+    options = cb_options.Options(max_batch=torch.tensor(3), keep_windows=1)  # type: ignore[arg-type]
+    assert repr((options.max_batch, options.keep_windows)) == "(3, True)"
 
 
 def test_bad_input_is_named(model: Any, host: pyvmem.Context) -> None:
