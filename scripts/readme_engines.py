@@ -29,10 +29,12 @@ def arrivals(options: Result) -> str:
 
 
 def on_ranks(options: Result) -> str:
-    """How many ranks have so much each, and layers a tensor; nothing of one."""
+    """How many ranks have so much each, and layers a tensor, nothing of one; unusual pages."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
-    return words + (f", {group} layers in a tensor" if group > 1 else "")
+    words += f", {group} layers in a tensor" if group > 1 else ""
+    page = options["page"] >> 10
+    return words + (f", pages of {page} KB" if page not in (64, 2048) else "")
 
 
 def driver_line(found: dict[str, Result], part: str, arm: str) -> str:

@@ -702,6 +702,23 @@ def test_vllm_that_cannot_run_says_why(
     assert (missing["id"].partition("/")[2], missing["why"]) == ("makespan/vllm", why)
 
 
+def test_pages_of_another_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    real = Forward.launch
+
+    def launch(self: Forward, works: list[Work]) -> Any:
+        if isinstance(self.store, Slots):
+            opened.append(self.store.cache.layout.page_size)
+        return real(self, works)
+
+    monkeypatch.setattr(Forward, "launch", launch)
+    out = tmp_path / "serve.json"
+    words = ["bench", "serve", "--quick", "--backend", "host", "--out", str(out), "--page", "16K"]
+    assert main([*words, "--arms", "contiguous", "--requests", "2"]) == 0
+    assert set(opened) == {16 << 10}
+    assert json.loads(out.read_text())["options"]["page"] == 16 << 10
+
+
 def test_an_arm_that_fails_midway_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

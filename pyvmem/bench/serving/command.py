@@ -174,7 +174,7 @@ class _Runner:
             shape = (self.longest, slots, limit, arm.block, self.device)
             return kind(sizes, *shape)
         on_host = self.command.backend == "host"
-        page = arm.page or self.command.page
+        page = arm.page or args.page or self.command.page
         if on_host and arm.page:
             page = 16 * self.command.page  # as many rows as a tiny model's request has
         config = sizes.config(
@@ -503,6 +503,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
     )
     found = {name: getattr(args, name) for name in names.split()}
+    if args.page:
+        found["page"] = args.page
     return {**found, "trace": args.trace.name if args.trace else None}
 
 
@@ -539,6 +541,8 @@ def add_parser(which: Any) -> None:
     add("--longest", type=int, default=16384, help="tokens of a slot (16384)")
     add("--slots", type=int, default=256, help="requests at a time, at most (256)")
     add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
+    text = "of a contiguous cache's pages, as 128K (the back end's)"
+    add("--page", type=size, default=0, metavar="SIZE", help=text)
     add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
     add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
     add("--ahead", type=int, default=4, help="tokens ahead that a cache is told of (4)")
