@@ -62,6 +62,41 @@ static void scattered_pages(void) {
   OK(vmem_close(vm));
 }
 
+/* Two contexts by turns: what one takes the other knows of, and the process still has a margin. */
+static void two_contexts(void) {
+  vmem_t vm[2] = {open_host(KIB(4)), open_host(KIB(4))};
+  struct vmem_op op[2];
+  uint64_t va;
+  int ret[2] = {0}, left = 0;
+  void *p[200];
+  for (int k = 0; k < 2; k++) {
+    OK(vMemReserve(vm[k], GIB(2), NULL, &va));
+    op[k] = (struct vmem_op){.op = VMEM_OP_POPULATE, .addr = va, .bytes = KIB(4), .count = 20, .stride = KIB(8)};
+  }
+  if (sysctl_max() <= 300000) {
+    while (!ret[0] || !ret[1])
+      for (int k = 0; k < 2; k++) {
+        if (!ret[k]) ret[k] = vmem_batch(vm[k], &op[k], 1, NULL, 0, 0);
+        op[k].addr += op[k].count * op[k].stride;
+      }
+    EQ(ret[0], -ENOSPC);
+    EQ(ret[1], -ENOSPC);
+    while (left < 200) { /* neighbours with different protection do not become one */
+      p[left] = mmap(NULL, KIB(4), left & 1 ? PROT_READ : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (p[left] == MAP_FAILED) break;
+      left++;
+    }
+    for (int i = 0; i < left; i++) munmap(p[i], KIB(4));
+    EQ(left, 200);
+    OK(vmem_close(vm[0])); /* the other has what it had */
+    OK(vmem_batch(vm[1], &op[1], 1, NULL, 0, 0));
+  } else {
+    OK(vmem_close(vm[0]));
+  }
+  OK(vmem_check(vm[1]));
+  OK(vmem_close(vm[1]));
+}
+
 /* Batches that wait in the queue count: each would fit alone, both would not. */
 static void queued_pages(void) {
   vmem_t vm = open_host(KIB(4));
@@ -210,5 +245,5 @@ static void mappings(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(mappings), TEST(scattered_pages), TEST(mappings_of_others), TEST(queued_pages),
+MAIN(TEST(mappings), TEST(scattered_pages), TEST(two_contexts), TEST(mappings_of_others), TEST(queued_pages),
      TEST(more_memory_than_there_is))

@@ -4,7 +4,7 @@
  * (parts of one memfd), mapped with MAP_FIXED; a page that is given back is punched out of the file.
  *
  * Every scattered page is a VMA of the process, and the kernel allows vm.max_map_count of them (65,530
- * by default). The core counts the pieces; room() holds them below the limit with a margin, so that an
+ * by default). The core counts the pieces; room() holds those of all contexts below the limit with a margin, so that an
  * undo, which may need a VMA more for a moment, does not fail. Where the rest of the process has taken the margin,
  * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
  * included: spare mappings are given up for them.
@@ -38,6 +38,7 @@ struct host {
   uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
   uint64_t slab_bytes;
   uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
+  uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
   uint64_t next_count;                                 /* ns: not before, for a refusal */
   bool recount_due;
   void *spares[SPARES]; /* a page each, never used; NULL: given up */
@@ -80,6 +81,17 @@ static uint64_t count_vmas(void) {
   return lines;
 }
 
+/* All contexts' pieces by the numbers that their cores last gave, which may be old: only what is added to them counts
+ * between two counts of the process. */
+static uint64_t all_segments; /* atomic */
+
+/* Notes a context's number; returns the others'. */
+static uint64_t note(struct host *h, uint64_t segments) {
+  uint64_t all = __atomic_add_fetch(&all_segments, segments - h->segments, __ATOMIC_RELAXED);
+  h->segments = segments;
+  return all - segments;
+}
+
 static void host_recount(void *be, uint64_t segments) {
   struct host *h = be;
   unsigned long long max = 65530;
@@ -89,6 +101,7 @@ static void host_recount(void *be, uint64_t segments) {
   h->max_vmas = max;
   h->other_vmas = others;
   h->counted_at = segments;
+  h->others_at = note(h, segments);
   h->recount_due = false;
   h->next_count = now + VMA_PAUSE * (now - begun);
   pthread_mutex_unlock(&h->lock);
@@ -126,12 +139,13 @@ static int no_room(uint64_t have, uint64_t more, uint64_t max) {
 
 static int host_room(void *be, const struct vm_be_load *load) {
   struct host *h = be;
-  uint64_t segments = load->segments, more = load->more_segments, have, max;
+  uint64_t segments = load->segments, more = load->more_segments, have, max, others;
   pthread_mutex_lock(&h->lock);
-  have = segments + load->planned_segments + h->other_vmas;
+  others = note(h, segments);
+  others = others > h->others_at ? others - h->others_at : 0;
+  have = segments + load->planned_segments + h->other_vmas + others;
   max = h->max_vmas;
-  h->segments = segments;
-  if (have + more + VMA_MARGIN > max / 4 * 3 && segments > h->counted_at + VMA_RECOUNT) h->recount_due = true;
+  if (have + more + VMA_MARGIN > max / 4 * 3 && segments + others > h->counted_at + VMA_RECOUNT) h->recount_due = true;
   pthread_mutex_unlock(&h->lock);
   return have + more + VMA_MARGIN <= max ? 0 : no_room(have, more, max);
 }
@@ -217,6 +231,7 @@ static void host_close(void *be) {
   struct host *h = be;
   while (give_spare(h)) {
   }
+  note(h, 0);
   close(h->fd);
   pthread_mutex_destroy(&h->lock);
   free(h);
@@ -228,6 +243,7 @@ static void host_forked(void *be) {
   struct host *h = be;
   struct stat st;
   if (!fstat(h->fd, &st) && st.st_ino == h->file) close(h->fd);
+  note(h, 0);
 }
 
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
