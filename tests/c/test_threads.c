@@ -145,4 +145,35 @@ static void races(void) {
   OK(vmem_close(s.vm[1]));
 }
 
-MAIN(TEST(races))
+/* Each thread reserves and frees all the time, so that one gets what another has just given back. */
+static void *comes_and_goes(void *arg) {
+  struct job *j = arg;
+  struct shared *s = j->s;
+  for (int i = 0; i < 5 * ROUNDS; i++) {
+    vmem_t vm = s->vm[i & 1];
+    struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
+    struct vmem_range_info info = {.size = sizeof(info)};
+    uint64_t bytes = (1 + (unsigned)(i * 7 + (int)j->id) % 40) * PAGE;
+    MUST(!vMemReserve(vm, bytes, NULL, &op.addr));
+    MUST(!vmem_range_query(vm, op.addr, &info));
+    MUST(info.base == op.addr && info.bytes == bytes && !info.mapped_bytes);
+    MUST(!vmem_batch(vm, &op, 1, NULL, 0, 0));
+    MUST(GET(op.addr) == 0);
+    MUST(put_byte(vm, op.addr, 1));
+    MUST(!vMemFree(vm, op.addr, VMEM_FREE_UNMAP));
+  }
+  return NULL;
+}
+
+static void reservations(void) {
+  struct shared s = {.vm = {open_vm(0), open_vm(0)}};
+  run(&s, comes_and_goes, 0);
+  EQ(s.bad, 0);
+  for (int k = 0; k < 2; k++) {
+    EQ(stats_of(s.vm[k]).reserved_bytes, 0);
+    OK(vmem_check(s.vm[k]));
+    OK(vmem_close(s.vm[k]));
+  }
+}
+
+MAIN(TEST(races), TEST(reservations))

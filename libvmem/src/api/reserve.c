@@ -31,6 +31,19 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
   return 0;
 }
 
+/* Enters a new space. Its addresses may be those of one that another thread is freeing, which the driver has given up
+ * already: that one is waited for, so that no address has two. Lock held. */
+static int enter(struct vm_ctx *c, struct vm_space *s) {
+  struct vm_space *old;
+  while ((old = vm_space_overlap(c, s->base, s->bytes)) && old->freeing) pthread_cond_wait(&c->done_cond, &c->lock);
+  if (c->closing) return vm_fail(-EBADF, "the context is being closed");
+  if (old)
+    return vm_fail_at(-EIO, s->base, s->bytes, old->base,
+                      "the system gave addresses of the reservation at 0x%llx again: not vMemFree has unmapped it",
+                      (unsigned long long)old->base);
+  return vm_space_insert(c, s);
+}
+
 VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opts *opts, uint64_t *addr) {
   int err;
   struct vm_ctx *c = vm_get(vm, "vMemReserve", &err);
@@ -49,7 +62,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
   base = s->base;
   pthread_mutex_lock(&c->lock);
-  err = c->closing ? vm_fail(-EBADF, "the context is being closed") : vm_space_insert(c, s);
+  err = enter(c, s);
   pthread_mutex_unlock(&c->lock);
   if (err)
     VM_UNDO(vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone));
@@ -127,6 +140,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
   s->freeing = false;
   s->gone |= gone;
   if (!err) vm_space_remove(c, s);
+  pthread_cond_broadcast(&c->done_cond);
   pthread_mutex_unlock(&c->lock);
   if (!err) vm_space_destroy(s);
 out:

@@ -5,20 +5,22 @@
 
 #include "virt/virt.h"
 
-struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr) {
+struct vm_space *vm_space_overlap(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
   size_t lo = 0, hi = c->virt->nspaces;
   while (lo < hi) {
     size_t mid = (lo + hi) / 2;
     struct vm_space *s = c->virt->spaces[mid];
-    if (addr < s->base)
+    if (addr + (bytes - 1) < s->base)
       hi = mid;
-    else if (addr - s->base >= s->bytes)
+    else if (addr > s->base + (s->bytes - 1))
       lo = mid + 1;
     else
       return s;
   }
   return NULL;
 }
+
+struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr) { return vm_space_overlap(c, addr, 1); }
 
 struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t align, int *err) {
   struct vm_space *s;

@@ -75,6 +75,8 @@ static inline bool vm_pte_is_live(const struct vm_pte *p) {
 struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr);
 /* The space that holds [addr, addr + bytes) whole; records -EINVAL, -EOVERFLOW or -ENXIO. */
 struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t align, int *err);
+/* A space that has addresses of [addr, addr + bytes); NULL: none. */
+struct vm_space *vm_space_overlap(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 int vm_space_insert(struct vm_ctx *c, struct vm_space *s);
 void vm_space_remove(struct vm_ctx *c, struct vm_space *s);
 struct vm_space *vm_space_new(struct vm_ctx *c, uint64_t bytes); /* lock not held */
