@@ -18,6 +18,7 @@ from pyvmem.errors import VMemError
 from pyvmem.expect import expect
 from pyvmem.info import RangeFlags, RangeInfo
 from pyvmem.pages import Pages
+from pyvmem.reentry import reentrant_lock
 
 if TYPE_CHECKING:
     from pyvmem.context import Context
@@ -58,6 +59,7 @@ class Reservation(Closable):
         "_closed",
         "_closing",
         "_context",
+        "_ending",
         "_freed",
         "_info",
         "_outcome",
@@ -67,6 +69,7 @@ class Reservation(Closable):
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
         self._closed = self._closing = False
+        self._ending = reentrant_lock()
         self._context = context
         self._outcome = outcome
         self._freed = Outcome()
@@ -237,12 +240,19 @@ class Reservation(Closable):
     def close(self, *, unmap: bool = False) -> None:
         """Frees the addresses. Does nothing when called again or once the context is closed.
 
+        A call of another thread is waited for.
+
         Args:
             unmap: unmap what is still mapped, instead of Busy.
 
         Raises:
             Busy: arrays or tensors live, or mappings; nothing changed.
         """
+        # Two threads' calls of libvmem: the second might free what has got the addresses by then.
+        with self._ending:
+            self._free(_UNMAP if unmap else 0)
+
+    def _free(self, flags: int) -> None:
         outcome = self._freed
         with self._context._lock:
             self._closed = self._closed or outcome.happened
@@ -263,7 +273,6 @@ class Reservation(Closable):
                     bytes=self.nbytes,
                     limit=live,
                 )
-        flags = _UNMAP if unmap else 0
         try:
             _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:

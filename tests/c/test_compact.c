@@ -649,6 +649,61 @@ static void among_threads(void) {
   OK(vmem_close(vm));
 }
 
+/* ---- what the driver has ----------------------------------------------------------------------- */
+
+static uint64_t held, most;
+static bool holding_up;
+
+static int counted_create(void *be, uint64_t bytes, uint64_t page, uint32_t location, int32_t device, uint64_t *slab) {
+  int err = vm_backend_host.slab_create(be, bytes, page, location, device, slab);
+  if (!err && (held += bytes) > most) most = held;
+  return err;
+}
+
+static int counted_destroy(void *be, uint64_t slab, uint64_t bytes) {
+  if (__atomic_load_n(&holding_up, __ATOMIC_RELAXED)) {
+    __atomic_store_n(&stop, true, __ATOMIC_RELAXED);
+    usleep(100000);
+  }
+  held -= bytes;
+  return vm_backend_host.slab_destroy(be, slab, bytes);
+}
+
+static void *compacts_once(void *arg) {
+  *(int *)arg = compact(NULL);
+  return NULL;
+}
+
+/* A slab that is on its way back counts in mem_limit: what needs it waits. */
+static void within_the_limit(void) {
+  pthread_t t;
+  int err;
+  struct vm_ctx *c;
+  CHECK(open_slabs(MIB(1), MIB(3), MIB(64)));
+  c = vm_get(vm, "test", &err);
+  fake = vm_backend_host;
+  fake.slab_create = counted_create;
+  fake.slab_destroy = counted_destroy;
+  c->be = &fake;
+  vm_put(c);
+  held = most = 0;
+  for (uint64_t at = 0; at < MIB(3); at += MIB(1)) OK(change(VMEM_OP_POPULATE, va + at, MIB(1), 0));
+  OK(change(VMEM_OP_UNMAP, va + 4 * PAGE, 12 * PAGE, 0));
+  OK(change(VMEM_OP_UNMAP, va + 20 * PAGE, 12 * PAGE, 0));
+  stop = false;
+  holding_up = true;
+  EQ(pthread_create(&t, NULL, compacts_once, &bad), 0);
+  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) usleep(100);
+  __atomic_store_n(&holding_up, false, __ATOMIC_RELAXED);
+  OK(change(VMEM_OP_POPULATE, va + MIB(8), MIB(1), 0));
+  pthread_join(t, NULL);
+  EQ(bad, 0);
+  EQ(most, MIB(3));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+  EQ(held, 0);
+}
+
 static void *compacts(void *arg) {
   uint64_t freed;
   (void)arg;
@@ -709,4 +764,4 @@ static void suspended(void) {
 MAIN(TEST(empties_slabs), TEST(as_much_as_wanted), TEST(keeps_pool_low), TEST(aliases_and_handles),
      TEST(handle_in_pieces), TEST(what_is_busy_stays), TEST(waits_for_work), TEST(large_pages),
      TEST(without_new_memory), TEST(a_fragmented_cache), TEST(each_call_fails), TEST(undo_fails), TEST(suspended),
-     TEST(in_one_call), TEST(random_model), TEST(among_threads), TEST(while_slabs_go))
+     TEST(in_one_call), TEST(random_model), TEST(among_threads), TEST(while_slabs_go), TEST(within_the_limit))

@@ -176,4 +176,36 @@ static void reservations(void) {
   }
 }
 
-MAIN(TEST(races), TEST(reservations))
+static bool stopped;
+
+static void *asks_for_too_much(void *arg) {
+  struct shared *s = arg;
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .addr = s->va[0], .bytes = MIB(2)};
+  while (!__atomic_load_n(&stopped, __ATOMIC_RELAXED)) MUST(vmem_batch(s->vm[0], &op, 1, NULL, 0, 0) == -ENOMEM);
+  return NULL;
+}
+
+/* A batch that fails takes nothing: others do not lack what it had meanwhile. */
+static void a_batch_that_fails(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .slab_size = MIB(1), .mem_limit = MIB(1), .pool_high = VMEM_KEEP_ALL};
+  struct shared s = {0};
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(1) / 2};
+  pthread_t t;
+  if (!strcmp(backend(), "cuda")) return; /* a page is more than the limit */
+  OK(open_opts(&o, &s.vm[0]));
+  OK(vMemReserve(s.vm[0], MIB(8), NULL, &s.va[0]));
+  stopped = false;
+  EQ(pthread_create(&t, NULL, asks_for_too_much, &s), 0);
+  op.addr = s.va[0] + MIB(4);
+  for (int i = 0; i < 2000 && !s.bad; i++) {
+    if (vmem_batch(s.vm[0], &op, 1, NULL, 0, 0) || vMemUnmap(s.vm[0], op.addr, op.bytes)) s.bad = 1;
+  }
+  __atomic_store_n(&stopped, true, __ATOMIC_RELAXED);
+  if (s.bad) printf("%s\n", vmem_last_error());
+  pthread_join(t, NULL);
+  EQ(s.bad, 0);
+  OK(vmem_check(s.vm[0]));
+  OK(vmem_close(s.vm[0]));
+}
+
+MAIN(TEST(races), TEST(reservations), TEST(a_batch_that_fails))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import open_context
@@ -47,6 +48,29 @@ def test_info(context: pyvmem.Context, backend: str) -> None:
         assert info.device_name
     with pytest.raises(dataclasses.FrozenInstanceError):
         info.granule = 1  # type: ignore[misc]
+
+
+def test_two_threads_close_one_reservation(
+    context: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call would free what has got the addresses by then."""
+    free, began, others = _native.free, threading.Event(), []
+    one = context.reserve(context.info.granule)
+
+    def slow(*args: Any, **options: Any) -> None:
+        others.append(args)
+        began.set()
+        time.sleep(0.1)
+        free(*args, **options)
+
+    monkeypatch.setattr(_native, "free", slow)
+    thread = threading.Thread(target=one.close)
+    thread.start()
+    assert began.wait(60)
+    one.close()
+    thread.join(60)
+    assert len(others) == 1
+    assert context.stats().reservations == 0
 
 
 @pytest.mark.parametrize("name", ["nope", "host\0nope", "host\udcff", ""])

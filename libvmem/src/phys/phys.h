@@ -164,6 +164,8 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id);
 /* Gives empty slabs back while `keep` free bytes remain, `low` of them in pools[0]; with `wait` also those that are
  * being zeroed. */
 uint64_t vm_pool_trim(struct vm_ctx *c, uint64_t keep, uint64_t low, bool wait);
+/* Gives back one slab that was set aside and has no references; returns the bytes. Lock held; dropped meanwhile. */
+uint64_t vm_pool_part(struct vm_ctx *c, struct vm_slab *s);
 
 /* Free memory above pool_high. With a delay it goes back once it has been more than its pool needed at any time in so
  * many ns: an engine's load rises and falls within that, and a slab costs the driver 0.1 ms each way. The worker gives
@@ -312,7 +314,8 @@ struct vm_phys {
   uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */
   uint64_t growing_bytes; /* of slabs being made */
   uint64_t leaving_bytes; /* of slabs in no table any more, which the driver does not have back yet */
-  uint64_t departures;    /* how often such a list of slabs has gone */
+  uint64_t leaving;       /* how many these are */
+  uint64_t departures;    /* how many have gone */
 };
 
 /* Called where a success becomes final, so that what a failed call took for a while does not count. */

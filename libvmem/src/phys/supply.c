@@ -9,10 +9,16 @@
 #define MAX_SLAB (1ull << 30) /* larger ones would seldom be empty again */
 #define PIECE (128ull << 20)  /* of a surplus; 16 to 20 us a MiB in slabs of 2 MiB */
 
-static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
-  vm_pool_set_aside(s);
+/* A slab that was set aside is in no table any more. */
+static void leave(struct vm_ctx *c, struct vm_slab *s) {
   vm_slab_forget(c, s);
   c->phys->leaving_bytes += s->bytes;
+  c->phys->leaving++;
+}
+
+static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
+  vm_pool_set_aside(s);
+  leave(c, s);
 }
 
 /* What stays free, in units: in all, and in each pool. */
@@ -49,7 +55,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, u
 }
 
 static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
-  uint64_t freed = 0, gone = 0;
+  uint64_t freed = 0, gone = 0, n = 0;
   if (!list) return 0;
   while (list) {
     struct vm_slab *next = list->next;
@@ -57,13 +63,15 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
     int err = vm_slab_destroy(c, list);
     if (!err) freed += bytes;
     gone += bytes;
+    n++;
     vm_log(c, err ? VMEM_LOG_WARNING : VMEM_LOG_DEBUG, "slab of %llu bytes %s%s", (unsigned long long)bytes,
            err ? "could not be given back: " : "given back", err ? vm_error_last()->text : "");
     list = next;
   }
   pthread_mutex_lock(&c->lock);
   c->phys->leaving_bytes -= gone;
-  c->phys->departures++;
+  c->phys->leaving -= n;
+  c->phys->departures += n;
   pthread_cond_broadcast(&c->done_cond);
   pthread_mutex_unlock(&c->lock);
   return freed;
@@ -72,7 +80,7 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
 static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t grow_id, bool wait) {
   struct vm_slab *list, *rest = NULL;
   bool busy;
-  uint64_t freed;
+  uint64_t freed, due;
   pthread_mutex_lock(&c->lock);
   list = unlink_empty(c, keep, UINT64_MAX, grow_id, &busy);
   if (busy && wait) {
@@ -83,11 +91,22 @@ static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t gr
   pthread_mutex_unlock(&c->lock);
   freed = destroy_list(c, list);
   freed += destroy_list(c, rest);
-  if (wait) { /* for what the worker is giving back, too */
+  if (wait) { /* for what the worker is giving back, too, and not for what others begin to give back meanwhile */
     pthread_mutex_lock(&c->lock);
-    while (c->phys->leaving_bytes) pthread_cond_wait(&c->done_cond, &c->lock);
+    due = c->phys->departures + c->phys->leaving;
+    while (c->phys->leaving && c->phys->departures < due) pthread_cond_wait(&c->done_cond, &c->lock);
     pthread_mutex_unlock(&c->lock);
   }
+  return freed;
+}
+
+uint64_t vm_pool_part(struct vm_ctx *c, struct vm_slab *s) {
+  uint64_t freed;
+  s->next = NULL;
+  leave(c, s);
+  pthread_mutex_unlock(&c->lock);
+  freed = destroy_list(c, s);
+  pthread_mutex_lock(&c->lock);
   return freed;
 }
 
@@ -243,11 +262,13 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-/* Whether others have brought pages since the caller looked; those that are about to are waited for. */
+/* Whether others have brought pages since the caller looked; those that are about to are waited for, as are those that
+ * a batch had taken which failed. */
 static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   bool more;
   pthread_mutex_lock(&c->lock);
-  while (c->phys->growing_bytes && p->free_units <= seen) pthread_cond_wait(&c->done_cond, &c->lock);
+  while ((c->phys->growing_bytes || c->phys->limbo_units) && p->free_units <= seen)
+    pthread_cond_wait(&c->done_cond, &c->lock);
   more = p->free_units > seen;
   pthread_mutex_unlock(&c->lock);
   return more;

@@ -389,7 +389,6 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *su
   struct evacuation v = {.c = c, .plan = {.keep = VMEM_KEEP_ALL, .move = &v.move}};
   struct vmem_error why;
   struct vm_fill *none;
-  uint64_t bytes = s->bytes;
   bool written = false;
   int err = prepare(&v, s, survey, full);
   pthread_mutex_unlock(&c->lock);
@@ -404,12 +403,7 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *su
   if (err || v.stays) take_back(&v);
   put_taken(&v, written);
   vm_error_restore(&why);
-  if (!err && !v.stays) {
-    vm_slab_forget(c, s);
-    pthread_mutex_unlock(&c->lock);
-    if (!vm_slab_destroy(c, s)) *freed += bytes;
-    pthread_mutex_lock(&c->lock);
-  }
+  if (!err && !v.stays) *freed += vm_pool_part(c, s);
   evacuation_free(&v);
   return err;
 }

@@ -346,25 +346,28 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
   bool again = false;
   for (;;) {
     struct maker m = {.c = c, .p = p};
-    uint64_t free_units = 0, need = 0;
+    uint64_t free_units = 0, need = 0, used;
     struct vmem_error why;
+    bool lacked = false; /* the pool had fewer, however they lie */
     int err = 0;
     memset(p, 0, sizeof(*p));
     p->grow_id = grow_id;
     pthread_mutex_lock(&c->lock);
     if (!grow_id) keep = keep_bytes(c);
     p->keep = keep;
+    used = c->phys->used_units;
     err = vm_want_all(c, ops, n);
     for (size_t i = 0; i < n && !err; i++) err = do_op(&m, &ops[i]);
     if (!err) err = vm_plan_room(c, p);
     if (!err) sources_begin(c, p);
     if (err) {
-      vm_error_save(&why);
-      vm_plan_take_back(c, p);
       if (m.short_units) {
         need = wanted(c, ops, n, m.w.op);
-        free_units = m.w.pool->free_units;
+        lacked = m.w.pool->free_units + (c->phys->used_units - used) < need;
       }
+      vm_error_save(&why);
+      vm_plan_take_back(c, p);
+      if (m.short_units) free_units = m.w.pool->free_units;
     }
     pthread_mutex_unlock(&c->lock);
     if (!err) return 0;
@@ -376,8 +379,9 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
       vm_error_restore(&why);
       return err;
     }
-    /* Others may have brought pages while the plan was taken back, which drops the lock. */
-    if (need <= free_units && !again) {
+    /* Others may have brought pages while the plan was taken back, which drops the lock: again, as often as they were
+     * short; once where they lay in pieces. */
+    if (need <= free_units && (lacked || !again)) {
       again = true;
       continue;
     }
