@@ -9,10 +9,10 @@
 
 A block is a sharing unit of the cache (`KVCache.sharing_unit`). Its hash covers its tokens, all
 before them and the namespace, so equal prefixes have equal hashes in every process. Of a namespace
-that is no string, `repr` is hashed, which must be equal there, too. Those of `pyvmem.engine` are
-known by their names: a block that a closed one and its successor both have is there until neither
-has it. The fields are those of ``vllm.distributed.kv_events``; `KVEvents.batch` makes these classes
-themselves.
+that is no string, `repr` is hashed, which must be equal there, too, and that of equal ones. Those
+of `pyvmem.engine` are known by their names: a block that a closed one and its successor both have
+is there until neither has it. The fields are those of ``vllm.distributed.kv_events``;
+`KVEvents.batch` makes these classes themselves.
 
 The consecutive blocks that a router finds are the most that a prompt can begin with. The cache
 finds the same, except in two cases. With sliding-window layers, a request can begin only where the
@@ -100,9 +100,10 @@ def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int
 
 def _named(namespace: Hashable) -> Hashable:
     """What other processes know a namespace by; None: there is none."""
-    if not isinstance(namespace, Generation):
-        return namespace
-    return "None" if namespace.name is None else namespace.name
+    if isinstance(namespace, Generation):
+        namespace = (None,) if namespace.name is None else namespace.name
+    # A member of an Enum that is a string equals the plain one, and the cache takes it for that.
+    return str.__str__(namespace) if isinstance(namespace, str) else namespace
 
 
 class _Told(NamedTuple):

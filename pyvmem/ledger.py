@@ -539,8 +539,8 @@ class Ledger(Closable):
             self._lock_byte(1 + slot, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
             self._mine = -1
 
-    def order_limit(self, who: str, limit: int) -> EngineInfo:
-        """Asks an engine, by name or process id, for another limit; it follows within a second.
+    def check_limit(self, who: str, limit: int) -> EngineInfo:
+        """The engine, by name or process id, that could have the limit.
 
         Raises:
             InvalidArgument: no such engine; a limit below its floor or what it needs to run, or
@@ -567,6 +567,11 @@ class Ledger(Closable):
                     bytes=limit,
                     limit=bound,
                 )
+        return one
+
+    def order_limit(self, who: str, limit: int) -> EngineInfo:
+        """Asks an engine for another limit; it follows within a second. Raises as `check_limit`."""
+        one = self.check_limit(who, limit)
         with self.locked():
             for slot in self.live(self._mine):
                 if self._name(slot) == one.name:

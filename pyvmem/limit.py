@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 from pyvmem.ledger import Ledger, devices
@@ -39,18 +40,21 @@ def _size(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Sets it on every device where an engine of that name or id runs; 1 if there is none."""
     folder = folder_of(args)
-    there = []
-    for device in devices(folder):
-        with Ledger(device, folder=folder, create=False) as ledger:
+    there: dict[str, Ledger] = {}
+    with ExitStack() as stack:
+        for device in devices(folder):
+            ledger = stack.enter_context(Ledger(device, folder=folder, create=False))
             names = {one.name for one in ledger.engines()}
             pids = {str(one.pid) for one in ledger.engines() if one.here}
             if args.engine in names | pids:
-                one = ledger.order_limit(args.engine, args.size)
-                there.append(device)
-                more = max(0, one.used - args.size)
-                note = f"; {format_bytes(more)} above it go as requests end" if more else ""
-                sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
-                print(f"{device}: {one.name}: {sizes}{note}")
+                ledger.check_limit(args.engine, args.size)  # on every device, before one changes
+                there[device] = ledger
+        for device, ledger in there.items():
+            one = ledger.order_limit(args.engine, args.size)
+            more = max(0, one.used - args.size)
+            note = f"; {format_bytes(more)} above it go as requests end" if more else ""
+            sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
+            print(f"{device}: {one.name}: {sizes}{note}")
     if not there:
         text = f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them"
         print(f"vmem limit: {text}", file=sys.stderr)

@@ -68,8 +68,8 @@ class Reservation(Closable):
     _info: RangeInfo
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
-        self._closed = self._closing = False
         self._ending = reentrant_lock()
+        self._closed = self._closing = False
         self._context = context
         self._outcome = outcome
         self._freed = Outcome()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import http.client
 import json
 import math
 import sys
@@ -196,19 +197,25 @@ def fetch(where: str) -> dict[str, Any]:
         InvalidArgument: that names no server, or its answer is not that of `Telemetry.serve`.
     """
     url = _url(where)
-    with urllib.request.urlopen(f"{url}/caches", timeout=10) as answer:
-        body = answer.read(MOST_BYTES + 1)
+    wrong = InvalidArgument(f"{url}/caches is not what Telemetry.serve answers", errno=errno.EINVAL)
+    try:
+        with urllib.request.urlopen(f"{url}/caches", timeout=10) as answer:
+            body = answer.read(MOST_BYTES + 1)
+    except http.client.RemoteDisconnected:
+        raise  # an OSError
+    except http.client.HTTPException as error:
+        raise wrong from error
     if len(body) > MOST_BYTES:
         raise InvalidArgument(
             f"{url}: more than {MOST_BYTES} bytes", errno=errno.EINVAL, limit=MOST_BYTES
         )
     try:
         found = json.loads(body)
+        if not isinstance(found, dict):
+            raise TypeError
         draw(found)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(
-            f"{url}/caches is not what Telemetry.serve answers", errno=errno.EINVAL
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise wrong from error
     caches: dict[str, Any] = found
     return caches
 

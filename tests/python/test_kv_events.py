@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Hashable
 
@@ -142,18 +143,36 @@ def test_a_namespace_is_never_taken_for_none(sharing: Context, namespace: Hashab
         assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, namespace)
 
 
+class Adapter(str, enum.Enum):
+    """Names as a server may keep them."""
+
+    ONE = "one"
+
+
+def test_a_string_is_known_by_its_characters(sharing: Context) -> None:
+    """A cache takes equal namespaces for one, whatever `repr` makes of them."""
+    with small_cache(sharing) as cache:
+        events, router = KVEvents(cache), Router()
+        serve(cache, [1] * ROWS, "one")
+        serve(cache, [1] * ROWS + [2] * ROWS, Adapter.ONE)
+        router.follow(events.poll())
+        assert router.matched([1] * ROWS + [2] * ROWS, ROWS, "one") == 2 * ROWS
+        cache.trim(prefixes=True)
+        router.follow(events.poll())
+        assert not router.blocks
+
+
 def test_a_namespace_of_an_engine_is_known_by_its_name(sharing: Context) -> None:
     """The same in every process, however many namespaces there were before."""
-    for names in (["adapter"], ["other", "adapter"], [7], [None]):
+    for names in (["adapter"], ["other", "adapter"], [7], [None], ["None"]):
         with small_cache(sharing) as cache:
             events, engine = KVEvents(cache), RequestCache(cache)
             spaces = [engine.namespace(name) for name in names]
             record(engine, [1] * ROWS, spaces[-1])
             _, stored = events.poll()
             assert isinstance(stored, BlockStored)
-            name = names[-1] if isinstance(names[-1], str) else repr(names[-1])
-            assert stored.lora_name == name
-            hashed = "None" if names[-1] is None else names[-1]
+            hashed = (None,) if names[-1] is None else names[-1]  # which is not having none
+            assert stored.lora_name == (hashed if isinstance(hashed, str) else repr(hashed))
             assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, hashed)
             assert stored.block_hashes == block_hashes([1] * ROWS, ROWS, spaces[-1].key)
             engine.close()

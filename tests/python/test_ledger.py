@@ -524,6 +524,24 @@ def test_limits_that_make_no_sense(
     a.close()
 
 
+def test_a_limit_that_one_device_refuses_changes_none(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = join(folder, "a")
+    large = Ledger("other", 10 * GIB, folder).join(
+        "a", floor=2 * GIB, limit=100 * GIB, least=1, virtual=100 * GIB
+    )
+    assert vmem(folder, "limit", "a", "1G") == 1
+    told = capsys.readouterr()
+    assert "its floor is 2.0G" in told.err
+    assert told.out == ""
+    assert (small.limit, large.limit) == (100 * GIB, 100 * GIB)
+    assert vmem(folder, "limit", "a", "3G") == 0
+    assert (small.limit, large.limit) == (3 * GIB, 3 * GIB)
+    small.close()
+    large.close()
+
+
 def test_limit_that_is_no_size(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         vmem(folder, "limit", "a", "much")

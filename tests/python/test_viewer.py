@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -120,7 +121,9 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"<html>", b"[1]", b'{"a": {}}', b" " * ((16 << 20) + 1)], ids=len
+    "body",
+    [b"<html>", b"[1]", b"[]", b"null", b"[" * 200_000, b'{"a": {}}', b" " * ((16 << 20) + 1)],
+    ids=len,
 )
 def test_an_answer_of_something_else(body: bytes) -> None:
     class Handler(BaseHTTPRequestHandler):
@@ -138,6 +141,31 @@ def test_an_answer_of_something_else(body: bytes) -> None:
         thread.start()
         with pytest.raises(InvalidArgument, match=r"not what|more than"):
             viewer.fetch(f"http://127.0.0.1:{other.server_address[1]}")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000 + b"\r\n\r\n{}",
+    ],
+    ids=["ssh", "cut", "long"],
+)
+def test_what_does_not_speak_http(answer: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            peer, _ = other.accept()
+            with peer:
+                peer.recv(4096)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert cli.main(["watch", str(other.getsockname()[1]), "--once"]) == 1
+        assert "is not what Telemetry.serve answers" in capsys.readouterr().err
         thread.join()
 
 
