@@ -38,9 +38,10 @@ static int enter(struct vm_ctx *c, struct vm_space *s) {
   while ((old = vm_space_overlap(c, s->base, s->bytes)) && old->freeing) pthread_cond_wait(&c->done_cond, &c->lock);
   if (c->closing) return vm_fail(-EBADF, "the context is being closed");
   if (old)
-    return vm_fail_at(-EIO, s->base, s->bytes, old->base,
-                      "the system gave addresses of the reservation at 0x%llx again: not vMemFree has unmapped it",
-                      (unsigned long long)old->base);
+    return vm_fail_at(
+        -EIO, s->base, s->bytes, old->base,
+        "the system gave addresses of the reservation at 0x%llx again: something other than vMemFree has unmapped it",
+        (unsigned long long)old->base);
   return vm_space_insert(c, s);
 }
 
