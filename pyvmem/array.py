@@ -87,7 +87,8 @@ class VirtualArray:
             )
         if max((*self.shape, *self.strides), default=0) > _MAX_DIM:
             self._bad("a number is above 2**63 - 1", limit=_MAX_DIM)
-        # torch counts so, whatever the strides; what it refuses it has deleted, and we would again.
+        # torch counts elements whatever the strides, and deletes the capsule that it refuses, which
+        # would be deleted again with its owner.
         if math.prod(max(n, 1) for n in self.shape) * self.dtype.itemsize > _MAX_DIM:
             self._bad("its elements alone would take more than 2**63 - 1 bytes", limit=_MAX_DIM)
 

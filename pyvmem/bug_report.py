@@ -26,7 +26,7 @@ _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
 def scrub(text: str) -> str:
     """Text without paths of the user's own and without UUIDs of GPUs."""
-    home = os.path.expanduser("~")  # as it is where there is none
+    home = os.path.expanduser("~")  # stays so where there is none
     if len(home) > 1:  # not the root
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
     return re.sub(r"\b(?:GPU-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text)

@@ -278,13 +278,16 @@ class Context(AddressSpace, Closable):
     # ---- batches -------------------------------------------------------------------------------
 
     def _ready(self, after: Iterable[Any]) -> tuple[tuple[Any, int], Sequence[Any]]:
-        """`after_items` for a call of C that waits: descriptors are waited for here."""
+        """`after_items` for a call of C that waits: descriptors are waited for here.
+
+        What it returns besides must live until the call is over.
+        """
         if not after:
             return _native.AFTER_NONE, ()
         after = [*after]
-        found = after_items(after, self.cuda_device)
+        items, keep = after_items(after, self.cuda_device)
         wait_after(after, lambda: self.is_open)  # the call of C says that it is closed
-        return found
+        return items, [keep, after]
 
     def batch(
         self,
@@ -355,6 +358,9 @@ class Context(AddressSpace, Closable):
         ):
             whose = "used already" if ticket._context is self else "another context's"
             _native.fail(errno.EINVAL, f"ticket: {ticket!r:.80} is {whose}", op="vmem_submit")
+        after = (
+            [*after] if after else []
+        )  # an iterator's events would be closed before they are used
         items, keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, [])
         ticket._consumed = consumed = list(ops._consumed)
         if keep:

@@ -539,20 +539,24 @@ class Ledger(Closable):
             self._lock_byte(1 + slot, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
             self._mine = -1
 
+    def find(self, who: str) -> EngineInfo | None:
+        """The engine of a name, or of a process id; None: there is none, or there are several."""
+        engines = self.engines()
+        found = [e for e in engines if e.name == who]
+        found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
+        return found[0] if len(found) == 1 else None
+
     def check_limit(self, who: str, limit: int) -> EngineInfo:
-        """The engine, by name or process id, that could have the limit.
+        """The engine of that name or process id, if it can have the limit; changes nothing.
 
         Raises:
             InvalidArgument: no such engine; a limit below its floor or what it needs to run, or
                 above what the device has.
         """
-        engines = self.engines()
-        found = [e for e in engines if e.name == who]
-        found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
-        if len(found) != 1:
-            names = ", ".join(f"{e.name} ({e.pid})" for e in engines) or "none"
+        one = self.find(who)
+        if one is None:
+            names = ", ".join(f"{e.name} ({e.pid})" for e in self.engines()) or "none"
             raise InvalidArgument(f"no engine {who!r}; there are: {names}", errno=errno.ENOENT)
-        one = found[0]
         most = min(self.capacity or one.virtual, one.virtual)
         for what, bound, wrong in (
             ("its floor is", one.floor, limit < one.floor),
@@ -570,7 +574,11 @@ class Ledger(Closable):
         return one
 
     def order_limit(self, who: str, limit: int) -> EngineInfo:
-        """Asks an engine for another limit; it follows within a second. Raises as `check_limit`."""
+        """Asks an engine, by name or process id, for another limit; it follows within a second.
+
+        Raises:
+            InvalidArgument: as for `check_limit`.
+        """
         one = self.check_limit(who, limit)
         with self.locked():
             for slot in self.live(self._mine):

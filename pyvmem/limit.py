@@ -44,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         for device in devices(folder):
             ledger = stack.enter_context(Ledger(device, folder=folder, create=False))
-            names = {one.name for one in ledger.engines()}
-            pids = {str(one.pid) for one in ledger.engines() if one.here}
-            if args.engine in names | pids:
+            if ledger.find(args.engine) is not None:
                 ledger.check_limit(args.engine, args.size)  # on every device, before one changes
                 there[device] = ledger
         for device, ledger in there.items():

@@ -237,7 +237,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             self._end_later(ptr, size, stream)
             raise
         except BaseException:
-            with suppress(TypeError, InvalidArgument):  # it was not one yet
+            with suppress(TypeError):  # it is no buffer
                 self._left.append((_address(ptr), operator.index(size), _UNKNOWN))
             raise
 

@@ -248,11 +248,6 @@ class Reservation(Closable):
         Raises:
             Busy: arrays or tensors live, or mappings; nothing changed.
         """
-        # Two threads' calls of libvmem: the second might free what has got the addresses by then.
-        with self._ending:
-            self._free(_UNMAP if unmap else 0)
-
-    def _free(self, flags: int) -> None:
         outcome = self._freed
         with self._context._lock:
             self._closed = self._closed or outcome.happened
@@ -273,8 +268,12 @@ class Reservation(Closable):
                     bytes=self.nbytes,
                     limit=live,
                 )
+        flags = _UNMAP if unmap else 0
         try:
-            _native.free(self._context.handle, self.addr, flags, outcome=outcome)
+            with (
+                self._ending
+            ):  # one thread at a time: `outcome` says whether there is anything left to do
+                _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:
             self._closing = False
             raise

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ from pyvmem.expect import expect, unexpected
 from pyvmem.info import ContextInfo, Stats
 from pyvmem.kvcache.config import bounded, invalid
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
+from pyvmem.logs import warn
 from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
@@ -428,8 +430,10 @@ class Server(Closable):
 
         class Quiet(ThreadingHTTPServer):
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """Nothing: a client that hangs up is none of the user's concern."""
-                _log.debug("a request was not answered", exc_info=True)
+                """Says so in the log, but for a client that hung up."""
+                error = sys.exc_info()[1]
+                if not isinstance(error, (ConnectionError, TimeoutError)):
+                    warn(_log, "telemetry", "a request was not answered: %r", error)
 
         self._server = Quiet((address, port), Handler)
         self._server.daemon_threads = True

@@ -29,7 +29,7 @@ def arrivals(options: Result) -> str:
 
 
 def on_ranks(options: Result) -> str:
-    """How many ranks have so much each, and layers a tensor, nothing of one; unusual pages."""
+    """The number of ranks and of layers in a tensor, where not 1; the pages, where unusual."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
     words += f", {group} layers in a tensor" if group > 1 else ""

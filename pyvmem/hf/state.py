@@ -101,7 +101,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             )
 
     def check_back(self, length: int) -> None:
-        """Raises InvalidArgument: no state is there for so few tokens, or for none."""
+        """Raises InvalidArgument, for 0 tokens, too: a state cannot go back."""
         raise invalid(
             f"{length} tokens: layer {self._index} has a state, which cannot go back; compute the "
             "tokens again after reset"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from kvcache_helpers import LAYERS, ROWS, lens, small_cache, small_config
+from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache, small_config
 
 from pyvmem import Caps, Context, InvalidArgument, KVCache, telemetry
 from pyvmem._native import Waits
@@ -236,6 +236,20 @@ def test_a_cache_that_is_closed_while_its_numbers_are_read(backend: str, tell: A
 def test_a_port_that_is_none(port: int) -> None:
     with pytest.raises(InvalidArgument, match=f"port is {port}"):
         Telemetry().serve(port)
+
+
+def test_a_request_that_fails_is_told_of(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> str:
+        raise RuntimeError("no numbers")
+
+    numbers = Telemetry()
+    numbers.text = fails  # type: ignore[method-assign]
+    with numbers.serve() as server, pytest.raises(OSError, match="closed connection"):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20)
+    eventually(lambda: "a request was not answered: RuntimeError('no numbers')" in caplog.text)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_client_that_hangs_up(capfd: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_closing_ends_a_wait_for_a_descriptor(backend: str, call: str) -> None:
             )
         failed.append(caught.value)
 
-    thread = threading.Thread(target=waits)
+    thread = threading.Thread(target=waits, daemon=True)
     thread.start()
     time.sleep(0.05)
     context.close()

@@ -50,7 +50,8 @@ struct vm_ctx {
   uint32_t pins; /* under the registry's lock */
 
   pthread_mutex_t lock;
-  pthread_cond_t done_cond; /* something has ended: a ticket, a page on its way, zeroing, a growth */
+  pthread_cond_t done_cond; /* something has ended: a ticket, a page or slab on its way, zeroing, a growth,
+                                compaction, a reservation */
   pthread_cond_t work_cond; /* for the worker */
   bool closing;
   uint64_t batches;   /* committed */

@@ -9,7 +9,8 @@
 /* Another descriptor of the same file, which exec closes; -1 with errno. */
 int vm_duplicate(int fd);
 
-/* `fd`, which exec closes, or one that replaces it; -1 with errno, also where `fd` is -1. Then `fd` is closed. */
+/* `fd`, which exec closes, or one that replaces it, and `fd` is closed. -1 with errno: `fd` was -1, or there is none to
+ * replace it, and it is closed. */
 int vm_above_stdio(int fd);
 
 #endif

@@ -31,6 +31,7 @@ struct vm_slab {
   uint32_t index;         /* immutable; in vm_phys.slabs */
   struct vm_pool *pool;   /* immutable */
   uint64_t grow_id;
+  bool odd;                   /* on its way back to the driver: in which epoch that began */
   uint64_t alias, alias_priv; /* where the slab itself is mapped; 0 = not mapped */
   bool alias_making;
   uint32_t cleaning; /* runs of the clean batch in flight; the slab must not be destroyed */
@@ -314,8 +315,9 @@ struct vm_phys {
   uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */
   uint64_t growing_bytes; /* of slabs being made */
   uint64_t leaving_bytes; /* of slabs in no table any more, which the driver does not have back yet */
-  uint64_t leaving;       /* how many these are */
-  uint64_t departures;    /* how many have gone */
+  uint64_t leaving[2];    /* how many these are, by whether they began in an even epoch or an odd one */
+  uint64_t epoch;         /* changes when a trim has begun to wait for them */
+  uint64_t departures;    /* how often such a list of slabs has gone */
 };
 
 /* Called where a success becomes final, so that what a failed call took for a while does not count. */

@@ -429,7 +429,7 @@ static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint3
     dirty = vm_drv_discard(c, s->priv, vm_bytes(c, unit), vm_bytes(c, n)) != 0 || !c->info->fresh_is_zero;
     pthread_mutex_lock(&c->lock);
     c->phys->limbo_units -= n;
-    if (!c->phys->limbo_units) pthread_cond_broadcast(&c->done_cond); /* vmem_check waits for it */
+    pthread_cond_broadcast(&c->done_cond); /* who lacks pages looks at them; vmem_check waits for the last */
   }
   vm_units_set_dirty(s, unit, n, dirty);
   give(c, s, unit, n);

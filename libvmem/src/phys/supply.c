@@ -13,7 +13,8 @@
 static void leave(struct vm_ctx *c, struct vm_slab *s) {
   vm_slab_forget(c, s);
   c->phys->leaving_bytes += s->bytes;
-  c->phys->leaving++;
+  s->odd = c->phys->epoch & 1;
+  c->phys->leaving[s->odd]++;
 }
 
 static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
@@ -56,6 +57,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, u
 
 static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   uint64_t freed = 0, gone = 0, n = 0;
+  bool odd = list && list->odd; /* all of them: the lock was held */
   if (!list) return 0;
   while (list) {
     struct vm_slab *next = list->next;
@@ -70,17 +72,26 @@ static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   }
   pthread_mutex_lock(&c->lock);
   c->phys->leaving_bytes -= gone;
-  c->phys->leaving -= n;
-  c->phys->departures += n;
+  c->phys->leaving[odd] -= n;
+  c->phys->departures++;
   pthread_cond_broadcast(&c->done_cond);
   pthread_mutex_unlock(&c->lock);
   return freed;
 }
 
+/* Waits for the slabs that are on their way back by now, and not for those that others begin to give back meanwhile:
+ * they count in the next epoch, which is not there before the last one's have gone. Lock held. */
+static void await_leaving(struct vm_ctx *c) {
+  bool odd;
+  while (c->phys->leaving[!(c->phys->epoch & 1)]) pthread_cond_wait(&c->done_cond, &c->lock);
+  odd = c->phys->epoch++ & 1;
+  while (c->phys->leaving[odd]) pthread_cond_wait(&c->done_cond, &c->lock);
+}
+
 static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t grow_id, bool wait) {
   struct vm_slab *list, *rest = NULL;
   bool busy;
-  uint64_t freed, due;
+  uint64_t freed;
   pthread_mutex_lock(&c->lock);
   list = unlink_empty(c, keep, UINT64_MAX, grow_id, &busy);
   if (busy && wait) {
@@ -91,10 +102,9 @@ static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t gr
   pthread_mutex_unlock(&c->lock);
   freed = destroy_list(c, list);
   freed += destroy_list(c, rest);
-  if (wait) { /* for what the worker is giving back, too, and not for what others begin to give back meanwhile */
+  if (wait) { /* for what the worker is giving back, too */
     pthread_mutex_lock(&c->lock);
-    due = c->phys->departures + c->phys->leaving;
-    while (c->phys->leaving && c->phys->departures < due) pthread_cond_wait(&c->done_cond, &c->lock);
+    await_leaving(c);
     pthread_mutex_unlock(&c->lock);
   }
   return freed;
@@ -262,8 +272,8 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-/* Whether others have brought pages since the caller looked; those that are about to are waited for, as are those that
- * a batch had taken which failed. */
+/* Whether others have brought pages since the caller looked; those that are about to are waited for, as are pages on
+ * their way back to a pool (limbo_units): a batch may have had them that failed. */
 static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   bool more;
   pthread_mutex_lock(&c->lock);

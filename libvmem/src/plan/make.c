@@ -14,6 +14,7 @@ struct maker {
   struct vm_want w;
   struct vm_space *space; /* of the last address */
   uint64_t short_units;   /* of pages that the pool lacks */
+  uint64_t taken[VM_POOLS];
 };
 
 /* Whether this plan itself is about to zero the unit. */
@@ -95,6 +96,7 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
       m->short_units = vm_units(c, bytes - piece->bytes);
       return -ENOMEM;
     }
+    m->taken[m->w.pool - c->phys->pools] += r.n;
     if ((err = mark_run(m, piece, r, zero))) return err;
     place.slab = r.slab;
     place.unit = r.unit + r.n;
@@ -346,7 +348,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
   bool again = false;
   for (;;) {
     struct maker m = {.c = c, .p = p};
-    uint64_t free_units = 0, need = 0, used;
+    uint64_t free_units = 0, need = 0;
     struct vmem_error why;
     bool lacked = false; /* the pool had fewer, however they lie */
     int err = 0;
@@ -355,7 +357,6 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     pthread_mutex_lock(&c->lock);
     if (!grow_id) keep = keep_bytes(c);
     p->keep = keep;
-    used = c->phys->used_units;
     err = vm_want_all(c, ops, n);
     for (size_t i = 0; i < n && !err; i++) err = do_op(&m, &ops[i]);
     if (!err) err = vm_plan_room(c, p);
@@ -363,7 +364,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     if (err) {
       if (m.short_units) {
         need = wanted(c, ops, n, m.w.op);
-        lacked = m.w.pool->free_units + (c->phys->used_units - used) < need;
+        lacked = m.w.pool->free_units + m.taken[m.w.pool - c->phys->pools] < need;
       }
       vm_error_save(&why);
       vm_plan_take_back(c, p);

@@ -33,7 +33,8 @@
 
 struct host {
   int fd;
-  ino_t file;           /* what it is, for a forked child */
+  dev_t device;
+  ino_t file;           /* what it is, with `device`, for a forked child */
   pthread_mutex_t lock; /* what follows */
   uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
   uint64_t slab_bytes;
@@ -205,7 +206,7 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     free(h);
     return vm_fail(err == -ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(-err));
   }
-  if (!fstat(h->fd, &st)) h->file = st.st_ino;
+  if (!fstat(h->fd, &st)) h->device = st.st_dev, h->file = st.st_ino;
   pthread_mutex_init(&h->lock, NULL);
   take_spares(h);
   host_recount(h, 0);
@@ -242,8 +243,8 @@ static void host_close(void *be) {
 static void host_forked(void *be) {
   struct host *h = be;
   struct stat st;
-  if (!fstat(h->fd, &st) && st.st_ino == h->file) close(h->fd);
-  note(h, 0);
+  if (!fstat(h->fd, &st) && st.st_dev == h->device && st.st_ino == h->file) close(h->fd);
+  __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED); /* a child has no contexts */
 }
 
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
@@ -269,7 +270,7 @@ static int blank(struct host *h, uint64_t addr, uint64_t bytes, bool sparse) {
              -1, 0);
   while (p == MAP_FAILED && errno == ENOMEM && give_spare(h));
   if (p == MAP_FAILED) return -errno;
-  madvise(p, bytes, MADV_DONTFORK); /* where the kernel has no memory for it, a child sees that nothing is there */
+  madvise(p, bytes, MADV_DONTFORK); /* else, for want of kernel memory, a child inherits the empty range */
   return 0;
 }
 
