@@ -353,15 +353,14 @@ class Context(AddressSpace, Closable):
             drop_forgotten(self.handle, self._forgotten)
         if ticket is None:
             ticket = Ticket(self)
-        elif ticket._context is not self or (
-            ticket.outcome.cell.value and ticket.outcome.cell.called
-        ):
+        elif ticket._context is not self or ticket.outcome.cell.value:
             whose = "used already" if ticket._context is self else "another context's"
             _native.fail(errno.EINVAL, f"ticket: {ticket!r:.80} is {whose}", op="vmem_submit")
-        after = (
-            [*after] if after else []
-        )  # an iterator's events would be closed before they are used
-        items, keep = after_items(after, self.cuda_device) if after else (_native.AFTER_NONE, [])
+        items = _native.AFTER_NONE
+        keep: list[Any] = []
+        if after:
+            after = [*after]  # an iterator's events would be closed before libvmem has them
+            items, keep = after_items(after, self.cuda_device)
         ticket._consumed = consumed = list(ops._consumed)
         if keep:
             self._events.keep(ticket, keep)

@@ -838,4 +838,9 @@ def _run(tend: Callable[[], bool], ended: Flag) -> None:
             if not tend():
                 return
         except Exception as error:
-            warn(_log, "ledger", "a participant of the ledger: %r; it will be tried again", error)
+            warn(
+                _log,
+                "ledger",
+                "a participant of the ledger: %s; it will be tried again",
+                repr(error),
+            )

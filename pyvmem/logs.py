@@ -23,19 +23,6 @@ _lock = reentrant_lock()
 _last: dict[str, tuple[float, int]] = {}  # by cause: when it was warned of, and how often not since
 
 
-class _Text:
-    """What is said of an error, which it does not keep."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._texts = str(error), repr(error)
-
-    def __str__(self) -> str:
-        return self._texts[0]
-
-    def __repr__(self) -> str:
-        return self._texts[1]
-
-
 def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     """Warns, unless the same cause was warned of within `PERIOD_S`; those left out are counted.
 
@@ -47,7 +34,7 @@ def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
     if not log.isEnabledFor(logging.WARNING):
         return
     # A record keeps its arguments, and an error the frames of all its callers, with their tensors.
-    args = tuple(_Text(one) if isinstance(one, BaseException) else one for one in args)
+    args = tuple(str(one) if isinstance(one, BaseException) else one for one in args)
     now = time.monotonic()
     with _lock:
         last, left_out = _last.get(cause, (now - PERIOD_S, 0))

@@ -270,9 +270,8 @@ class Reservation(Closable):
                 )
         flags = _UNMAP if unmap else 0
         try:
-            with (
-                self._ending
-            ):  # one thread at a time: `outcome` says whether there is anything left to do
+            # One thread at a time: `outcome` says whether there is anything left to do.
+            with self._ending:
                 _native.free(self._context.handle, self.addr, flags, outcome=outcome)
         except VMemError:
             self._closing = False

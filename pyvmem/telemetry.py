@@ -433,7 +433,7 @@ class Server(Closable):
                 """Says so in the log, but for a client that hung up."""
                 error = sys.exc_info()[1]
                 if not isinstance(error, (ConnectionError, TimeoutError)):
-                    warn(_log, "telemetry", "a request was not answered: %r", error)
+                    warn(_log, "telemetry", "a request was not answered: %s", repr(error))
 
         self._server = Quiet((address, port), Handler)
         self._server.daemon_threads = True

@@ -649,6 +649,46 @@ static void among_threads(void) {
   OK(vmem_close(vm));
 }
 
+static void *compacts(void *arg) {
+  uint64_t freed;
+  (void)arg;
+  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) vmem_compact(vm, UINT64_MAX, NULL, 0, 0, &freed);
+  return NULL;
+}
+
+static void *trims(void *arg) {
+  uint64_t freed;
+  (void)arg;
+  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) vmem_trim(vm, 0, &freed);
+  return NULL;
+}
+
+/* Maps pages of its own and unmaps three of four at once, so that slabs of two become half empty and empty. */
+static void *churns(void *arg) {
+  uint64_t base = va + (uint64_t)(uintptr_t)arg * MIB(4);
+  unsigned r = (unsigned)(uintptr_t)arg + 1;
+  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
+    uint64_t page = base + (uint64_t)(rand_r(&r) % 60) * PAGE;
+    bool stays = !change(VMEM_OP_POPULATE, page, PAGE, 0) && rand_r(&r) % 4 == 0;
+    if (!stays) change(VMEM_OP_UNMAP, page, PAGE, 0); /* -EBUSY while it moves */
+  }
+  return NULL;
+}
+
+/* A slab that compact has chosen is given back by another thread before it is set aside. */
+static void while_slabs_go(void) {
+  void *(*roles[])(void *) = {churns, churns, churns, churns, churns, compacts, compacts, trims};
+  pthread_t t[8];
+  CHECK(open_slabs(2 * PAGE, 0, MIB(64)));
+  stop = false;
+  for (uintptr_t i = 0; i < 8; i++) EQ(pthread_create(&t[i], NULL, roles[i], (void *)i), 0);
+  usleep(3000000);
+  __atomic_store_n(&stop, true, __ATOMIC_RELAXED);
+  for (int i = 0; i < 8; i++) pthread_join(t[i], NULL);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* ---- what the driver has ----------------------------------------------------------------------- */
 
 static uint64_t held, most;
@@ -702,46 +742,6 @@ static void within_the_limit(void) {
   OK(vmem_check(vm));
   OK(vmem_close(vm));
   EQ(held, 0);
-}
-
-static void *compacts(void *arg) {
-  uint64_t freed;
-  (void)arg;
-  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) vmem_compact(vm, UINT64_MAX, NULL, 0, 0, &freed);
-  return NULL;
-}
-
-static void *trims(void *arg) {
-  uint64_t freed;
-  (void)arg;
-  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) vmem_trim(vm, 0, &freed);
-  return NULL;
-}
-
-/* Maps pages of its own and unmaps three of four at once, so that slabs of two become half empty and empty. */
-static void *churns(void *arg) {
-  uint64_t base = va + (uint64_t)(uintptr_t)arg * MIB(4);
-  unsigned r = (unsigned)(uintptr_t)arg + 1;
-  while (!__atomic_load_n(&stop, __ATOMIC_RELAXED)) {
-    uint64_t page = base + (uint64_t)(rand_r(&r) % 60) * PAGE;
-    bool stays = !change(VMEM_OP_POPULATE, page, PAGE, 0) && rand_r(&r) % 4 == 0;
-    if (!stays) change(VMEM_OP_UNMAP, page, PAGE, 0); /* -EBUSY while it moves */
-  }
-  return NULL;
-}
-
-/* A slab that compact has chosen is given back by another thread before it is set aside. */
-static void while_slabs_go(void) {
-  void *(*roles[])(void *) = {churns, churns, churns, churns, churns, compacts, compacts, trims};
-  pthread_t t[8];
-  CHECK(open_slabs(2 * PAGE, 0, MIB(64)));
-  stop = false;
-  for (uintptr_t i = 0; i < 8; i++) EQ(pthread_create(&t[i], NULL, roles[i], (void *)i), 0);
-  usleep(3000000);
-  __atomic_store_n(&stop, true, __ATOMIC_RELAXED);
-  for (int i = 0; i < 8; i++) pthread_join(t[i], NULL);
-  OK(vmem_check(vm));
-  OK(vmem_close(vm));
 }
 
 /* A driver that is suspended for too long is an error like others, and not a slab that stays as it is. */

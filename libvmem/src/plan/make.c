@@ -12,9 +12,9 @@ struct maker {
   struct vm_ctx *c;
   struct vm_plan *p;
   struct vm_want w;
-  struct vm_space *space; /* of the last address */
-  uint64_t short_units;   /* of pages that the pool lacks */
-  uint64_t taken[VM_POOLS];
+  struct vm_space *space;   /* of the last address */
+  uint64_t short_units;     /* of pages that the pool lacks */
+  uint64_t taken[VM_POOLS]; /* units of this plan, by their pool */
 };
 
 /* Whether this plan itself is about to zero the unit. */
