@@ -216,8 +216,9 @@ def pytest_on(
 
 
 def python_tests(session: Session) -> None:
-    """pytest on the back end host."""
-    pytest_on("host", PYTHON, "long or not long" if session.long else "not long", "tests/python")
+    """pytest on the back end host; with --long, interrupted at every point."""
+    marks, points = ("long or not long", ["--points=all"]) if session.long else ("not long", [])
+    pytest_on("host", PYTHON, marks, *points, "tests/python")
 
 
 def other_pythons(session: Session) -> None:

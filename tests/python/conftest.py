@@ -47,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+EVERY_POINT = 3000  # seconds for the largest scenario
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", usable_backends(), scope="session")
@@ -59,10 +62,15 @@ def has_cuda() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a patched driver without CUDA (a software GPU) there are no tensors: skipped, and said."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a patched driver without CUDA (a software GPU) there are no tensors: skipped, and said.
+
+    Where more points are asked for than a test takes by itself, it may take longer.
+    """
     reason = "needs torch tensors over GPU memory, and there is no CUDA here"
     for item in items:
+        if config.getoption("--points") and "points" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(EVERY_POINT))
         chosen = getattr(item, "callspec", None)
         if item.get_closest_marker("needs_tensors") is None or chosen is None:
             continue

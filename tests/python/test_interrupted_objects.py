@@ -39,7 +39,7 @@ torch = pytest.importorskip("torch")
 PAGE = 4096
 BLOCK = 3 * PAGE
 SAMPLE = 40  # points of a case in `make test`
-PAIRS = 8  # pairs of points
+PAIRS = 8  # points of these, each with a second one
 
 
 # ---- what is open --------------------------------------------------------------------------------
@@ -803,26 +803,20 @@ def counted(make: type[Case], alarm: Any, opened: Opened) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_interruption(name: str, points: int | None, opened: Opened) -> None:
+def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
+    """One; then two, the second in what the first one set off."""
     rng = random.Random(name)
     with alarms() as alarm:
         count = counted(CASES[name], alarm, opened)
         assert count
-        for at in sample(count, SAMPLE if points is None else points, rng):
-            run(CASES[name], (at,), alarm, opened)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_interruption_of_what_the_first_set_off(
-    name: str, points: int | None, opened: Opened
-) -> None:
-    rng = random.Random(f"{name} twice")
-    with alarms() as alarm:
-        count = counted(CASES[name], alarm, opened)
-        for at in sample(count, PAIRS if points is None else points, rng):
-            more = run(CASES[name], (at,), alarm, opened).count
-            if more:
-                run(CASES[name], (at, rng.randint(1, more)), alarm, opened)
+        at = sample(count, SAMPLE if points is None else points, rng)
+        more = [run(CASES[name], (n,), alarm, opened).count for n in at]
+        firsts = range(len(at))
+        if points is None:
+            firsts = [n - 1 for n in sample(len(at), PAIRS, rng)]
+        for n in firsts:
+            if more[n]:
+                run(CASES[name], (at[n], rng.randint(1, more[n])), alarm, opened)
 
 
 def test_torch_empties_its_cache_though_a_close_was_interrupted(

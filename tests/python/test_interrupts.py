@@ -8,7 +8,8 @@ caller, the records are right, all rows are intact, the call can be made again, 
 on, and `close` gives everything back.
 
 By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, takes
-all of them, ``--points=N`` so many of each scenario:
+all of them, as `make test-long` does, each alone and with a second one; ``--points=N`` so many of
+each scenario:
 
     pytest tests/python/test_interrupts.py -k fork --points=all
 """
@@ -55,7 +56,7 @@ from pyvmem.kvcache.budget import Turns
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points of a scenario in `make test`
-SECOND = 8  # pairs of points
+PAIRS = 8  # points of these, each with a second one
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all classes
 
@@ -2589,28 +2590,6 @@ def fail_with(name: str, count: int, seen: Seen) -> None:
     pytest.fail("\n".join(lines), pytrace=False)
 
 
-def interrupt_all(name: str, backend: str, points: int, seed: int = 1) -> None:
-    make, rng = SCENARIOS[name], random.Random(f"{name} {seed}")
-    with alarms() as alarm:
-        count = measured(make, alarm, backend)
-        fail_with(
-            name, count, runs(make, [(n,) for n in sample(count, points, rng)], alarm, backend)
-        )
-
-
-def interrupt_twice(name: str, backend: str, points: int, seed: int = 2) -> None:
-    make, rng = SCENARIOS[name], random.Random(f"{name} {seed}")
-    with alarms() as alarm:
-        count = measured(make, alarm, backend)
-        firsts = [(first,) for first in sample(count, points, rng)]
-        pairs = [
-            (*at, rng.randint(1, one.count))
-            for at, one in runs(make, firsts, alarm, backend)
-            if one.count
-        ]
-        fail_with(name, count, runs(make, pairs, alarm, backend))
-
-
 def runs(make: Scenario, where: list[tuple[int, ...]], alarm: Any, backend: str) -> Seen:
     """Runs interrupted at each of these; ends early where calls do not come back."""
     seen: Seen = []
@@ -2629,27 +2608,18 @@ def measured(make: Scenario, alarm: Any, backend: str) -> int:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_one_interruption(name: str, points: int | None) -> None:
-    interrupt_all(name, "host", SAMPLE if points is None else points)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_an_interruption_of_what_the_first_set_off(name: str, points: int | None) -> None:
-    interrupt_twice(name, "host", SECOND if points is None else points)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_interruption(name: str) -> None:
-    interrupt_all(name, "host", 0)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_many_pairs_of_interruptions(name: str) -> None:
-    interrupt_twice(name, "host", 100, seed=3)
+def test_interruptions(name: str, points: int | None) -> None:
+    """One; then two, the second in what the first one set off."""
+    make, rng = SCENARIOS[name], random.Random(name)
+    with alarms() as alarm:
+        count = measured(make, alarm, "host")
+        at = [(n,) for n in sample(count, SAMPLE if points is None else points, rng)]
+        seen = runs(make, at, alarm, "host")
+        firsts = (
+            seen if points is not None else [seen[n - 1] for n in sample(len(seen), PAIRS, rng)]
+        )
+        pairs = [(*at, rng.randint(1, one.count)) for at, one in firsts if one.count]
+        fail_with(name, count, seen + runs(make, pairs, alarm, "host"))
 
 
 def test_signals() -> None:
