@@ -38,7 +38,8 @@
  *     -EBUSY at once.
  *   - A structure's first field is its size as the caller knows it; fields beyond it count as 0.
  *     NULL options mean all defaults.
- *   - Nothing is printed, no signal is handled, the process is never ended.
+ *   - Nothing is printed, no signal is handled, the process is never ended. A thread that is cancelled
+ *     (pthread_cancel) in a call makes it to its end first.
  *   - Ordering against GPU work is the caller's job: unmap only what no unfinished GPU work may touch, or name that
  *     work in `after` (vmem_batch, vmem_submit). A page that vanishes under a kernel is a fatal fault.
  *
@@ -90,7 +91,8 @@ extern "C" {
 #endif
 
 typedef uint64_t vmem_t;      /* a context; never 0 */
-typedef uint64_t vmem_handle; /* physical pages; never 0 */
+typedef uint64_t vmem_handle; /* physical pages; never 0. One that was given back is recognised until its context has
+                                 made 2^30 more, or the process has opened 3,839 more contexts */
 typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 #define VMEM_MAX_DEVICES 16

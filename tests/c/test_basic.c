@@ -98,6 +98,33 @@ static void drop_keeps_mappings(void) {
 }
 
 /* A hole in the middle makes two mappings of one; release then names neither. */
+/* A handle that was given back is told from those that came after it: their places in the table, which have 20 bits of
+ * generation, are used in turn, and so are the tags of contexts. */
+static void stale_handles(void) {
+  enum { TURN = 1024, CONTEXTS = 300 };
+  vmem_t vm = open_vm(0), other;
+  vmem_handle first, h;
+  struct vmem_handle_info info = {.size = sizeof(info)};
+  OK(vMemCreate(vm, PAGE, NULL, &first));
+  OK(vmem_drop(vm, first));
+  for (int i = 0; i < 3 * TURN; i++) {
+    OK(vMemCreate(vm, PAGE, NULL, &h));
+    CHECK(h != first);
+    if (i < TURN - 1) CHECK((uint32_t)h != (uint32_t)first);
+    EQ(vmem_handle_query(vm, first, &info), -EBADF);
+    OK(vmem_drop(vm, h));
+  }
+  OK(vMemCreate(vm, PAGE, NULL, &first));
+  for (int i = 0; on_host() && i < CONTEXTS; i++) {
+    other = open_host(0);
+    EQ(vmem_handle_query(other, first, &info), -EBADF);
+    OK(vMemCreate(other, PAGE, NULL, &h));
+    CHECK(h >> 52 != first >> 52);
+    OK(vmem_close(other));
+  }
+  OK(vmem_close(vm));
+}
+
 static void partial_unmap(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -368,6 +395,6 @@ static void queries(void) {
   OK(vmem_close(vm));
 }
 
-MAIN(TEST(five_calls), TEST(alias), TEST(drop_keeps_mappings), TEST(partial_unmap), TEST(new_pages_are_zero),
-     TEST(memory_goes_back), TEST(readonly_and_holes), TEST(readonly_pages_are_zero), TEST(sparse),
-     TEST(sparse_is_atomic), TEST(contents), TEST(page_sizes), TEST(queries))
+MAIN(TEST(five_calls), TEST(alias), TEST(drop_keeps_mappings), TEST(stale_handles), TEST(partial_unmap),
+     TEST(new_pages_are_zero), TEST(memory_goes_back), TEST(readonly_and_holes), TEST(readonly_pages_are_zero),
+     TEST(sparse), TEST(sparse_is_atomic), TEST(contents), TEST(page_sizes), TEST(queries))

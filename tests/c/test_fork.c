@@ -2,6 +2,10 @@
 /* Description: after fork the child gets an error, the parent notices nothing. */
 #include <dirent.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -64,11 +68,61 @@ static int descriptor_of(const char *name) {
   return found;
 }
 
-/* What a child keeps open stays when the parent is killed. */
+/* Mappings of this process whose line has this in it. */
+static int mappings_of(const char *name) {
+  FILE *f = fopen("/proc/self/maps", "re");
+  char line[512];
+  int n = 0;
+  while (f && fgets(line, sizeof(line), f)) n += strstr(line, name) != NULL;
+  if (f) fclose(f);
+  return n;
+}
+
+/* What a child keeps open or mapped stays when the parent is killed. */
 static void child_holds_no_memory(vmem_t vm, uint64_t va) {
   (void)vm;
   (void)va;
   EQ(descriptor_of("/memfd:vmem"), -1);
+  EQ(mappings_of("/memfd:vmem"), 0);
+}
+
+static uint64_t max_mappings(void) {
+  FILE *f = fopen("/proc/sys/vm/max_map_count", "re");
+  unsigned long long max = 0;
+  if (f && fscanf(f, "%llu", &max) != 1) max = 0;
+  if (f) fclose(f);
+  return max;
+}
+
+/* With no descriptor left no more memory is given out than there is, and a limit on mappings has its name. */
+static void child_without_descriptors(vmem_t vm, uint64_t va) {
+  struct rlimit few = {.rlim_cur = 64, .rlim_max = 64};
+  struct vmem_open_opts host = {.size = sizeof(host), .backend = "host"};
+  uint64_t max = max_mappings(), others = max * 3 / 4 * KIB(4);
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = KIB(4), .count = max / 4, .stride = KIB(8)};
+  vmem_handle h;
+  vmem_t other;
+  char *p;
+  vm = open_host(KIB(4));
+  OK(setrlimit(RLIMIT_NOFILE, &few));
+  while (open("/dev/null", O_RDONLY | O_CLOEXEC) >= 0) {
+  }
+  EQ(errno, EMFILE);
+  EQ(vMemCreate(vm, GIB(16384), NULL, &h), -ENOMEM);
+  EQ(vmem_open(&host, &other), -ENOMEM);
+  CHECK(strstr(vmem_last_error(), "Too many open files"));
+  if (max <= 300000) {
+    OK(vMemReserve(vm, GIB(4), NULL, &va));
+    p = mmap(NULL, others, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(p != MAP_FAILED);
+    for (uint64_t at = 0; at < others; at += KIB(8)) EQ(mprotect(p + at, KIB(4), PROT_READ), 0);
+    op.addr = va;
+    EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOSPC);
+    CHECK(strstr(vmem_last_error(), "vm.max_map_count"));
+    EQ(munmap(p, others), 0);
+  }
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
 }
 
 /* In a child of its own, which has no standard streams. */
@@ -97,6 +151,10 @@ static void child_with_small_files(vmem_t vm, uint64_t va) {
   EQ(e.limit, MIB(100));
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
+  for (int i = 0; i < 100; i++) { /* what is given back may be had again */
+    OK(vmem_drop(vm, h[0]));
+    OK(vMemCreate(vm, i % 2 ? MIB(1) : MIB(64), NULL, &h[0]));
+  }
   OK(vmem_drop(vm, h[0]));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
@@ -130,9 +188,67 @@ static void forked(void) {
   OK(vmem_close(vm));
 }
 
+struct mapper {
+  vmem_t vm;
+  uint64_t va;
+  int err;
+  bool over; /* atomic */
+};
+
+static void *maps_and_unmaps(void *arg) {
+  struct mapper *m = arg;
+  struct vmem_op op[2] = {{.op = VMEM_OP_POPULATE, .addr = m->va, .bytes = PAGE, .count = 64, .stride = 2 * PAGE}};
+  op[1] = op[0];
+  op[1].op = VMEM_OP_UNMAP;
+  while (!m->err && !__atomic_load_n(&m->over, __ATOMIC_RELAXED))
+    for (int i = 0; i < 2 && !m->err; i++) m->err = vmem_batch(m->vm, &op[i], 1, NULL, 0, 0);
+  return NULL;
+}
+
+/* No child sees a mapping that is not yet kept from it. */
+static void while_another_thread_maps(void) {
+  struct mapper m = {.vm = open_host(0)};
+  pthread_t thread;
+  int with = 0;
+  OK(vMemReserve(m.vm, MIB(16), NULL, &m.va));
+  EQ(pthread_create(&thread, NULL, maps_and_unmaps, &m), 0);
+  for (int i = 0; i < 100; i++) with += in_child(child_holds_no_memory, m.vm, m.va) != 0;
+  __atomic_store_n(&m.over, true, __ATOMIC_RELAXED);
+  pthread_join(thread, NULL);
+  EQ(with, 0);
+  EQ(m.err, 0);
+  OK(vmem_check(m.vm));
+  OK(vmem_close(m.vm));
+}
+
+static void *closes(void *arg) {
+  struct mapper *m = arg;
+  m->err = vmem_close(m->vm);
+  return NULL;
+}
+
+/* A context that is no longer found is not closed yet: it waits for a batch that waits for a descriptor. */
+static void while_a_context_is_closed(void) {
+  struct mapper m = {.vm = open_host(0)};
+  struct vmem_after after = after_fd(eventfd(0, EFD_CLOEXEC));
+  struct vmem_op op = populate(0, PAGE);
+  struct vmem_stats s = {.size = sizeof(s)};
+  pthread_t thread;
+  OK(vMemReserve(m.vm, MIB(2), NULL, &m.va));
+  op.addr = m.va;
+  OK(vmem_submit(m.vm, &op, 1, &after, 1, VMEM_SUBMIT_DETACHED, NULL));
+  EQ(pthread_create(&thread, NULL, closes, &m), 0);
+  while (!vmem_get_stats(m.vm, &s)) sched_yield();
+  EQ(in_child(child_holds_no_memory, m.vm, m.va), 0);
+  pthread_join(thread, NULL);
+  EQ(m.err, 0);
+  close((int)after.handle);
+}
+
 static void strange_processes(void) {
   EQ(in_child(child_without_streams, 0, 0), 0);
+  EQ(in_child(child_without_descriptors, 0, 0), 0);
   EQ(in_child(child_with_small_files, 0, 0), 0);
 }
 
-MAIN(TEST(forked), TEST(strange_processes))
+MAIN(TEST(forked), TEST(while_another_thread_maps), TEST(while_a_context_is_closed), TEST(strange_processes))

@@ -196,6 +196,18 @@ static void more_memory_than_there_is(void) {
   OK(vmem_close(vm));
 }
 
+/* What one context was promised is not promised to another. */
+static void memory_of_two_contexts(void) {
+  vmem_t vm[2] = {open_host(0), open_host(0)};
+  uint64_t most = (number_in("/proc/meminfo", "MemTotal:") << 10) / 8 * 5 / MIB(2) * MIB(2);
+  vmem_handle h;
+  int first = vMemCreate(vm[0], most, NULL, &h);
+  if (!first) EQ(vMemCreate(vm[1], most, NULL, &h), -ENOMEM); /* else another process has so much */
+  OK(vmem_close(vm[0]));
+  if (!first) OK(vMemCreate(vm[1], most / 2, NULL, &h));
+  OK(vmem_close(vm[1]));
+}
+
 static struct vmem_op page_at(uint64_t addr) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = addr, .bytes = PAGE};
 }
@@ -246,4 +258,4 @@ static void mappings(void) {
 }
 
 MAIN(TEST(mappings), TEST(scattered_pages), TEST(two_contexts), TEST(mappings_of_others), TEST(queued_pages),
-     TEST(more_memory_than_there_is))
+     TEST(memory_of_two_contexts), TEST(more_memory_than_there_is))

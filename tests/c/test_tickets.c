@@ -23,6 +23,35 @@ static bool run_batches(vmem_t vm, unsigned n) {
   return true;
 }
 
+static void *waits_and_ends(void *arg) {
+  struct waiter *w = arg;
+  __atomic_store_n(&w->ret, vmem_wait(w->vm, w->t, -1) + 1, __ATOMIC_RELAXED);
+  pthread_testcancel();
+  return NULL;
+}
+
+/* A thread that is cancelled while it waits makes the call to its end, and holds nothing after it. */
+static void a_thread_that_is_cancelled(void) {
+  vmem_t vm = open_vm(0);
+  struct vmem_after after = after_fd(eventfd(0, EFD_CLOEXEC));
+  struct waiter w = {.vm = vm};
+  pthread_t thread;
+  void *ended;
+  OK(vmem_submit(vm, NULL, 0, &after, 1, 0, &w.t));
+  EQ(pthread_create(&thread, NULL, waits_and_ends, &w), 0);
+  usleep(20000); /* most probably it waits by now */
+  EQ(pthread_cancel(thread), 0);
+  usleep(20000);
+  EQ(stats_of(vm).tickets, 1); /* no lock is held */
+  EQ(__atomic_load_n(&w.ret, __ATOMIC_RELAXED), 0);
+  fire((int)after.handle);
+  EQ(pthread_join(thread, &ended), 0);
+  CHECK(ended == PTHREAD_CANCELED);
+  EQ(w.ret, 1);
+  OK(vmem_close(vm));
+  close((int)after.handle);
+}
+
 static void kept_until_dropped(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -407,6 +436,6 @@ static void heap_is_short(void) {
   close(fd);
 }
 
-MAIN(TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished), TEST(never_ending),
-     TEST(fill_behind_a_descriptor), TEST(detached_batches), TEST(drop_wakes_waiters), TEST(drops_and_waits),
-     TEST(many_dependencies), TEST(heap_is_short))
+MAIN(TEST(a_thread_that_is_cancelled), TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished),
+     TEST(never_ending), TEST(fill_behind_a_descriptor), TEST(detached_batches), TEST(drop_wakes_waiters),
+     TEST(drops_and_waits), TEST(many_dependencies), TEST(heap_is_short))

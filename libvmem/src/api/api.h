@@ -10,11 +10,14 @@
 
 /* ---- registry.c: contexts by number ------------------------------------------------------------- */
 
-/* A pinned context, or NULL with the error recorded in *err. */
+/* Between these the thread is not cancelled: it may hold locks. A pair may be within another. */
+void vm_cancel_later(void);
+void vm_cancel_now(void);
+/* A pinned context, in a thread that is not cancelled; or NULL with the error recorded in *err. */
 struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err);
 void vm_put(struct vm_ctx *c);
 int vm_registry_add(struct vm_ctx *c, vmem_t *vm);
-/* Later calls do not find it. False: another thread was first, and the pin is gone. */
+/* Later calls do not find it. The pin is gone; false: another thread was first. */
 bool vm_registry_remove(struct vm_ctx *c, vmem_t vm);
 /* Waits until no call uses it. */
 void vm_registry_drain(struct vm_ctx *c);

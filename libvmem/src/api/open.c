@@ -29,7 +29,9 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
   if (!backend || !info) return vm_fail(-EINVAL, "NULL argument");
   if (flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_OPEN_FORCE);
   if (!(be = find_backend(backend))) return -EINVAL;
+  vm_cancel_later();
   vm_backend_probe(be, device, flags, &found);
+  vm_cancel_now();
   vm_error_begin("vmem_probe");
   return vm_copy_out(info, &found, sizeof(found), "vmem_probe_info");
 }
@@ -167,33 +169,36 @@ static void log_opened(const struct vm_ctx *c, const char *asked) {
          (unsigned long long)i->granule, (unsigned long long)i->slab_size, i->why[0] ? "; passed over: " : "", i->why);
 }
 
-VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
-  struct vmem_open_opts o;
-  const struct vm_backend *be = NULL;
+static int open_context(const struct vm_backend *be, const struct vmem_open_opts *o, vmem_t *vm) {
   struct vm_ctx *c = NULL;
-  int err;
-  vm_error_begin("vmem_open");
-  if (!vm) return vm_fail(-EINVAL, "NULL argument");
-  if ((err = vm_copy_in(&o, sizeof(o), opts, "vmem_open_opts")) || (err = check_opts(&o))) return err;
-  if (!o.backend) o.backend = "auto";
-  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend))) return -EINVAL;
-  err = be ? open_one(be, &o, &c) : open_auto(&o, &c);
+  int err = be ? open_one(be, o, &c) : open_auto(o, &c);
   if (err) return err;
   c->opts.backend = c->be->name; /* the caller's string need not live on */
   if (c->opts.pool_low && (err = vm_worker_start(c))) {
     VM_UNDO(tear_down(c));
     return err;
   }
-  log_opened(c, o.backend); /* before it can be closed */
+  log_opened(c, o->backend); /* before it can be closed */
   if ((err = vm_registry_add(c, vm))) VM_UNDO(tear_down(c));
   return err;
 }
 
-VMEM_API int vmem_close(vmem_t vm) {
+VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
+  struct vmem_open_opts o;
+  const struct vm_backend *be = NULL;
   int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_close", &err);
-  if (!c) return err;
-  if (!vm_registry_remove(c, vm)) return vm_fail(-EBADF, "0x%llx is not an open context", (unsigned long long)vm);
+  vm_error_begin("vmem_open");
+  if (!vm) return vm_fail(-EINVAL, "NULL argument");
+  if ((err = vm_copy_in(&o, sizeof(o), opts, "vmem_open_opts")) || (err = check_opts(&o))) return err;
+  if (!o.backend) o.backend = "auto";
+  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend))) return -EINVAL;
+  vm_cancel_later();
+  err = open_context(be, &o, vm);
+  vm_cancel_now();
+  return err;
+}
+
+static void close_context(struct vm_ctx *c) {
   pthread_mutex_lock(&c->lock);
   c->closing = true;
   pthread_cond_broadcast(&c->done_cond);
@@ -201,7 +206,18 @@ VMEM_API int vmem_close(vmem_t vm) {
   vm_registry_drain(c);
   vm_inject_arm(c, 0, 0, 0, 0);
   tear_down(c);
-  return 0;
+}
+
+VMEM_API int vmem_close(vmem_t vm) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_close", &err);
+  if (!c) return err;
+  if (vm_registry_remove(c, vm))
+    close_context(c);
+  else
+    err = vm_fail(-EBADF, "0x%llx is not an open context", (unsigned long long)vm);
+  vm_cancel_now();
+  return err;
 }
 
 VMEM_API int vmem_query(vmem_t vm, struct vmem_info *info) {

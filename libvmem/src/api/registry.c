@@ -9,6 +9,7 @@
 #include "api/api.h"
 
 #define MAX_CONTEXTS 256u
+#define MAX_TAG 0xfffu
 
 static struct {
   pthread_mutex_t lock;
@@ -16,7 +17,7 @@ static struct {
   struct vm_ctx *ctx[MAX_CONTEXTS];
   uint32_t gen[MAX_CONTEXTS];
   uint32_t inherited[MAX_CONTEXTS]; /* generation of a context of the parent process; 0 = none */
-  uint32_t next_gen;
+  uint32_t next_gen, last_tag;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -28,17 +29,30 @@ static void in_child(void) {
   pthread_cond_init(&table.unpinned, NULL);
   for (uint32_t i = 0; i < MAX_CONTEXTS; i++) {
     if (table.ctx[i]) table.inherited[i] = table.gen[i];
-    if (table.ctx[i] && table.ctx[i]->be->forked) table.ctx[i]->be->forked(table.ctx[i]->bes);
     table.ctx[i] = NULL;
   }
 }
 
 static void set_up(void) { pthread_atfork(NULL, NULL, in_child); }
 
+static _Thread_local struct {
+  unsigned calls;
+  int before;
+} uncancelled;
+
+void vm_cancel_later(void) {
+  if (!uncancelled.calls++) pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &uncancelled.before);
+}
+
+void vm_cancel_now(void) {
+  if (!--uncancelled.calls) pthread_setcancelstate(uncancelled.before, NULL);
+}
+
 struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err) {
   uint32_t i = (uint32_t)vm - 1, gen = (uint32_t)(vm >> 32);
   struct vm_ctx *c = NULL;
   vm_error_begin(op);
+  vm_cancel_later();
   pthread_mutex_lock(&table.lock);
   if (i < MAX_CONTEXTS && table.ctx[i] && table.gen[i] == gen) {
     c = table.ctx[i];
@@ -49,6 +63,7 @@ struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err) {
     *err = vm_fail(-EBADF, "0x%llx is not an open context", (unsigned long long)vm);
   }
   pthread_mutex_unlock(&table.lock);
+  if (!c) vm_cancel_now();
   return c;
 }
 
@@ -61,6 +76,18 @@ void vm_put(struct vm_ctx *c) {
   pthread_mutex_lock(&table.lock);
   unpin(c);
   pthread_mutex_unlock(&table.lock);
+  vm_cancel_now();
+}
+
+/* Of the 4,095 tags the next that no open context has: one that was closed has had it as long ago as can be. */
+static uint32_t next_tag(void) {
+  bool taken;
+  do {
+    taken = false;
+    table.last_tag = table.last_tag % MAX_TAG + 1;
+    for (uint32_t i = 0; i < MAX_CONTEXTS; i++) taken = taken || (table.ctx[i] && table.ctx[i]->tag == table.last_tag);
+  } while (taken);
+  return table.last_tag;
 }
 
 int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
@@ -70,9 +97,9 @@ int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
   while (i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i])) i++;
   if (i < MAX_CONTEXTS) {
     if (!++table.next_gen) table.next_gen = 1;
+    c->tag = next_tag();
     table.ctx[i] = c;
     table.gen[i] = table.next_gen;
-    c->tag = (table.next_gen & 0xfff) ? (table.next_gen & 0xfff) : 0x7ff;
     *vm = (uint64_t)table.next_gen << 32 | (i + 1);
   }
   pthread_mutex_unlock(&table.lock);

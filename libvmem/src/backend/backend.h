@@ -94,9 +94,6 @@ struct vm_backend {
   int (*open)(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
   /* Everything was unreserved and destroyed before, as far as that succeeded. */
   void (*close)(void *be);
-  /* Optional, in a forked child: lets go of what would keep the parent's memory when that has ended. Must be safe in
-   * a signal handler; nothing else is called in the child. */
-  void (*forked)(void *be);
 
   /* Free and total bytes of physical memory at the location. */
   int (*mem_info)(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The handle table. A handle is 12 bits of context tag, 20 bits of generation, 32 bits of index, so
- * that a stale handle, or one of another context, is recognised. An entry outlives its handle while
- * mappings made with it exist, because their ptes refer to it. The caller holds vm_ctx.lock.
+ * that a stale handle, or one of another context, is recognised. The entry that has been free for longest
+ * is taken, and none before LEAST_FREE are: so a number comes again after 2^30 more handles. An entry
+ * outlives its handle while mappings made with it exist, because their ptes refer to it. The caller
+ * holds vm_ctx.lock.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +12,7 @@
 #include "phys/phys.h"
 
 #define GEN_MASK 0xfffffu
+#define LEAST_FREE 1024u
 
 uint32_t vm_hdl_index(struct vm_ctx *c, const struct vm_hdl *h) { return (uint32_t)(h - c->phys->hdls); }
 
@@ -25,35 +28,46 @@ struct vm_hdl *vm_hdl_find(struct vm_ctx *c, vmem_handle h, int *err) {
   return NULL;
 }
 
+static bool grow_table(struct vm_ctx *c) {
+  struct vm_phys *p = c->phys;
+  uint32_t cap = p->cap_hdls ? 2 * p->cap_hdls : 64;
+  struct vm_hdl *v = vm_realloc(c, p->hdls, cap, sizeof(*v));
+  if (!v) return false;
+  memset(v + p->cap_hdls, 0, (cap - p->cap_hdls) * sizeof(*v));
+  p->hdls = v;
+  p->cap_hdls = cap;
+  if (!p->nhdls) p->nhdls = 1; /* index 0 is "none" */
+  return true;
+}
+
 struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out) {
-  uint32_t i = c->phys->free_hdl, gen;
+  struct vm_phys *p = c->phys;
+  uint32_t i, gen;
   struct vm_hdl *h;
-  if (!i) {
-    if (c->phys->nhdls >= c->phys->cap_hdls) {
-      uint32_t cap = c->phys->cap_hdls ? 2 * c->phys->cap_hdls : 64;
-      struct vm_hdl *v = vm_realloc(c, c->phys->hdls, cap, sizeof(*v));
-      if (!v) return NULL;
-      memset(v + c->phys->cap_hdls, 0, (cap - c->phys->cap_hdls) * sizeof(*v));
-      c->phys->hdls = v;
-      c->phys->cap_hdls = cap;
-      if (!c->phys->nhdls) c->phys->nhdls = 1; /* index 0 is "none" */
-    }
-    i = c->phys->nhdls++;
+  if (p->free_hdls < LEAST_FREE && (p->nhdls < p->cap_hdls || grow_table(c))) {
+    i = p->nhdls++;
+  } else if (p->free_hdls) {
+    i = p->first_free_hdl;
+    p->first_free_hdl = p->hdls[i].next_free;
+    p->free_hdls--;
+  } else {
+    return NULL;
   }
-  h = &c->phys->hdls[i];
-  if (c->phys->free_hdl) c->phys->free_hdl = h->next_free;
+  h = &p->hdls[i];
   gen = (h->gen + 1) & GEN_MASK;
   *h = (struct vm_hdl){.gen = gen, .used = true, .held = true};
-  c->phys->live_hdls++;
+  p->live_hdls++;
   *out = (uint64_t)c->tag << 52 | (uint64_t)gen << 32 | i;
   return h;
 }
 
 void vm_hdl_settle(struct vm_ctx *c, struct vm_hdl *h) {
+  struct vm_phys *p = c->phys;
   if (!h->used || h->held || h->mappings || h->pending) return;
   h->used = false;
-  h->next_free = c->phys->free_hdl;
-  c->phys->free_hdl = vm_hdl_index(c, h);
+  h->next_free = 0;
+  *(p->free_hdls++ ? &p->hdls[p->last_free_hdl].next_free : &p->first_free_hdl) = vm_hdl_index(c, h);
+  p->last_free_hdl = vm_hdl_index(c, h);
 }
 
 void vm_hdl_drop(struct vm_ctx *c, struct vm_hdl *h) {

@@ -309,7 +309,8 @@ struct vm_phys {
   struct vm_fill *fills; /* that run on */
 
   struct vm_hdl *hdls; /* entry 0 unused */
-  uint32_t nhdls, cap_hdls, free_hdl, live_hdls;
+  uint32_t nhdls, cap_hdls, live_hdls;
+  uint32_t first_free_hdl, last_free_hdl, free_hdls; /* in the order in which they became free */
 
   uint64_t used_units, peak_used_units, quarantined_units, slab_bytes;
   uint64_t limbo_units;   /* without a reference, and not free yet: the driver has them */

@@ -9,7 +9,8 @@
  * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
  * included: spare mappings are given up for them.
  *
- * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages.
+ * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
+ * has ended. A fork waits for calls that have made a mapping and not yet said so.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -31,13 +32,20 @@
 #define SPARES 4
 #define SLAB_SIZE (64ull << 20)
 
+struct gap {
+  uint64_t offset, bytes;
+};
+
 struct host {
   int fd;
-  dev_t device;
-  ino_t file;           /* what it is, with `device`, for a forked child */
-  pthread_mutex_t lock; /* what follows */
-  uint64_t next_offset; /* offsets are never used twice: a file may have 2^63 bytes of holes */
-  uint64_t slab_bytes;
+  struct host *next; /* in `process` */
+
+  /* under process.memory */
+  uint64_t slab_bytes, file_bytes;
+  struct gap *gaps; /* of destroyed slabs: the file need not grow for the next one of that size */
+  size_t ngaps, cap_gaps;
+
+  pthread_mutex_t lock;                                /* what follows */
   uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
   uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
   uint64_t next_count;                                 /* ns: not before, for a refusal */
@@ -46,24 +54,143 @@ struct host {
   bool spares_lack;     /* atomic: some are given up */
 };
 
+/* ---- the process ------------------------------------------------------------------------------ */
+
+enum source { MEMINFO, GROUP_MAX, GROUP_CURRENT, MAPS, MAX_MAPS, SOURCES };
+
+static const char *const source_paths[SOURCES] = {
+    [MEMINFO] = "/proc/meminfo",
+    [GROUP_MAX] = "/sys/fs/cgroup/memory.max",
+    [GROUP_CURRENT] = "/sys/fs/cgroup/memory.current",
+    [MAPS] = "/proc/self/maps",
+    [MAX_MAPS] = "/proc/sys/vm/max_map_count",
+};
+
+/* What all contexts share. */
+static struct {
+  pthread_rwlock_t forks; /* what follows. Read: no fork, and no change of these; write: a fork, or a change */
+  struct host *first;
+  int sources[SOURCES];     /* open while a context is, for the process may run out of descriptors; -1: there is none */
+  pthread_mutex_t memory;   /* what is promised to all; `forks` may be taken in it */
+  pthread_mutex_t counting; /* MAPS is read by one thread */
+} process = {.forks = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP,
+             .memory = PTHREAD_MUTEX_INITIALIZER,
+             .counting = PTHREAD_MUTEX_INITIALIZER};
+
+/* All contexts' pieces by the numbers that their cores last gave, which may be old: only what is added to them counts
+ * between two counts of the process. */
+static uint64_t all_segments; /* atomic */
+
+/* By this thread: a signal handler that forks would wait for itself. */
+static _Thread_local bool forks_held;
+
+static void hold_forks(bool change) {
+  change ? pthread_rwlock_wrlock(&process.forks) : pthread_rwlock_rdlock(&process.forks);
+  forks_held = true;
+}
+
+static void release_forks(void) {
+  if (!forks_held) return; /* this is a child */
+  forks_held = false;
+  pthread_rwlock_unlock(&process.forks);
+}
+
+static void before_fork(void) {
+  if (!forks_held) pthread_rwlock_wrlock(&process.forks);
+}
+
+static void in_parent(void) {
+  if (!forks_held) pthread_rwlock_unlock(&process.forks);
+}
+
+static void close_sources(void) {
+  for (size_t i = 0; i < SOURCES; i++)
+    if (process.sources[i] >= 0) close(process.sources[i]);
+}
+
+/* A child has no contexts. With the parent's file open it would keep the memory of a parent that was killed. */
+static void in_child(void) {
+  pthread_rwlockattr_t attr;
+  if (process.first) close_sources();
+  for (struct host *h = process.first; h; h = h->next) close(h->fd);
+  process.first = NULL;
+  forks_held = false;
+  pthread_rwlockattr_init(&attr);
+  pthread_rwlockattr_setkind_np(&attr, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+  pthread_rwlock_init(&process.forks, &attr);
+  pthread_rwlockattr_destroy(&attr);
+  pthread_mutex_init(&process.memory, NULL);
+  pthread_mutex_init(&process.counting, NULL);
+  __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED);
+}
+
+static void set_up(void) { pthread_atfork(before_fork, in_parent, in_child); }
+
+static int open_sources(void) {
+  for (size_t i = 0; i < SOURCES; i++) process.sources[i] = -1;
+  for (size_t i = 0; i < SOURCES; i++) {
+    process.sources[i] = vm_above_stdio(open(source_paths[i], O_RDONLY | O_CLOEXEC));
+    if (process.sources[i] < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
+      int err = -errno;
+      close_sources();
+      return vm_fail(-ENOMEM, "%s: %s", source_paths[i], strerror(-err));
+    }
+  }
+  return 0;
+}
+
+/* Makes the context's file, which a child will close. */
+static int join(struct host *h) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  int err = 0;
+  pthread_once(&once, set_up);
+  hold_forks(true);
+  if (!process.first) err = open_sources();
+  if (!err && (h->fd = vm_above_stdio(memfd_create("vmem", MFD_CLOEXEC))) < 0) {
+    err = vm_fail(errno == ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(errno));
+    if (!process.first) close_sources();
+  }
+  if (!err) {
+    h->next = process.first;
+    process.first = h;
+  }
+  release_forks();
+  return err;
+}
+
+static void leave(struct host *h) {
+  struct host **at = &process.first;
+  hold_forks(true);
+  while (*at != h) at = &(*at)->next;
+  *at = h->next;
+  close(h->fd);
+  if (!process.first) close_sources();
+  release_forks();
+}
+
 /* ---- limits of the machine -------------------------------------------------------------------- */
 
-static bool read_number(const char *path, const char *format, unsigned long long *out) {
-  FILE *f = fopen(path, "re");
-  char line[128];
-  bool found = false;
-  while (f && !found && fgets(line, sizeof(line), f)) found = sscanf(line, format, out) == 1;
-  if (f) fclose(f);
-  return found;
+/* The first line of such a format among the first 4 KiB. */
+static bool read_number(enum source from, const char *format, unsigned long long *out) {
+  char text[4096], *line = text;
+  ssize_t n;
+  do n = pread(process.sources[from], text, sizeof(text) - 1, 0);
+  while (n < 0 && errno == EINTR);
+  if (n <= 0) return false;
+  text[n] = 0;
+  while (sscanf(line, format, out) != 1) {
+    if (!(line = strchr(line, '\n'))) return false;
+    line++;
+  }
+  return true;
 }
 
 /* Bytes that this process may still take, by the machine's count and by its control group's. */
 static uint64_t memory_available(void) {
   unsigned long long kib, max, now;
   uint64_t avail = UINT64_MAX;
-  if (read_number("/proc/meminfo", "MemAvailable: %llu", &kib)) avail = (uint64_t)kib << 10;
-  if (read_number("/sys/fs/cgroup/memory.max", "%llu", &max) &&
-      read_number("/sys/fs/cgroup/memory.current", "%llu", &now)) {
+  if (read_number(MEMINFO, "MemAvailable: %llu", &kib)) avail = (uint64_t)kib << 10;
+  if (read_number(GROUP_MAX, "%llu", &max) && read_number(GROUP_CURRENT, "%llu", &now)) {
     uint64_t left = max > now ? max - now : 0;
     if (left < avail) avail = left;
   }
@@ -71,20 +198,16 @@ static uint64_t memory_available(void) {
 }
 
 static uint64_t count_vmas(void) {
-  int fd = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   char buf[16384];
   uint64_t lines = 0;
+  off_t at = 0;
   ssize_t n;
-  if (fd < 0) return 0;
-  while ((n = read(fd, buf, sizeof(buf))) > 0 || (n < 0 && errno == EINTR))
-    for (ssize_t i = 0; i < n; i++) lines += buf[i] == '\n';
-  close(fd);
+  pthread_mutex_lock(&process.counting); /* else each read would look for its place from the beginning */
+  while ((n = pread(process.sources[MAPS], buf, sizeof(buf), at)) > 0 || (n < 0 && errno == EINTR))
+    for (ssize_t i = 0; i < n; i++) lines += buf[i] == '\n', at++;
+  pthread_mutex_unlock(&process.counting);
   return lines;
 }
-
-/* All contexts' pieces by the numbers that their cores last gave, which may be old: only what is added to them counts
- * between two counts of the process. */
-static uint64_t all_segments; /* atomic */
 
 /* Notes a context's number; returns the others'. */
 static uint64_t note(struct host *h, uint64_t segments) {
@@ -97,7 +220,7 @@ static void host_recount(void *be, uint64_t segments) {
   struct host *h = be;
   unsigned long long max = 65530;
   uint64_t begun = vm_now_ns(), all = count_vmas(), now = vm_now_ns(), others = all > segments ? all - segments : 0;
-  read_number("/proc/sys/vm/max_map_count", "%llu", &max);
+  read_number(MAX_MAPS, "%llu", &max);
   pthread_mutex_lock(&h->lock);
   h->max_vmas = max;
   h->other_vmas = others;
@@ -153,17 +276,38 @@ static int host_room(void *be, const struct vm_be_load *load) {
 
 static const struct vm_backend host_counted;
 
+#define EMPTY (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
+
+/* Maps a part of the file, so that no child inherits it; at NULL: anywhere. MAP_FAILED with errno: nothing is changed,
+ * or nothing is mapped there, with the protection `empty`. */
+static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_t offset, int empty) {
+  void *p;
+  int err;
+  hold_forks(false);
+  p = mmap(addr, bytes, prot, MAP_SHARED | (addr ? MAP_FIXED : 0), h->fd, (off_t)offset);
+  err = errno;
+  if (p != MAP_FAILED && madvise(p, bytes, MADV_DONTFORK)) {
+    err = errno;
+    if (!addr)
+      munmap(p, bytes);
+    else if (mmap(p, bytes, empty, EMPTY | MAP_FIXED, -1, 0) != MAP_FAILED)
+      madvise(p, bytes, MADV_DONTFORK);
+    p = MAP_FAILED;
+  }
+  release_forks();
+  errno = err;
+  return p;
+}
+
 /* Offsets apart, so that no two become one VMA. */
 static void take_spares(struct host *h) {
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
   bool lack = false;
   pthread_mutex_lock(&h->lock);
   for (size_t i = 0; i < SPARES; i++) {
-    void *p = h->spares[i] ? h->spares[i] : mmap(NULL, page, PROT_NONE, MAP_SHARED, h->fd, (off_t)(2 * i * page));
-    if (p == MAP_FAILED) p = NULL;
-    if (p && !h->spares[i]) madvise(p, page, MADV_DONTFORK);
-    h->spares[i] = p;
-    lack = lack || !p;
+    if (!h->spares[i]) h->spares[i] = share(h, NULL, page, PROT_NONE, 2 * i * page, PROT_NONE);
+    if (h->spares[i] == MAP_FAILED) h->spares[i] = NULL;
+    lack = lack || !h->spares[i];
   }
   __atomic_store_n(&h->spares_lack, lack, __ATOMIC_RELAXED);
   pthread_mutex_unlock(&h->lock);
@@ -192,7 +336,7 @@ static uint64_t page_sizes(void) {
 
 static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, void **be) {
   struct host *h;
-  struct stat st;
+  int err;
   uint64_t sizes = page_sizes(), granule = o->granule ? o->granule : 64u << 10;
   if (o->num_devices > 1)
     return vm_fail_at(-EINVAL, 0, o->num_devices, 1, "back end host has one device, not %u", o->num_devices);
@@ -200,13 +344,10 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     return vm_fail_at(-EOPNOTSUPP, 0, granule, sizes, "back end host has no granule of %llu bytes",
                       (unsigned long long)granule);
   if (!(h = calloc(1, sizeof(*h)))) return vm_fail(-ENOMEM, "no heap memory for a context");
-  h->fd = vm_above_stdio(memfd_create("vmem", MFD_CLOEXEC));
-  if (h->fd < 0) {
-    int err = -errno;
+  if ((err = join(h))) {
     free(h);
-    return vm_fail(err == -ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(-err));
+    return err;
   }
-  if (!fstat(h->fd, &st)) h->device = st.st_dev, h->file = st.st_ino;
   pthread_mutex_init(&h->lock, NULL);
   take_spares(h);
   host_recount(h, 0);
@@ -233,18 +374,10 @@ static void host_close(void *be) {
   while (give_spare(h)) {
   }
   note(h, 0);
-  close(h->fd);
+  leave(h);
   pthread_mutex_destroy(&h->lock);
+  free(h->gaps);
   free(h);
-}
-
-/* Else the child would keep the memory of a parent that was killed. Another thread may have opened or closed
- * files during the fork: the number alone does not tell which this is. */
-static void host_forked(void *be) {
-  struct host *h = be;
-  struct stat st;
-  if (!fstat(h->fd, &st) && st.st_dev == h->device && st.st_ino == h->file) close(h->fd);
-  __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED); /* a child has no contexts */
 }
 
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
@@ -253,7 +386,7 @@ static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *
   (void)location;
   (void)device;
   *free_bytes = memory_available();
-  read_number("/proc/meminfo", "MemTotal: %llu", &kib);
+  read_number(MEMINFO, "MemTotal: %llu", &kib);
   *total_bytes = (uint64_t)kib << 10;
   return 0;
 }
@@ -265,9 +398,7 @@ static void *at(uint64_t addr) { return (void *)(uintptr_t)addr; }
 /* Nothing (or, sparse, the zero page) behind a range; a fixed mapping replaces what was there. */
 static int blank(struct host *h, uint64_t addr, uint64_t bytes, bool sparse) {
   void *p;
-  do
-    p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
-             -1, 0);
+  do p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE, EMPTY | MAP_FIXED, -1, 0);
   while (p == MAP_FAILED && errno == ENOMEM && give_spare(h));
   if (p == MAP_FAILED) return -errno;
   madvise(p, bytes, MADV_DONTFORK); /* else, for want of kernel memory, a child inherits the empty range */
@@ -283,7 +414,7 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   if (room < bytes)
     return vm_fail_at(-EOVERFLOW, 0, bytes, align, "%llu bytes and their alignment overflow 64 bits",
                       (unsigned long long)bytes);
-  p = mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  p = mmap(NULL, room, PROT_NONE, EMPTY, -1, 0);
   if (p == MAP_FAILED)
     return vm_fail_at(-ENOMEM, 0, bytes, 0, "no %llu bytes of addresses: %s", (unsigned long long)bytes,
                       strerror(errno));
@@ -325,16 +456,12 @@ static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
 static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
                     bool sparse) {
   struct host *h = be;
-  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
-  void *p;
+  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE);
   recount_if_due(h);
   if (__atomic_load_n(&h->spares_lack, __ATOMIC_RELAXED)) take_spares(h);
-  p = mmap(at(addr), bytes, prot, MAP_SHARED | MAP_FIXED, h->fd, (off_t)(slab + offset));
-  if (p == MAP_FAILED) return map_failed(h, addr, bytes, -errno);
-  if (!madvise(p, bytes, MADV_DONTFORK)) return 0;
-  err = -errno;
-  blank(h, addr, bytes, sparse);
-  return map_failed(h, addr, bytes, err);
+  if (share(h, at(addr), bytes, prot, slab + offset, sparse ? PROT_READ : PROT_NONE) == MAP_FAILED)
+    return map_failed(h, addr, bytes, -errno);
+  return 0;
 }
 
 /* mmap replaces what was there. */
@@ -344,38 +471,72 @@ static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 
 /* ---- memory ----------------------------------------------------------------------------------- */
 
-/* Slabs are promises until touched, so the promises still open count against what is available. */
+/* Slabs are promises until touched: bytes that are still promised, to all contexts. */
+static uint64_t promised(void) {
+  uint64_t all = 0;
+  hold_forks(false);
+  for (struct host *h = process.first; h; h = h->next) {
+    struct stat st;
+    uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
+    if (h->slab_bytes > resident) all += h->slab_bytes - resident;
+  }
+  release_forks();
+  return all;
+}
+
+/* Where the file has a gap of that size, or it grows. */
+static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
+  uint64_t end = h->file_bytes + bytes;
+  struct rlimit most;
+  for (size_t i = h->ngaps; i--;)
+    if (h->gaps[i].bytes == bytes) {
+      *offset = h->gaps[i].offset;
+      h->gaps[i] = h->gaps[--h->ngaps];
+      return 0;
+    }
+  if (!getrlimit(RLIMIT_FSIZE, &most) && end > most.rlim_cur) /* ftruncate would raise SIGXFSZ */
+    return vm_fail_at(
+        -ENOMEM, 0, bytes, most.rlim_cur,
+        "growing the memory file by %llu bytes to %llu: the limit on a file's size (RLIMIT_FSIZE) is %llu",
+        (unsigned long long)bytes, (unsigned long long)end, (unsigned long long)most.rlim_cur);
+  if (end < bytes || ftruncate(h->fd, (off_t)end))
+    return vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s", (unsigned long long)end,
+                      strerror(errno));
+  *offset = h->file_bytes;
+  h->file_bytes = end;
+  return 0;
+}
+
+/* Without heap memory these offsets are never used again: a file may have 2^63 bytes of holes. */
+static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
+  if (h->ngaps == h->cap_gaps) {
+    size_t cap = h->cap_gaps ? 2 * h->cap_gaps : 16;
+    struct gap *more = realloc(h->gaps, cap * sizeof(*more));
+    if (!more) return;
+    h->gaps = more;
+    h->cap_gaps = cap;
+  }
+  h->gaps[h->ngaps++] = (struct gap){offset, bytes};
+}
+
 static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
                             uint64_t *slab) {
   struct host *h = be;
-  uint64_t avail = memory_available(), resident, open_promises, offset;
-  struct stat st;
-  struct rlimit most;
-  int err = 0;
+  uint64_t avail, open_promises;
+  int err;
   (void)page_size;
   (void)location;
   (void)device;
-  pthread_mutex_lock(&h->lock);
-  resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
-  open_promises = h->slab_bytes > resident ? h->slab_bytes - resident : 0;
-  offset = h->next_offset;
+  pthread_mutex_lock(&process.memory);
+  avail = memory_available();
+  open_promises = promised();
   if (avail < open_promises || avail - open_promises < bytes)
     err = vm_fail_at(-ENOMEM, 0, bytes, avail, "%llu bytes of host memory: %llu available, %llu of them promised",
                      (unsigned long long)bytes, (unsigned long long)avail, (unsigned long long)open_promises);
-  else if (!getrlimit(RLIMIT_FSIZE, &most) && offset + bytes > most.rlim_cur) /* ftruncate would raise SIGXFSZ */
-    err =
-        vm_fail_at(-ENOMEM, 0, bytes, most.rlim_cur,
-                   "growing the memory file by %llu bytes to %llu: the limit on a file's size (RLIMIT_FSIZE) is %llu",
-                   (unsigned long long)bytes, (unsigned long long)(offset + bytes), (unsigned long long)most.rlim_cur);
-  else if (offset + bytes < offset || ftruncate(h->fd, (off_t)(offset + bytes)))
-    err = vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s",
-                     (unsigned long long)(offset + bytes), strerror(errno));
-  if (!err) {
-    h->next_offset += bytes;
-    h->slab_bytes += bytes;
-    *slab = offset;
-  }
-  pthread_mutex_unlock(&h->lock);
+  else
+    err = find_gap(h, bytes, slab);
+  if (!err) h->slab_bytes += bytes;
+  pthread_mutex_unlock(&process.memory);
   return err;
 }
 
@@ -390,9 +551,10 @@ static int host_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   struct host *h = be;
   int err = host_discard(be, slab, 0, bytes);
   if (err) return err;
-  pthread_mutex_lock(&h->lock);
+  pthread_mutex_lock(&process.memory);
   h->slab_bytes -= bytes;
-  pthread_mutex_unlock(&h->lock);
+  leave_gap(h, slab, bytes);
+  pthread_mutex_unlock(&process.memory);
   return 0;
 }
 
@@ -429,10 +591,10 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 }
 
 #define HOST_ENTRIES                                                                                                   \
-  .name = "host", .open = host_open, .close = host_close, .forked = host_forked, .mem_info = host_mem_info,            \
-  .reserve = host_reserve, .unreserve = host_unreserve, .slab_create = host_slab_create,                               \
-  .slab_destroy = host_slab_destroy, .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, \
-  .read = host_read, .write = host_write, .copy = host_copy, .room = host_room, .recount = host_refused
+  .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info, .reserve = host_reserve,          \
+  .unreserve = host_unreserve, .slab_create = host_slab_create, .slab_destroy = host_slab_destroy,                     \
+  .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, .read = host_read,                 \
+  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_refused
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
