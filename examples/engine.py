@@ -180,9 +180,17 @@ def main() -> None:
         Engine(loaded.model, cache, loaded.eos_token_ids) as engine,
     ):
         encoded = [encode(loaded.tokenizer, text) for text in args.prompts]
-        jobs = [engine.submit(prompt, args.tokens) for prompt in encoded]
+        try:
+            jobs = [engine.submit(prompt, args.tokens) for prompt in encoded]
+        except ValueError as error:
+            parser.error(f"argument prompts: {error}")
         for job, token in engine.run():
             print(f"{jobs.index(job)}: {loaded.tokenizer.decode([token])!r}", flush=True)
+    for number, job in enumerate(jobs):
+        if job.failed:
+            short = f"needs {job.failed.largest:,} bytes of {job.failed.limit:,}"
+            print(f"{number}: {len(job.tokens)} tokens: {short}", file=sys.stderr)
+    sys.exit(any(job.failed for job in jobs))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import errno
 import gc
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -197,7 +197,7 @@ class VMemPool:
 
     # ---- pause and resume ----------------------------------------------------------------------
 
-    def pause(self, tag: str | None = None, *, keep: bool = True) -> int:
+    def pause(self, tag: str | Mapping[str, bool] | None = None, *, keep: bool = True) -> int:
         """Gives physical memory back to the device; addresses stay, and nothing may touch them.
 
         Contents go to host memory, which is page-locked if it can be: the device then copies at the
@@ -208,7 +208,7 @@ class VMemPool:
         one that fails are paused. Repeated: what was added since.
 
         Args:
-            tag: None: every tag.
+            tag: None: every tag. A mapping: several, in its order, each with its `keep`.
             keep: copy the contents to host memory; else they are zeros after `resume`.
 
         Returns:
@@ -222,15 +222,18 @@ class VMemPool:
         """
         with self._lock:
             self._check_open("pause")
-            tags = self._chosen(tag)
+            if tag is None or isinstance(tag, str):
+                tags = dict.fromkeys(self._chosen(tag), keep)
+            else:
+                tags = {self._chosen(name)[0]: bool(kept) for name, kept in tag.items()}
             for one in tags:
                 if one.users:
                     _native.fail(errno.EBUSY, f"tag {one.name!r} has a `use` block", op="pause")
             before = self._context.stats()
             self._synchronize()
             self._drop_workspaces()
-            for one in tags:
-                one.pause(keep)
+            for one, kept in tags.items():
+                one.pause(kept)
             self._context.trim(before.free_bytes)
             return max(0, before.slab_bytes - self._context.stats().slab_bytes)
 

@@ -18,7 +18,7 @@ CUDA allocation, cannot be done through torch's allocator interface and raises `
 Differences:
 
 - `pause` raises `Busy` for a tag whose region is active.
-- Driver errors raise and leave the tag as it was; none ends the process.
+- Driver errors raise, with all contents where they were or in their backup; none ends the process.
 """
 
 from __future__ import annotations
@@ -171,10 +171,12 @@ class TorchMemorySaver:
         """Frees the memory of a tag's regions, or of all; an unknown tag has none.
 
         Raises:
-            VMemError: as `VMemPool.pause`.
+            VMemError: as `VMemPool.pause`; where regions were paused before one failed, `resume`
+                brings them back.
         """
-        for one, backup in self._regions(tag):
-            self._opened().pause(_name(one, backup), keep=backup)
+        regions = {_name(one, backup): backup for one, backup in self._regions(tag)}
+        if regions:
+            self._opened().pause(regions)
 
     def resume(self, tag: str | None = None) -> None:
         """Allocates their memory again at the same addresses, with the backup's contents or zeros.
@@ -191,7 +193,8 @@ class TorchMemorySaver:
     def _regions(self, tag: str | None) -> list[tuple[str, bool]]:
         with self._lock:
             tags = list(self._tags) if tag is None else [tag]
-            return [(one, backup) for one in tags for backup in sorted(self._tags.get(one, ()))]
+            known = [(one, backup) for one in tags for backup in self._tags.get(one, ())]
+            return sorted(known, key=lambda region: not region[1])  # backups, which may fail, first
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor:
         """A paused tensor's contents, on the CPU.

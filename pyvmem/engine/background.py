@@ -67,21 +67,20 @@ class Background:
         self,
         call: Callable[[], _T],
         key: object = None,
-        then: Callable[[Future[_T]], None] | None = None,
+        future: Future[_T] | None = None,
     ) -> Future[_T]:
         """Queues `call`; the future gets its result or exception.
 
         Args:
             call: whose result it is.
             key: what it works on.
-            then: called when it is over or cancelled.
+            future: new; None: one is made.
 
         Raises:
             RuntimeError: the system has no thread left; the call is not made.
         """
-        future: Future[_T] = Future()
-        if then is not None:
-            future.add_done_callback(then)
+        if future is None:
+            future = Future()
         self._queue.append(_Queued(call, future, key))
         try:
             start_new_thread(self._work, ())

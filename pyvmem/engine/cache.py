@@ -383,11 +383,12 @@ class RequestCache(Closable):
         """`fork` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
-        work = self._work(stream)
+        work, slot = self._work(stream), request.slot
         work.record()
         wanted: dict[str, Any] = {"count": count, "length": length, "work": work}
-        look = partial(waits.before_fork, reqid=request.slot, into=None, **wanted)
-        return self._begin("fork_async", request, partial(self._fork, request, **wanted), look)
+        look = partial(waits.before_fork, reqid=slot, into=None, **wanted)
+        call = partial(self._fork, request, **wanted)
+        return self._begin("fork_async", request, State.RUNNING, call, look)
 
     def _fork(
         self, request: Request, slot: int, count: int, length: int | None, work: PriorWork
@@ -463,17 +464,17 @@ class RequestCache(Closable):
         """`swap_out` in the background; until it is done the request is busy."""
         self._refuse_busy(request)
         self._require(request, State.RUNNING)
-        work = self._work(stream)
+        work, slot = self._work(stream), request.slot
         work.record()
-        look = partial(waits.before_swap_out, reqid=request.slot, work=work)
+        look = partial(waits.before_swap_out, reqid=slot, work=work)
         call = partial(self._swap_out, request, work=work)
-        return self._begin("swap_out_async", request, call, look)
+        return self._begin("swap_out_async", request, State.RUNNING, call, look)
 
     def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
         rows = self.cache.swap_out(slot, work)
         self._keep(request)
-        request._slot, request.rows, request.state = None, rows, State.SWAPPED
+        request._slot, request.rows, request._held = None, rows, State.SWAPPED
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Brings a swapped request back, into any slot.
@@ -502,7 +503,8 @@ class RequestCache(Closable):
         self._require(request, State.SWAPPED)
         stream = work_until_now(stream, self._device)
         look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
-        return self._begin("swap_in_async", request, lambda _: self._swap_in(request, stream), look)
+        call = lambda _: self._swap_in(request, stream)  # noqa: E731
+        return self._begin("swap_in_async", request, State.SWAPPED, call, look)
 
     def _swap_in(self, request: Request, stream: Any) -> Shortage | None:
         assert request.rows is not None
@@ -510,7 +512,7 @@ class RequestCache(Closable):
         if slot is None:
             return self._shortage({}, request.length)
         self._keep(request)
-        request._slot, request.rows, request.state = slot, None, State.RUNNING
+        request._slot, request.rows, request._held = slot, None, State.RUNNING
         request.owner = self.cache.owner(slot)
         return None
 
@@ -562,10 +564,10 @@ class RequestCache(Closable):
         It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
         is busy no more where its call was never queued.
         """
-        if request.state is State.RUNNING and not self._has(request):
+        if request._calls and not self._background.works_on(request):
+            request._calls = ()
+        if request._held is State.RUNNING and not self._has(request):
             self._end(request)
-        elif request.state is State.BUSY and not self._background.works_on(request):
-            self._settle(request)
 
     def _settle(self, *requests: Request) -> None:
         """Brings requests in line with the cache, after a call on them was interrupted.
@@ -575,10 +577,10 @@ class RequestCache(Closable):
         for request in requests:
             rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
-                request.state = State.SWAPPED
+                request._held = State.SWAPPED
             elif slot is not None and (owner := self.cache.owner(slot)) is not None:
                 request.length, request.owner = self.cache.seq_len(slot), owner
-                request.state = State.RUNNING
+                request._held = State.RUNNING
             else:
                 self._end(request)
 
@@ -601,7 +603,7 @@ class RequestCache(Closable):
         for request in requests:
             if not isinstance(request, Request):
                 raise _no_request(request)
-            if request.state is not State.BUSY:
+            if not request._calls or request.state is not State.BUSY:
                 continue
             self._own(request)
             if self._background.works_on(request):
@@ -619,7 +621,9 @@ class RequestCache(Closable):
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
             slots = [
-                one._slot for one in requests if one.state is running and one._slot is not None
+                one._slot
+                for one in requests
+                if one._held is running and not one._calls and one._slot is not None
             ]
             owners = [one.owner for one in requests]
             if len(slots) == len(owners) and self.cache.owners(slots) == owners:
@@ -628,7 +632,7 @@ class RequestCache(Closable):
 
     def _keep(self, request: Request) -> None:
         """Journals a request's fields, before they change."""
-        self._journal.keep(request, "state", "_slot", "owner", "rows", "length")
+        self._journal.keep(request, "_held", "_slot", "owner", "rows", "length")
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
@@ -642,7 +646,7 @@ class RequestCache(Closable):
         self._keep(request)
         self._journal.keep_dict(self._requests)
         self._requests.pop(request, None)
-        request.state, request._slot, request.rows = State.ENDED, None, None
+        request._held, request._slot, request.rows = State.ENDED, None, None
         if rows is not None:
             rows.close(self._journal)
 
@@ -729,41 +733,34 @@ class RequestCache(Closable):
         self,
         what: str,
         request: Request,
+        state: State,
         call: Callable[[int], _T],
         look: waits.Look,
     ) -> Future[_T]:
         """Queues a call that works on a request, which is busy until the call is over.
 
-        `call` gets the slot; -1: it is swapped out. `look` says what the call waits for.
+        Args:
+            what: its name.
+            request: what it works on.
+            state: in which the request must be when the call is made: one that another thread makes
+                may come first.
+            call: gets the slot; -1: it is swapped out.
+            look: what the call waits for.
         """
         self._alone(what)
-        before = request.state
 
         def finish() -> _T:
-            try:
-                self.cache.wait_before(look)
-            except BaseException:
-                request.state = before
-                raise
+            self.cache.wait_before(look)
             with self._turns, self._journal:
-                # If the call is broken off, both take the request out of BUSY.
+                self._look(request)
+                if request._held is not state:
+                    raise request.refusal(request._held, state)
                 self._journal.on_abort(partial(self._settle, request))
-                self._journal.undo(setattr, request, "state", before)
-                if before is State.RUNNING and not self._has(request):
-                    self._end(request)
-                    request.require(State.RUNNING)
-                try:
-                    return call(-1 if request._slot is None else request._slot)
-                finally:
-                    if request.state is State.BUSY:
-                        request.state = before
+                return call(-1 if request._slot is None else request._slot)
 
-        def cancelled(future: Future[_T]) -> None:
-            if future.cancelled():
-                request.state = before
-
-        request.state = State.BUSY
-        return self._background.begin(finish, request, cancelled)
+        future: Future[_T] = Future()
+        request.begins(future)
+        return self._background.begin(finish, request, future)
 
 
 def _no_request(given: Any) -> TypeError:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import enum
 import errno
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle, Busy, VMemError
 from pyvmem.kvcache.config import invalid
@@ -39,7 +40,6 @@ class Request:
         namespace: whose prefixes it begins with and records; None: the common one.
         length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
-        state: see `State`.
         owner: which of the slot's owners it is (`KVCache.owner`): with another, it is not its own.
         rows: what it left in host memory, while it is swapped.
     """
@@ -47,10 +47,19 @@ class Request:
     number: int
     namespace: Namespace | None = None
     length: int = 0
-    state: State = State.RUNNING
     rows: SwappedRequest | None = None
     owner: int | None = None
     _slot: int | None = None
+    _held: State = State.RUNNING  # where its rows are: `state` but for background calls
+    _calls: tuple[Future[Any], ...] = ()  # of background calls on it; some may be over
+
+    @property
+    def state(self) -> State:
+        """See `State`."""
+        held = self._held
+        if self._calls and held is not State.ENDED and not all(one.done() for one in self._calls):
+            return State.BUSY
+        return held
 
     @property
     def slot(self) -> int:
@@ -69,6 +78,19 @@ class Request:
         now = self.state  # read once: a background call may change it meanwhile
         if now is not state:
             raise self.refusal(now, state)
+
+    def begins(self, future: Future[Any]) -> None:
+        """Notes a background call, until it is over or cancelled. May be called without a lock.
+
+        Where two threads note one at a time, one may be missed: then others wait for that call's
+        turn, and are not refused.
+        """
+
+        def ends(_: Future[Any]) -> None:
+            self._calls = tuple(one for one in self._calls if one is not future)
+
+        self._calls = (*self._calls, future)
+        future.add_done_callback(ends)
 
     def refusal(self, now: State, state: State) -> VMemError:
         """What `require` raises in the state `now`."""

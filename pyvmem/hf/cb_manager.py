@@ -96,7 +96,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
         if state.max_new_tokens is None:
             state.max_new_tokens = max(1, longest - prompt)
             state.__post_init__()  # applies the number
-        if prompt + state.max_new_tokens > longest:
+        if prompt + max(0, state.max_new_tokens) > longest:
             raise invalid(
                 f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
                 f"continuous batching holds {longest}",
@@ -163,16 +163,19 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         does not fit in all memory fails alone, with an error in its result.
 
         Raises:
-            InvalidArgument: prompt and new tokens together are more than ``max_seq_len``.
+            InvalidArgument: prompt and new tokens together are more than ``max_seq_len``, or the
+                prompt is empty. (Either would end the thread that serves all requests.)
         """
         if self._vmem is not None:
+            if not len(input_ids):
+                raise invalid("an empty prompt: there is nothing to answer")
             config = self.model.config.get_text_config()
             longest = request_limits(self._vmem, config, self.continuous_batching_config)[1]
             new = max_new_tokens
             if new is None:
                 new = self.generation_config.max_new_tokens
             new = 1 if new is None else new
-            if len(input_ids) + new > longest:
+            if len(input_ids) + max(0, new) > longest:
                 raise invalid(
                     f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
                     f"{longest}, which install takes",

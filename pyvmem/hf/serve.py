@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Installs the plug for all models, then runs ``transformers serve``; returns the exit status.
 
     2 with a message: an unchecked version of transformers, a bad option, a missing package, no
-    model or one that is not there.
+    model or one that is not there. 130: Ctrl-C.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)
@@ -123,7 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"pyvmem.hf.serve: {text}", file=sys.stderr)
             return 2
         _refuse_with_400(server)
-        app(["serve", *theirs], standalone_mode=False)
+        try:
+            app(["serve", *theirs], standalone_mode=False)
+        except RuntimeError as error:  # Abort is one: click's, or that of typer's own copy
+            if type(error).__name__ != "Abort":
+                raise
+            return 130
     except (VMemError, ImportError, OSError) as error:  # OSError: no such model
         print(f"pyvmem.hf.serve: {error}", file=sys.stderr)
         return 2

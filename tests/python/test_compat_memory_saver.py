@@ -8,8 +8,10 @@ torch out, and the block is taken by the C symbol that torch would call.
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +77,51 @@ def test_a_tag_with_and_without_a_backup(host: pyvmem.Context, saver: TorchMemor
     assert kept.tolist() == list(range(PAGE // 4))
     assert not other.any()
     free(kept, lost, other)
+
+
+@pytest.mark.parametrize("tag", ["weights", None])
+def test_an_active_region_refuses_a_pause_before_anything_is_paused(
+    host: pyvmem.Context, saver: TorchMemorySaver, tag: str | None
+) -> None:
+    """Another thread's, under the same tag: what has no backup would be lost."""
+    kept, lost = allocate(saver, "weights", True), allocate(saver, "weights", False)
+    first = allocate(saver, "first", False)
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with saver.region("weights", enable_cpu_backup=True):
+            inside.set()
+            leave.wait(20)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert inside.wait(20)
+    before = host.stats().mapped_bytes
+    with pytest.raises(Busy, match="has a `use` block"):
+        saver.pause(tag)
+    assert host.stats().mapped_bytes == before
+    leave.set()
+    thread.join(20)
+    for one in (kept, lost, first):
+        assert one.tolist() == list(range(PAGE // 4))
+    free(kept, lost, first)
+
+
+def test_a_pause_that_fails_loses_nothing(
+    saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backup may lack host memory; it comes before what has none."""
+    kept, lost = allocate(saver, "a", True), allocate(saver, "a", False)
+
+    def fails(*_: object) -> None:
+        raise pyvmem.OutOfMemory("no host memory", errno=errno.ENOMEM, op="pause")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver._pools[0]._host, "take", fails)
+        with pytest.raises(pyvmem.OutOfMemory, match="no host memory"):
+            saver.pause("a")
+    assert kept.tolist() == lost.tolist() == list(range(PAGE // 4))
+    free(kept, lost)
 
 
 def test_no_tag_is_another_ones_name(saver: TorchMemorySaver) -> None:

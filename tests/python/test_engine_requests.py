@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -684,21 +684,12 @@ def test_a_request_is_busy_until_its_background_call_is_over(host: Context) -> N
         assert request.state is State.SWAPPED
 
 
-def test_a_state_is_read_once() -> None:
+def test_a_state_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The background call ends after the first look: the request was busy then."""
-
-    class Ending(Request):
-        @property  # type: ignore[misc]
-        def state(self) -> State:
-            return looks.pop()
-
-        @state.setter
-        def state(self, state: State) -> None:
-            pass
-
     looks = [State.RUNNING, State.BUSY]
+    monkeypatch.setattr(Request, "state", property(lambda _: looks.pop()))
     with pytest.raises(Busy, match="request 3 of 0 tokens is busy, not running"):
-        _ = Ending(3).slot
+        _ = Request(3).slot
     assert looks == [State.RUNNING]
 
 
@@ -711,15 +702,94 @@ def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
             future = cache.swap_out_async(request)
 
             def works_on(key: object) -> bool:
-                request.state = State.SWAPPED
+                request._held, request._calls = State.SWAPPED, ()
                 return True
 
             with monkeypatch.context() as patch:
                 patch.setattr(cache._background, "works_on", works_on)
                 with pytest.raises(Busy, match="is busy, not running"):
                     cache.swap_in(request)
-            request.state = State.BUSY
+            request._held = State.RUNNING
         assert future.result(WAIT) is None
+
+
+@contextmanager
+def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> Iterator[None]:
+    """Another thread makes a call that is in the midst of the cache's `name` until the block ends.
+
+    It must succeed.
+    """
+    inside, gate, results = threading.Event(), threading.Event(), list[Any]()
+    make = getattr(cache.cache, name)
+
+    def slow(*args: Any) -> Any:
+        inside.set()
+        assert gate.wait(WAIT)
+        return make(*args)
+
+    setattr(cache.cache, name, slow)
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    try:
+        assert inside.wait(WAIT)
+        yield
+    finally:
+        delattr(cache.cache, name)
+        gate.set()
+        thread.join(WAIT)
+    assert results == [None]
+
+
+def test_a_background_call_finds_what_an_earlier_call_has_left(host: Context) -> None:
+    """It was begun while another thread's call on the request was under way."""
+    with requests(host) as cache:
+        free = kv(cache).num_free_slots
+        request = computed(cache, PROMPT)
+        futures: list[Future[Any]] = []
+        with while_it_runs(cache, "swap_out", lambda: cache.swap_out(request)):
+            futures.append(cache.swap_out_async(request))
+        for future in futures:
+            with pytest.raises(InvalidArgument, match="is swapped, not running"):
+                future.result(WAIT)
+        assert request.state is State.SWAPPED
+        with while_it_runs(cache, "swap_in", lambda: cache.swap_in(request)):
+            again = cache.swap_in_async(request)
+        with pytest.raises(InvalidArgument, match="is running, not swapped"):
+            again.result(WAIT)
+        assert rows_are(kv(cache), request.slot, 0, len(PROMPT), 1.0)
+        with while_it_runs(cache, "swap_out", lambda: cache.swap_out(request)):
+            fork = cache.fork_async(request)
+        with pytest.raises(InvalidArgument, match="is swapped, not running"):
+            fork.result(WAIT)
+        assert cache.swap_in(request) is None
+        with while_it_runs(cache, "free_reqid", lambda: cache.release(request)):
+            late = cache.swap_out_async(request)
+        with pytest.raises(BadHandle, match="is ended"):
+            late.result(WAIT)
+        assert request.state is State.ENDED
+        assert cache.requests == []
+        assert kv(cache).num_free_slots == free
+
+
+def test_background_calls_begun_at_once_are_made_in_turn(host: Context) -> None:
+    """Two threads may both have found the request free."""
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        with held_up(cache):
+            first = cache.swap_out_async(request)
+            request._calls = ()  # the second thread has looked before
+            second = cache.swap_out_async(request)
+        assert first.result(WAIT) is None
+        with pytest.raises(InvalidArgument, match="is swapped, not running"):
+            second.result(WAIT)
+        assert request.state is State.SWAPPED
+        with held_up(cache):
+            late = cache.swap_in_async(request)
+            assert request.state is State.BUSY
+            assert late.cancel()
+            assert request.state is State.SWAPPED
+        assert cache.swap_in(request) is None
+        assert rows_are(kv(cache), request.slot, 0, len(PROMPT), 1.0)
 
 
 def test_admission_in_the_background(host: Context) -> None:
@@ -843,7 +913,10 @@ def test_a_callback_that_ends_its_thread_ends_nothing_else() -> None:
         raise SystemExit(3)
 
     background, key = Background(), object()
-    futures = [background.begin(lambda: 1, key, leave) for _ in range(8)]
+    futures = [Future[int]() for _ in range(8)]
+    for future in futures:
+        future.add_done_callback(leave)
+        background.begin(lambda: 1, key, future)
     assert [future.result(WAIT) for future in futures] == [1] * 8
     eventually(lambda: not background.works_on(key))
     last = _Queued(lambda: 2, Future(), key)

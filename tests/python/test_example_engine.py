@@ -6,7 +6,9 @@ from __future__ import annotations
 import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +218,34 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.setenv("VMEM_CACHE_DIR", "/nowhere")
     assert refused(words, capsys, monkeypatch).startswith(f"engine.py: error: {text}")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--memory", "1", "--tokens", "3", "1 2 3", "7 " * 1200], "1: 1200 tokens: needs 1,"),
+        (["1 " * 3000], "engine.py: error: argument prompts: 3000 tokens, and 40 more"),
+    ],
+)
+def test_a_prompt_that_is_not_answered_is_told(
+    words: list[str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: "x")
+    loaded = replace(tiny_model(), tokenizer=tokenizer)
+    names = EXAMPLE["main"].__globals__
+    monkeypatch.setitem(names, "load", lambda *_, **__: loaded)
+    monkeypatch.setitem(names, "encode", lambda _, text: [int(one) for one in text.split()])
+    monkeypatch.setattr("sys.argv", ["engine.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        EXAMPLE["main"]()
+    said = capsys.readouterr()
+    assert ended.value.code
+    assert text in said.err
+    if len(words) > 1:
+        assert said.out.count("0: 'x'") == 3
 
 
 def test_what_make_run_has_converted_is_used(

@@ -407,6 +407,10 @@ def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Con
         manager = model.init_continuous_batching(generation(None), config())
         with pytest.raises(InvalidArgument, match="30 tokens and 3 new ones; max_seq_len is 32"):
             manager.add_request([1] * 30, max_new_tokens=3)
+        with pytest.raises(InvalidArgument, match="33 tokens and -100 new ones"):
+            manager.add_request([1] * 33, max_new_tokens=-100)
+        with pytest.raises(InvalidArgument, match="an empty prompt"):
+            manager.add_request([])
         manager.start()
         manager.add_request([1] * 30, max_new_tokens=2)
         assert len(result(manager).generated_tokens) == 2

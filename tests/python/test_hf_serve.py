@@ -84,6 +84,21 @@ def test_a_missing_package_is_a_message(
     assert "pyvmem.hf.serve: Missing dependencies" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first request, when the server itself has ended in order."""
+    click = pytest.importorskip("click")
+    cli = pytest.importorskip("transformers.cli.transformers", reason="extra 'server'")
+
+    def app(words: list[str], standalone_mode: bool) -> None:
+        raise click.exceptions.Abort
+
+    monkeypatch.setattr(continuous, "install", lambda **options: None)
+    monkeypatch.setattr(serve, "_named", lambda *_: True)
+    monkeypatch.setattr(serve, "_refuse_with_400", lambda server: None)
+    monkeypatch.setattr(cli, "app", app)
+    assert serve.main(["m"]) == 130
+
+
 def save_model(folder: Path) -> Any:
     """A model of random weights with a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -244,6 +259,18 @@ def test_a_client_that_goes_away_leaves_the_slots_to_others(server: Server) -> N
         with server.client() as client, ask(server, client, prompt, 200, stream=True) as chunks:
             next(iter(chunks))
     assert chat(server, prompt).split() == server.words(prompt)
+
+
+@drives_the_server
+@pytest.mark.parametrize(("prompt", "tokens"), [("w1 " * 300, -100), ("", NEW)])
+def test_a_request_that_cannot_be_computed_ends_nothing(
+    server: Server, prompt: str, tokens: int
+) -> None:
+    import openai
+
+    with server.client() as client, pytest.raises(openai.BadRequestError):
+        ask(server, client, prompt, tokens)
+    assert chat(server, "w1 w2").split() == server.words("w1 w2"), "it goes on"
 
 
 @drives_the_server

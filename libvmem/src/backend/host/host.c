@@ -68,39 +68,38 @@ static const char *const source_paths[SOURCES] = {
 
 /* What all contexts share. */
 static struct {
-  pthread_rwlock_t forks; /* what follows. Read: no fork, and no change of these; write: a fork, or a change */
+  pthread_mutex_t forks; /* held by a fork; what follows */
   struct host *first;
   int sources[SOURCES];     /* open while a context is, for the process may run out of descriptors; -1: there is none */
   pthread_mutex_t memory;   /* what is promised to all; `forks` may be taken in it */
   pthread_mutex_t counting; /* MAPS is read by one thread */
-} process = {.forks = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP,
-             .memory = PTHREAD_MUTEX_INITIALIZER,
-             .counting = PTHREAD_MUTEX_INITIALIZER};
+} process = {
+    .forks = PTHREAD_MUTEX_INITIALIZER, .memory = PTHREAD_MUTEX_INITIALIZER, .counting = PTHREAD_MUTEX_INITIALIZER};
 
 /* All contexts' pieces by the numbers that their cores last gave, which may be old: only what is added to them counts
  * between two counts of the process. */
 static uint64_t all_segments; /* atomic */
 
-/* By this thread: a signal handler that forks would wait for itself. */
+/* By this thread, or nearly: a signal handler that forks would wait for itself. */
 static _Thread_local bool forks_held;
 
-static void hold_forks(bool change) {
-  change ? pthread_rwlock_wrlock(&process.forks) : pthread_rwlock_rdlock(&process.forks);
+static void hold_forks(void) {
   forks_held = true;
+  pthread_mutex_lock(&process.forks);
 }
 
 static void release_forks(void) {
   if (!forks_held) return; /* this is a child */
+  pthread_mutex_unlock(&process.forks);
   forks_held = false;
-  pthread_rwlock_unlock(&process.forks);
 }
 
 static void before_fork(void) {
-  if (!forks_held) pthread_rwlock_wrlock(&process.forks);
+  if (!forks_held) pthread_mutex_lock(&process.forks);
 }
 
 static void in_parent(void) {
-  if (!forks_held) pthread_rwlock_unlock(&process.forks);
+  if (!forks_held) pthread_mutex_unlock(&process.forks);
 }
 
 static void close_sources(void) {
@@ -110,15 +109,11 @@ static void close_sources(void) {
 
 /* A child has no contexts. With the parent's file open it would keep the memory of a parent that was killed. */
 static void in_child(void) {
-  pthread_rwlockattr_t attr;
   if (process.first) close_sources();
   for (struct host *h = process.first; h; h = h->next) close(h->fd);
   process.first = NULL;
   forks_held = false;
-  pthread_rwlockattr_init(&attr);
-  pthread_rwlockattr_setkind_np(&attr, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-  pthread_rwlock_init(&process.forks, &attr);
-  pthread_rwlockattr_destroy(&attr);
+  pthread_mutex_unlock(&process.forks);
   pthread_mutex_init(&process.memory, NULL);
   pthread_mutex_init(&process.counting, NULL);
   __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED);
@@ -144,7 +139,7 @@ static int join(struct host *h) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   int err = 0;
   pthread_once(&once, set_up);
-  hold_forks(true);
+  hold_forks();
   if (!process.first) err = open_sources();
   if (!err && (h->fd = vm_above_stdio(memfd_create("vmem", MFD_CLOEXEC))) < 0) {
     err = vm_fail(errno == ENOSYS ? -ENODEV : -ENOMEM, "memfd_create: %s", strerror(errno));
@@ -160,7 +155,7 @@ static int join(struct host *h) {
 
 static void leave(struct host *h) {
   struct host **at = &process.first;
-  hold_forks(true);
+  hold_forks();
   while (*at != h) at = &(*at)->next;
   *at = h->next;
   close(h->fd);
@@ -283,7 +278,7 @@ static const struct vm_backend host_counted;
 static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_t offset, int empty) {
   void *p;
   int err;
-  hold_forks(false);
+  hold_forks();
   p = mmap(addr, bytes, prot, MAP_SHARED | (addr ? MAP_FIXED : 0), h->fd, (off_t)offset);
   err = errno;
   if (p != MAP_FAILED && madvise(p, bytes, MADV_DONTFORK)) {
@@ -474,7 +469,7 @@ static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 /* Slabs are promises until touched: bytes that are still promised, to all contexts. */
 static uint64_t promised(void) {
   uint64_t all = 0;
-  hold_forks(false);
+  hold_forks();
   for (struct host *h = process.first; h; h = h->next) {
     struct stat st;
     uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
