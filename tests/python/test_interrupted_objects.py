@@ -40,6 +40,7 @@ PAGE = 4096
 BLOCK = 3 * PAGE
 SAMPLE = 40  # points of a case in `make test`
 PAIRS = 8  # points of these, each with a second one
+MORE_PAIRS = 100  # where ``--points`` is given
 
 
 # ---- what is open --------------------------------------------------------------------------------
@@ -811,12 +812,9 @@ def test_interruptions(name: str, points: int | None, opened: Opened) -> None:
         assert count
         at = sample(count, SAMPLE if points is None else points, rng)
         more = [run(CASES[name], (n,), alarm, opened).count for n in at]
-        firsts = range(len(at))
-        if points is None:
-            firsts = [n - 1 for n in sample(len(at), PAIRS, rng)]
-        for n in firsts:
-            if more[n]:
-                run(CASES[name], (at[n], rng.randint(1, more[n])), alarm, opened)
+        for n in sample(len(at), PAIRS if points is None else MORE_PAIRS, rng):
+            if more[n - 1]:
+                run(CASES[name], (at[n - 1], rng.randint(1, more[n - 1])), alarm, opened)
 
 
 def test_torch_empties_its_cache_though_a_close_was_interrupted(

@@ -8,8 +8,8 @@ caller, the records are right, all rows are intact, the call can be made again, 
 on, and `close` gives everything back.
 
 By default a sample of the points is taken; ``--points=all``, or VMEM_INTERRUPT_POINTS=all, takes
-all of them, as `make test-long` does, each alone and with a second one; ``--points=N`` so many of
-each scenario:
+all of them, as `make test-long` does, and some with a second one; ``--points=N`` so many of each
+scenario:
 
     pytest tests/python/test_interrupts.py -k fork --points=all
 """
@@ -57,6 +57,7 @@ from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points of a scenario in `make test`
 PAIRS = 8  # points of these, each with a second one
+MORE_PAIRS = 100  # where ``--points`` is given
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all classes
 
@@ -2615,10 +2616,12 @@ def test_interruptions(name: str, points: int | None) -> None:
         count = measured(make, alarm, "host")
         at = [(n,) for n in sample(count, SAMPLE if points is None else points, rng)]
         seen = runs(make, at, alarm, "host")
-        firsts = (
-            seen if points is not None else [seen[n - 1] for n in sample(len(seen), PAIRS, rng)]
-        )
-        pairs = [(*at, rng.randint(1, one.count)) for at, one in firsts if one.count]
+        firsts = sample(len(seen), PAIRS if points is None else MORE_PAIRS, rng)
+        pairs = [
+            (*at, rng.randint(1, one.count))
+            for at, one in (seen[n - 1] for n in firsts)
+            if one.count
+        ]
         fail_with(name, count, seen + runs(make, pairs, alarm, "host"))
 
 
