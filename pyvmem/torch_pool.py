@@ -222,10 +222,10 @@ class VMemPool:
         """
         with self._lock:
             self._check_open("pause")
-            if tag is None or isinstance(tag, str):
-                tags = dict.fromkeys(self._chosen(tag), keep)
+            if isinstance(tag, Mapping):
+                tags = {self._tag(name): bool(kept) for name, kept in tag.items()}
             else:
-                tags = {self._chosen(name)[0]: bool(kept) for name, kept in tag.items()}
+                tags = dict.fromkeys(self._chosen(tag), keep)
             for one in tags:
                 if one.users:
                     _native.fail(errno.EBUSY, f"tag {one.name!r} has a `use` block", op="pause")
@@ -268,13 +268,14 @@ class VMemPool:
             return self._host.drop()
 
     def _chosen(self, name: str | None) -> list[Tag]:
-        if name is None:
-            return list(self._tags.values())
-        if name not in self._tags:
+        return list(self._tags.values()) if name is None else [self._tag(name)]
+
+    def _tag(self, name: str) -> Tag:
+        if not isinstance(name, str) or name not in self._tags:
             known = ", ".join(map(repr, self._tags)) or "none"
-            text = f"tag {name!r} was never used; there are: {known}"
+            text = f"tag {name!r:.80} was never used; there are: {known}"
             _native.fail(errno.EINVAL, text, op="VMemPool")
-        return [self._tags[name]]
+        return self._tags[name]
 
     def _synchronize(self) -> None:
         if self._primary is not None:

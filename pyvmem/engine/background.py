@@ -95,7 +95,7 @@ class Background:
             with suppress(RuntimeError):  # the next call's does
                 start_new_thread(self._work, ())
         waiting = self._queue.copy()
-        if any(one.key is key and not one.future.cancelled() for one in waiting):
+        if any(one.key is key and not _is_cancelled(one.future) for one in waiting):
             return True
         now = self._now
         return now is not None and now.key is key
@@ -149,6 +149,14 @@ class Background:
             self._now.make()
         finally:
             self._now = None
+
+
+def _is_cancelled(future: Future[Any]) -> bool:
+    """`Future.cancelled` without the lock that it takes.
+
+    An exception from a signal handler could leave that taken, and the call could never end.
+    """
+    return future._state.startswith("CANCELLED")
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:

@@ -15,7 +15,7 @@ from pyvmem.closing import Closable
 from pyvmem.engine.background import Background, work_until_now
 from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
-from pyvmem.engine.request import Request, State
+from pyvmem.engine.request import Pending, Request, State
 from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
@@ -564,7 +564,7 @@ class RequestCache(Closable):
         It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
         is busy no more where its call was never queued.
         """
-        if request._calls and not self._background.works_on(request):
+        if request._calls and not (request._waits() and self._background.works_on(request)):
             request._calls = ()
         if request._held is State.RUNNING and not self._has(request):
             self._end(request)
@@ -749,17 +749,23 @@ class RequestCache(Closable):
         """
         self._alone(what)
 
+        pending = Pending()
+
         def finish() -> _T:
-            self.cache.wait_before(look)
-            with self._turns, self._journal:
-                self._look(request)
-                if request._held is not state:
-                    raise request.refusal(request._held, state)
-                self._journal.on_abort(partial(self._settle, request))
-                return call(-1 if request._slot is None else request._slot)
+            try:
+                self.cache.wait_before(look)
+                with self._turns, self._journal:
+                    self._look(request)
+                    if request._held is not state:
+                        raise request.refusal(request._held, state)
+                    self._journal.on_abort(partial(self._settle, request))
+                    return call(-1 if request._slot is None else request._slot)
+            finally:
+                pending.end()
 
         future: Future[_T] = Future()
-        request.begins(future)
+        future.add_done_callback(pending.end)  # cancelled, it is never made
+        request._calls = (*(one for one in request._calls if not one.over), pending)
         return self._background.begin(finish, request, future)
 
 

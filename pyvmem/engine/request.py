@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import enum
 import errno
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyvmem.errors import BadHandle, Busy, VMemError
 from pyvmem.kvcache.config import invalid
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from pyvmem.engine.prefix import Namespace
     from pyvmem.kvcache import SwappedRequest
 
-__all__ = ["Request", "State"]
+__all__ = ["Pending", "Request", "State"]
 
 
 class State(enum.Enum):
@@ -26,6 +25,24 @@ class State(enum.Enum):
     SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
     BUSY = "busy"  # a background call works on it; wait for that first
     ENDED = "ended"  # released; no call takes it any more
+
+
+class Pending:
+    """A background call on a request.
+
+    Attributes:
+        over: it was made, or will not be. Read without a lock: an exception from a signal handler
+            would leave one taken.
+    """
+
+    __slots__ = ("over",)
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def end(self, _: object = None) -> None:
+        """Notes that it is over; may be a future's callback."""
+        self.over = True
 
 
 @dataclass(eq=False, slots=True)
@@ -51,15 +68,14 @@ class Request:
     owner: int | None = None
     _slot: int | None = None
     _held: State = State.RUNNING  # where its rows are: `state` but for background calls
-    _calls: tuple[Future[Any], ...] = ()  # of background calls on it; some may be over
+    _calls: tuple[Pending, ...] = ()  # some may be over
 
     @property
     def state(self) -> State:
         """See `State`."""
+        busy = self._calls and self._waits()  # first: a call that is over has set what follows
         held = self._held
-        if self._calls and held is not State.ENDED and not all(one.done() for one in self._calls):
-            return State.BUSY
-        return held
+        return State.BUSY if busy and held is not State.ENDED else held
 
     @property
     def slot(self) -> int:
@@ -70,8 +86,10 @@ class Request:
                 swapped out.
         """
         self.require(State.RUNNING)
-        assert self._slot is not None
-        return self._slot
+        slot = self._slot
+        if slot is None:  # another thread has swapped it out since
+            raise self.refusal(State.SWAPPED, State.RUNNING)
+        return slot
 
     def require(self, state: State) -> None:
         """Raises what `slot` raises where the request is in another state."""
@@ -79,18 +97,9 @@ class Request:
         if now is not state:
             raise self.refusal(now, state)
 
-    def begins(self, future: Future[Any]) -> None:
-        """Notes a background call, until it is over or cancelled. May be called without a lock.
-
-        Where two threads note one at a time, one may be missed: then others wait for that call's
-        turn, and are not refused.
-        """
-
-        def ends(_: Future[Any]) -> None:
-            self._calls = tuple(one for one in self._calls if one is not future)
-
-        self._calls = (*self._calls, future)
-        future.add_done_callback(ends)
+    def _waits(self) -> bool:
+        """Whether a background call on it is not over."""
+        return not all(one.over for one in self._calls)
 
     def refusal(self, now: State, state: State) -> VMemError:
         """What `require` raises in the state `now`."""

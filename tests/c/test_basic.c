@@ -115,6 +115,16 @@ static void stale_handles(void) {
     OK(vmem_drop(vm, h));
   }
   OK(vMemCreate(vm, PAGE, NULL, &first));
+  for (int i = 0; i < 200; i++) { /* without heap memory for the table a place is used earlier, and that is no error */
+    vmem_handle more;
+    struct vmem_error e = {.size = sizeof(e)};
+    OK(vmem_inject(vm, VMEM_INJECT_HEAP, i % 3, 1, ENOMEM));
+    if (!vMemCreate(vm, PAGE, NULL, &more)) {
+      OK(vmem_get_error(&e));
+      EQ(e.code, 0);
+    }
+    OK(vmem_inject(vm, 0, 0, 0, 0));
+  }
   for (int i = 0; on_host() && i < CONTEXTS; i++) {
     other = open_host(0);
     EQ(vmem_handle_query(other, first, &info), -EBADF);

@@ -4,9 +4,11 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -138,6 +140,7 @@ static void child_without_streams(vmem_t vm, uint64_t va) {
 static void child_with_small_files(vmem_t vm, uint64_t va) {
   struct rlimit small = {.rlim_cur = MIB(100), .rlim_max = MIB(100)};
   struct vmem_error e = {.size = sizeof(e)};
+  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .slab_size = MIB(1)};
   struct vmem_stats before, after;
   vmem_handle h[2];
   (void)va;
@@ -151,11 +154,15 @@ static void child_with_small_files(vmem_t vm, uint64_t va) {
   EQ(e.limit, MIB(100));
   after = stats_of(vm);
   CHECK(same_state(&before, &after));
-  for (int i = 0; i < 100; i++) { /* what is given back may be had again */
-    OK(vmem_drop(vm, h[0]));
-    OK(vMemCreate(vm, i % 2 ? MIB(1) : MIB(64), NULL, &h[0]));
-  }
   OK(vmem_drop(vm, h[0]));
+  OK(vmem_close(vm));
+  OK(vmem_open(&o, &vm));
+  for (int i = 0; i < 200; i++) { /* what is given back may be had again, in other sizes */
+    OK(vMemCreate(vm, MIB(1 + i % 20), NULL, &h[0]));
+    OK(vMemCreate(vm, MIB(2 + 2 * (i % 7)), NULL, &h[1]));
+    OK(vmem_drop(vm, h[i % 2]));
+    OK(vmem_drop(vm, h[!(i % 2)]));
+  }
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }
@@ -245,10 +252,152 @@ static void while_a_context_is_closed(void) {
   close((int)after.handle);
 }
 
+/* ---- the caller's own handlers, which were registered before any context was open ----------------- */
+
+static struct {
+  pthread_mutex_t lock;
+  bool used;
+  vmem_t vm;
+  uint64_t va;
+  int err, child_err;
+} caller = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static void maps_a_page(void) {
+  struct vmem_op op[2] = {populate(caller.va, PAGE), {.op = VMEM_OP_UNMAP, .addr = caller.va, .bytes = PAGE}};
+  for (int i = 0; i < 2 && !caller.err; i++) caller.err = vmem_batch(caller.vm, &op[i], 1, NULL, 0, 0);
+}
+
+static void callers_prepare(void) {
+  if (!caller.used) return;
+  pthread_mutex_lock(&caller.lock);
+  maps_a_page();
+}
+
+static void callers_parent(void) {
+  if (!caller.used) return;
+  maps_a_page();
+  pthread_mutex_unlock(&caller.lock);
+}
+
+static void callers_child(void) {
+  struct vmem_open_opts host = {.size = sizeof(host), .backend = "host"};
+  vmem_t own;
+  if (!caller.used) return;
+  caller.child_err = vmem_open(&host, &own) || vmem_close(own);
+  pthread_mutex_unlock(&caller.lock);
+}
+
+static void *maps_under_the_lock(void *arg) {
+  struct mapper *m = arg;
+  while (!__atomic_load_n(&m->over, __ATOMIC_RELAXED)) {
+    pthread_mutex_lock(&caller.lock);
+    maps_a_page();
+    pthread_mutex_unlock(&caller.lock);
+  }
+  return NULL;
+}
+
+static void child_of_a_handler(vmem_t vm, uint64_t va) {
+  (void)vm;
+  (void)va;
+  EQ(caller.child_err, 0);
+}
+
+/* They may call the library, and take a lock under which others call it. */
+static void with_handlers_of_the_caller(void) {
+  struct mapper m = {0};
+  pthread_t thread;
+  int bad = 0;
+  caller.vm = open_host(0);
+  OK(vMemReserve(caller.vm, MIB(2), NULL, &caller.va));
+  caller.used = true;
+  EQ(pthread_create(&thread, NULL, maps_under_the_lock, &m), 0);
+  for (int i = 0; i < 100; i++) bad += in_child(child_of_a_handler, caller.vm, caller.va) != 0;
+  __atomic_store_n(&m.over, true, __ATOMIC_RELAXED);
+  pthread_join(thread, NULL);
+  caller.used = false;
+  EQ(bad, 0);
+  OK(caller.err);
+  OK(vmem_check(caller.vm));
+  OK(vmem_close(caller.vm));
+}
+
+#ifdef __SANITIZE_THREAD__
+#define BY_THREAD_SANITIZER true
+#else
+#define BY_THREAD_SANITIZER false
+#endif
+
+static void forks_again(int sig) {
+  (void)sig;
+  if (!fork()) _exit(0);
+}
+
+/* A signal handler that forks may interrupt a fork, or a call, in a process that has had no second thread: in others
+ * glibc's fork waits for itself. So it is the first test. */
+static void in_signal_handlers(void) {
+  struct mapper m = {.vm = open_host(0)};
+  struct sigaction act = {.sa_handler = forks_again, .sa_flags = SA_RESTART}, old;
+  struct itimerval often = {.it_interval.tv_usec = 700, .it_value.tv_usec = 700}, never = {0};
+  struct vmem_op op[2] = {populate(0, PAGE), {.op = VMEM_OP_UNMAP, .bytes = PAGE}};
+  int status, err = 0, forks = 0;
+  pid_t pid;
+  if (BY_THREAD_SANITIZER) {
+    printf("not run: ThreadSanitizer allocates memory where a signal handler forks\n");
+    OK(vmem_close(m.vm));
+    return;
+  }
+  OK(vMemReserve(m.vm, MIB(2), NULL, &m.va));
+  op[0].addr = op[1].addr = m.va;
+  EQ(sigaction(SIGALRM, &act, &old), 0);
+  EQ(setitimer(ITIMER_REAL, &often, NULL), 0);
+  while (forks < 200 && !err) {
+    if (!(pid = fork())) _exit(0);
+    forks += pid > 0;
+    for (int i = 0; i < 2 && !err; i++) err = vmem_batch(m.vm, &op[i], 1, NULL, 0, 0);
+  }
+  EQ(setitimer(ITIMER_REAL, &never, NULL), 0);
+  EQ(sigaction(SIGALRM, &old, NULL), 0);
+  while (waitpid(-1, &status, 0) > 0) {
+  }
+  OK(err);
+  OK(vmem_check(m.vm));
+  OK(vmem_close(m.vm));
+}
+
+/* A child of a process with all contexts may have as many. */
+static void child_with_all_contexts(vmem_t vm, uint64_t va) {
+  vmem_t own[256];
+  int n = 0;
+  (void)va;
+  while (n < 256 && (own[n] = open_host(0))) n++;
+  EQ(n, 256);
+  EQ(vmem_close(vm), -EBADF); /* its place is used: it is not told from one that was closed */
+  while (n--) OK(vmem_close(own[n]));
+}
+
+static void with_all_contexts(void) {
+  vmem_t all[256];
+  for (int i = 0; i < 256; i++) CHECK(all[i] = open_host(0));
+  EQ(in_child(child_with_all_contexts, all[0], 0), 0);
+  for (int i = 0; i < 256; i++) OK(vmem_close(all[i]));
+}
+
 static void strange_processes(void) {
   EQ(in_child(child_without_streams, 0, 0), 0);
   EQ(in_child(child_without_descriptors, 0, 0), 0);
   EQ(in_child(child_with_small_files, 0, 0), 0);
 }
 
-MAIN(TEST(forked), TEST(while_another_thread_maps), TEST(while_a_context_is_closed), TEST(strange_processes))
+static const struct test tests[] = {TEST(in_signal_handlers),
+                                    TEST(forked),
+                                    TEST(while_another_thread_maps),
+                                    TEST(while_a_context_is_closed),
+                                    TEST(with_handlers_of_the_caller),
+                                    TEST(with_all_contexts),
+                                    TEST(strange_processes)};
+
+int main(void) {
+  pthread_atfork(callers_prepare, callers_parent, callers_child);
+  return run_tests(tests, sizeof(tests) / sizeof(tests[0]));
+}

@@ -23,6 +23,31 @@ static bool run_batches(vmem_t vm, unsigned n) {
   return true;
 }
 
+static void *asks_for_ever(void *arg) {
+  struct vmem_stats s = {.size = sizeof(s)};
+  int own;
+  pthread_setcanceltype(PTHREAD_CANCEL_ASYNCHRONOUS, &own);
+  while (!vmem_get_stats(*(vmem_t *)arg, &s)) {
+  }
+  return NULL;
+}
+
+/* Whatever the type of cancellation. */
+static void threads_that_are_cancelled_at_once(void) {
+  vmem_t vm = open_vm(0);
+  for (int i = 0; i < 300; i++) {
+    pthread_t thread;
+    void *ended;
+    EQ(pthread_create(&thread, NULL, asks_for_ever, &vm), 0);
+    usleep(100);
+    EQ(pthread_cancel(thread), 0);
+    EQ(pthread_join(thread, &ended), 0);
+    CHECK(ended == PTHREAD_CANCELED);
+  }
+  EQ(stats_of(vm).tickets, 0);
+  OK(vmem_close(vm));
+}
+
 static void *waits_and_ends(void *arg) {
   struct waiter *w = arg;
   __atomic_store_n(&w->ret, vmem_wait(w->vm, w->t, -1) + 1, __ATOMIC_RELAXED);
@@ -436,6 +461,7 @@ static void heap_is_short(void) {
   close(fd);
 }
 
-MAIN(TEST(a_thread_that_is_cancelled), TEST(kept_until_dropped), TEST(limit_on_tickets), TEST(limit_on_unfinished),
-     TEST(never_ending), TEST(fill_behind_a_descriptor), TEST(detached_batches), TEST(drop_wakes_waiters),
-     TEST(drops_and_waits), TEST(many_dependencies), TEST(heap_is_short))
+MAIN(TEST(a_thread_that_is_cancelled), TEST(threads_that_are_cancelled_at_once), TEST(kept_until_dropped),
+     TEST(limit_on_tickets), TEST(limit_on_unfinished), TEST(never_ending), TEST(fill_behind_a_descriptor),
+     TEST(detached_batches), TEST(drop_wakes_waiters), TEST(drops_and_waits), TEST(many_dependencies),
+     TEST(heap_is_short))

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -769,6 +771,65 @@ def test_a_background_call_finds_what_an_earlier_call_has_left(host: Context) ->
         assert request.state is State.ENDED
         assert cache.requests == []
         assert kv(cache).num_free_slots == free
+
+
+def test_a_state_is_never_older_than_the_end_of_a_call(host: Context) -> None:
+    """Whoever sees that the call is over sees what it has left."""
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        for _ in range(300):
+            future: Future[Any] = cache.swap_out_async(request)
+            while (state := request.state) is State.BUSY:
+                pass
+            assert state is State.SWAPPED
+            future = cache.swap_in_async(request)
+            while (state := request.state) is State.BUSY:
+                pass
+            assert state is State.RUNNING
+            assert request.slot >= 0
+            assert future.result(WAIT) is None
+
+
+def test_nothing_waits_for_the_lock_of_a_future(host: Context) -> None:
+    """An exception from a signal handler may have left it taken, in whoever looked."""
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        seen: list[object] = []
+
+        def look() -> None:
+            seen.append(request.state)
+            with pytest.raises(Busy):
+                _ = request.slot
+            with pytest.raises(Busy):
+                cache.capacity(request)
+            seen.append(cache._background.works_on(request))
+
+        with held_up(cache):
+            future = cache.swap_out_async(request)
+            thread = threading.Thread(target=look, daemon=True)
+            with future._condition:
+                thread.start()
+                thread.join(WAIT)
+                assert not thread.is_alive()
+        assert future.result(WAIT) is None
+        assert seen == [State.BUSY, True]
+
+
+def test_a_background_call_leaves_nothing_to_the_collector(host: Context) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        gc.collect()
+        gc.disable()
+        try:
+            good: Future[Any] = cache.fork_async(request)
+            cache.release(good.result(WAIT)[0])
+            bad = cache.fork_async(request, length=10**6)
+            assert isinstance(bad.exception(WAIT), InvalidArgument)
+            left = [weakref.ref(good), weakref.ref(bad)]
+            del good, bad
+            eventually(lambda: [one() for one in left] == [None, None])
+        finally:
+            gc.enable()
 
 
 def test_background_calls_begun_at_once_are_made_in_turn(host: Context) -> None:

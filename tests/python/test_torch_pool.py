@@ -291,6 +291,30 @@ def test_all_tags_and_repeated_calls(
         torch.free(block)
 
 
+def test_several_tags_each_with_its_keep(
+    context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
+) -> None:
+    blocks = {}
+    for tag in ("a", "b", "c"):
+        with pool._allocating(tag):
+            blocks[tag] = torch.malloc(page)
+            context.write(blocks[tag], tag.encode())
+    wrong: Any
+    for wrong in ({"a": False, "none": True}, {None: False}, ["a"], 5, b"a"):
+        with pytest.raises(
+            pyvmem.InvalidArgument, match="was never used; there are: 'a', 'b', 'c'"
+        ):
+            pool.pause(wrong)
+    assert pool.pause({}) == 0
+    assert pool.paused == set()
+    pool.pause({"a": True, "b": False})
+    assert pool.paused == {"a", "b"}
+    assert pool.resume() == 2 * page
+    for tag, kept in (("a", b"a"), ("b", b"\0"), ("c", b"c")):
+        assert context.read(blocks[tag], 1) == kept
+        torch.free(blocks[tag])
+
+
 def test_a_block_freed_while_paused_is_gone(
     context: pyvmem.Context, pool: VMemPool, torch: Torch, page: int
 ) -> None:

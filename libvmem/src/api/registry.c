@@ -20,8 +20,6 @@ static struct {
   uint32_t next_gen, last_tag;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-
 /* In the child only one thread is left, and it is here: no lock is needed, and the inherited one may be
  * held by a thread that does not exist any more. */
 static void in_child(void) {
@@ -33,19 +31,26 @@ static void in_child(void) {
   }
 }
 
-static void set_up(void) { pthread_atfork(NULL, NULL, in_child); }
+/* When the library is loaded: a fork that has begun would not know of a handler that comes later. */
+__attribute__((constructor)) static void set_up(void) { pthread_atfork(NULL, NULL, in_child); }
 
 static _Thread_local struct {
   unsigned calls;
-  int before;
+  int state, type; /* the thread's own */
 } uncancelled;
 
+/* With the asynchronous type alone glibc acts on what was sent before the state changed. */
 void vm_cancel_later(void) {
-  if (!uncancelled.calls++) pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &uncancelled.before);
+  if (uncancelled.calls++) return;
+  pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &uncancelled.type);
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &uncancelled.state);
 }
 
 void vm_cancel_now(void) {
-  if (!--uncancelled.calls) pthread_setcancelstate(uncancelled.before, NULL);
+  int own;
+  if (--uncancelled.calls) return;
+  pthread_setcancelstate(uncancelled.state, &own);
+  pthread_setcanceltype(uncancelled.type, &own);
 }
 
 struct vm_ctx *vm_get(vmem_t vm, const char *op, int *err) {
@@ -92,10 +97,12 @@ static uint32_t next_tag(void) {
 
 int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
   uint32_t i = 0;
-  pthread_once(&once, set_up);
   pthread_mutex_lock(&table.lock);
   while (i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i])) i++;
+  if (i == MAX_CONTEXTS) /* the place of a parent's context, which is then no longer told from a closed one */
+    for (i = 0; i < MAX_CONTEXTS && table.ctx[i];) i++;
   if (i < MAX_CONTEXTS) {
+    table.inherited[i] = 0;
     if (!++table.next_gen) table.next_gen = 1;
     c->tag = next_tag();
     table.ctx[i] = c;

@@ -40,11 +40,23 @@ static bool grow_table(struct vm_ctx *c) {
   return true;
 }
 
+/* Whether there is an entry that was never used. Without heap memory a free one will do. */
+static bool fresh_entry(struct vm_ctx *c) {
+  struct vm_phys *p = c->phys;
+  struct vmem_error before;
+  if (p->free_hdls >= LEAST_FREE) return false;
+  if (p->nhdls < p->cap_hdls) return true;
+  vm_error_save(&before);
+  if (grow_table(c)) return true;
+  if (p->free_hdls) vm_error_restore(&before);
+  return false;
+}
+
 struct vm_hdl *vm_hdl_new(struct vm_ctx *c, vmem_handle *out) {
   struct vm_phys *p = c->phys;
   uint32_t i, gen;
   struct vm_hdl *h;
-  if (p->free_hdls < LEAST_FREE && (p->nhdls < p->cap_hdls || grow_table(c))) {
+  if (fresh_entry(c)) {
     i = p->nhdls++;
   } else if (p->free_hdls) {
     i = p->first_free_hdl;

@@ -19,6 +19,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include "backend/backend.h"
@@ -42,7 +43,7 @@ struct host {
 
   /* under process.memory */
   uint64_t slab_bytes, file_bytes;
-  struct gap *gaps; /* of destroyed slabs: the file need not grow for the next one of that size */
+  struct gap *gaps; /* of destroyed slabs, by offset, none beside another */
   size_t ngaps, cap_gaps;
 
   pthread_mutex_t lock;                                /* what follows */
@@ -80,26 +81,17 @@ static struct {
  * between two counts of the process. */
 static uint64_t all_segments; /* atomic */
 
-/* By this thread, or nearly: a signal handler that forks would wait for itself. */
-static _Thread_local bool forks_held;
+/* How often this thread holds it, or nearly: where a signal handler forks in between, it would wait for itself. A child
+ * has 0, in the middle of what the handler interrupted. */
+static _Thread_local unsigned forks_held;
 
 static void hold_forks(void) {
-  forks_held = true;
-  pthread_mutex_lock(&process.forks);
+  if (!forks_held++) pthread_mutex_lock(&process.forks);
 }
 
 static void release_forks(void) {
-  if (!forks_held) return; /* this is a child */
-  pthread_mutex_unlock(&process.forks);
-  forks_held = false;
-}
-
-static void before_fork(void) {
-  if (!forks_held) pthread_mutex_lock(&process.forks);
-}
-
-static void in_parent(void) {
-  if (!forks_held) pthread_mutex_unlock(&process.forks);
+  if (forks_held <= 1) pthread_mutex_unlock(&process.forks);
+  if (forks_held) forks_held--;
 }
 
 static void close_sources(void) {
@@ -112,14 +104,15 @@ static void in_child(void) {
   if (process.first) close_sources();
   for (struct host *h = process.first; h; h = h->next) close(h->fd);
   process.first = NULL;
-  forks_held = false;
+  forks_held = 0;
   pthread_mutex_unlock(&process.forks);
   pthread_mutex_init(&process.memory, NULL);
   pthread_mutex_init(&process.counting, NULL);
   __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED);
 }
 
-static void set_up(void) { pthread_atfork(before_fork, in_parent, in_child); }
+/* When the library is loaded: before the handlers of who uses it, so that `forks` is taken after their locks. */
+__attribute__((constructor)) static void set_up(void) { pthread_atfork(hold_forks, release_forks, in_child); }
 
 static int open_sources(void) {
   for (size_t i = 0; i < SOURCES; i++) process.sources[i] = -1;
@@ -136,9 +129,7 @@ static int open_sources(void) {
 
 /* Makes the context's file, which a child will close. */
 static int join(struct host *h) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
   int err = 0;
-  pthread_once(&once, set_up);
   hold_forks();
   if (!process.first) err = open_sources();
   if (!err && (h->fd = vm_above_stdio(memfd_create("vmem", MFD_CLOEXEC))) < 0) {
@@ -183,8 +174,12 @@ static bool read_number(enum source from, const char *format, unsigned long long
 /* Bytes that this process may still take, by the machine's count and by its control group's. */
 static uint64_t memory_available(void) {
   unsigned long long kib, max, now;
+  struct sysinfo all;
   uint64_t avail = UINT64_MAX;
-  if (read_number(MEMINFO, "MemAvailable: %llu", &kib)) avail = (uint64_t)kib << 10;
+  if (read_number(MEMINFO, "MemAvailable: %llu", &kib))
+    avail = (uint64_t)kib << 10;
+  else if (!sysinfo(&all)) /* caches that could be dropped are not in it */
+    avail = ((uint64_t)all.freeram + all.bufferram) * all.mem_unit;
   if (read_number(GROUP_MAX, "%llu", &max) && read_number(GROUP_CURRENT, "%llu", &now)) {
     uint64_t left = max > now ? max - now : 0;
     if (left < avail) avail = left;
@@ -376,13 +371,12 @@ static void host_close(void *be) {
 }
 
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
-  unsigned long long kib = 0;
+  struct sysinfo all;
   (void)be;
   (void)location;
   (void)device;
   *free_bytes = memory_available();
-  read_number(MEMINFO, "MemTotal: %llu", &kib);
-  *total_bytes = (uint64_t)kib << 10;
+  *total_bytes = sysinfo(&all) ? 0 : (uint64_t)all.totalram * all.mem_unit;
   return 0;
 }
 
@@ -479,16 +473,19 @@ static uint64_t promised(void) {
   return all;
 }
 
-/* Where the file has a gap of that size, or it grows. */
+/* Where the file has a gap, or it grows. */
 static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
   uint64_t end = h->file_bytes + bytes;
   struct rlimit most;
-  for (size_t i = h->ngaps; i--;)
-    if (h->gaps[i].bytes == bytes) {
-      *offset = h->gaps[i].offset;
-      h->gaps[i] = h->gaps[--h->ngaps];
-      return 0;
-    }
+  for (size_t i = 0; i < h->ngaps; i++) {
+    struct gap *gap = &h->gaps[i];
+    if (gap->bytes < bytes) continue;
+    *offset = gap->offset;
+    gap->offset += bytes;
+    gap->bytes -= bytes;
+    if (!gap->bytes) memmove(gap, gap + 1, (--h->ngaps - i) * sizeof(*gap));
+    return 0;
+  }
   if (!getrlimit(RLIMIT_FSIZE, &most) && end > most.rlim_cur) /* ftruncate would raise SIGXFSZ */
     return vm_fail_at(
         -ENOMEM, 0, bytes, most.rlim_cur,
@@ -502,8 +499,18 @@ static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
   return 0;
 }
 
+/* Makes one of a gap and the next, where they touch. */
+static void join_gaps(struct host *h, size_t i) {
+  struct gap *gap = &h->gaps[i];
+  if (i + 1 >= h->ngaps || gap->offset + gap->bytes != gap[1].offset) return;
+  gap->bytes += gap[1].bytes;
+  memmove(gap + 1, gap + 2, (--h->ngaps - i - 1) * sizeof(*gap));
+}
+
 /* Without heap memory these offsets are never used again: a file may have 2^63 bytes of holes. */
 static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
+  struct gap *last;
+  size_t i = 0;
   if (h->ngaps == h->cap_gaps) {
     size_t cap = h->cap_gaps ? 2 * h->cap_gaps : 16;
     struct gap *more = realloc(h->gaps, cap * sizeof(*more));
@@ -511,7 +518,15 @@ static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
     h->gaps = more;
     h->cap_gaps = cap;
   }
-  h->gaps[h->ngaps++] = (struct gap){offset, bytes};
+  while (i < h->ngaps && h->gaps[i].offset < offset) i++;
+  memmove(&h->gaps[i + 1], &h->gaps[i], (h->ngaps++ - i) * sizeof(*h->gaps));
+  h->gaps[i] = (struct gap){offset, bytes};
+  join_gaps(h, i);
+  if (i) join_gaps(h, i - 1);
+  last = &h->gaps[h->ngaps - 1];
+  if (last->offset + last->bytes < h->file_bytes) return;
+  h->file_bytes = last->offset; /* the file keeps its size until it grows */
+  h->ngaps--;
 }
 
 static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
