@@ -87,7 +87,9 @@ class Engine:
         """Queues a prompt for so many new tokens, as far as a slot goes."""
         left = min(answer, self.cache.max_seq_len - len(prompt) + 1)
         if not prompt or left < 1:
-            raise ValueError(f"{len(prompt)} tokens, and {answer} more; see max_seq_len")
+            longest = self.cache.max_seq_len
+            text = f"a prompt of {len(prompt)} tokens and {answer} new ones; a slot holds {longest}"
+            raise ValueError(text)
         self.waiting.append(Job(list(prompt), left))
         return self.waiting[-1]
 
@@ -188,7 +190,9 @@ def main() -> None:
             print(f"{jobs.index(job)}: {loaded.tokenizer.decode([token])!r}", flush=True)
     for number, job in enumerate(jobs):
         if job.failed:
-            short = f"needs {job.failed.largest:,} bytes of {job.failed.limit:,}"
+            short = f"needs {job.failed.largest:,} bytes, the cache has {job.failed.limit:,}"
+            if not job.failed.never:
+                short = f"{job.failed.what} short: others have them"
             print(f"{number}: {len(job.tokens)} tokens: {short}", file=sys.stderr)
     sys.exit(any(job.failed for job in jobs))
 

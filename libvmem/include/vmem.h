@@ -50,7 +50,8 @@
  *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
  *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket that was dropped
  *                     or never issued
- *   -ECHILD           the context belongs to the parent of this forked process
+ *   -ECHILD           the context belongs to the parent of this forked process (with more contexts than one
+ *                     process may have, theirs and its own, -EBADF)
  *   -ENXIO            the address is not inside a reservation of this context
  *   -EEXIST           map over a live mapping
  *   -EFAULT           unmap of, or access to, an address with nothing mapped

@@ -9,6 +9,7 @@ Calls run one at a time, in the order in which they were submitted. Each returns
 from __future__ import annotations
 
 import threading
+import weakref
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from pyvmem.errors import Reentered
 from pyvmem.kvcache.events import record
 from pyvmem.streams import Kind, work_of
 
-__all__ = ["Background", "work_until_now"]
+__all__ = ["Background", "Pending", "work_until_now"]
 
 _T = TypeVar("_T")
 
@@ -47,6 +48,31 @@ class _Queued:
             del self  # else the traceback and the future would keep each other alive
         else:
             self.future.set_result(result)
+
+
+class Pending:
+    """A queued call, as what it works on knows it.
+
+    It takes no lock of the future, which an exception from a signal handler could leave held, and
+    keeps no future alive: the queue does, until the call is made.
+
+    Attributes:
+        made: the call has been made.
+    """
+
+    __slots__ = ("_future", "made")
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = weakref.ref(future)
+        self.made = False
+
+    @property
+    def over(self) -> bool:
+        """Whether the call was made, or will not be."""
+        if self.made:
+            return True
+        future = self._future()
+        return future is None or _is_cancelled(future)
 
 
 class Background:
@@ -152,10 +178,7 @@ class Background:
 
 
 def _is_cancelled(future: Future[Any]) -> bool:
-    """`Future.cancelled` without the lock that it takes.
-
-    An exception from a signal handler could leave that taken, and the call could never end.
-    """
+    """`Future.cancelled` without its lock."""
     return future._state.startswith("CANCELLED")
 
 

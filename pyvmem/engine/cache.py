@@ -12,10 +12,10 @@ from itertools import count as count_up
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyvmem.closing import Closable
-from pyvmem.engine.background import Background, work_until_now
+from pyvmem.engine.background import Background, Pending, work_until_now
 from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
-from pyvmem.engine.request import Pending, Request, State
+from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
@@ -748,8 +748,8 @@ class RequestCache(Closable):
             look: what the call waits for.
         """
         self._alone(what)
-
-        pending = Pending()
+        future: Future[_T] = Future()
+        pending = Pending(future)
 
         def finish() -> _T:
             try:
@@ -761,12 +761,13 @@ class RequestCache(Closable):
                     self._journal.on_abort(partial(self._settle, request))
                     return call(-1 if request._slot is None else request._slot)
             finally:
-                pending.end()
+                pending.made = True
 
-        future: Future[_T] = Future()
-        future.add_done_callback(pending.end)  # cancelled, it is never made
         request._calls = (*(one for one in request._calls if not one.over), pending)
-        return self._background.begin(finish, request, future)
+        self._background.begin(finish, request, future)
+        if pending not in request._calls:  # another thread looked before the call was queued
+            request._calls = (*request._calls, pending)
+        return future
 
 
 def _no_request(given: Any) -> TypeError:

@@ -12,10 +12,11 @@ from pyvmem.errors import BadHandle, Busy, VMemError
 from pyvmem.kvcache.config import invalid
 
 if TYPE_CHECKING:
+    from pyvmem.engine.background import Pending
     from pyvmem.engine.prefix import Namespace
     from pyvmem.kvcache import SwappedRequest
 
-__all__ = ["Pending", "Request", "State"]
+__all__ = ["Request", "State"]
 
 
 class State(enum.Enum):
@@ -25,24 +26,6 @@ class State(enum.Enum):
     SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
     BUSY = "busy"  # a background call works on it; wait for that first
     ENDED = "ended"  # released; no call takes it any more
-
-
-class Pending:
-    """A background call on a request.
-
-    Attributes:
-        over: it was made, or will not be. Read without a lock: an exception from a signal handler
-            would leave one taken.
-    """
-
-    __slots__ = ("over",)
-
-    def __init__(self) -> None:
-        self.over = False
-
-    def end(self, _: object = None) -> None:
-        """Notes that it is over; may be a future's callback."""
-        self.over = True
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +70,9 @@ class Request:
         """
         self.require(State.RUNNING)
         slot = self._slot
-        if slot is None:  # another thread has swapped it out since
-            raise self.refusal(State.SWAPPED, State.RUNNING)
+        if slot is None:  # another thread has swapped it out since, or ended it
+            ended = self._held is State.ENDED
+            raise self.refusal(State.ENDED if ended else State.SWAPPED, State.RUNNING)
         return slot
 
     def require(self, state: State) -> None:

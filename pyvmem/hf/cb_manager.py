@@ -168,7 +168,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         """
         if self._vmem is not None:
             if not len(input_ids):
-                raise invalid("an empty prompt: there is nothing to answer")
+                raise invalid("the prompt is empty")
             config = self.model.config.get_text_config()
             longest = request_limits(self._vmem, config, self.continuous_batching_config)[1]
             new = max_new_tokens

@@ -397,7 +397,9 @@ static const struct test tests[] = {TEST(in_signal_handlers),
                                     TEST(with_all_contexts),
                                     TEST(strange_processes)};
 
-int main(void) {
+/* Before `main`, as the constructor of a C++ object may. */
+__attribute__((constructor)) static void register_handlers(void) {
   pthread_atfork(callers_prepare, callers_parent, callers_child);
-  return run_tests(tests, sizeof(tests) / sizeof(tests[0]));
 }
+
+int main(void) { return run_tests(tests, sizeof(tests) / sizeof(tests[0])); }

@@ -790,6 +790,61 @@ def test_a_state_is_never_older_than_the_end_of_a_call(host: Context) -> None:
             assert future.result(WAIT) is None
 
 
+def test_a_request_that_another_thread_ends_has_ended(host: Context) -> None:
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+
+        class Late(Request):
+            """Another thread's call comes between two looks."""
+
+            __slots__ = ()
+
+            def require(self, state: State) -> None:
+                Request.require(self, state)
+                if self is late:
+                    cache.release(request)
+                    self._held, self._slot = request._held, request._slot
+
+        late = Late(request.number, None, request.length, owner=request.owner, _slot=request._slot)
+        with pytest.raises(BadHandle, match="is ended, not running"):
+            _ = late.slot
+
+
+def test_a_queued_request_stays_busy_though_another_thread_has_looked(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found a call that was noted and not queued yet."""
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        begin = cache._background.begin
+
+        def looked(*args: Any) -> Any:
+            thread = threading.Thread(target=lambda: cache.requests)
+            thread.start()
+            thread.join(WAIT)
+            return begin(*args)
+
+        with held_up(cache):
+            monkeypatch.setattr(cache._background, "begin", looked)
+            future = cache.swap_out_async(request)
+            assert request.state is State.BUSY
+        assert future.result(WAIT) is None
+        assert request.state is State.SWAPPED
+
+
+def test_a_cancelled_call_is_over_before_its_callbacks(host: Context) -> None:
+    """An interrupted `cancel` may not reach them."""
+    with requests(host) as cache:
+        request = computed(cache, PROMPT)
+        seen: list[State] = []
+        with held_up(cache):
+            future = cache.swap_out_async(request)
+            future._done_callbacks.insert(0, lambda _: seen.append(request.state))
+            assert future.cancel()
+        assert seen == [State.RUNNING]
+        assert request.slot >= 0
+
+
 def test_nothing_waits_for_the_lock_of_a_future(host: Context) -> None:
     """An exception from a signal handler may have left it taken, in whoever looked."""
     with requests(host) as cache:

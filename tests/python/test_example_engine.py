@@ -224,7 +224,7 @@ def test_bad_input_is_one_line(
     ("words", "text"),
     [
         (["--memory", "1", "--tokens", "3", "1 2 3", "7 " * 1200], "1: 1200 tokens: needs 1,"),
-        (["1 " * 3000], "engine.py: error: argument prompts: 3000 tokens, and 40 more"),
+        (["1 " * 3000], "engine.py: error: argument prompts: a prompt of 3000 tokens and 40 new"),
     ],
 )
 def test_a_prompt_that_is_not_answered_is_told(

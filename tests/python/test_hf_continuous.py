@@ -409,7 +409,7 @@ def test_a_request_that_no_slot_holds_is_refused(model: Any, context: pyvmem.Con
             manager.add_request([1] * 30, max_new_tokens=3)
         with pytest.raises(InvalidArgument, match="33 tokens and -100 new ones"):
             manager.add_request([1] * 33, max_new_tokens=-100)
-        with pytest.raises(InvalidArgument, match="an empty prompt"):
+        with pytest.raises(InvalidArgument, match="the prompt is empty"):
             manager.add_request([])
         manager.start()
         manager.add_request([1] * 30, max_new_tokens=2)

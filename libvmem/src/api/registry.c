@@ -3,9 +3,11 @@
  * Contexts by number. A vmem_t is 32 bits of generation and 32 bits of place, so that a closed context
  * is recognised; every public function pins its context here and close waits for the pins.
  *
- * The table is the library's only shared state. A forked child finds it marked and starts its own
+ * Contexts share this table, and what back ends keep for the process. A forked child finds it marked and starts its own
  * empty one: the child must not use the parent's threads, locks and driver descriptors.
  */
+#include <string.h>
+
 #include "api/api.h"
 
 #define MAX_CONTEXTS 256u
@@ -20,6 +22,8 @@ static struct {
   uint32_t next_gen, last_tag;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
 
+static int no_handler; /* why it could not be registered */
+
 /* In the child only one thread is left, and it is here: no lock is needed, and the inherited one may be
  * held by a thread that does not exist any more. */
 static void in_child(void) {
@@ -31,8 +35,9 @@ static void in_child(void) {
   }
 }
 
-/* When the library is loaded: a fork that has begun would not know of a handler that comes later. */
-__attribute__((constructor)) static void set_up(void) { pthread_atfork(NULL, NULL, in_child); }
+/* When the library is loaded, and before the constructors of a program that it is linked into: a fork that has begun
+ * would not know of a handler that comes later, and handlers of a program may use contexts. */
+__attribute__((constructor(101))) static void set_up(void) { no_handler = pthread_atfork(NULL, NULL, in_child); }
 
 static _Thread_local struct {
   unsigned calls;
@@ -97,6 +102,7 @@ static uint32_t next_tag(void) {
 
 int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
   uint32_t i = 0;
+  if (no_handler) return vm_fail(-ENOMEM, "pthread_atfork: %s", strerror(no_handler));
   pthread_mutex_lock(&table.lock);
   while (i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i])) i++;
   if (i == MAX_CONTEXTS) /* the place of a parent's context, which is then no longer told from a closed one */

@@ -77,13 +77,15 @@ static struct {
 } process = {
     .forks = PTHREAD_MUTEX_INITIALIZER, .memory = PTHREAD_MUTEX_INITIALIZER, .counting = PTHREAD_MUTEX_INITIALIZER};
 
-/* All contexts' pieces by the numbers that their cores last gave, which may be old: only what is added to them counts
- * between two counts of the process. */
+/* All contexts' pieces by the numbers that their cores last gave, which may be old: between two counts of the process
+ * only their growth is used. */
 static uint64_t all_segments; /* atomic */
 
-/* How often this thread holds it, or nearly: where a signal handler forks in between, it would wait for itself. A child
- * has 0, in the middle of what the handler interrupted. */
+/* How often this thread holds `forks`, or waits for it: a signal handler that forks then does not wait, for it would
+ * wait for itself. A child has 0, in the middle of what the handler interrupted. */
 static _Thread_local unsigned forks_held;
+
+static int no_handlers; /* why they could not be registered */
 
 static void hold_forks(void) {
   if (!forks_held++) pthread_mutex_lock(&process.forks);
@@ -111,8 +113,10 @@ static void in_child(void) {
   __atomic_store_n(&all_segments, 0, __ATOMIC_RELAXED);
 }
 
-/* When the library is loaded: before the handlers of who uses it, so that `forks` is taken after their locks. */
-__attribute__((constructor)) static void set_up(void) { pthread_atfork(hold_forks, release_forks, in_child); }
+/* As in api/registry.c. After the locks of handlers that come later, a fork takes `forks`. */
+__attribute__((constructor(101))) static void set_up(void) {
+  no_handlers = pthread_atfork(hold_forks, release_forks, in_child);
+}
 
 static int open_sources(void) {
   for (size_t i = 0; i < SOURCES; i++) process.sources[i] = -1;
@@ -130,6 +134,7 @@ static int open_sources(void) {
 /* Makes the context's file, which a child will close. */
 static int join(struct host *h) {
   int err = 0;
+  if (no_handlers) return vm_fail(-ENOMEM, "pthread_atfork: %s", strerror(no_handlers));
   hold_forks();
   if (!process.first) err = open_sources();
   if (!err && (h->fd = vm_above_stdio(memfd_create("vmem", MFD_CLOEXEC))) < 0) {
@@ -491,6 +496,7 @@ static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
         -ENOMEM, 0, bytes, most.rlim_cur,
         "growing the memory file by %llu bytes to %llu: the limit on a file's size (RLIMIT_FSIZE) is %llu",
         (unsigned long long)bytes, (unsigned long long)end, (unsigned long long)most.rlim_cur);
+  if (end < bytes) errno = EFBIG;
   if (end < bytes || ftruncate(h->fd, (off_t)end))
     return vm_fail_at(-ENOMEM, 0, bytes, 0, "growing the memory file to %llu bytes: %s", (unsigned long long)end,
                       strerror(errno));
