@@ -22,9 +22,19 @@ from pyvmem.errors import Reentered
 from pyvmem.kvcache.events import record
 from pyvmem.streams import Kind, work_of
 
-__all__ = ["Background", "Pending", "work_until_now"]
+__all__ = ["Background", "CallFuture", "Pending", "work_until_now"]
 
 _T = TypeVar("_T")
+
+
+class CallFuture(Future[_T]):
+    """A future of a queued call."""
+
+    @property
+    def given_up(self) -> bool:
+        """As `cancelled`, without the lock, which an exception from a signal handler could leave
+        held: then the call could never end."""
+        return self._state.startswith("CANCELLED")
 
 
 @dataclass(eq=False)
@@ -32,7 +42,7 @@ class _Queued:
     """A call, its future, and what it works on."""
 
     call: Callable[[], Any]
-    future: Future[Any]
+    future: CallFuture[Any]
     key: object
     over: bool = False  # its callbacks may still be under way
 
@@ -53,8 +63,7 @@ class _Queued:
 class Pending:
     """A queued call, as what it works on knows it.
 
-    It takes no lock of the future, which an exception from a signal handler could leave held, and
-    keeps no future alive: the queue does, until the call is made.
+    It keeps no future alive: the queue does, until the call is made.
 
     Attributes:
         made: the call has been made.
@@ -62,7 +71,7 @@ class Pending:
 
     __slots__ = ("_future", "made")
 
-    def __init__(self, future: Future[Any]) -> None:
+    def __init__(self, future: CallFuture[Any]) -> None:
         self._future = weakref.ref(future)
         self.made = False
 
@@ -72,7 +81,7 @@ class Pending:
         if self.made:
             return True
         future = self._future()
-        return future is None or _is_cancelled(future)
+        return future is None or future.given_up
 
 
 class Background:
@@ -93,7 +102,7 @@ class Background:
         self,
         call: Callable[[], _T],
         key: object = None,
-        future: Future[_T] | None = None,
+        future: CallFuture[_T] | None = None,
     ) -> Future[_T]:
         """Queues `call`; the future gets its result or exception.
 
@@ -106,7 +115,7 @@ class Background:
             RuntimeError: the system has no thread left; the call is not made.
         """
         if future is None:
-            future = Future()
+            future = CallFuture()
         self._queue.append(_Queued(call, future, key))
         try:
             start_new_thread(self._work, ())
@@ -121,7 +130,7 @@ class Background:
             with suppress(RuntimeError):  # the next call's does
                 start_new_thread(self._work, ())
         waiting = self._queue.copy()
-        if any(one.key is key and not _is_cancelled(one.future) for one in waiting):
+        if any(one.key is key and not one.future.given_up for one in waiting):
             return True
         now = self._now
         return now is not None and now.key is key
@@ -175,11 +184,6 @@ class Background:
             self._now.make()
         finally:
             self._now = None
-
-
-def _is_cancelled(future: Future[Any]) -> bool:
-    """`Future.cancelled` without its lock."""
-    return future._state.startswith("CANCELLED")
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:

@@ -12,7 +12,7 @@ from itertools import count as count_up
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyvmem.closing import Closable
-from pyvmem.engine.background import Background, Pending, work_until_now
+from pyvmem.engine.background import Background, CallFuture, Pending, work_until_now
 from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
 from pyvmem.engine.request import Request, State
@@ -474,7 +474,7 @@ class RequestCache(Closable):
         self._journal.on_abort(partial(self._settle, request))
         rows = self.cache.swap_out(slot, work)
         self._keep(request)
-        request._slot, request.rows, request._held = None, rows, State.SWAPPED
+        request._slot, request.rows, request.held = None, rows, State.SWAPPED
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Brings a swapped request back, into any slot.
@@ -512,7 +512,7 @@ class RequestCache(Closable):
         if slot is None:
             return self._shortage({}, request.length)
         self._keep(request)
-        request._slot, request.rows, request._held = slot, None, State.RUNNING
+        request._slot, request.rows, request.held = slot, None, State.RUNNING
         request.owner = self.cache.owner(slot)
         return None
 
@@ -564,9 +564,9 @@ class RequestCache(Closable):
         It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
         is busy no more where its call was never queued.
         """
-        if request._calls and not (request._waits() and self._background.works_on(request)):
-            request._calls = ()
-        if request._held is State.RUNNING and not self._has(request):
+        if request.calls and not (request.pending and self._background.works_on(request)):
+            request.calls = ()
+        if request.held is State.RUNNING and not self._has(request):
             self._end(request)
 
     def _settle(self, *requests: Request) -> None:
@@ -577,10 +577,10 @@ class RequestCache(Closable):
         for request in requests:
             rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
-                request._held = State.SWAPPED
+                request.held = State.SWAPPED
             elif slot is not None and (owner := self.cache.owner(slot)) is not None:
                 request.length, request.owner = self.cache.seq_len(slot), owner
-                request._held = State.RUNNING
+                request.held = State.RUNNING
             else:
                 self._end(request)
 
@@ -603,7 +603,7 @@ class RequestCache(Closable):
         for request in requests:
             if not isinstance(request, Request):
                 raise _no_request(request)
-            if not request._calls or request.state is not State.BUSY:
+            if not request.calls or request.state is not State.BUSY:
                 continue
             self._own(request)
             if self._background.works_on(request):
@@ -623,7 +623,7 @@ class RequestCache(Closable):
             slots = [
                 one._slot
                 for one in requests
-                if one._held is running and not one._calls and one._slot is not None
+                if one.held is running and not one.calls and one._slot is not None
             ]
             owners = [one.owner for one in requests]
             if len(slots) == len(owners) and self.cache.owners(slots) == owners:
@@ -632,7 +632,7 @@ class RequestCache(Closable):
 
     def _keep(self, request: Request) -> None:
         """Journals a request's fields, before they change."""
-        self._journal.keep(request, "_held", "_slot", "owner", "rows", "length")
+        self._journal.keep(request, "held", "_slot", "owner", "rows", "length")
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
@@ -646,7 +646,7 @@ class RequestCache(Closable):
         self._keep(request)
         self._journal.keep_dict(self._requests)
         self._requests.pop(request, None)
-        request._held, request._slot, request.rows = State.ENDED, None, None
+        request.held, request._slot, request.rows = State.ENDED, None, None
         if rows is not None:
             rows.close(self._journal)
 
@@ -748,7 +748,7 @@ class RequestCache(Closable):
             look: what the call waits for.
         """
         self._alone(what)
-        future: Future[_T] = Future()
+        future: CallFuture[_T] = CallFuture()
         pending = Pending(future)
 
         def finish() -> _T:
@@ -756,17 +756,17 @@ class RequestCache(Closable):
                 self.cache.wait_before(look)
                 with self._turns, self._journal:
                     self._look(request)
-                    if request._held is not state:
-                        raise request.refusal(request._held, state)
+                    if request.held is not state:
+                        raise request.refusal(request.held, state)
                     self._journal.on_abort(partial(self._settle, request))
                     return call(-1 if request._slot is None else request._slot)
             finally:
                 pending.made = True
 
-        request._calls = (*(one for one in request._calls if not one.over), pending)
+        request.calls = (*(one for one in request.calls if not one.over), pending)
         self._background.begin(finish, request, future)
-        if pending not in request._calls:  # another thread looked before the call was queued
-            request._calls = (*request._calls, pending)
+        if pending not in request.calls:  # another thread looked before the call was queued
+            request.calls = (*request.calls, pending)
         return future
 
 

@@ -42,6 +42,8 @@ class Request:
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
         owner: which of the slot's owners it is (`KVCache.owner`): with another, it is not its own.
         rows: what it left in host memory, while it is swapped.
+        held: where its rows are: `state` but for background calls.
+        calls: in the background; some may be over.
     """
 
     number: int
@@ -50,14 +52,14 @@ class Request:
     rows: SwappedRequest | None = None
     owner: int | None = None
     _slot: int | None = None
-    _held: State = State.RUNNING  # where its rows are: `state` but for background calls
-    _calls: tuple[Pending, ...] = ()  # some may be over
+    held: State = State.RUNNING
+    calls: tuple[Pending, ...] = ()
 
     @property
     def state(self) -> State:
         """See `State`."""
-        busy = self._calls and self._waits()  # first: a call that is over has set what follows
-        held = self._held
+        busy = self.calls and self.pending  # first: a call that is over has set what follows
+        held = self.held
         return State.BUSY if busy and held is not State.ENDED else held
 
     @property
@@ -71,7 +73,7 @@ class Request:
         self.require(State.RUNNING)
         slot = self._slot
         if slot is None:  # another thread has swapped it out since, or ended it
-            ended = self._held is State.ENDED
+            ended = self.held is State.ENDED
             raise self.refusal(State.ENDED if ended else State.SWAPPED, State.RUNNING)
         return slot
 
@@ -81,9 +83,10 @@ class Request:
         if now is not state:
             raise self.refusal(now, state)
 
-    def _waits(self) -> bool:
+    @property
+    def pending(self) -> bool:
         """Whether a background call on it is not over."""
-        return not all(one.over for one in self._calls)
+        return not all(one.over for one in self.calls)
 
     def refusal(self, now: State, state: State) -> VMemError:
         """What `require` raises in the state `now`."""

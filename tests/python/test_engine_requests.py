@@ -38,7 +38,7 @@ from pyvmem import (
     NotSupported,
 )
 from pyvmem.engine import INTERFACE, Request, RequestCache, Shortage, State, background
-from pyvmem.engine.background import Background, _Queued
+from pyvmem.engine.background import Background, CallFuture, _Queued
 from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
@@ -519,7 +519,7 @@ def test_a_refused_call_costs_no_other_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_close_needs_no_thread(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, done = Background(), list[int]()
-    calls._queue.append(_Queued(lambda: done.append(1), Future(), None))
+    calls._queue.append(_Queued(lambda: done.append(1), CallFuture(), None))
 
     def none(*_: Any) -> int:
         raise RuntimeError("can't start new thread")
@@ -704,14 +704,14 @@ def test_a_call_that_ends_meanwhile_leaves_a_request_that_was_busy(
             future = cache.swap_out_async(request)
 
             def works_on(key: object) -> bool:
-                request._held, request._calls = State.SWAPPED, ()
+                request.held, request.calls = State.SWAPPED, ()
                 return True
 
             with monkeypatch.context() as patch:
                 patch.setattr(cache._background, "works_on", works_on)
                 with pytest.raises(Busy, match="is busy, not running"):
                     cache.swap_in(request)
-            request._held = State.RUNNING
+            request.held = State.RUNNING
         assert future.result(WAIT) is None
 
 
@@ -803,7 +803,7 @@ def test_a_request_that_another_thread_ends_has_ended(host: Context) -> None:
                 Request.require(self, state)
                 if self is late:
                     cache.release(request)
-                    self._held, self._slot = request._held, request._slot
+                    self.held, self._slot = request.held, request._slot
 
         late = Late(request.number, None, request.length, owner=request.owner, _slot=request._slot)
         with pytest.raises(BadHandle, match="is ended, not running"):
@@ -893,7 +893,7 @@ def test_background_calls_begun_at_once_are_made_in_turn(host: Context) -> None:
         request = computed(cache, PROMPT)
         with held_up(cache):
             first = cache.swap_out_async(request)
-            request._calls = ()  # the second thread has looked before
+            request.calls = ()  # the second thread has looked before
             second = cache.swap_out_async(request)
         assert first.result(WAIT) is None
         with pytest.raises(InvalidArgument, match="is swapped, not running"):
@@ -1029,13 +1029,13 @@ def test_a_callback_that_ends_its_thread_ends_nothing_else() -> None:
         raise SystemExit(3)
 
     background, key = Background(), object()
-    futures = [Future[int]() for _ in range(8)]
+    futures = [CallFuture[int]() for _ in range(8)]
     for future in futures:
         future.add_done_callback(leave)
         background.begin(lambda: 1, key, future)
     assert [future.result(WAIT) for future in futures] == [1] * 8
     eventually(lambda: not background.works_on(key))
-    last = _Queued(lambda: 2, Future(), key)
+    last = _Queued(lambda: 2, CallFuture(), key)
     last.future.add_done_callback(leave)
     background._queue.append(last)
     closing = threading.Thread(target=background.close, daemon=True)  # it makes the call
