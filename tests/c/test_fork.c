@@ -202,13 +202,17 @@ struct mapper {
   bool over; /* atomic */
 };
 
+/* So many scattered pages. */
+static int map_and_unmap(vmem_t vm, uint64_t va, uint64_t count) {
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .addr = va, .bytes = PAGE, .count = count, .stride = 2 * PAGE};
+  int err = vmem_batch(vm, &op, 1, NULL, 0, 0);
+  op.op = VMEM_OP_UNMAP;
+  return err ? err : vmem_batch(vm, &op, 1, NULL, 0, 0);
+}
+
 static void *maps_and_unmaps(void *arg) {
   struct mapper *m = arg;
-  struct vmem_op op[2] = {{.op = VMEM_OP_POPULATE, .addr = m->va, .bytes = PAGE, .count = 64, .stride = 2 * PAGE}};
-  op[1] = op[0];
-  op[1].op = VMEM_OP_UNMAP;
-  while (!m->err && !__atomic_load_n(&m->over, __ATOMIC_RELAXED))
-    for (int i = 0; i < 2 && !m->err; i++) m->err = vmem_batch(m->vm, &op[i], 1, NULL, 0, 0);
+  while (!m->err && !__atomic_load_n(&m->over, __ATOMIC_RELAXED)) m->err = map_and_unmap(m->vm, m->va, 64);
   return NULL;
 }
 
@@ -263,8 +267,7 @@ static struct {
 } caller = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 static void maps_a_page(void) {
-  struct vmem_op op[2] = {populate(caller.va, PAGE), {.op = VMEM_OP_UNMAP, .addr = caller.va, .bytes = PAGE}};
-  for (int i = 0; i < 2 && !caller.err; i++) caller.err = vmem_batch(caller.vm, &op[i], 1, NULL, 0, 0);
+  if (!caller.err) caller.err = map_and_unmap(caller.vm, caller.va, 1);
 }
 
 static void callers_prepare(void) {
@@ -339,7 +342,6 @@ static void in_signal_handlers(void) {
   struct mapper m = {.vm = open_host(0)};
   struct sigaction act = {.sa_handler = forks_again, .sa_flags = SA_RESTART}, old;
   struct itimerval often = {.it_interval.tv_usec = 700, .it_value.tv_usec = 700}, never = {0};
-  struct vmem_op op[2] = {populate(0, PAGE), {.op = VMEM_OP_UNMAP, .bytes = PAGE}};
   int status, err = 0, forks = 0;
   pid_t pid;
   if (BY_THREAD_SANITIZER) {
@@ -348,13 +350,12 @@ static void in_signal_handlers(void) {
     return;
   }
   OK(vMemReserve(m.vm, MIB(2), NULL, &m.va));
-  op[0].addr = op[1].addr = m.va;
   EQ(sigaction(SIGALRM, &act, &old), 0);
   EQ(setitimer(ITIMER_REAL, &often, NULL), 0);
   while (forks < 200 && !err) {
     if (!(pid = fork())) _exit(0);
     forks += pid > 0;
-    for (int i = 0; i < 2 && !err; i++) err = vmem_batch(m.vm, &op[i], 1, NULL, 0, 0);
+    err = map_and_unmap(m.vm, m.va, 1);
   }
   EQ(setitimer(ITIMER_REAL, &never, NULL), 0);
   EQ(sigaction(SIGALRM, &old, NULL), 0);

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from interrupts_helpers import LIMIT, Interrupted, Interrupts, Stuck, alarms
 from kvcache_helpers import small_config
-from test_interrupts import sample
+from test_interrupts import MORE_PAIRS, PAIRS, sample
 from test_torch_pool import Libcuda, Torch
 
 import pyvmem._native.objects as objects
@@ -39,8 +39,6 @@ torch = pytest.importorskip("torch")
 PAGE = 4096
 BLOCK = 3 * PAGE
 SAMPLE = 40  # points of a case in `make test`
-PAIRS = 8  # points of these, each with a second one
-MORE_PAIRS = 100  # where ``--points`` is given
 
 
 # ---- what is open --------------------------------------------------------------------------------
