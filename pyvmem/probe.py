@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
-_FORCE = _native.constant("VMEM_OPEN_FORCE")
-
 
 @dataclass(frozen=True)
 class ProbeResult:
@@ -48,17 +46,16 @@ class ProbeResult:
     reason: str
 
 
-def probe(device: Any = 0, *, force: bool = False) -> list[ProbeResult]:
+def probe(device: Any = 0) -> list[ProbeResult]:
     """Tries every back end, in the order of ``"auto"``; opens and closes what it needs.
 
     Args:
         device: CUDA ordinal, torch.device or cuda.core Device.
-        force: also try a driver version that was never checked.
     """
     ordinal = device_ordinal(device)
     results: list[ProbeResult] = []
     for name in _native.backend_names():
-        info = _native.probe(name, ordinal, _FORCE if force else 0)
+        info = _native.probe(name, ordinal)
         usable = bool(info.usable)
         results.append(
             ProbeResult(
@@ -109,7 +106,6 @@ def add_parser(sub: Any) -> None:
     from pyvmem.arguments import add_device  # importing pyvmem loads no command line
 
     add_device(parser)
-    parser.add_argument("--force", action="store_true", help="also try unchecked driver versions")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
@@ -120,7 +116,7 @@ def add_parser(sub: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results; 0 if any back end is usable."""
-    results = probe(args.device, force=args.force)
+    results = probe(args.device)
     if args.report:
         from pyvmem.bug_report import bug_report  # it imports this module
 

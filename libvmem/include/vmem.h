@@ -119,10 +119,9 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
-#define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock, uvm) */
-
 /* Log levels (vmem_open_opts.log); each includes those above it. */
-#define VMEM_LOG_WARNING 1 /* for operators: a range is quarantined, a slab could not be given back */
+#define VMEM_LOG_WARNING 1 /* for operators: a driver of an unknown branch is in use, a range is quarantined, a slab
+                              could not be given back */
 #define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
 #define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
 
@@ -134,7 +133,7 @@ struct vmem_open_opts {
   size_t size;
   const char *backend;  /* "auto" (default), "host", "cuda", "stock", "uvm"; "auto" takes the first usable of
                            uvm, stock, cuda, host */
-  uint32_t flags;       /* VMEM_OPEN_* */
+  uint32_t flags;       /* 0 */
   uint32_t num_devices; /* entries used in devices; 0 = device 0 alone */
   int32_t devices[VMEM_MAX_DEVICES]; /* CUDA ordinals as this process sees them; pages lie in devices[0]
                                         unless asked otherwise, mappings are made on all of them */
@@ -168,6 +167,8 @@ struct vmem_info {
   char device_name[64]; /* of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
+  char warning[192];    /* what an operator should know, "" = nothing: a driver of an unknown branch, whose proof
+                           was strict (stock, uvm) */
 };
 
 struct vmem_probe_info {

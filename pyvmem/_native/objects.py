@@ -52,7 +52,6 @@ def _name(backend: str) -> bytes:
 
 def open(
     backend: str,
-    flags: int,
     devices: tuple[int, ...],
     granule: int,
     slab_size: int,
@@ -78,7 +77,6 @@ def open(
         "struct vmem_open_opts *",
         "vmem_open",
         backend=name,
-        flags=flags,
         num_devices=len(devices),
         granule=granule,
         slab_size=slab_size,
@@ -112,10 +110,10 @@ def query(vm: int) -> Any:
     return info
 
 
-def probe(backend: str, device: int, flags: int) -> Any:
+def probe(backend: str, device: int) -> Any:
     """A struct vmem_probe_info."""
     info = sized("struct vmem_probe_info *")
-    call(lib.vmem_probe, _name(backend), device, flags, info)
+    call(lib.vmem_probe, _name(backend), device, 0, info)
     return info
 
 

@@ -6,7 +6,8 @@
  * What a driver promises, and no more: new memory holds garbage; a call that needs a current context
  * fails without one; an allocation is mapped whole and unmapped whole; addresses that have mappings
  * cannot be freed; streams run at their own speed; nothing works in a fork's child. A kernel's wrong
- * address is a segmentation fault. The two kernels of the back end are known by their names.
+ * address is a segmentation fault. The two kernels of the back end are known by their names. Under softrm.c, which
+ * stands for the kernel modules, it holds a descriptor of UVM and has managed memory, as the back end stock needs.
  *
  *   SOFTCUDA_DEVICES (1), SOFTCUDA_MEMORY (4294967296): bytes of each
  *   SOFTCUDA_DELAY_US (0): work of a stream begins up to so much late, at random
@@ -97,6 +98,16 @@ static struct range *reserved, *locked_host;
 static uint64_t next_id = 1, memory = 4ull << 30;
 static unsigned num_devices = 1, delay_us, call_us;
 static bool started, forked;
+
+/* softrm.c, where that is loaded too. */
+extern void softrm_attach(unsigned devices, uint64_t memory, uint64_t (*used_by_cuda)(unsigned device))
+    __attribute__((weak));
+extern uint64_t softrm_used(unsigned device) __attribute__((weak));
+
+static uint64_t used_here(unsigned device) { return contexts[device].used; }
+static uint64_t used_in_all(int device) {
+  return contexts[device].used + (softrm_used ? softrm_used((unsigned)device) : 0);
+}
 
 static _Thread_local struct context *stack[MAX_DEPTH];
 static _Thread_local unsigned depth;
@@ -404,6 +415,7 @@ EXPORT int cuInit(unsigned flags) {
     delay_us = (unsigned)number("SOFTCUDA_DELAY_US", 0);
     call_us = (unsigned)number("SOFTCUDA_CALL_US", 0);
     pthread_atfork(NULL, NULL, in_child);
+    if (softrm_attach) softrm_attach(num_devices, memory, used_here);
     started = true;
   }
   pthread_mutex_unlock(&lock);
@@ -535,7 +547,7 @@ EXPORT int cuCtxGetStreamPriorityRange(int *low, int *high) {
 EXPORT int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
   NEED_CONTEXT();
   pthread_mutex_lock(&lock);
-  *free_bytes = memory - current()->used;
+  *free_bytes = memory - used_in_all(current()->device);
   *total = memory;
   pthread_mutex_unlock(&lock);
   return OK;
@@ -631,7 +643,7 @@ EXPORT int cuMemCreate(unsigned long long *handle, size_t bytes, const void *pro
   *a = (struct alloc){.bytes = bytes, .device = device, .fd = memfd_create("softcuda", MFD_CLOEXEC)};
   seen = MAP_FAILED;
   pthread_mutex_lock(&lock);
-  if (a->fd >= 0 && (device < 0 || contexts[device].used + bytes <= memory) && !ftruncate(a->fd, (off_t)bytes))
+  if (a->fd >= 0 && (device < 0 || used_in_all(device) + bytes <= memory) && !ftruncate(a->fd, (off_t)bytes))
     seen = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, a->fd, 0);
   if (seen == MAP_FAILED) {
     pthread_mutex_unlock(&lock);
@@ -809,12 +821,25 @@ EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, void **values
   return OK;
 }
 
+/* ---- managed memory: addresses, under which "stock" maps its own -------------------------------- */
+
 EXPORT int cuMemAllocManaged(uint64_t *addr, size_t bytes, unsigned flags) {
-  (void)addr, (void)bytes, (void)flags;
-  return NOT_SUPPORTED;
+  int err;
+  (void)flags;
+  NEED_CONTEXT();
+  if (!softrm_attach) return NOT_SUPPORTED;
+  err = cuMemAddressReserve(addr, (bytes + GRANULE - 1) / GRANULE * GRANULE, GRANULE, 0, 0);
+  if (!err) mprotect((void *)(uintptr_t)*addr, bytes, PROT_READ | PROT_WRITE);
+  return err;
 }
 
 EXPORT int cuMemFree_v2(uint64_t addr) {
-  (void)addr;
-  return INVALID_VALUE;
+  struct range *r;
+  uint64_t bytes = 0;
+  NEED_CONTEXT();
+  pthread_mutex_lock(&lock);
+  for (r = reserved; r; r = r->next)
+    if (r->addr == addr) bytes = r->bytes;
+  pthread_mutex_unlock(&lock);
+  return bytes ? cuMemAddressFree(addr, bytes) : INVALID_VALUE;
 }

@@ -64,7 +64,7 @@ static int trial(struct nvidia *n, void *arg) {
 
 static int open_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
   uint64_t addr;
-  int err = nvidia_open(&u->nv, opts);
+  int err = nvidia_open(&u->nv, opts, NULL);
   if (!err) err = nvidia_host_range(SLOT, SLOT, &addr);
   if (err) return err;
   err = nvidia_find_uvm(&u->nv, trial, &addr);
@@ -129,7 +129,8 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   info->bind_bytes = u->bind_bytes;
   info->no_contents = !u->nv.base.gpu && !u->contents;
   info->all_page_sizes = u->query.out_page_sizes;
-  snprintf(info->patched, sizeof(info->patched), "patched driver, ABI %u: ", u->query.out_abi_version);
+  snprintf(info->about, sizeof(info->about), "patched driver, ABI %u", u->query.out_abi_version);
+  info->unproved = u->nv.rm.careful;
   info->table = u->nv.base.gpu ? NULL : &without_cuda;
 }
 
