@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import argparse
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
+
+_PRINTED = Path("-")  # of --report without a file
 
 
 @dataclass(frozen=True)
@@ -109,18 +112,31 @@ def add_parser(sub: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--report", action="store_true", help="print what a bug report needs, in Markdown"
+        "--report",
+        nargs="?",
+        const=_PRINTED,
+        type=_file,
+        metavar="FILE",
+        help="print what a bug report needs, in Markdown; or write it to FILE, with a self-test",
     )
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the results; 0 if any back end is usable."""
-    results = probe(args.device)
-    if args.report:
-        from pyvmem.bug_report import bug_report  # it imports this module
+def _file(text: str) -> Path:
+    from pyvmem.paths import written  # importing pyvmem loads no command line
 
-        print(bug_report(results))
+    return written(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the results; 0 if any back end is usable, and no check of the self-test has failed."""
+    results = probe(args.device)
+    if args.report is not None:
+        from pyvmem import bug_report  # it imports this module
+
+        if args.report is not _PRINTED:
+            return bug_report.write(args.report, results, args.device)
+        print(bug_report.bug_report(results))
     elif args.json:
         import json
 
