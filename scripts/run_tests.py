@@ -51,8 +51,8 @@ ON_CUDA = (
 )
 # What the back end stock is tried with on software in the place of CUDA and of the kernel modules.
 ON_STOCK = (
-    *("bad_input", "calls", "context", "errors", "features", "kvcache", "kvcache_budget"),
-    *("kvcache_share", "kvcache_swap", "selftest"),
+    *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
+    *("kvcache_swap", "selftest"),
 )
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
@@ -350,12 +350,8 @@ def cuda(session: Session) -> None:
 
 def stock(session: Session) -> None:
     """The back end stock on software for CUDA and for NVIDIA's kernel modules, without a GPU."""
-    on_software(
-        session,
-        "stock",
-        tuple(dict.fromkeys((*ON_CUDA, *ON_STOCK))) if session.long else ON_STOCK,
-        "softrm.so",
-    )
+    names = dict.fromkeys((*ON_STOCK, *ON_CUDA)) if session.long else ON_STOCK
+    on_software(session, "stock", tuple(names), "softrm.so")
 
 
 def usable_gpu_backends() -> list[str]:

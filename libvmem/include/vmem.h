@@ -222,7 +222,8 @@ struct vmem_error {
 
 /* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails; one requested by name
  * fails with the error of that test (-EIO if a byte differs: vmem_error.addr and text name it). The caller owns
- * *vm and ends it with vmem_close. */
+ * *vm and ends it with vmem_close. A driver of a branch that the library does not know is tried in a child process
+ * first (stock), tested further, and warned of; VMEM_UNKNOWN_DRIVER=refuse in the environment has it refused. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Closes a context and releases every mapping, page and reservation. Unfinished batches that wait for a descriptor
