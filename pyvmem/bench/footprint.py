@@ -22,7 +22,7 @@ from pyvmem.bench.command import Command, WrongResult
 from pyvmem.bench.paged_kernels import Call, Case, Kernel
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Samples, interleave, quiet
-from pyvmem.bench.torch_timer import timer
+from pyvmem.bench.torch_timer import captured, timer
 from pyvmem.context import Context
 from pyvmem.info import Caps
 from pyvmem.layouts.options import page_name
@@ -111,6 +111,7 @@ class Footprint:
         self.rounds, self.calls = (2, 1) if tiny else (5, 3)
         self._clock = timer(device)
         self._checked = 0
+        self._no_graph: set[str] = set()
 
     def measure(self, nbytes: int) -> None:
         """Adds the rows of a footprint. WrongResult: two memories differ in their outputs."""
@@ -150,7 +151,12 @@ class Footprint:
         for work in works:
             layers = work.views(flat)
             self._compare(work, layers, kind)
-            step = partial(_step, work.call, work.q, layers)
+            step: Callable[[], object] = partial(_step, work.call, work.q, layers)
+            if work.case.decodes and self.device.type == "cuda":
+                step, why = captured(step, self.device)
+                if why and why not in self._no_graph:
+                    self._no_graph.add(why)
+                    self.part.notes.append(f"no CUDA graph: {why}")
             into = work.samples[kind].new_round()
             into += [self._clock(step) for _ in range(self.calls)]
 
