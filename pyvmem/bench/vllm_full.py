@@ -34,7 +34,13 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def filling(
-    memory: int, token_bytes: int, count: int, output: int, vocabulary: int, seed: int
+    memory: int,
+    token_bytes: int,
+    count: int,
+    output: int,
+    longest: int,
+    vocabulary: int,
+    seed: int,
 ) -> Load:
     """Requests, all there at once, that fill `memory` with keys and values at their end.
 
@@ -43,11 +49,12 @@ def filling(
         token_bytes: of a token in all layers.
         count: requests.
         output: tokens that each generates.
+        longest: tokens that a request may have, prompt and answer.
         vocabulary: number of token ids.
         seed: of the prompts and their lengths, which vary by a tenth.
 
     Raises:
-        InvalidArgument: the memory is too small for so many requests.
+        InvalidArgument: the memory is too small for so many requests, or too large.
     """
     each = int(memory * _FILLED / token_bytes / count)
     prompt = each - output
@@ -58,8 +65,16 @@ def filling(
             size=each,
             limit=output + 16,
         )
+    if each > longest:
+        raise invalid(
+            f"{memory} bytes need {each} tokens of each of {count} requests, which may have "
+            f"{longest}: take more requests",
+            size=each,
+            limit=longest,
+        )
     draw = random.Random(seed)
-    half = [draw.randrange(-prompt // 10, prompt // 10 + 1) for _ in range(count // 2)]
+    spread = min(prompt // 10, longest - each)
+    half = [draw.randrange(-spread, spread + 1) for _ in range(count // 2)]
     lengths = [prompt + more for more in (*half, *(-more for more in half))]
     lengths += [prompt] * (count - len(lengths))
     return Load.of([Arrival(0.0, Request(n, output)) for n in lengths], vocabulary, seed)
@@ -105,6 +120,8 @@ class _Turn:
         ends = min(times[-1] for times in answer["times"])
         steps = sorted({t for times in answer["times"] for t in times if all_run <= t <= ends})
         gaps = [b - a for a, b in pairwise(steps)]
+        if not gaps:
+            raise WrongResult("the first request ended before the last had begun")
         waited = answer["waited"] / answer["seconds"]
         return cls(heard.rate, gaps, waited, mapped, heard.answers)
 
@@ -114,9 +131,10 @@ def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan
     args, quick = command.args, command.quick
     memory = next(iter(plans.values())).kv_memory
     token_bytes = fleet.block_bytes // fleet.block_size
-    count, output = (4, 8) if quick else (args.requests, 128)
-    load = filling(memory, token_bytes, count, output, fleet.vocabulary, 7)
-    few = filling(memory // 16, token_bytes, max(2, count // 16), output // 2, fleet.vocabulary, 8)
+    count, output = (6, 64) if quick else (args.requests, 128)
+    sizes = (fleet.longest, fleet.vocabulary)
+    load = filling(memory, token_bytes, count, output, *sizes, 7)
+    few = filling(memory // 16, token_bytes, max(2, count // 16), output // 2, *sizes, 8)
     turns: dict[str, list[_Turn]] = {arm: [] for arm in plans}
     slowest = 0.0
     for number, arm in enumerate(there_and_back(list(plans), 2 if quick else args.rounds)):

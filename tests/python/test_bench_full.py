@@ -30,21 +30,25 @@ def test_an_interval_is_students() -> None:
 
 
 def test_a_load_fills_the_cache() -> None:
-    load = filling(1 << 30, 1 << 10, 64, 100, 512, 3)
+    load = filling(1 << 30, 1 << 10, 64, 100, 20_000, 512, 3)
     total = sum(map(len, load.prompts)) + sum(load.tokens)
     assert 0.95 < total / (1 << 20) <= 0.96
     assert len({len(prompt) for prompt in load.prompts}) > 8
     assert all(3 <= one < 512 for one in islice(load.prompts[0], 50))
-    odd = filling(1 << 30, 1 << 10, 7, 100, 512, 3)
+    odd = filling(1 << 30, 1 << 10, 7, 100, 200_000, 512, 3)
     assert len(odd.prompts) == 7
     with pytest.raises(InvalidArgument, match="room for 7 tokens of each of 64 requests"):
-        filling(512 << 10, 1 << 10, 64, 4, 512, 3)
+        filling(512 << 10, 1 << 10, 64, 4, 512, 512, 3)
+    close = filling(1 << 30, 1 << 10, 64, 100, 15_800, 512, 3)
+    assert max(map(len, close.prompts)) + 100 <= 15_800
+    with pytest.raises(InvalidArgument, match="which may have 15000: take more requests"):
+        filling(1 << 30, 1 << 10, 64, 100, 15_000, 512, 3)
 
 
 class _Fleet:
     """Stands in for vLLM: an arm's step takes the seconds given; the second engine is slower."""
 
-    block_bytes, block_size, vocabulary = 16 << 10, 16, 512
+    block_bytes, block_size, vocabulary, longest = 16 << 10, 16, 512, 4096
 
     def __init__(self, steps: dict[str, float]) -> None:
         self.steps, self.alive, self.log = steps, "", list[str]()

@@ -47,7 +47,7 @@ def test_elastic_beside_stock(bench: Any) -> None:
 def test_a_full_card_one_engine_at_a_time(bench: Any) -> None:
     rows, part = bench("full")
     assert part["status"] == "done"
-    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 8
+    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 12
     assert len(rows["over/rate/elastic"]["rounds"]) == 2
     assert rows["mapped/elastic"]["value"] > 0.5 * rows["memory"]["value"]
     assert "mapped/stock" not in rows
