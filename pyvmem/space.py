@@ -112,12 +112,12 @@ class AddressSpace:
         """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
         return _native.trim(self.handle, operator.index(keep))
 
-    def consolidate(self, addr: int, size: int) -> int:
+    def join(self, addr: int, size: int) -> int:
         """Remaps in one piece each run that was mapped page by page; returns the driver calls.
 
         A safe point only: no GPU work may touch the range.
         """
-        return _native.consolidate(self.handle, addr, operator.index(size))
+        return _native.join(self.handle, addr, operator.index(size))
 
     # ---- tests ---------------------------------------------------------------------------------
 

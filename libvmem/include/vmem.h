@@ -111,7 +111,7 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_CPU_ACCESS (1u << 5)  /* the CPU may dereference mapped addresses */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
-#define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
+#define VMEM_CAP_JOIN (1u << 8) /* vmem_join saves something */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, as far as
                                           the driver takes so many at a time; a call does all or nothing */
 #define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and zeros
@@ -496,7 +496,7 @@ VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *aft
 /* Remaps, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver
  * memory and makes later unmaps cheaper. A safe point only: no GPU work may touch the range.
  * *calls (may be NULL) gets the number of driver calls. */
-VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
+VMEM_API int vmem_join(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
 
 /* ---- testing an engine's error paths ---------------------------------------------------------- */
 

@@ -117,14 +117,14 @@ struct vm_backend {
   int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
   /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
   int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-  /* Optional (VMEM_CAP_CONSOLIDATE): map one run again over exactly the same pages, in one call. On
+  /* Optional (VMEM_CAP_JOIN): map one run again over exactly the same pages, in one call. On
    * failure the range may be unmapped. */
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
   /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
    * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
    * where it fills pages in between; map and unmap then serve the proof of opening alone, and remap
-   * vmem_consolidate. With one driver call it is all or nothing; for more, and for a driver that fails in the
+   * vmem_join. With one driver call it is all or nothing; for more, and for a driver that fails in the
    * middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 

@@ -7,7 +7,7 @@
  *   order.c        the fills of other batches that must end first, and its own that may run on
  *   run.c          the driver's calls, or their undo
  *   commit.c       records what was done, or takes back what was made
- *   consolidate.c  vmem_consolidate's plans
+ *   join.c         vmem_join's plans
  *   compact.c      vmem_compact's, which move pages (move.c)
  */
 #ifndef VMEM_PLAN_H
@@ -49,7 +49,7 @@ struct vm_plan {
   vm_event zero_event;     /* and is over with this */
   bool zeroed;             /* it is over: they may have been written to since */
   bool shows;              /* pages of a handle, which by the time it runs may be mapped and filled elsewhere */
-  bool same;               /* the replaces map the same pages again: vmem_consolidate */
+  bool same;               /* the replaces map the same pages again: vmem_join */
   struct vm_move *move;    /* the replaces show the same contents in other pages: vmem_compact */
   struct vm_room room;     /* planned (backend/room.c) */
   uint64_t grow_id;        /* slabs made for this plan; 0 = none */
@@ -152,10 +152,10 @@ struct vm_move {
 /* The pages of the plan have moved. Lock held. */
 void vm_move_commit(struct vm_ctx *c, struct vm_plan *p);
 
-/* ---- consolidate.c, compact.c (lock not held) -------------------------------------------------- */
+/* ---- join.c, compact.c (lock not held) --------------------------------------------------------- */
 
 /* *calls: runs that were mapped anew. */
-int vm_consolidate(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls);
+int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls);
 /* Adds to *freed until it is `want`. */
 int vm_compact(struct vm_ctx *c, uint64_t want, uint64_t *freed);
 

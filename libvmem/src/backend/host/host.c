@@ -354,7 +354,7 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   info->pub.slab_size = SLAB_SIZE;
   info->pub.max_segments = h->max_vmas;
   if (o->max_mappings) {
-    info->pub.caps |= VMEM_CAP_CONSOLIDATE;
+    info->pub.caps |= VMEM_CAP_JOIN;
     info->table = &host_counted;
   }
   snprintf(info->pub.device_name, sizeof(info->pub.device_name), "host memory");
@@ -615,5 +615,5 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
 /* With a limit on mappings, which is for programs that try out what they do elsewhere: a call counts here too, so
- * consolidating saves something, while the kernel joins neighbours by itself. */
+ * joining saves something, while the kernel joins neighbours by itself. */
 static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -62,7 +62,7 @@ static int consolidate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint
   return err;
 }
 
-int vm_consolidate(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls) {
+int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls) {
   uint64_t a = addr, n;
   int err = 0;
   struct vm_space *s;
