@@ -319,6 +319,35 @@ static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out
   return false;
 }
 
+/* How many of the `len` free units that follow the last run are taken: without large entries, all. With them a run does
+ * not go on where that would keep blocks of addresses from having one: it lies at another offset than they do, or the
+ * rest of a block is not free. */
+static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t len, uint32_t n,
+                             const struct vm_place *place) {
+  uint32_t cu = c->chunk_units, head = (cu - place->offset) & (cu - 1);
+  bool agrees = (unit & (cu - 1)) == place->offset;
+  if (!s->large || s->pool->large) return len;
+  if (!agrees) return head < len ? head : len; /* 0 at the first page of a block */
+  if (len <= head) return len;
+  if (len < n) return head + ((len - head) & ~(cu - 1));
+  /* Its last block is begun: where it grows page by page, into a chunk that is empty. */
+  if (place->spread && (len - head) & (cu - 1) && s->chunk_free[(unit + len - 1) >> c->chunk_shift] < cu)
+    return head + ((len - head) & ~(cu - 1));
+  return len;
+}
+
+/* For large entries: the longest part of a run of n units whose whole blocks lie as their addresses do, or what comes
+ * before its first whole block. */
+static bool find_blocks(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align, const struct vm_place *place,
+                        struct vm_run *out) {
+  uint32_t cu = c->chunk_units, head = (cu - place->offset) & (cu - 1);
+  if (n < head + cu) return false;
+  for (uint32_t blocks = (n - head) / cu; blocks; blocks /= 2)
+    if (find_fit(p, head + blocks * cu, cu, place->offset, LEVEL_EMPTY, out)) return true;
+  if (!head) return false;
+  return find_fit(p, head, cu, place->offset, LEVEL_EMPTY, out) || find_longest(p, head, align, LEVEL_EMPTY, out);
+}
+
 /* Among what can be taken at once. */
 static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                                 const struct vm_place *place) {
@@ -331,10 +360,13 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
     if (s->pool == p && !s->evacuating && unit < s->units && (unit & (align - 1)) == 0 && vm_bit(s->free_map, unit)) {
       uint32_t max = s->units - unit < n ? s->units - unit : n;
       uint32_t len = vm_bits_run(s->free_map, unit, max, true) & ~(align - 1);
+      len = continuation(c, s, unit, len, n, place) & ~(align - 1);
       if (len) return take_units(c, s, unit, len);
     }
   }
   if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r))
+    return take_units(c, r.slab, r.unit, r.n);
+  if (c->large_entries && !p->large && find_blocks(c, p, n, align, place, &r))
     return take_units(c, r.slab, r.unit, r.n);
   if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
     return take_units(c, r.slab, r.unit, r.n & ~(align - 1));

@@ -1,43 +1,71 @@
 /* SPDX-License-Identifier: MIT */
-/* Consolidation: remaps what was mapped page by page, one call per run. */
+/* Joining: maps again, by one call, what several calls have mapped, with large entries where its blocks are whole. */
 #include "plan/plan.h"
 
-static uint64_t calls_within(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
-  uint64_t calls = 0;
-  for (uint64_t a = addr + c->granule; a < addr + bytes; a += c->granule)
-    calls += (vm_pte(c, s, a)->flags & PTE_CALL) != 0;
-  return calls;
+/* Whether one call would leave less than there is: fewer calls, or fewer entries. */
+static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r) {
+  uint64_t end = addr + vm_bytes(c, r.n);
+  bool whole = vm_is_whole(c, addr, r);
+  for (uint64_t a = addr; a < end; a += c->granule) {
+    if (a > addr && vm_pte(c, s, a)->flags & PTE_CALL) return true;
+    if (whole && !(a & (LARGE_PAGE - 1)) && !vm_is_entry(c, s, a)) return true;
+  }
+  return false;
 }
 
-/* The next run in [*addr, end) that several driver calls have mapped: no longer than one call takes, and no page of it
- * is cut. 0 = none. */
-static uint64_t next_run(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end) {
+/* The next stretch in [*addr, end) that is worth a call: no longer than one takes, and no entry is cut. 0 = none. */
+static uint64_t next_call(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end) {
   uint64_t most = c->info->bind_bytes ? c->info->bind_bytes : end;
   while (*addr < end) {
     uint64_t n = vm_space_run(c, s, *addr, end - *addr < most ? end - *addr : most), page, bytes;
+    const struct vm_pte *p = vm_pte(c, s, *addr);
     bool cuts = vm_space_cuts_page(c, s, *addr, &page, &bytes);
-    if (!cuts && vm_space_cuts_page(c, s, *addr + n, &page, &bytes)) {
-      cuts = page == *addr; /* a batch is changing the rest of it */
-      n = page - *addr;
+    if (!cuts && vm_pte_is_live(p)) {
+      struct vm_run r = {c->phys->slabs[p->slab], p->unit, (uint32_t)vm_units(c, n)};
+      r.n = vm_one_call(c, *addr, r);
+      if (vm_space_cuts_page(c, s, *addr + vm_bytes(c, r.n), &page, &bytes)) {
+        cuts = page == *addr; /* the range ends in it, or a batch is changing the rest */
+        r.n = (uint32_t)vm_units(c, page - *addr);
+      }
+      n = vm_bytes(c, r.n);
+      if (!cuts && saves(c, s, *addr, r)) return n;
     }
-    if (!cuts && vm_pte_is_live(vm_pte(c, s, *addr)) && calls_within(c, s, *addr, n)) return n;
     *addr = cuts ? page + bytes : *addr + n;
   }
   return 0;
 }
 
-static int make(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, struct vm_plan *p) {
+static int add(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   const struct vm_pte *pte = vm_pte(c, s, addr);
-  struct vm_piece *piece = VM_PUSH(c, &p->replaced, struct vm_piece);
-  struct vm_seg *seg = VM_PUSH(c, &p->replaces, struct vm_seg);
-  int err = piece && seg ? vm_access_check(c, addr, bytes) : -ENOMEM;
-  if (piece) *piece = (struct vm_piece){addr, 0, s, 0};
-  if (seg)
-    *seg = (struct vm_seg){
-        addr, bytes, s, c->phys->slabs[pte->slab], pte->unit, pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
-  if (!err) err = vm_plan_ops_room(c, p);
-  if (!err) piece->bytes = vm_bytes(c, vm_ptes_hold(c, s, addr, bytes));
+  struct vm_seg *seg;
+  int err = vm_access_check(c, addr, bytes);
+  if (err) return err;
+  if (!(seg = VM_PUSH(c, &p->joins, struct vm_seg))) return -ENOMEM;
+  *seg = (struct vm_seg){
+      addr, 0, s, c->phys->slabs[pte->slab], pte->unit, pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0};
+  seg->bytes = vm_bytes(c, vm_ptes_hold(c, s, addr, bytes));
+  return 0;
+}
+
+int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64_t addr, uint64_t bytes, bool holes) {
+  uint64_t end = addr + bytes, n;
+  int err = 0;
+  for (uint64_t a = addr; a < end; a += c->granule) {
+    const struct vm_pte *pte = vm_pte(c, s, a);
+    if (!vm_pte_is_live(pte) && !(holes && (!pte || !pte->flags))) return vm_pte_not_live(c, pte, a);
+  }
+  for (uint64_t a = addr; !err && c->be->remap && (n = next_call(c, s, &a, end)); a += n) err = add(c, p, s, a, n);
   return err;
+}
+
+void vm_join_commit(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->joins.n; i++) {
+    const struct vm_seg *seg = VM_AT(p->joins, struct vm_seg, i);
+    struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
+    vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
+    if (vm_is_whole(c, seg->addr, r)) c->driver->joins += vm_ptes_entries(c, seg->space, seg->addr, seg->bytes, true);
+    vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
+  }
 }
 
 /* A fill of an unfinished batch may be at work here; if it fails, that batch says so. */
@@ -46,11 +74,12 @@ static void await_fills(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-/* One run. Lock held; dropped around driver calls. */
-static int consolidate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
-  struct vm_plan p = {.same = true, .keep = VMEM_KEEP_ALL};
+/* One call. Lock held; dropped around driver calls. */
+static int join(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  struct vm_plan p = {.only_joins = true, .keep = VMEM_KEEP_ALL};
   struct vm_fill *none;
-  int err = make(c, s, addr, bytes, &p);
+  int err = add(c, &p, s, addr, bytes);
+  if (!err) err = vm_plan_ops_room(c, &p);
   pthread_mutex_unlock(&c->lock);
   if (err) {
     VM_UNDO(vm_plan_cancel(c, &p));
@@ -69,8 +98,8 @@ int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls) {
   *calls = 0;
   pthread_mutex_lock(&c->lock);
   s = vm_space_range(c, addr, bytes, c->granule, &err);
-  while (s && !err && c->be->remap && (n = next_run(c, s, &a, addr + bytes))) {
-    err = consolidate(c, s, a, n);
+  while (s && !err && c->be->remap && (n = next_call(c, s, &a, addr + bytes))) {
+    err = join(c, s, a, n);
     ++*calls;
     a += n;
     /* The lock was dropped: the reservation may be gone. */
