@@ -61,6 +61,24 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
+/* Whether the driver has a large entry there: it unmaps no part of one. What it unmaps is mapped again. */
+static bool driver_has_large(uint64_t offset) {
+  uint64_t at = va + offset + PAGE;
+  struct vm_pte pte;
+  struct vm_ctx *c;
+  int err = 0;
+  if (!(c = vm_get(vm, "test", &err))) return false;
+  pthread_mutex_lock(&c->lock);
+  pte = *vm_pte(c, vm_space_find(c, at), at);
+  pthread_mutex_unlock(&c->lock);
+  err = c->be->unmap(c->bes, at, PAGE, false);
+  if (!err && c->be->map(c->bes, at, PAGE, c->phys->slabs[pte.slab]->priv, (uint64_t)pte.unit * PAGE,
+                         pte.flags & PTE_READONLY ? VMEM_MAP_READONLY : 0, false))
+    failures_here++;
+  vm_put(c);
+  return err;
+}
+
 /* Two blocks with large entries, marked. */
 static void two_blocks(void) {
   open_entries(0, 0);
@@ -76,6 +94,7 @@ static void whole_blocks_get_them(void) {
   OK(vmem_query(vm, &info));
   CHECK(info.caps & VMEM_CAP_LARGE_ENTRIES && info.caps & VMEM_CAP_JOIN);
   OK(vmem_warm(vm, MIB(64)));
+  for (int i = 0; i < 20000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
   calls = stats_of(vm).map_calls;
   OK(populate_at(5 * PAGE, 3 * BLOCK, 0)); /* a head, two blocks, a tail */
   EQ(stats_of(vm).map_calls - calls, 3);
@@ -92,6 +111,20 @@ static void whole_blocks_get_them(void) {
   OK(unmap_at(9 * BLOCK, 2 * BLOCK, 0)); /* whole ones go without a split */
   EQ(stats_of(vm).large_entries, 4);
   EQ(stats_of(vm).splits, 0);
+  end();
+}
+
+/* What the records say is so. */
+static void as_recorded(void) {
+  two_blocks();
+  CHECK(driver_has_large(0) && driver_has_large(BLOCK));
+  OK(unmap_at(3 * PAGE, PAGE, VMEM_OP_SPLIT));
+  CHECK(!driver_has_large(0) && driver_has_large(BLOCK));
+  for (uint64_t i = 0; i < PAGES; i++) OK(populate_at(4 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
+  CHECK(mark(4 * BLOCK, BLOCK) && !driver_has_large(4 * BLOCK));
+  OK(vmem_join(vm, va, 6 * BLOCK, NULL));
+  CHECK(!driver_has_large(0) && driver_has_large(BLOCK) && driver_has_large(4 * BLOCK));
+  CHECK(marked(0, 3 * PAGE) && marked(4 * PAGE, 2 * BLOCK - 4 * PAGE) && marked(4 * BLOCK, BLOCK));
   end();
 }
 
@@ -846,13 +879,16 @@ static void at_random(void) {
       if (step % 10 == 0 || failing) CHECK(agrees(&m, 0, SPAN));
     }
     CHECK(agrees(&m, 0, SPAN));
+    for (unsigned i = 0; i < BLOCKS; i++)
+      if (mapped(&m, i * PAGES + 1, 1)) EQ(driver_has_large(i * BLOCK), entry_at(i * BLOCK + PAGE) == BLOCK);
+    CHECK(agrees(&m, 0, SPAN));
     OK(vmem_close(vm));
   }
   printf("%u splits, %u refusals, %u failing steps, %u joins\n", m.splits, m.refusals, m.failures, m.joins);
   CHECK(m.splits > 20 && m.refusals > 20 && (m.joins > 5 || !on_host()));
 }
 
-MAIN(TEST(whole_blocks_get_them), TEST(handles_get_them), TEST(without_the_flag), TEST(bad_flags),
+MAIN(TEST(whole_blocks_get_them), TEST(as_recorded), TEST(handles_get_them), TEST(without_the_flag), TEST(bad_flags),
      TEST(never_cut_without_it), TEST(release_splits_nothing), TEST(split_unmaps), TEST(split_many), TEST(all_of_it),
      TEST(split_replaces), TEST(split_sparse), TEST(grown_and_joined), TEST(split_and_joined), TEST(in_the_way),
      TEST(fragmented), TEST(odd_slabs), TEST(large_pages), TEST(compaction), TEST(each_call_fails), TEST(undo_fails),
