@@ -380,17 +380,34 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
   return (struct vm_run){NULL, 0, 0};
 }
 
+/* Where large entries may come about, now or by growth page by page. What has yet to be zeroed is as good for that. */
+static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint32_t *n, uint32_t align,
+                                      const struct vm_place *place) {
+  uint32_t head = head_of(c, place);
+  bool blocks = *n >= head + c->chunk_units;
+  struct vm_slab *s = place->slab;
+  struct vm_run r = {NULL, 0, 0};
+  if (s && s->pool == p && !s->evacuating && place->unit < s->units && vm_bit(s->soil_map, place->unit)) {
+    uint32_t rest = c->chunk_units - (place->unit & (c->chunk_units - 1));
+    s->merged = true;
+    vm_pool_cleaned(c, s, place->unit, rest < s->units - place->unit ? rest : s->units - place->unit);
+  }
+  for (int again = 0; again < 2 && (blocks || place->spread); again++) {
+    uint32_t behind = blocks ? 0 : fits_behind(c, p, *n, align, place);
+    if (behind) return take_units(c, s, place->unit, behind);
+    if (blocks && (r = take_blocks(c, p, *n, align, place)).n) return r;
+    if (!blocks && find_empty_chunk(c, p, place->offset, *n, &r)) return take_units(c, r.slab, r.unit, r.n);
+    if (!merge_soiled(c, p)) break;
+  }
+  if (blocks && head) *n = head; /* the blocks are looked for again, without what comes before them */
+  return (struct vm_run){NULL, 0, 0};
+}
+
 struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, uint32_t align,
                            const struct vm_place *place) {
   uint32_t n = want > UINT32_MAX / 4 ? UINT32_MAX / 4 & ~(align - 1) : (uint32_t)want;
-  uint32_t head = head_of(c, place);
   struct vm_run r = {NULL, 0, 0};
-  /* A whole block that has yet to be zeroed is better than parts that have been. */
-  if (c->large_entries && !p->large && n >= head + c->chunk_units) {
-    r = take_blocks(c, p, n, align, place);
-    if (!r.n && merge_soiled(c, p)) r = take_blocks(c, p, n, align, place);
-    if (!r.n && head) n = head; /* the blocks are looked for again, without what comes before them */
-  }
+  if (c->large_entries && !p->large) r = take_for_entries(c, p, &n, align, place);
   if (!r.n && p->free_units >= align) r = take_ready(c, p, n, align, place);
   if (!r.n && merge_soiled(c, p)) r = take_ready(c, p, n, align, place);
   return r;
