@@ -29,7 +29,7 @@ pytestmark = [
 PAGE, BLOCK = 64 << 10, 2 << 20
 PAGES = BLOCK // PAGE
 PAIRS = 16  # of a block that is read and one that changes
-ROUNDS = 400
+ROUNDS = 2000
 ONES = 0x0101_0101_0101_0101
 
 
