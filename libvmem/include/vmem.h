@@ -215,7 +215,8 @@ struct vmem_stats {
                                  a slab's own mapping, through which it is zeroed, counts too */
   uint64_t tickets;           /* not dropped, their batches finished or not */
   uint64_t dirty_bytes;       /* the part of free_bytes not zeroed yet; handed out last */
-  uint64_t large_entries;     /* live entries of 2 MiB in reservations, those of large pages included */
+  uint64_t large_entries;     /* live entries of 2 MiB in reservations, those of large pages included; 0 with a
+                                 granule of 2 MiB, where there are no others */
   uint64_t splits, joins;     /* large entries split so far, and made by joining */
 };
 

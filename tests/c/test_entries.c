@@ -3,6 +3,7 @@
  * Description: entries of 2 MiB for small pages: where they come about, what splits and joins them, and failures of
  * every driver call on the way. "host" refuses, as a GPU's driver does, to change a part of an entry.
  */
+#include <pthread.h>
 #include <sys/eventfd.h>
 
 #include "api/api.h"
@@ -655,6 +656,56 @@ static void undo_fails(void) {
   CHECK(lost > 5);
 }
 
+/* ---- several threads --------------------------------------------------------------------------- */
+
+enum { THREADS = 4, ROUNDS = 60 };
+
+struct lane {
+  uint64_t at; /* of two blocks that are this thread's */
+  unsigned seed;
+  bool failed;
+};
+
+static bool lane_round(struct lane *l) {
+  unsigned page = 1 + (unsigned)rand_r(&l->seed) % (PAGES - 2);
+  uint64_t gone = l->at + page * PAGE;
+  struct vmem_op ops[] = {
+      {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = va + gone, .bytes = PAGE},
+      {.op = VMEM_OP_POPULATE, .addr = va + gone, .bytes = PAGE},
+      {.op = VMEM_OP_JOIN, .addr = va + l->at, .bytes = 2 * BLOCK},
+  };
+  vmem_ticket t;
+  if (populate_at(l->at, 2 * BLOCK, 0) || !mark(l->at, 2 * BLOCK)) return false;
+  if (vmem_submit(vm, ops, 1, NULL, 0, 0, &t) || vmem_wait(vm, t, -1) || vmem_ticket_drop(vm, t)) return false;
+  if (!marked(l->at, page * PAGE) || !marked(gone + PAGE, 2 * BLOCK - (page + 1) * PAGE)) return false;
+  if (vmem_batch(vm, &ops[1], 1, NULL, 0, 0) || vmem_batch(vm, &ops[2], 1, NULL, 0, 0)) return false;
+  if (!marked(l->at, page * PAGE) || !marked(gone + PAGE, 2 * BLOCK - (page + 1) * PAGE)) return false;
+  return !unmap_at(l->at, 2 * BLOCK, 0) && !vmem_check(vm);
+}
+
+static void *run_lane(void *arg) {
+  struct lane *l = arg;
+  for (int i = 0; i < ROUNDS && !l->failed; i++) {
+    l->failed = !lane_round(l);
+    if (l->failed) printf("thread at %llu, round %d: %s\n", (unsigned long long)l->at, i, vmem_last_error());
+  }
+  return NULL;
+}
+
+static void in_threads(void) {
+  struct lane lanes[THREADS];
+  pthread_t threads[THREADS];
+  open_entries(0, 0);
+  for (unsigned i = 0; i < THREADS; i++) {
+    lanes[i] = (struct lane){.at = 4 * i * BLOCK, .seed = i};
+    EQ(pthread_create(&threads[i], NULL, run_lane, &lanes[i]), 0);
+  }
+  for (unsigned i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+  for (unsigned i = 0; i < THREADS; i++) CHECK(!lanes[i].failed);
+  CHECK(stats_of(vm).splits > 0);
+  end();
+}
+
 /* ---- at random --------------------------------------------------------------------------------- */
 
 enum { BLOCKS = 6, SPAN = BLOCKS * PAGES, STEPS = 700 };
@@ -906,4 +957,4 @@ MAIN(TEST(whole_blocks_get_them), TEST(as_recorded), TEST(handles_get_them), TES
      TEST(never_cut_without_it), TEST(release_splits_nothing), TEST(split_unmaps), TEST(split_many), TEST(all_of_it),
      TEST(split_replaces), TEST(split_sparse), TEST(grown_and_joined), TEST(split_and_joined), TEST(in_the_way),
      TEST(fragmented), TEST(odd_slabs), TEST(large_pages), TEST(compaction), TEST(each_call_fails), TEST(undo_fails),
-     TEST(at_random))
+     TEST(in_threads), TEST(at_random))

@@ -319,7 +319,8 @@ static void add_cuts(struct vm_ctx *c, struct vm_room *room, const struct vm_pie
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
   uint64_t mappings = p->maps.n + p->replaces.n + p->kept.n;
   struct vm_room room = {2 * mappings, mappings};
-  bool maps = mappings; /* an unmap that cuts one mapping in two gives memory back: the limit does not stop it */
+  /* An unmap that cuts one mapping in two, or splits an entry, gives memory back: the limit does not stop it. */
+  bool maps = p->maps.n + p->replaces.n;
   int err;
   for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &room, VM_AT(p->replaced, struct vm_piece, i));
   for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &room, VM_AT(p->unmaps, struct vm_piece, i));
