@@ -34,6 +34,7 @@ from pyvmem.streams import KeptEvents, after_items, device_ordinal, wait_after
 __all__ = ["Context", "PlainReservationWarning"]
 
 _FORCE = _native.constant("VMEM_OPEN_FORCE")
+_LARGE_ENTRIES = _native.constant("VMEM_OPEN_LARGE_ENTRIES")
 _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
@@ -102,6 +103,10 @@ class Context(AddressSpace, Closable):
             what the driver has for all processes of the machine, 237,568 (divided by the number of
             `devices`); elsewhere no limit. ``stock`` takes up to twice that.
         force: use a driver version that has not been verified (stock, uvm).
+        large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
+            whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced: `OpBatch.unmap`
+            and `OpBatch.map` split it with ``split=True``, `join` and `OpBatch.join` make it anew.
+            It changes nothing where the granule is 2 MiB (cuda); ``uvm`` does not have it.
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
@@ -122,6 +127,7 @@ class Context(AddressSpace, Closable):
         pool_high: int = 0,
         max_mappings: int = 0,
         force: bool = False,
+        large_entries: bool = False,
     ) -> None:
         self._closed = True
         self.is_open = False
@@ -129,7 +135,7 @@ class Context(AddressSpace, Closable):
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
-        flags = _FORCE if force else 0
+        flags = (_FORCE if force else 0) | (_LARGE_ENTRIES if large_entries else 0)
         self.mem_limit = operator.index(mem_limit)
         given = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
         sizes = [operator.index(size) for size in given]

@@ -233,7 +233,7 @@ class KVCacheConfig:
             needs them. Not on several ranks. 0: a request grows only when `KVCache.step` or
             `KVCache.step_async` needs it to.
         join_at: with more than this fraction of the context's mappings used, a `step` remaps in one
-            piece what grew in pieces, where the back end can (`pyvmem.Caps.CONSOLIDATE`). It waits
+            piece what grew in pieces, where the back end can (`pyvmem.Caps.JOIN`). It waits
             for all work on the device first, and other threads must not launch work on the cache
             meanwhile. 1: only a `step` that would otherwise return -1; 0: never.
         max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its
