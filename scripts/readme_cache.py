@@ -28,6 +28,11 @@ KERNELS = {
     "flashinfer": "FlashInfer",
     "fa2": "FlashAttention-2 of torch",
 }
+MEMORIES = {
+    "64K": "64 KB pages",
+    "2M": "2 MB pages",
+    "entries": "64 KB pages with 2 MB entries",
+}
 SLOTS = {"slots": "a cache's calls", "layered": "the same, layers in one tensor"}
 
 
@@ -171,6 +176,7 @@ def part_footprint(_: list[Result]) -> list[str]:
         sizes = [f"{size >> 30}G" for size in run["options"]["footprint"]]
         kinds = dict.fromkeys(name.rpartition("/")[2] for name in rows(run))
         kinds.pop("malloc")
+        words = " / ".join(MEMORIES[kind] for kind in kinds)
         by_kind = {kind: footprint_times(run, kind) for kind in kinds}
         body = []
         for name in next(iter(by_kind.values())):
@@ -184,8 +190,7 @@ def part_footprint(_: list[Result]) -> list[str]:
             body.append([_layout_words(layout), _case_words(case), *cells])
         lines += [
             "Attention over all layers of Llama-3-8B's shape, FlashAttention-3: time over that "
-            f"from cudaMalloc memory, by bytes of keys and values; {' / '.join(kinds)} pages, "
-            f"{title(run)}:",
+            f"from cudaMalloc memory, by bytes of keys and values; through {words}, {title(run)}:",
             "",
             *table(["layout", "", *(f"{size[:-1]} GiB" for size in sizes)], body),
             "",

@@ -80,7 +80,7 @@ def full_card() -> tuple[tuple[str, str], tuple[str, str]]:
     sizes = {max(run["options"]["footprint"]) >> 30 for run in where}
     place = f"{machines(where)}, {spread(list(sizes), 'd')} GiB of keys and values"
     return (f"{spread(small, '.2f')} times, by layout", place), (
-        f"{spread(large, '.2f')} times",
+        f"{spread(large, '.3f')} times",
         place,
     )
 

@@ -31,9 +31,12 @@ from pyvmem.ops import OpBatch
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MALLOC", "Footprint", "Model", "memories"]
+__all__ = ["ENTRIES", "MALLOC", "Footprint", "Model", "memories"]
 
 MALLOC = "malloc"
+ENTRIES = "entries"
+"""Small pages that entries of 2 MB map wherever whole blocks of them lie together."""
+
 _BLOCK = 16  # tokens in a block of the paged forms
 _FILL = 1 << 30  # elements that one call fills
 _SPARE = 3 << 30  # bytes left for the kernels' outputs and torch
@@ -91,7 +94,8 @@ class _Work:
 def memories(command: Command) -> list[str]:
     """Kinds of memory to compare: cudaMalloc's, and ours by page size."""
     small = command.page
-    return [MALLOC, *(page_name(size) for size in dict.fromkeys((small, 2 << 20)))]
+    kinds = [MALLOC, *(page_name(size) for size in dict.fromkeys((small, 2 << 20)))]
+    return [*kinds, ENTRIES] if command.backend in ("stock", "host") else kinds
 
 
 class Footprint:
@@ -174,7 +178,10 @@ class Footprint:
         page = large if kind == page_name(large) else granule
         whole = -(-nbytes // large) * large
         with Context(
-            self.command.backend, device=self.command.args.device, granule=granule
+            self.command.backend,
+            device=self.command.args.device,
+            granule=granule,
+            large_entries=kind == ENTRIES,
         ) as context:
             visible = False if Caps.PLAIN in context.info.caps else None
             reservation = context.reserve(whole, visible=visible, large=page == large)

@@ -6,7 +6,8 @@ swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 G
 64 KB: a sweep beyond that misses at every page, for less data the more layers share it. Entries of
 2 MB reach the whole card.
 
-Source: `vmem bench kernels --footprint` on an H100 (benchmarks/kernels), requests of 1,024 tokens.
+Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _Curve = tuple[tuple[float, float], ...]
 # Layers in a tensor: GiB that a layer's attention sweeps, and the time over that from cudaMalloc
 # memory with a tensor per layer.
 _SMALL: dict[int, _Curve] = {
-    1: ((0.25, 1.00), (0.5, 1.02), (0.75, 1.03), (1.0, 1.04), (1.5, 1.035), (2.0, 1.035)),
-    4: ((1.0, 1.01), (2.0, 1.14), (3.0, 1.15), (4.0, 1.16), (6.0, 1.16), (8.0, 1.17)),
-    8: ((2.0, 1.02), (4.0, 1.13), (6.0, 1.15), (8.0, 1.17), (12.0, 1.20), (16.0, 1.22)),
-    16: ((4.0, 1.01), (8.0, 1.32), (12.0, 3.5), (16.0, 3.5), (24.0, 3.6), (32.0, 3.6)),
-    32: ((8.0, 1.02), (16.0, 6.2), (24.0, 6.4), (32.0, 6.4), (48.0, 6.5), (64.0, 6.5)),
+    1: ((0.25, 1.00), (0.5, 1.01), (0.75, 1.01), (1.5, 1.02), (2.0, 1.02)),
+    4: ((1.0, 1.01), (2.0, 1.09), (3.0, 1.09), (6.0, 1.10), (8.0, 1.11)),
+    8: ((2.0, 1.01), (4.0, 1.13), (6.0, 1.13), (12.0, 1.88), (16.0, 1.89)),
+    16: ((4.0, 1.02), (8.0, 1.21), (12.0, 3.59), (24.0, 3.67), (32.0, 3.67)),
+    32: ((8.0, 1.05), (16.0, 6.40), (24.0, 6.52), (48.0, 6.74), (64.0, 6.78)),
 }
-_LARGE = {1: 1.0, 4: 1.014, 8: 1.019, 16: 1.019, 32: 1.019}
+_LARGE = {1: 1.0, 4: 1.02, 8: 1.02, 16: 1.02, 32: 1.02}
 
 MEASURED_GROUPS = max(_SMALL)
 """Most layers in a tensor that were measured."""

@@ -301,13 +301,14 @@ def test_small_pages_where_requests_are_short() -> None:
 
 def test_large_entries_where_layers_share_a_tensor_on_a_full_card() -> None:
     """Entries of 64 KB make attention over shared tensors several times as long there."""
-    for memory in (16 * GB, 40 * GB, 120 * GB):
+    assert advise(LLAMA, MANY, 16 * GB).best.attention < 1.03
+    for memory in (40 * GB, 120 * GB):
         found = advise(LLAMA, MANY, memory)
         assert found.best.choice.page_size == 2 * MB
         assert found.best.choice.group_size == 32
         small = [one for one in found.costs if one.choice.page_size < 2 * MB]
         assert max(one.attention for one in small if one.choice.group_size == 1) < 1.06
-        assert all(one.attention > 1.1 for one in small if one.choice.group_size >= 4)
+        assert all(one.attention > 1.08 for one in small if one.choice.group_size >= 4)
     slow = advise(LLAMA, MANY, 40 * GB, [Choice(8, 64 * KB)])
     assert f"attention takes {slow.best.attention:.2f} times as long" in slow.why
     assert "attention" not in advise(LLAMA, MANY, 4 * GB, [Choice(1, 64 * KB)]).why
@@ -327,6 +328,22 @@ def test_attention_takes_longer_the_larger_the_cache_and_the_more_layers_share()
         assert attention_time(2 * MB, group, 32, 140 * GB) < 1.03
         # What counts is what a layer sweeps: half of the layers, half of the bytes.
         assert attention_time(64 * KB, group, 64, 32 * GB) == times[group][5]
+
+
+def test_the_times_are_those_of_the_kept_run() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "footprint-h100.json"
+    run = json.loads(path.read_text())
+    rows = {row["id"]: row["median"] for row in run["parts"]["fa3"]["rows"]}
+    compared = 0
+    for size in run["options"]["footprint"]:
+        at = f"fa3/{size >> 30}G"
+        base = rows[f"{at}/slots1/decode_1024/malloc"]
+        for group in (1, 4, 8, 16, 32):
+            for page, kind in ((64 * KB, "64K"), (2 * MB, "2M")):
+                wanted = rows[f"{at}/slots{group}/decode_1024/{kind}"] / base
+                assert attention_time(page, group, 32, size) == pytest.approx(wanted, abs=0.03)
+                compared += 1
+    assert compared == 50
 
 
 def test_a_tensor_per_layer_where_groups_gain_nothing() -> None:
