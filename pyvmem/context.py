@@ -34,6 +34,7 @@ from pyvmem.streams import KeptEvents, after_items, device_ordinal, wait_after
 
 __all__ = ["Context", "PlainReservationWarning"]
 
+_LARGE_ENTRIES = _native.constant("VMEM_OPEN_LARGE_ENTRIES")
 _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
@@ -101,6 +102,10 @@ class Context(AddressSpace, Closable):
         max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
             what the driver has for all processes of the machine, 237,568 (divided by the number of
             `devices`); elsewhere no limit. ``stock`` takes up to twice that.
+        large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
+            whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced:
+            `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``, `join` and `OpBatch.join` make it anew.
+            It changes nothing where the granule is 2 MiB (cuda); ``uvm`` does not have it.
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
@@ -120,6 +125,7 @@ class Context(AddressSpace, Closable):
         pool_low: int = 0,
         pool_high: int = 0,
         max_mappings: int = 0,
+        large_entries: bool = False,
     ) -> None:
         self._closed = True
         self.is_open = False
@@ -127,6 +133,7 @@ class Context(AddressSpace, Closable):
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
+        flags = _LARGE_ENTRIES if large_entries else 0
         self.mem_limit = operator.index(mem_limit)
         given = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
         sizes = [operator.index(size) for size in given]
@@ -140,7 +147,7 @@ class Context(AddressSpace, Closable):
         made = Outcome()
         self.remains = ContextRemains(self, made)
         try:
-            self.handle = _native.open(backend, ordinals, *sizes, outcome=made)
+            self.handle = _native.open(backend, flags, ordinals, *sizes, outcome=made)
             self.info = ContextInfo._from_c(_native.query(self.handle), ordinals)
             host = self.info.backend == "host"
             self.cuda_device: int | None = None if host else ordinals[0]

@@ -43,9 +43,10 @@ class Caps(enum.Flag):
     CPU_ACCESS = _c("VMEM_CAP_CPU_ACCESS")
     VISIBLE = _c("VMEM_CAP_VISIBLE")
     PLAIN = _c("VMEM_CAP_PLAIN")
-    CONSOLIDATE = _c("VMEM_CAP_CONSOLIDATE")
+    JOIN = _c("VMEM_CAP_JOIN")
     ONE_CALL = _c("VMEM_CAP_ONE_CALL")
     SPARSE_ATOMIC = _c("VMEM_CAP_SPARSE_ATOMIC")
+    LARGE_ENTRIES = _c("VMEM_CAP_LARGE_ENTRIES")
 
 
 class Location(enum.IntEnum):
@@ -151,6 +152,8 @@ class Stats:
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
     in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of
     ``free_bytes`` that is not zeroed yet. ``mappings`` counts slabs' own mappings too.
+    ``large_entries`` are the live page-table entries of 2 MiB, ``splits`` and ``joins`` how many
+    were split into small ones, or made of them.
     """
 
     reserved_bytes: int
@@ -176,6 +179,9 @@ class Stats:
     mappings: int
     tickets: int
     dirty_bytes: int
+    large_entries: int
+    splits: int
+    joins: int
 
     @classmethod
     def _from_c(cls, stats: Any) -> Stats:
@@ -196,6 +202,8 @@ class RangeInfo:
         segments: of the reservation.
         run_bytes: from the granule of the address on: bytes in the same state, one physical run.
         flags: state of the address.
+        entry_bytes: size of the page-table entry that maps the address (4 KiB, 64 KiB or 2 MiB); 0:
+            not mapped.
     """
 
     base: int
@@ -204,6 +212,7 @@ class RangeInfo:
     segments: int
     run_bytes: int
     flags: RangeFlags
+    entry_bytes: int
 
     @property
     def mapped(self) -> bool:
@@ -224,6 +233,7 @@ class RangeInfo:
             info.segments,
             info.run_bytes,
             RangeFlags(info.flags),
+            info.entry_bytes,
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from readme_cache import runs
+from readme_cache import footprint_times, runs
 from readme_format import RESULTS, Result, rows
 
 __all__ = ["part"]
@@ -62,6 +62,29 @@ def overlap() -> tuple[str, str]:
     return f"{spread(found, '.3f')} times", machines(where)
 
 
+def full_card() -> tuple[tuple[str, str], tuple[str, str]]:
+    """Decoding at each run's largest footprint over cudaMalloc: small entries, and large ones."""
+    small: list[float] = []
+    large: list[float] = []
+    where: list[Result] = []
+    for run in runs("kernels"):
+        if "footprint" not in run["options"]:
+            continue
+        size = f"{max(run['options']['footprint']) >> 30}G"
+        where.append(run)
+        for kind, into in (("64K", small), ("2M", large)):
+            times = footprint_times(run, kind)
+            into += [by[size] for name, by in times.items() if "/decode_" in name]
+    if not where:
+        return (NOT_MEASURED, ""), (NOT_MEASURED, "")
+    sizes = {max(run["options"]["footprint"]) >> 30 for run in where}
+    place = f"{machines(where)}, {spread(list(sizes), 'd')} GiB of keys and values"
+    return (f"{spread(small, '.2f')} times, by layout", place), (
+        f"{spread(large, '.3f')} times",
+        place,
+    )
+
+
 def vllm() -> tuple[tuple[str, str], tuple[str, str]]:
     """Throughput of the elastic engine over stock's at each rate; sharing engines' first token."""
     found, shared = [], []
@@ -104,6 +127,7 @@ def part(results: list[Result]) -> list[str]:
     """A row for each question."""
     where = machines(results)
     alone, together = vllm()
+    small, large = full_card()
     attention = aims(results, lambda name: name.startswith("fa3_") and name.endswith("_random"))
     calls = aims(results, lambda name: name == "map_64K")
     body = [
@@ -118,9 +142,20 @@ def part(results: list[Result]) -> list[str]:
             "benchmarks/api/README.md",
         ),
         (
-            "FlashAttention-3 over scattered 64 KB pages, over cudaMalloc memory",
+            "FlashAttention-3 over scattered 64 KB pages, over cudaMalloc memory, up to 4 GiB of "
+            "keys and values",
             (f"{spread(attention, '.3f')} times", where) if attention else (NOT_MEASURED, ""),
             "benchmarks/api/README.md",
+        ),
+        (
+            "The same on a full card: decoding over 64 KB pages",
+            small,
+            "benchmarks/kernels/README.md",
+        ),
+        (
+            "The same on a full card: decoding over 2 MB pages",
+            large,
+            "benchmarks/kernels/README.md",
         ),
         (
             "99th percentile of decoding, mapped in the background, over all mapped before",

@@ -52,6 +52,7 @@ def _name(backend: str) -> bytes:
 
 def open(
     backend: str,
+    flags: int,
     devices: tuple[int, ...],
     granule: int,
     slab_size: int,
@@ -77,6 +78,7 @@ def open(
         "struct vmem_open_opts *",
         "vmem_open",
         backend=name,
+        flags=flags,
         num_devices=len(devices),
         granule=granule,
         slab_size=slab_size,

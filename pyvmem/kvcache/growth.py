@@ -1006,7 +1006,7 @@ class Runs:
         self.limit = self._context.info.max_mappings
         self._fraction = config.growth_fraction
         self.join_at = int(config.join_at * self.limit)
-        self._joins = Caps.CONSOLIDATE in self._context.info.caps
+        self._joins = Caps.JOIN in self._context.info.caps
         self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         # A large page cannot be given back in part: at most half of one is surplus.
@@ -1174,7 +1174,7 @@ class Runs:
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
-        _log.debug("consolidation: %d mappings, down from %d", self._count(), before)
+        _log.debug("joining: %d mappings, down from %d", self._count(), before)
 
     def _can_join(self, slot: Slot) -> bool:
         return (
@@ -1203,7 +1203,7 @@ class Runs:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)
-                calls += self._mapper.consolidate(at, nbytes)
+                calls += self._mapper.join(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls

@@ -208,7 +208,7 @@ static void others(void) {
   FAILS(vmem_query(vm, NULL), -EINVAL);
   FAILS(vmem_inject(vm, 1u << 30, 0, 1, EIO), -EINVAL);
   FAILS(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, 0), -EINVAL);
-  FAILS(vmem_consolidate(vm, va + 1, PAGE, NULL), -EINVAL);
+  FAILS(vmem_join(vm, va + 1, PAGE, NULL), -EINVAL);
   FAILS(vmem_range_query(vm, va + MIB(64), &(struct vmem_range_info){.size = 64}), -ENXIO);
   EQ(vmem_query(0, &small), -EBADF);
   EQ(vmem_query(vm + 1, &small), -EBADF);

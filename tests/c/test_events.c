@@ -312,7 +312,7 @@ static void second_address_waits_for_fills(void) {
   OK(vmem_close(vm));
 }
 
-static void consolidation_waits_for_fills(void) {
+static void join_waits_for_fills(void) {
   vmem_t vm = open_fake();
   uint64_t va;
   vmem_ticket t[2];
@@ -324,7 +324,7 @@ static void consolidation_waits_for_fills(void) {
   }
   finish(2);
   EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
-  OK(vmem_consolidate(vm, va, 2 * PAGE, NULL));
+  OK(vmem_join(vm, va, 2 * PAGE, NULL));
   CHECK(fills_over_at_remap);
   EQ(stats_of(vm).mappings, 1);
   pthread_join(thread, NULL);
@@ -547,7 +547,7 @@ static void fills_hold_up_only_their_range(void) {
     OK(vmem_retain(vm, va + 3 * PAGE, PAGE, &op.handle));
     OK(vMemMap(vm, va + MIB(4), PAGE, op.handle, 0, 0)); /* a second address */
     OK(vmem_drop(vm, op.handle));
-    OK(vmem_consolidate(vm, va + 4 * PAGE, 4 * PAGE, NULL));
+    OK(vmem_join(vm, va + 4 * PAGE, 4 * PAGE, NULL));
     op = (struct vmem_op){
         .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 4 * PAGE, .bytes = PAGE};
     OK(vmem_retain(vm, va + 5 * PAGE, PAGE, &op.handle));
@@ -958,7 +958,7 @@ static void second_address_after_submit(void) {
 
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu),
      TEST(broken_work), TEST(dependencies_fail_in_turn), TEST(second_address_waits_for_fills),
-     TEST(second_address_after_submit), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
+     TEST(second_address_after_submit), TEST(join_waits_for_fills), TEST(errors_keep_their_name),
      TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
      TEST(fills_hold_up_only_their_range), TEST(unmaps_behind_their_own_fill), TEST(fills_hold_up_their_pages),
      TEST(no_deadlock_with_the_host), TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),

@@ -39,7 +39,8 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
 static unsigned log2_of(uint64_t x) { return 63 - (unsigned)__builtin_clzll(x); }
 
 static int check_opts(const struct vmem_open_opts *o) {
-  if (o->flags) return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags);
+  if (o->flags & ~VMEM_OPEN_LARGE_ENTRIES)
+    return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags & ~VMEM_OPEN_LARGE_ENTRIES);
   if (o->num_devices > VMEM_MAX_DEVICES)
     return vm_fail_at(-EINVAL, 0, o->num_devices, VMEM_MAX_DEVICES, "%u devices, at most %u", o->num_devices,
                       VMEM_MAX_DEVICES);
@@ -104,6 +105,8 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   c->chunk_units = c->granule < LARGE_PAGE ? (uint32_t)(LARGE_PAGE >> c->shift) : 1;
   c->large_pages = c->granule < LARGE_PAGE && !c->info->one_page_slabs;
   c->chunk_shift = log2_of(c->chunk_units);
+  c->large_entries = o->flags & VMEM_OPEN_LARGE_ENTRIES && c->large_pages;
+  if (c->large_entries) c->info->pub.caps |= VMEM_CAP_LARGE_ENTRIES;
   c->info->pub.size = sizeof(c->info->pub);
   c->info->pub.num_devices = c->opts.num_devices;
   if (o->max_mappings) c->info->pub.max_mappings = o->max_mappings;

@@ -19,6 +19,8 @@ struct vm_driver {
   uint64_t segments;      /* pieces of all reservations as the back end sees them, holes included */
   uint64_t mappings;      /* live map calls in reservations */
   uint64_t aliases;       /* the same of slabs' own mappings */
+  uint64_t large_entries; /* live entries of 2 MiB in reservations */
+  uint64_t splits, joins; /* of them, since the context was opened */
   struct vm_room planned; /* the most that unfinished plans add to these */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;

@@ -281,7 +281,7 @@ static void promoted(void) {
   CHECK(range.flags & VMEM_RANGE_LARGE);
   for (uint64_t i = 0; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
   EQ(vMemUnmap(vm, va + MIB(2) + PAGE, PAGE), -EINVAL);
-  OK(vmem_consolidate(vm, va, MIB(6), &calls));
+  OK(vmem_join(vm, va, MIB(6), &calls));
   OK(vMemUnmap(vm, va + MIB(1), MIB(4))); /* with parts of small ones on both sides */
   for (uint64_t i = 0; i < 16; i++) EQ(GET(va + i * PAGE + 9), i);
   for (uint64_t i = 80; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);

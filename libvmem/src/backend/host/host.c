@@ -9,6 +9,9 @@
  * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
  * included: spare mappings are given up for them.
  *
+ * What pages of 2 MiB are promised, a GPU's driver would map with entries of that size, and then change none in part. So
+ * does this one (entries.h): what works here works there.
+ *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
  * has ended. A fork waits for calls that have made a mapping and not yet said so.
  */
@@ -23,6 +26,7 @@
 #include <unistd.h>
 
 #include "backend/backend.h"
+#include "backend/host/entries.h"
 #include "base/clock.h"
 #include "base/context.h"
 #include "base/fd.h"
@@ -37,8 +41,12 @@ struct gap {
   uint64_t offset, bytes;
 };
 
+/* A slab is its offset in the file; the last bit says that it is of pages of 2 MiB. */
+#define LARGE_SLAB 1u
+
 struct host {
   int fd;
+  uint64_t granule;
   struct host *next; /* in `process` */
 
   /* under process.memory */
@@ -51,6 +59,7 @@ struct host {
   uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
   uint64_t next_count;                                 /* ns: not before, for a refusal */
   bool recount_due;
+  struct host_entries entries;
   void *spares[SPARES]; /* a page each, never used; NULL: given up */
   bool spares_lack;     /* atomic: some are given up */
 };
@@ -343,6 +352,7 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     free(h);
     return err;
   }
+  h->granule = granule;
   pthread_mutex_init(&h->lock, NULL);
   take_spares(h);
   host_recount(h, 0);
@@ -353,8 +363,8 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   info->all_page_sizes = sizes;
   info->pub.slab_size = SLAB_SIZE;
   info->pub.max_segments = h->max_vmas;
-  if (o->max_mappings) {
-    info->pub.caps |= VMEM_CAP_CONSOLIDATE;
+  if (o->max_mappings || o->flags & VMEM_OPEN_LARGE_ENTRIES) {
+    info->pub.caps |= VMEM_CAP_JOIN;
     info->table = &host_counted;
   }
   snprintf(info->pub.device_name, sizeof(info->pub.device_name), "host memory");
@@ -371,6 +381,7 @@ static void host_close(void *be) {
   note(h, 0);
   leave(h);
   pthread_mutex_destroy(&h->lock);
+  free(h->entries.v);
   free(h->gaps);
   free(h);
 }
@@ -426,11 +437,18 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   return 0;
 }
 
+static void drop_entries(struct host *h, uint64_t addr, uint64_t bytes) {
+  pthread_mutex_lock(&h->lock);
+  host_entries_drop(&h->entries, addr, bytes);
+  pthread_mutex_unlock(&h->lock);
+}
+
 static int host_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
-  (void)be;
   (void)priv;
   (void)gone;
-  return munmap(at(addr), bytes) ? vm_fail_at(-EIO, addr, bytes, 0, "munmap: %s", strerror(errno)) : 0;
+  if (munmap(at(addr), bytes)) return vm_fail_at(-EIO, addr, bytes, 0, "munmap: %s", strerror(errno));
+  drop_entries(be, addr, bytes);
+  return 0;
 }
 
 static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
@@ -442,25 +460,56 @@ static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
   return vm_fail_at(err == -ENOMEM ? -ENOMEM : -EIO, addr, bytes, 0, "mmap: %s", strerror(-err));
 }
 
+/* What a call that maps `large` entries, or small ones or nothing, does to those that were there. */
+static int change_entries(struct host *h, uint64_t addr, uint64_t bytes, bool large) {
+  int err;
+  pthread_mutex_lock(&h->lock);
+  err = host_entries_check(&h->entries, addr, bytes);
+  if (!err && large)
+    err = host_entries_add(&h->entries, addr, bytes);
+  else if (!err)
+    host_entries_drop(&h->entries, addr, bytes);
+  pthread_mutex_unlock(&h->lock);
+  return err;
+}
+
+static int check_entries(struct host *h, uint64_t addr, uint64_t bytes) {
+  int err;
+  pthread_mutex_lock(&h->lock);
+  err = host_entries_check(&h->entries, addr, bytes);
+  pthread_mutex_unlock(&h->lock);
+  return err;
+}
+
 static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
-  int err = blank(be, addr, bytes, sparse);
-  return err ? map_failed(be, addr, bytes, err) : 0;
+  int err = check_entries(be, addr, bytes);
+  if (err) return err;
+  if ((err = blank(be, addr, bytes, sparse))) return map_failed(be, addr, bytes, err);
+  drop_entries(be, addr, bytes);
+  return 0;
 }
 
 static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
                     bool sparse) {
   struct host *h = be;
-  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE);
+  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
+  bool large = slab & LARGE_SLAB && !((addr | bytes | offset) & (HOST_ENTRY - 1));
   recount_if_due(h);
+  if ((err = change_entries(h, addr, bytes, large))) return err;
   if (__atomic_load_n(&h->spares_lack, __ATOMIC_RELAXED)) take_spares(h);
-  if (share(h, at(addr), bytes, prot, slab + offset, sparse ? PROT_READ : PROT_NONE) == MAP_FAILED)
-    return map_failed(h, addr, bytes, -errno);
+  slab &= ~(uint64_t)LARGE_SLAB;
+  if (share(h, at(addr), bytes, prot, slab + offset, sparse ? PROT_READ : PROT_NONE) == MAP_FAILED) {
+    err = errno;
+    drop_entries(h, addr, bytes);
+    return map_failed(h, addr, bytes, -err);
+  }
   return 0;
 }
 
-/* mmap replaces what was there. */
+/* mmap would replace what was there at once; a GPU's driver unmaps it first. */
 static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
-  return host_map(be, addr, bytes, slab, offset, flags, false);
+  int err = host_unmap(be, addr, bytes, false);
+  return err ? err : host_map(be, addr, bytes, slab, offset, flags, false);
 }
 
 /* ---- memory ----------------------------------------------------------------------------------- */
@@ -540,7 +589,6 @@ static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32
   struct host *h = be;
   uint64_t avail, open_promises;
   int err;
-  (void)page_size;
   (void)location;
   (void)device;
   pthread_mutex_lock(&process.memory);
@@ -552,12 +600,14 @@ static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32
   else
     err = find_gap(h, bytes, slab);
   if (!err) h->slab_bytes += bytes;
+  if (!err && page_size >= HOST_ENTRY && h->granule < HOST_ENTRY && !(bytes & (HOST_ENTRY - 1))) *slab |= LARGE_SLAB;
   pthread_mutex_unlock(&process.memory);
   return err;
 }
 
 static int host_discard(void *be, uint64_t slab, uint64_t offset, uint64_t bytes) {
   struct host *h = be;
+  slab &= ~(uint64_t)LARGE_SLAB;
   while (fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(slab + offset), (off_t)bytes))
     if (errno != EINTR) return vm_fail_at(-EIO, 0, bytes, 0, "punching a hole: %s", strerror(errno));
   return 0;
@@ -569,7 +619,7 @@ static int host_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   if (err) return err;
   pthread_mutex_lock(&process.memory);
   h->slab_bytes -= bytes;
-  leave_gap(h, slab, bytes);
+  leave_gap(h, slab & ~(uint64_t)LARGE_SLAB, bytes);
   pthread_mutex_unlock(&process.memory);
   return 0;
 }
@@ -614,6 +664,6 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
-/* With a limit on mappings, which is for programs that try out what they do elsewhere: a call counts here too, so
- * consolidating saves something, while the kernel joins neighbours by itself. */
+/* With a limit on mappings or with large entries, which are for programs that try out what they do elsewhere: calls and
+ * entries count here too, so joining saves something, while the kernel joins neighbours by itself. */
 static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -74,7 +74,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   gpu_describe(s->base.gpu, &info->pub);
   memcpy(info->pub.driver, s->rm.version_text, sizeof(info->pub.driver));
   info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_HOST_PAGES | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN |
-                   VMEM_CAP_CONSOLIDATE | (s->granule >= 64 << 10 ? VMEM_CAP_SPARSE : 0) |
+                   VMEM_CAP_JOIN | (s->granule >= 64 << 10 ? VMEM_CAP_SPARSE : 0) |
                    (s->num_devices > 1 ? VMEM_CAP_PEER : 0);
   info->pub.granule = s->granule;
   info->pub.page_sizes = s->granule;

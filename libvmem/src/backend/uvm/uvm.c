@@ -41,6 +41,9 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   if (devices > 1 && (devices > u->query.out_max_gpus || !(u->query.out_capabilities & UVM_VMEM_CAP_MULTI_GPU)))
     return vm_fail_at(-EOPNOTSUPP, 0, devices, u->query.out_max_gpus,
                       "%u devices: the driver maps a reservation on %u at most", devices, u->query.out_max_gpus);
+  if (opts->flags & VMEM_OPEN_LARGE_ENTRIES && granule < SLOT)
+    return vm_fail_at(-EOPNOTSUPP, 0, granule, SLOT,
+                      "VMEM_OPEN_LARGE_ENTRIES: the patched driver gives entries of 2 MiB to large pages alone");
   u->nv.granule = granule;
   u->shift = (unsigned)__builtin_ctzll(granule);
   u->object_bytes = (uint64_t)u->query.out_max_create_pages << u->shift;
