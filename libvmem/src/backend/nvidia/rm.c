@@ -35,23 +35,22 @@ static int call(int fd, unsigned long request, void *arg, uint32_t *status) {
   return err || *status != NV_UNTOUCHED ? err : -RM_UNTOUCHED;
 }
 
-/* A structure on its way to a driver that may have another. */
+/* A structure on its way to a driver that may have another: it ends where LARGEST bytes do. */
+enum { LARGEST = sizeof(struct uvm_map_256), BEHIND = 16 << 10 };
 struct guarded {
-  uint8_t before[sizeof(struct uvm_map_256)]; /* the largest; ours lies at the end */
-  uint8_t behind[16 << 10];
+  uint8_t bytes[LARGEST + BEHIND];
 };
 
 static void *guard(struct guarded *g, const void *arg, uint32_t bytes) {
   memset(g, 0, sizeof(*g));
-  return memcpy(g->behind - bytes, arg, bytes);
+  return memcpy(&g->bytes[LARGEST - bytes], arg, bytes);
 }
 
 /* False: something was written behind it. */
 static bool unguard(const struct guarded *g, void *arg, uint32_t bytes) {
-  memcpy(arg, g->behind - bytes, bytes);
-  for (size_t i = 0; i < sizeof(g->behind); i++)
-    if (g->behind[i]) return false;
-  return true;
+  const uint8_t *behind = &g->bytes[LARGEST];
+  memcpy(arg, &g->bytes[LARGEST - bytes], bytes);
+  return !behind[0] && !memcmp(behind, behind + 1, BEHIND - 1);
 }
 
 static int call_guarded(int fd, unsigned long request, void *arg, uint32_t bytes, uint32_t *status) {
