@@ -180,7 +180,7 @@ def part_footprint(_: list[Result]) -> list[str]:
         by_kind = {kind: footprint_times(run, kind) for kind in kinds}
         body = []
         for name in next(iter(by_kind.values())):
-            layout, _, case = name.partition("/")
+            layout, _slash, case = name.partition("/")
             cells = [
                 " / ".join(f"{times[name][size]:.2f}" for times in by_kind.values())
                 if all(size in times[name] for times in by_kind.values())

@@ -54,6 +54,9 @@ ON_STOCK = (
     *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
     *("kvcache_swap", "selftest"),
 )
+C_ON_STOCK = ("bind", "consolidate", "events", "fork", "large", "parts", "unknown_state")
+# They take half a minute each there.
+C_ON_STOCK_LONG = ("async", "batch", "limits", "move", "pool", "stress", "threads", "transfer")
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
@@ -333,10 +336,16 @@ def gpu_checks(session: Session) -> None:
     call("sh", "scripts/run_c_tests.sh", "300", "", *programs, COUNT="1")
 
 
-def on_software(session: Session, backend: str, names: Sequence[str], preload: str = "") -> None:
-    """Files of tests/python on a back end of a GPU, with tests/softcuda in its place."""
+def softcuda() -> Path:
+    """The folder with the software in the place of CUDA and of the kernel modules, built."""
     build = BUILD / "softcuda"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
+    return build
+
+
+def on_software(session: Session, backend: str, names: Sequence[str], preload: str = "") -> None:
+    """Files of tests/python on a back end of a GPU, with tests/softcuda in its place."""
+    build = softcuda()
     files = [f"tests/python/test_{name}.py" for name in names]
     marks = "not long" if session.long else "not slow and not long"
     first = str(build / preload) if preload else ""
@@ -350,6 +359,15 @@ def cuda(session: Session) -> None:
 
 def stock(session: Session) -> None:
     """The back end stock on software for CUDA and for NVIDIA's kernel modules, without a GPU."""
+    quiet(*make("tests"))
+    build = softcuda()
+    programs = (*C_ON_STOCK, *C_ON_STOCK_LONG) if session.long else C_ON_STOCK
+    call(
+        *("sh", "scripts/run_c_tests.sh", "300", f"env LD_PRELOAD={build}/softrm.so"),
+        *(BUILD / "lib" / "tests" / f"test_{name}" for name in programs),
+        VMEM_TEST_BACKEND="stock",
+        LD_LIBRARY_PATH=str(build),
+    )
     names = dict.fromkeys((*ON_STOCK, *ON_CUDA)) if session.long else ON_STOCK
     on_software(session, "stock", tuple(names), "softrm.so")
 
