@@ -181,7 +181,7 @@ class KVCacheConfig:
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements. In a cache of more than 8 GiB, layers
             that share a tensor need pages of 2 MiB: with smaller ones decode attention takes 1.1 to
-            8.6 times as long (benchmarks/kernels, on a full card); `pyvmem.layouts.advise` weighs
+            9.4 times as long (benchmarks/kernels, on a full card); `pyvmem.layouts.advise` weighs
             it.
         memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
             0.9 of what is free on the GPU when the cache is made; on host, all that is available;
