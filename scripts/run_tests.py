@@ -44,8 +44,8 @@ EVERYDAY = (
 )
 # What the back end cuda is tried with on a software CUDA driver; the others take long in its pages.
 ON_CUDA = (
-    *("bad_input", "calls", "context", "engine_requests", "errors", "features", "tensor"),
-    *("torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
+    *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
+    *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
     *("kvcache_waits", "kvcache_window", "parallel"),
 )

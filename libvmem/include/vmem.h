@@ -446,8 +446,9 @@ struct vmem_after {
 /* Runs `n` operations as one, after the work in `after` (the calling thread waits). New pages appear before old ones
  * vanish, or at the same time (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
  * fills, replaces and splits, joins, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps or
- * what stays of a block that it splits, nor join what it maps or takes (-EBUSY; new pages are zero). What VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before
- * it: pages that a later one maps are holes to it, and stay as that one makes them.
+ * what stays of a block that it splits, nor join what it maps or takes (-EBUSY; new pages are zero). What
+ * VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before it: pages that a
+ * later one maps are holes to it, and stay as that one makes them.
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed operation is reported first, wherever it stands.

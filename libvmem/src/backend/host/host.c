@@ -9,8 +9,8 @@
  * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
  * included: spare mappings are given up for them.
  *
- * What pages of 2 MiB are promised, a GPU's driver would map with entries of that size, and then change none in part. So
- * does this one (entries.h): what works here works there.
+ * A GPU's driver maps a slab of pages of 2 MiB with entries of that size where it can, and then changes none in part.
+ * So does this one (entries.h): what works here works there.
  *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
  * has ended. A fork waits for calls that have made a mapping and not yet said so.
