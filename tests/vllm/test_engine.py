@@ -342,7 +342,10 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
         at_rest(llm)
 
 
-@pytest.mark.parametrize(("model", "ask"), [("encoder", "embed"), ("classifier", "classify")])
+@pytest.mark.parametrize(
+    ("model", "ask"),
+    [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
+)
 def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
     """It runs as stock vLLM's does: there is nothing to share."""
     found = []
