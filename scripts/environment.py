@@ -34,7 +34,7 @@ ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Only the model's file is wanted, not the program that the package is a plug-in of; and vllm.txt
 # names what is imported of vLLM, a third of what it asks for.
-WITHOUT_DEPENDENCIES = ("model", "vllm", "vllm-newest")
+WITHOUT_DEPENDENCIES = ("model", "vllm")
 PYTHONS = ((3, 10), (3, 13))
 # A line of a file of requirements; some packages have no version for all Pythons.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')

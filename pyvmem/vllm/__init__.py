@@ -2,8 +2,10 @@
 """vLLM with a KV cache that takes and returns memory by pages: ``VMEM_VLLM=1 vllm serve ...``.
 
     plugin      vLLM's entry point: checks a configuration and sets its worker and scheduler
-    versions    the known versions of vLLM, and the evidence that they work
+    versions    the known versions of vLLM, the evidence that they work, and what another one needs
+    hooks       all that is used of vLLM, and why
     worker      KV tensors on reservations (memory), and the last step that uses each page
+    allocation  how vLLM comes to use those tensors
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
     demand      what vLLM is about to take, seen before it compares that with what is free
     engine      which blocks are backed, what for, and for how long

@@ -18,7 +18,10 @@ import os
 import socket
 import struct
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +36,7 @@ __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "ra
 
 _LENGTH = struct.Struct("!I")
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
+_UNHEARD = ".new"  # ends the name of a socket on which nothing listens yet
 
 
 class RankLost(RuntimeError):
@@ -49,7 +53,7 @@ def rank_address(instance: str, rank: int, settings: Settings) -> str:
     folder = private(Path(settings.ledger) if settings.ledger else default_folder())
     name = hashlib.sha256(f"{instance}/{rank}".encode()).hexdigest()[:24]
     path = str(folder / f"{name}.sock")
-    if len(path) > 107:  # sun_path
+    if len(os.fsencode(path + _UNHEARD)) > 107:  # sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
     return path
 
@@ -83,19 +87,35 @@ def _remove_dead(folder: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError:  # busy, or gone meanwhile
                 continue
+    for path in folder.glob(f"*.sock{_UNHEARD}"):  # of a rank that was killed as it started
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - _TIMEOUT:
+                path.unlink()
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that gets its name once it listens: one that refuses is a dead rank's."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(address + _UNHEARD)
+        os.chmod(address + _UNHEARD, 0o600)
+        made.listen(2)
+        os.rename(address + _UNHEARD, address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 class Server:
-    """Gives the scheduler access to the memory of a rank."""
+    """Gives the scheduler access to the memory of a rank, until that is gone."""
 
     def __init__(self, address: str, memory: KVMemory) -> None:
         self.address = address
-        self._memory = memory
+        self._memory = weakref.ref(memory)
         _remove_dead(Path(address).parent)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(address)
-        os.chmod(address, 0o600)
-        self._socket.listen(2)
+        self._socket = _listen(address)
+        weakref.finalize(memory, self.close)
         threading.Thread(target=self._accept, name="vmem-rank", daemon=True).start()
 
     def _accept(self) -> None:
@@ -113,14 +133,17 @@ class Server:
             ).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        local = LocalRank(self._memory)
         with peer, contextlib.suppress(OSError, EOFError):
             while True:
                 name, argument = _receive(peer)
+                memory = self._memory()
+                if memory is None:
+                    return
                 try:
-                    result, failure = _OPERATIONS[name](local, argument), None
+                    result, failure = _OPERATIONS[name](LocalRank(memory), argument), None
                 except (VMemError, ValueError, KeyError) as error:
                     result, failure = None, f"{type(error).__name__}: {error}"
+                del memory
                 _send(peer, [failure, result])
 
     def close(self) -> None:
@@ -385,16 +408,25 @@ class Ranks:
         return found[0]
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps on every rank or on none; returns what failed."""
-        with self._grow_lock:
+        """Maps on every rank or on none; returns what failed.
+
+        Raises:
+            RankLost: a rank has ended; every other one has answered.
+        """
+        results: dict[Rank, str | None] = {}
+
+        def end(rank: Rank) -> None:
+            results[rank] = rank.end_grow()
+
+        with self._grow_lock, ExitStack() as begun:
             for rank in self.ranks:
                 rank.begin_grow(runs)
-            results = [rank.end_grow() for rank in self.ranks]
-        failures = [one for one in results if one is not None]
+                begun.callback(end, rank)  # even if another is lost: else it stays locked
+        failures = [results[rank] for rank in self.ranks if results[rank] is not None]
         if not failures:
             return None
-        for rank, result in zip(self.ranks, results, strict=True):
-            if result is None:
+        for rank in self.ranks:
+            if results[rank] is None:
                 rank.drop(runs)
         return failures[0]
 

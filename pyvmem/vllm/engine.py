@@ -18,6 +18,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ class ElasticEngine:
 
     Attributes:
         count_waiting: blocks that the requests in the queue may take in a step.
+        publish_events: tells who listens to vLLM's KV events what was evicted since the last step.
         may_gather: a request ran since `gather` last let blocks go.
     """
 
@@ -96,6 +98,7 @@ class ElasticEngine:
         self.may_gather = True
         self._idle = 0  # idle blocks, at least
         self.count_waiting: Callable[[], int] = lambda: 0
+        self.publish_events: Callable[[], None] = lambda: None
         self._refused = -math.inf  # when less was mapped than was asked for
         self._step = self._ended = 0
         self._peaks: deque[tuple[float, int]] = deque()
@@ -106,7 +109,9 @@ class ElasticEngine:
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = self._pressed = False
         self._reported = 0.0
-        self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
+        self._thread = threading.Thread(
+            target=_keep, args=(weakref.ref(self), self._wake), name="vmem-keeper", daemon=True
+        )
         self._take_over()
 
     @staticmethod
@@ -187,6 +192,17 @@ class ElasticEngine:
         """The scheduler is paused, or resumed; while it is paused, idle memory goes at once."""
         self._resting = resting
         self._wake.set()
+
+    def give_back_at_rest(self) -> None:
+        """Returns when a paused engine's memory is the device's again, all but the prefixes'."""
+        with self.lock:
+            if not self._resting or self.used_blocks():
+                return
+        try:
+            self.settle()
+        except TimeoutError as error:
+            log.warning("vmem: a paused engine still has memory: %s", str(error))
+        self._compact()
 
     # ---- demand ----------------------------------------------------------------------------------
 
@@ -323,21 +339,20 @@ class ElasticEngine:
 
     # ---- the keeper ------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
-        while True:
-            self._wake.wait(_TICK)
-            self._wake.clear()
-            if self._stopped:
-                return
-            try:
-                self.tick()
-            except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
-                log.debug("vmem: the keeper ends: %s", str(error))
-                return
-            except Exception:
-                log.exception("vmem: the keeper ends; memory is no longer given back")
-                self._has_more = False
-                return
+    def _kept(self) -> bool:
+        """A round of the keeper's thread; false: its last one."""
+        if self._stopped:
+            return False
+        try:
+            self.tick()
+        except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
+            log.debug("vmem: the keeper ends: %s", str(error))
+            return False
+        except Exception:
+            log.exception("vmem: the keeper ends; memory is no longer given back")
+            self._has_more = False
+            return False
+        return True
 
     def tick(self, force: bool = False) -> None:
         """One round: gives back, backs ahead. `force`: as if nothing had been needed for long."""
@@ -357,6 +372,7 @@ class ElasticEngine:
                 self._report()
             if quiet:
                 self._send_by_call()
+                self.publish_events()  # no step may come for long that would
             growth = None if at_rest else self._begin_ahead(now)
             tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
         if growth is not None:
@@ -515,6 +531,17 @@ class ElasticEngine:
             if time.monotonic() > end:
                 raise TimeoutError(f"pages were not unmapped within {timeout} s")
             time.sleep(0.005)
+
+
+def _keep(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
+    """The keeper's thread: it ends with the engine, and does not keep it alive."""
+    while True:
+        wake.wait(_TICK)
+        wake.clear()
+        found = engine()
+        if found is None or not found._kept():
+            return
+        del found
 
 
 def _connect(config: Any, settings: Settings) -> list[Rank]:

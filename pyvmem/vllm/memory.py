@@ -22,6 +22,7 @@ from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported, VMemError
+from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reservation import Reservation
@@ -48,6 +49,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
     Raises:
         ValueError: the back end has no such pages.
     """
+    _unclosed[:] = [one for one in _unclosed if not _closes(one)]
     try:
         return Context(backend, device=device, granule=page_size, pool_high=max(reserve, 1))
     except NotSupported as error:
@@ -83,13 +85,16 @@ class KVMemory:
         self._stream: Any = None
         self._spans: list[int] = []
         self._reservations: list[Reservation] = []
+        self._closed = False
         self.headroom = 0  # bytes of the device that are left for activations
         self._next = [0] * len(self.geometry.classes)
-        # Only kernels touch these addresses, so they need not be visible to CUDA's copies:
-        # visible ones together must stay below the card's free memory.
-        visible = False if context.cuda_device is not None else None
+        # Only kernels touch these addresses, so they need not be visible to CUDA's copies: where
+        # there is a choice, visible ones together must stay below the card's free memory.
+        plain = context.cuda_device is not None and Caps.PLAIN in context.info.caps
+        visible = False if plain else None
+        align = max(_ALIGN, context.info.granule)
         for kind in self.geometry.classes:
-            span = -(-num_blocks * kind.block_bytes // _ALIGN) * _ALIGN
+            span = -(-num_blocks * kind.block_bytes // align) * align
             self._spans.append(span)
             self._reservations.append(context.reserve(span * kind.tensors, visible=visible))
 
@@ -286,24 +291,33 @@ class KVMemory:
         return self.context.compact(nbytes, after=after)
 
     def close(self) -> None:
-        """Gives all memory back; the addresses too, unless tensors over them live."""
+        """Gives all memory back; the addresses too, unless tensors over them live. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             whole = [
                 Run(kind, 0, self.geometry.num_pages(kind))
                 for kind in range(len(self.geometry.classes))
             ]
             with self._lock:
-                after, parked = self._event(), self._parked
-                self._parked = []
-            del parked
+                after, self._parked = self._event(), []
             self.context.batch(self._unmaps(whole), after=after)
             self.context.trim()
-            self.context.close()
         except VMemError:
-            # Tensors live in vLLM's layers, or a batch is unfinished; the end of the process
-            # gives back what is left.
+            pass  # a batch is unfinished; the end of the context gives back what is left
+        if not _closes(self.context):
             _unclosed.append(self.context)
 
 
 _unclosed: list[Context] = []
-"""Contexts whose tensors outlived their engine: kept, since nothing can close them."""
+"""Contexts with tensors that live in vLLM's layers longer than their engine."""
+
+
+def _closes(context: Context) -> bool:
+    """Closes a context, if nothing uses it any more."""
+    try:
+        context.close()
+    except VMemError:
+        return False
+    return True

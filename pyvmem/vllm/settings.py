@@ -3,7 +3,7 @@
 
     VMEM_VLLM=1          use the pool
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
-    VMEM_PAGE_SIZE       bytes of the smallest page; default 64K
+    VMEM_PAGE_SIZE       bytes of the smallest page; default 64K, with the back end cuda 2M
     VMEM_LIMIT           most bytes of one GPU behind the KV cache; default: what its GPU has
     VMEM_FLOOR           bytes of each GPU that other engines leave to this one; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -18,14 +19,13 @@ from pyvmem.vllm.channel import Server, rank_address
 from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
 from pyvmem.vllm.settings import Settings
-from pyvmem.vllm.versions import adapter_of
 
 __all__ = ["LOCAL", "ElasticWorker"]
 
 _MARGIN = 512 << 20
 
-LOCAL: dict[str, KVMemory] = {}
-"""The memory of the ranks in this process, by `rank_address`."""
+LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
+"""The memory of the ranks in this process, by `rank_address`, while anything uses it."""
 
 
 class ElasticWorker:
@@ -39,6 +39,7 @@ class ElasticWorker:
 
     _memory: KVMemory | None = None
     _server: Server | None = None
+    _answers: Any = None
     _lend: Any = None
     _step = 0
 
@@ -62,7 +63,9 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        """The weights' pool in sleep mode; the KV cache sleeps in its own way."""
+        """Where KV tensors come from; in sleep mode, the weights' pool."""
+        if tag == "kv_cache" and self._answers is not None:
+            return self._answers
         if not self.vllm_config.model_config.enable_sleep_mode:
             return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         if tag != "weights":
@@ -73,16 +76,16 @@ class ElasticWorker:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, with KV tensors of ours."""
-        import vllm
+        from pyvmem.vllm.allocation import place
 
         if kv_cache_config.has_mamba_layers:
             raise NotImplementedError(
                 "VMEM_VLLM=1 does not work with Mamba layers: their state is read before written"
             )
-        adapter = adapter_of(vllm.__version__)
-        v2 = bool(getattr(self, "use_v2_model_runner", False))
-        with adapter.allocating(self.model_runner, v2, self._open):
-            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        kv_cache_config, self._answers = place(kv_cache_config, self._open)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self._answers.check()
+        self._answers = None
         if self._memory is not None:
             self._check_layout(self._memory)
 
@@ -105,6 +108,8 @@ class ElasticWorker:
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes)
+        # Of a worker that nobody shuts down: ``del llm``.
+        weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
         )

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -337,6 +340,120 @@ def test_each_map_and_unmap_may_fail(start: Open, kind: Inject) -> None:
             skip += 1
         assert skip > 1, "nothing failed"
         at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("model", "ask"),
+    [("encoder", "embed"), pytest.param("classifier", "classify", marks=pytest.mark.long)],
+)
+def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
+    """It runs as stock vLLM's does: there is nothing to share."""
+    found = []
+    options = {
+        "runner": "pooling",
+        "max_num_batched_tokens": 512,
+        "skip_tokenizer_init": False,
+    }
+    for switch in ("0", "1"):
+        with start(model, VMEM_VLLM=switch, **options) as llm:
+            outputs = getattr(llm, ask)(prompts(count=4), use_tqdm=False)
+            found.append([vars(one.outputs) for one in outputs])
+    assert found[0] == found[1]
+    assert len({repr(one) for one in found[0]}) == 4
+
+
+def test_a_step_of_another_scheduler_and_events_while_none_comes(
+    start: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM makes itself has no orders. An index hears of blocks that the keeper evicts."""
+    from vllm.config import KVEventsConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    options = {"VMEM_IDLE": "3600", "kv_events_config": config}
+    with start("llama", VMEM_VLLM="1", **options) as llm:
+        scheduler, elastic = llm.llm_engine.engine_core.engine_core.scheduler, elastic_of(llm)
+        index: set[Any] = set()
+
+        class Publisher:
+            def publish(self, batch: Any) -> None:
+                for event in batch.events:
+                    if type(event).__name__ == "BlockStored":
+                        index.update(event.block_hashes)
+                    elif type(event).__name__ == "BlockRemoved":
+                        index.difference_update(event.block_hashes)
+                    else:
+                        index.clear()
+
+            def shutdown(self) -> None:
+                pass
+
+        scheduler.kv_event_publisher = Publisher()
+        answer(llm, prompts())
+        block = elastic.backing.geometry.block_bytes
+        cached = elastic._cached_bytes() // block
+        assert len(index) == cached > 12
+        elastic.settings = dataclasses.replace(elastic.settings, prefix=12 * block)
+        elastic.tick(force=True)
+        assert len(index) == elastic._cached_bytes() // block == 12
+        step = elastic._ended
+        output = SchedulerOutput.make_empty()
+        assert not llm.llm_engine.engine_core.engine_core.model_executor.execute_model(
+            output
+        ).req_ids
+        scheduler.update_from_output(output, EMPTY_MODEL_RUNNER_OUTPUT)
+        assert elastic._ended == step
+        assert llm.reset_prefix_cache()
+        elastic.tick(force=True)
+        assert not index
+
+
+FORGOTTEN = """
+import gc, sys, threading, time
+from vllm import LLM, SamplingParams
+from pyvmem.ledger import Ledger
+from pathlib import Path
+
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", block_size=32,
+          enforce_eager=True, kv_cache_memory_bytes=64 << 20, max_model_len=512)
+asked = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
+llm.generate([{"prompt_token_ids": [5] * 100}], asked, use_tqdm=False)
+memory = llm.llm_engine.engine_core.engine_core.scheduler.elastic.ranks.ranks[0].memory
+context = memory.context
+del memory
+assert context.stats().mapped_bytes > 0
+engines = lambda: [one.name for one in Ledger("host", create=False).engines()]
+assert engines(), "the engine is in the ledger"
+del llm
+from vllm.distributed import cleanup_dist_env_and_memory
+cleanup_dist_env_and_memory()
+end = time.monotonic() + 30
+while True:
+    gc.collect()
+    threads = [one.name for one in threading.enumerate() if one.name.startswith("vmem")]
+    mapped = 0 if context._closed else context.stats().mapped_bytes
+    left = (threads, engines(), mapped, list(Path(sys.argv[2]).glob("*.sock")))
+    if not any(left):
+        print("nothing is left")
+        break
+    assert time.monotonic() < end, left
+    time.sleep(0.1)
+"""
+
+
+def test_an_engine_that_is_forgotten(models: Callable[[str], str], ledger: Any) -> None:
+    """``del llm`` in one process: no thread, no row of the ledger, no memory."""
+    settings = {"VMEM_VLLM": "1", "VMEM_LEDGER": str(ledger), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN, models("llama"), str(ledger)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert "nothing is left" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
