@@ -325,7 +325,7 @@ class ElasticEngine:
 
     def _put_first(self, blocks: Iterable[int]) -> None:
         """Moves free blocks to the head of vLLM's queue: it takes them next."""
-        queue, found = self.pool.free_block_queue, [self.pool.blocks[one] for one in blocks]
+        queue, found = self.pool.free_block_queue, list(map(self.pool.blocks.__getitem__, blocks))
         for block in found:
             queue.remove(block)
         queue.prepend_n(found)

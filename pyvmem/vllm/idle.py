@@ -13,6 +13,7 @@ for each bucket that is not empty; nothing here depends on how many groups there
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
 __all__ = ["IdleBlocks"]
 
@@ -100,21 +101,15 @@ class IdleBlocks:
         while some and len(found) < count:
             number = (some & -some).bit_length() - 1
             some &= some - 1
-            for group in list(self._buckets[number]) if spare else self._last(number):
-                if group in spare:
-                    continue
+            groups = reversed(self._buckets[number])
+            open_to_all = (one for one in groups if one not in spare) if spare else groups
+            for group in list(islice(open_to_all, count - len(found))):
                 own = self._of[group]
-                mine = [own.popitem()[0] for _ in range(min(number, count - len(found)))]
-                found += mine
+                for _ in range(min(number, count - len(found))):
+                    found.append(own.popitem()[0])
                 self._refile(group, number, len(own))
                 if not own:
                     del self._of[group]
                 if len(found) == count:
                     break
         return found
-
-    def _last(self, number: int) -> Iterator[int]:
-        """Groups of a bucket, the latest first, while there are any."""
-        bucket = self._buckets[number]
-        while bucket:
-            yield next(reversed(bucket))
