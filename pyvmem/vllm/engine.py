@@ -414,9 +414,9 @@ class ElasticEngine:
             if due:
                 self._reported, self._limit = now, self.quota.limit
                 self._report()
+            if self.mover.victims and quiet and (at_rest or now > self._busy_until):
+                self._move_by_call()  # otherwise the next step does
             if quiet:
-                if self.mover.victims:
-                    self._move_by_call()
                 self._send_by_call()
             growth = None if at_rest else self._begin_ahead(now)
             tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
