@@ -112,6 +112,29 @@ def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> 
         assert len(elastic.pool.cached_block_hash_to_block) < hashes - len(some)
 
 
+def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
+    """And what runs empty is unmapped with a later step, or the copy would find nothing."""
+    with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
+        elastic = pool.elastic
+        pool.run(idle_footprint(150, 1000, 32))
+        elastic.pool.evict_blocks({b.block_id for b in list(elastic._free())[::2]})
+        elastic._put_first(sorted(elastic.idle))
+        for _ in range(4):
+            pool.add([5] * 30, 200)
+        pool.step()
+        calls, mapped = pool.rank.calls, pool.mapped()
+        loose = sum(map(len, elastic._pages())) * elastic.backing.geometry.block_bytes
+        wanted = loose + 4 * elastic.backing.geometry.group_bytes
+        elastic.quota.limit = elastic.quota.used - wanted
+        hashes = len(elastic.pool.cached_block_hash_to_block)
+        for _ in range(150):
+            pool.step()
+        assert len(pool.scheduler.running) == 4
+        assert (pool.rank.calls, pool.rank.copies > 0) == (calls, True)
+        assert pool.mapped() <= mapped - wanted
+        assert len(elastic.pool.cached_block_hash_to_block) >= hashes
+
+
 @pytest.mark.parametrize("heads", [8, 3], ids=["whole", "straddling"])
 @pytest.mark.parametrize("seed", range(2))
 def test_moves_in_every_step(
