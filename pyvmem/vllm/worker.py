@@ -79,8 +79,10 @@ class ElasticWorker:
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """vLLM's, from 0.32 on; the first one is taken, unless the user says otherwise."""
         found: list[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
-        specs = self.get_kv_cache_spec().values()  # type: ignore[attr-defined]
-        layers = [spec.page_size_bytes for spec in specs]
+        specs = list(self.get_kv_cache_spec().values())  # type: ignore[attr-defined]
+        # Layers of several kinds take turns on the same bytes, in groups that are made later.
+        alike = all(spec == specs[0] for spec in specs)
+        layers = [spec.page_size_bytes for spec in specs] if alike else []
         return prefer_layouts(found, layers, self._settings.page_size)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:

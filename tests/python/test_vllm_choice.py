@@ -97,6 +97,10 @@ class Worker(ElasticWorker, Base):
 
 def test_the_worker_names_the_layout_that_suits_the_pool_first() -> None:
     assert Worker(Settings()).get_supported_kv_cache_layouts() == ["BLHNC", "LBNHC", "LBHNC"]
+    mixed = Worker(Settings())
+    specs = [SimpleNamespace(page_size_bytes=one, window=i % 2) for i, one in enumerate(LLAMA)]
+    mixed.get_kv_cache_spec = lambda: dict(enumerate(specs))  # type: ignore[method-assign,assignment,return-value]
+    assert mixed.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLHNC"]
     asked = Worker(Settings(page_size=SMALL))
     assert asked.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLHNC"]
 
