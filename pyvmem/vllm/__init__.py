@@ -10,6 +10,9 @@
     demand      what vLLM is about to take, seen before it compares that with what is free
     engine      which blocks are backed, what for, and for how long
     backing     the records: blocks, pages, growth and release (geometry: which block is where)
+    idle        blocks with memory and without contents, by the pages that they share
+    mover       prefixes that go to other pages, so that theirs can be given back
+    choice      the page size, and the layout of vLLM, that suit the model and the card
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     metrics     the ledger's numbers on vLLM's /metrics
     channel     calls from the scheduler to ranks in other processes

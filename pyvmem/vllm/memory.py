@@ -16,7 +16,7 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from pyvmem.pages import Ticket
 from pyvmem.reservation import Reservation
 from pyvmem.vllm.geometry import Geometry, Run
 
-__all__ = ["KVMemory", "open_context"]
+__all__ = ["KVMemory", "device_total", "open_context"]
 
 _ALIGN = 2 << 20
 
@@ -60,6 +60,15 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
         raise ValueError(
             f"VMEM_PAGE_SIZE={page_size}: expected {wanted}, with VMEM_BACKEND={backend}"
         ) from error
+
+
+def device_total(cuda_device: int | None) -> int:
+    """Memory of a device in bytes; None: of the machine."""
+    if cuda_device is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import torch
+
+    return int(torch.cuda.mem_get_info(cuda_device)[1])
 
 
 class KVMemory:
@@ -211,6 +220,39 @@ class KVMemory:
             found, self._finished = self._finished, {}
             return found
 
+    def move(self, copies: Sequence[tuple[int, int]], step: int) -> bool:
+        """Copies blocks in all tensors, after the work of all steps up to `step`.
+
+        None may be launched meanwhile. A step that is launched later finds the copies made.
+
+        Args:
+            copies: pairs of blocks, from and to; both have memory, and none is in two pairs.
+            step: the last one that was scheduled.
+
+        Returns:
+            False before that is launched: nothing was done.
+        """
+        import torch
+
+        with self._lock:
+            if self._launched < step:
+                return False
+            stream = self._stream
+        source, place = torch.tensor(copies, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        with ExitStack() as on:
+            if stream is not None:
+                on.enter_context(torch.cuda.stream(stream))
+                source, place = source.to(stream.device), place.to(stream.device)
+            for kind, one in enumerate(self.geometry.classes):
+                shape = (self.geometry.num_blocks, one.block_bytes)
+                for index in range(one.tensors):
+                    at = index * self._spans[kind]
+                    blocks = self._reservations[kind].tensor(shape, "int8", offset=at)
+                    if one.block_bytes % 8 == 0:
+                        blocks = blocks.view(torch.int64)  # eight bytes at a time
+                    blocks[place] = blocks[source]
+        return True
+
     # ---- warm-up ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -273,11 +315,7 @@ class KVMemory:
 
     def total(self) -> int:
         """Memory of the device in bytes; of the machine on the CPU."""
-        if self.context.cuda_device is None:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        import torch
-
-        return int(torch.cuda.mem_get_info(self.context.cuda_device)[1])
+        return device_total(self.context.cuda_device)
 
     def compact(self, nbytes: int, step: int) -> int:
         """Empties slabs and gives them back; 0 before all steps up to `step` are launched.

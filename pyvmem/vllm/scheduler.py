@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -81,7 +82,7 @@ class _Elastic:
         self.elastic.start()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; the output carries the step's number and releases."""
+        """vLLM's; the output carries the step's number, its releases and its moves."""
         with self.elastic.lock:
             self._demand.begin()
             try:
@@ -90,6 +91,9 @@ class _Elastic:
                 self._demand.end()
             step, releases = self.elastic.begin_step()
             output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases])
+            if output.total_num_scheduled_tokens and (moves := self.elastic.moves()):
+                copies = [KVCacheBlockCopy(source, place) for source, place in moves]
+                output.kv_cache_block_copies = [*(output.kv_cache_block_copies or ()), *copies]
             return output
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

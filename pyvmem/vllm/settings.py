@@ -3,7 +3,8 @@
 
     VMEM_VLLM=1          use the pool
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
-    VMEM_PAGE_SIZE       bytes of the smallest page; default 64K, with the back end cuda 2M
+    VMEM_PAGE_SIZE       bytes of a page; default: 2M where much can be mapped and on the back end
+                         cuda, otherwise 64K
     VMEM_LIMIT           most bytes of one GPU behind the KV cache; default: what its GPU has
     VMEM_FLOOR           bytes of each GPU that other engines leave to this one; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit;
@@ -49,7 +50,7 @@ class Settings:
 
     Attributes:
         backend: ``""``: by the device that vLLM runs on.
-        page_size: 0: the back end's default.
+        page_size: 0: as `pyvmem.vllm.choice` has it.
         limit: None: none of its own.
         floor: bytes.
         reserve: None: the default.
@@ -108,6 +109,8 @@ class Settings:
         limit, floor = size("VMEM_LIMIT"), size("VMEM_FLOOR") or 0
         if limit is not None and limit < floor:
             raise ValueError(f"VMEM_LIMIT={limit} is below VMEM_FLOOR={floor}")
+        if limit is not None and limit < page_size:
+            raise ValueError(f"VMEM_LIMIT={limit} is less than a page, VMEM_PAGE_SIZE={page_size}")
         name = env.get("VMEM_NAME", "")
         if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name, re.ASCII):
             raise ValueError(

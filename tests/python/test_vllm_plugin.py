@@ -323,6 +323,10 @@ def test_what_is_no_size(text: str) -> None:
         ({"VMEM_LIMIT": "much"}, "VMEM_LIMIT='much': expected a size"),
         ({"VMEM_LIMIT": "1G", "VMEM_FLOOR": "2G"}, "is below VMEM_FLOOR=2147483648"),
         ({"VMEM_PAGE_SIZE": "96K"}, "VMEM_PAGE_SIZE=98304: expected a power of two"),
+        (
+            {"VMEM_PAGE_SIZE": "2M", "VMEM_LIMIT": "1M"},
+            "VMEM_LIMIT=1048576 is less than a page, VMEM_",
+        ),
         ({"VMEM_PAGE_SIZE": "1"}, "VMEM_PAGE_SIZE=1: expected a power of two from 4096 to 1073741"),
         ({"VMEM_PAGE_SIZE": "8T"}, "VMEM_PAGE_SIZE=8796093022208: expected a power of two"),
         ({"VMEM_BACKEND": "nonsense"}, "VMEM_BACKEND='nonsense': expected one of auto, .*host"),

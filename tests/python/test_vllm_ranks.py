@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ pytest.importorskip("torch")
 from pyvmem import Inject
 from pyvmem.vllm import channel
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, rank_address
-from pyvmem.vllm.geometry import Run, runs_of
+from pyvmem.vllm.geometry import runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
 from pyvmem.vllm.settings import Settings
 
@@ -83,11 +84,12 @@ class Lost:
     def __init__(self, when: str) -> None:
         self.when = when
 
-    def begin_grow(self, runs: list[Run]) -> None:
+    def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
         if self.when == "begin":
             raise RankLost("gone")
+        return self.answer
 
-    def end_grow(self) -> str | None:
+    def answer(self) -> Any:
         raise RankLost("gone")
 
 
@@ -105,7 +107,7 @@ def test_a_rank_lost_in_a_growth_leaves_the_others_free(folder: Path, when: str,
     with pytest.raises(RankLost, match="gone"):
         Ranks(ranks).grow(runs_of([{0}]))
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(one.stats() for one in living))
+    thread = threading.Thread(target=lambda: found.extend(one.ask("stats")() for one in living))
     thread.start()
     thread.join(20)
     assert len(found) == 2
