@@ -684,8 +684,9 @@ class KVCache(MustClose):
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable, including recorded prefixes that no request uses and no match leases, and what
-        batches in flight will leave, for which it does not wait. Does not account for memory that
-        others take from the device.
+        batches in flight will leave, for which it does not wait. Of memory that the context would
+        have to take from its device, it counts what is free there now (`Context.memory`); others
+        may take that first.
 
         Args:
             seq_lens: tokens of each request, with those of its prefix.

@@ -679,15 +679,20 @@ class Pager(Journaled):
         self.reclaimer.ask_others(pages, keep)
         return False
 
-    def could_have(self, pages: int) -> bool:
-        """`can_have`, as far as is known without a wait."""
-        reclaimer, more = self.reclaimer, self.unsettled({})
+    def could_have(self, pages: int) -> int | None:
+        """`can_have`, as far as is known without a wait.
+
+        Returns:
+            How many of the pages are not the cache's yet; None: it could not have so many.
+        """
+        reclaimer, more, others = self.reclaimer, self.unsettled({}), 0
         if reclaimer.share is not None:
-            more += reclaimer.share.unsettled() // self.layout.page_size
-        if pages <= reclaimer.obtainable({}) + more:
-            return True
-        reclaimer.ask_others(pages - more, {})
-        return False
+            others = reclaimer.share.unsettled() // self.layout.page_size
+        own = reclaimer.idle({}) + more
+        if pages <= reclaimer.takeable() + own + others:
+            return max(0, pages - own)
+        reclaimer.ask_others(pages - more - others, {})
+        return None
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
         """Physical pages that `can_have` would wait for: of idle growths, and of copies.

@@ -1003,9 +1003,12 @@ def can_admit(
         return False
     if not _find_mappings(groups, each):
         return False
-    if not all(group.pager.could_have(need) for group, need in zip(groups, pages, strict=True)):
+    new = [group.pager.could_have(need) for group, need in zip(groups, pages, strict=True)]
+    if None in new:
         return False
-    return len(groups) == 1 or _fit_together(groups, pages)
+    if len(groups) > 1 and not _fit_together(groups, pages):
+        return False
+    return not any(new) or _context_has(groups, pages, new[0] or 0)
 
 
 def _matches(
@@ -1057,6 +1060,23 @@ def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
         return True
     share.ask(need - _unshared(groups[0]))
     return False
+
+
+def _context_has(groups: Sequence[Group], pages: list[int], new: int) -> bool:
+    """Whether the context's pool and its device have what no cache of the budget could give up.
+
+    `new`: of the pages of the first group, those that are not its own yet.
+    """
+    first = groups[0]
+    share, context = first.reclaimer.share, first.context
+    need = new * first.layout.page_size
+    if share is not None:
+        each = [count * group.layout.page_size for group, count in zip(groups, pages, strict=True)]
+        own = _unshared(first) + first.pager.unsettled({}) * first.layout.page_size
+        others = share.within_reach() - share.beyond() - share.room() + share.unsettled()
+        need = sum(each) - own - others
+    need -= context.stats().free_bytes
+    return need <= 0 or need <= context.memory().free_bytes
 
 
 def _reach(groups: Sequence[Group]) -> int:
@@ -1135,8 +1155,7 @@ def free_pages(groups: Sequence[Group]) -> int:
 
 def _unshared(group: Group) -> int:
     """Bytes that a cache can take without asking its budget: on their way back, or held idle."""
-    own, page = group.reclaimer, group.layout.page_size
-    return own.returning * page + own.spare({}) * page * group.layout.num_tensors
+    return group.reclaimer.idle({}) * group.layout.page_size
 
 
 def fork_all(

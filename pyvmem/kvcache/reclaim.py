@@ -618,16 +618,23 @@ class Reclaimer(Journaled):
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""
-        free = self.limit - self.held
-        if self.share is not None:
-            free = min(free, self.share.within_reach() // self.layout.page_size)
-        return free + self.returning + self.spare(keep) * self.layout.num_tensors
+        return self.takeable() + self.idle(keep)
+
+    def takeable(self) -> int:
+        """Physical pages that are not the cache's and that it may have."""
+        if self.share is None:
+            return self.limit - self.held
+        return min(self.limit - self.held, self.share.within_reach() // self.layout.page_size)
+
+    def idle(self, keep: Mapping[Slot, int]) -> int:
+        """Physical pages of the cache that no request owns, with those on their way back."""
+        return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def ask_others(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Posts a shortage for other processes, where the budget limits `obtainable`."""
         share, size = self.share, self.layout.page_size
         if share is not None:
-            own = self.returning + self.spare(keep) * self.layout.num_tensors
+            own = self.idle(keep)
             if pages <= self.limit - self.held + own:
                 share.ask((pages - own) * size)
 

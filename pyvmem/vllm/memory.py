@@ -12,7 +12,6 @@ an event on the stream stands for all of them. Only libvmem's worker waits for t
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -267,12 +266,8 @@ class KVMemory:
         return found.hexdigest()
 
     def total(self) -> int:
-        """Memory of the device in bytes; of the machine on the CPU."""
-        if self.context.cuda_device is None:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        import torch
-
-        return int(torch.cuda.mem_get_info(self.context.cuda_device)[1])
+        """Memory of the device in bytes; on the CPU of the machine, or what its group may have."""
+        return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
         """Empties slabs and gives them back; 0 before all steps up to `step` are launched.
