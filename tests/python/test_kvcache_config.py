@@ -29,6 +29,8 @@ GOOD: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
         ({"num_kv_heads": 10**9}, "num_kv_heads is 1000000000; it must lie between 1 and 65536"),
         ({"num_kv_heads": 0}, "num_kv_heads is 0"),
         ({"head_dim": 1 << 62}, "head_dim is 4611686018427387904"),
+        ({"page_size": "64K"}, "page_size must be a whole number, not '64K': write 65536"),
+        ({"dtype": "fp16"}, "dtype 'fp16' is not one of float64, float32, float16, bfloat16"),
         ({"head_dim": None}, "head_dim must be a whole number, not None"),
         ({"dtype": "float3"}, "dtype 'float3' is not one of float64, float32"),
         ({"dtype": torch.complex64}, "dtype 'complex64' is not one of"),
