@@ -612,6 +612,14 @@ class KVCache(MustClose):
             ),
         )
 
+    def withdraw_prompt(self) -> None:
+        """Takes the last `alloc_prefix` out of the counters of prompts.
+
+        For a request that is freed because it could not go on: it will be asked for again.
+        """
+        with self.lock, self.journal:
+            manager.withdraw(self._open())
+
     def prefix_changes(self, after: int | None = None) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 

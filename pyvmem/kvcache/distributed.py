@@ -850,6 +850,7 @@ class ParallelKVCache(MustClose):
 
     k, v = _told(KVCache.k), _told(KVCache.v)
     stats, snapshot = _told(KVCache.stats), _told(KVCache.snapshot)
+    withdraw_prompt = _told(KVCache.withdraw_prompt)
     check_integrity = _told(KVCache.check_integrity)
     prefix_changes = _told(KVCache.prefix_changes)
     promote, set_limit = _told(KVCache.promote), _told(KVCache.set_limit)

@@ -430,7 +430,7 @@ class Pager(Journaled):
             mapping=ticket,
             ahead=ahead,
             new_pages=grown.added * self.layout.num_tensors,
-            reused_pages=grown.reused * self.layout.num_tensors,
+            reused_pages=0 if ahead else grown.reused * self.layout.num_tensors,
         )
 
     def _unbegin(self, job: Growth, grown: _native.Grown, held: int) -> None:
@@ -495,7 +495,8 @@ class Pager(Journaled):
                 job.grants, job.filling = grants, change.ticket
                 change.submit(self._planner.filling(late), writers)
             pages = sum(high - low for _, low, high in late)
-            self.counters.zeroed += pages * self.layout.num_tensors
+            job.filling_pages = pages * self.layout.num_tensors
+            self.counters.zeroed += job.filling_pages
         return True
 
     def note_growth(self, job: Growth) -> None:
@@ -959,8 +960,8 @@ class Pager(Journaled):
 
     def _undo(self, job: Growth, error: VMemError) -> None:
         """Undoes a failed growth in the records; libvmem has undone the mapping."""
-        if job.filling is not None:
-            _failed(job.filling)  # only waited for: it touches pages that were mapped before
+        if job.filling is not None and _failed(job.filling):
+            self.counters.zeroed -= job.filling_pages  # of pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, high in job.pieces:
                 slot.mapped = low
@@ -969,7 +970,19 @@ class Pager(Journaled):
                 self.reclaimer.mark_broken(job.pieces)
             self.reclaimer.held -= job.new_pages
             self.counters.grown -= job.new_pages
+            self.counters.reused -= job.reused_pages
+            self.counters.zeroed -= job.zeroed_pages
         self._retire(job)
+
+    def under_way(self) -> tuple[int, int, int]:
+        """Pages grown, reused and zeroed that the counters have, and that may still fail."""
+        jobs = [job for job in self.growths if job.mapping is not None and not job.granted]
+        return (
+            sum(job.new_pages for job in jobs),
+            sum(job.reused_pages for job in jobs),
+            sum(job.zeroed_pages for job in jobs)
+            + sum(job.filling_pages for job in self.growths if job.filling is not None),
+        )
 
 
 def _failed(ticket: Any) -> bool:

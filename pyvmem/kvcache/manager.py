@@ -738,8 +738,8 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 
 
 def _note_short(groups: Sequence[Group]) -> None:
-    for group in groups:
-        group.counters.short += 1
+    for group in groups:  # in the journal: a call that is interrupted has not returned -1
+        group.counters.count(group.journal.entries, "short", 1)
     if any(group.pager.runs.refused for group in groups):
         _warn_crowded(groups)
     if _log.isEnabledFor(logging.DEBUG):
@@ -1393,7 +1393,7 @@ def alloc_prefix(
     make_free_alike(groups)
     prefixes = groups[0].prefixes
     match, length = prefixes.wanted(tokens, leave, namespace)
-    reqid = slots = None
+    reqid = slots = resumed = None
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
@@ -1403,14 +1403,45 @@ def alloc_prefix(
             slots = kept or empty_slots(groups)
         if slots is None:
             reqid = alloc(groups, length)
-        elif _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None):
-            reqid = slots[0].index
-            for group in groups:
-                group.prepare()
+        else:
+            resumed = _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None)
+            if resumed is not None:
+                reqid = slots[0].index
+                for group in groups:
+                    group.prepare()
     finally:
         if match is not tokens and (reqid is None or slots is None):
             match.release()
-    return None if reqid is None else (reqid, 0 if slots is None else match.length)
+    if reqid is None:
+        return None
+    held = 0 if slots is None else match.length
+    _count_prompt(groups[0], (length, held, bool(resumed)), 1)
+    return reqid, held
+
+
+def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
+    """Counts a prompt: its tokens, those found recorded, and whether they were still mapped.
+
+    Last of all, and in the journal: a call that is interrupted counts nothing.
+    """
+    counters, (asked, held, resumed) = group.counters, prompt
+    counters.last_prompt = prompt
+    for name, more in (
+        ("queries", 1),
+        ("query_tokens", asked),
+        ("hits", held > 0),
+        ("hit_tokens", held),
+        ("resumed", resumed),
+    ):
+        counters.count(group.journal.entries, name, more * by)
+
+
+def withdraw(groups: Sequence[Group]) -> None:
+    """See `KVCache.withdraw_prompt`."""
+    counters = groups[0].counters
+    if counters.last_prompt is not None:
+        _count_prompt(groups[0], counters.last_prompt, -1)
+        counters.last_prompt = None
 
 
 def _begin_with(
@@ -1421,7 +1452,7 @@ def _begin_with(
     reader: Work,
     *,
     goes_on: bool,
-) -> bool:
+) -> bool | None:
     """Lets a request begin with a match, which is leased, in every group or in none.
 
     Args:
@@ -1433,7 +1464,8 @@ def _begin_with(
         goes_on: the slots have the first of these pages, or all.
 
     Returns:
-        False where memory is short; nothing changed.
+        Whether all of the pages were still mapped there. None where memory is short; nothing
+        changed.
     """
     prefixes, resumed = groups[0].prefixes, goes_on
     taken: list[tuple[Group, Slot]] = []
@@ -1456,17 +1488,16 @@ def _begin_with(
     except VMemError as error:
         detach()
         if groups[0].sharing.is_shortage(error):
-            return False
+            return None
         raise
     if len(taken) < len(groups):
         detach()
-        return False
-    groups[0].counters.resumed += resumed
+        return None
     prefixes.hand_over(match, slots[0])
     for group, slot in taken:
         group.enter(slot, match.length)
         group.note_peaks()
-    return True
+    return resumed
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
@@ -1910,6 +1941,7 @@ class Truncation:
                 return False
             raise
         self.addresses = addresses
+        group.counters.grown += self.new_pages
         return True
 
     def drop_copy(self) -> None:
@@ -1918,6 +1950,7 @@ class Truncation:
             addresses, self.addresses = self.addresses, None
             self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
             self.group.reclaimer.held -= self.new_pages
+            self.group.counters.reclaimed += self.new_pages
 
     def unmap(self) -> None:
         """Maps the copies over shared pages, unmaps what follows: one batch, all or nothing."""

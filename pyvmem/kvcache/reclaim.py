@@ -338,6 +338,17 @@ class Reclaimer(Journaled):
         tensors = self.layout.num_tensors
         self.held = pages * tensors
         self.away = Counter({tier: count * tensors for tier, count in others.items()})
+        scratch = (moving + sum(away.values())) * tensors
+        self._count_rest(self.held + sum(self.away.values()) - scratch)
+
+    def _count_rest(self, there: int) -> None:
+        """Counts pages that came or went in a call that was interrupted before it counted them."""
+        counters = self.counters
+        gone = counters.grown - counters.reclaimed - there
+        if gone > 0:
+            counters.reclaimed += gone
+        else:
+            counters.grown -= gone
 
     def poll(self) -> None:
         """Notes which unmaps are finished."""
@@ -403,7 +414,8 @@ class Reclaimer(Journaled):
         for tier, count in away.items():
             self.away[tier] -= count * tensors
         if reclaimed:
-            self.counters.reclaimed += (pages + sum(away.values())) * tensors
+            gone = (pages + sum(away.values())) * tensors
+            self.counters.count(self.journal.entries, "reclaimed", gone)
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""
@@ -686,7 +698,6 @@ class Reclaimer(Journaled):
             The pages per tensor that come back, now or when batches under way are over.
         """
         self.release_kept(span)
-        self.counters.evicted += span.pages * self.layout.num_tensors
         back = self.shared.returns(span, self._going())
         self.unref(span)
         return back
