@@ -168,8 +168,8 @@ _METRICS = (
         "page_events",
         "counter",
         "Pages mapped (grown), filled for a new owner (zeroed), granted though mapped before "
-        "(reused), unmapped (reclaimed), replaced (moved, promoted), and of evicted prefixes (evicted), each "
-        "counted when it is done.",
+        "(reused), unmapped (reclaimed), replaced (moved, promoted), and of evicted prefixes "
+        "(evicted); each counted when it is done.",
         "event",
         _of(
             grown="grown_pages",
