@@ -739,7 +739,9 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 
 def _note_short(groups: Sequence[Group]) -> None:
     for group in groups:  # in the journal: a call that is interrupted has not returned -1
-        group.counters.count(group.journal.entries, "short", 1)
+        counters, short = group.counters, group.counters.short
+        group.journal.entries.append((put, counters, "short", short))
+        counters.short = short + 1
     if any(group.pager.runs.refused for group in groups):
         _warn_crowded(groups)
     if _log.isEnabledFor(logging.DEBUG):
@@ -1426,14 +1428,14 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
     """
     counters, (asked, held, resumed) = group.counters, prompt
     counters.last_prompt = prompt
-    for name, more in (
-        ("queries", 1),
-        ("query_tokens", asked),
-        ("hits", held > 0),
-        ("hit_tokens", held),
-        ("resumed", resumed),
-    ):
-        counters.count(group.journal.entries, name, more * by)
+    counters.count(
+        group.journal.entries,
+        queries=by,
+        query_tokens=asked * by,
+        hits=(held > 0) * by,
+        hit_tokens=held * by,
+        resumed=resumed * by,
+    )
 
 
 def withdraw(groups: Sequence[Group]) -> None:

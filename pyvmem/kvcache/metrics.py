@@ -226,11 +226,12 @@ class Counters:
         self.waiting = partial(_native.Waiting, self.waits, context.handle)
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
 
-    def count(self, log: list[Any], name: str, more: int) -> None:
-        """Adds to a count; what takes that back is put into a journal's entries first."""
-        before = getattr(self, name)
-        log.append((setattr, self, name, before))
-        setattr(self, name, before + more)
+    def count(self, log: list[Any], **more: int) -> None:
+        """Adds to counts; what takes that back is put into a journal's entries first."""
+        for name, number in more.items():
+            before = getattr(self, name)
+            log.append((setattr, self, name, before))
+            setattr(self, name, before + number)
 
     def driver(self) -> tuple[int, int]:
         """Driver calls and nanoseconds in them since the cache was made."""

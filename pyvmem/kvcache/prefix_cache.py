@@ -699,7 +699,7 @@ class PrefixCache:
         for place, group in enumerate(self._groups):
             pages = sum(spans.each[place].pages for spans in found)
             count = pages * self._layouts[place].num_tensors
-            group.reclaimer.counters.count(group.reclaimer.journal.entries, "evicted", count)
+            group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
         return found
 
     def _let_go(self, spans: _Spans) -> int:

@@ -415,7 +415,7 @@ class Reclaimer(Journaled):
             self.away[tier] -= count * tensors
         if reclaimed:
             gone = (pages + sum(away.values())) * tensors
-            self.counters.count(self.journal.entries, "reclaimed", gone)
+            self.counters.count(self.journal.entries, reclaimed=gone)
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""
