@@ -22,7 +22,7 @@ from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
 from pyvmem.expect import expect, unexpected
-from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
+from pyvmem.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
 from pyvmem.reentry import reentrant_lock
@@ -181,6 +181,23 @@ class Context(AddressSpace, Closable):
     def stats(self) -> Stats:
         """Counters and present state."""
         return Stats._from_c(_native.get_stats(self.handle))
+
+    def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
+        """Physical memory that the context could still take, and how much there is.
+
+        Of host memory, as of back end "host", this is what the machine has available, but at most
+        what is left to this process's control group and to each group above it (cgroup version 1
+        or 2; `vmem_memory_query` in the manual says how it is counted). Read anew in each call.
+
+        Args:
+            location: as for `create`.
+            device: for `Location.PEER`, one of the context's devices.
+
+        Raises:
+            NotSupported: the back end has no pages there. InvalidArgument: not one of the devices.
+        """
+        info = _native.memory_query(self.handle, operator.index(location), device_ordinal(device))
+        return MemoryInfo(info.free_bytes, info.total_bytes)
 
     # ---- reservations and pages ----------------------------------------------------------------
 

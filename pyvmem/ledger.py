@@ -36,7 +36,7 @@ import threading
 import time
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,13 +51,13 @@ from pyvmem.errors import (
 )
 from pyvmem.flag import Flag
 from pyvmem.logs import warn
+from pyvmem.paths import folder_in
 from pyvmem.units import format_bytes
 
 __all__ = [
-    *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld"),
-    "Participant",
-    *("default_folder", "device_of", "devices", "engine_name", "named_folder", "private"),
-    "weakly",
+    *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld", "Participant"),
+    *("default_folder", "device_of", "devices", "engine_name", "is_off", "named_folder"),
+    *("private", "weakly"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -123,10 +123,14 @@ class LedgerHeld(LedgerError):
     """A process has the ledger's lock and stands still: it was stopped, or is being debugged."""
 
 
+def is_off(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``VMEM_LEDGER`` says that vLLM's engines are in no ledger."""
+    return environment.get("VMEM_LEDGER", "").lower() == "off"
+
+
 def named_folder() -> Path | None:
-    """The folder that ``VMEM_LEDGER`` names."""
-    named = os.environ.get("VMEM_LEDGER", "")
-    return None if named in ("", "off") else Path(named)
+    """The folder that ``VMEM_LEDGER`` names. Raises InvalidArgument for a home that is nobody's."""
+    return None if is_off() else folder_in("VMEM_LEDGER")
 
 
 def default_folder() -> Path:

@@ -326,6 +326,16 @@ struct vmem_create_opts {
   uint64_t page_size;  /* 0 = granule */
 };
 
+struct vmem_memory_info {
+  size_t size;
+  uint64_t free_bytes;   /* what this context could still take from the driver, or on host from the system */
+  uint64_t total_bytes;  /* what there is, whoever has it */
+};
+
+/* Memory of a location as of now; `device` as in vmem_create_opts. Of host memory both are also limited by the control
+ * groups of this process. Others may take it first. The pool's own free pages are not counted. */
+VMEM_API int vmem_memory_query(vmem_t vm, uint32_t location, int32_t device, struct vmem_memory_info *info);
+
 /* Takes `size` bytes (a multiple of the page size) of physical pages, in as few runs as the pool allows.
  * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);

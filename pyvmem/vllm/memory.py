@@ -12,7 +12,6 @@ an event on the stream stands for all of them. Only libvmem's worker waits for t
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -63,9 +62,10 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
 
 
 def device_total(cuda_device: int | None) -> int:
-    """Memory of a device in bytes; None: of the machine."""
+    """Memory of a device in bytes; None: of the machine, or what its group may have."""
     if cuda_device is None:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with Context("host") as context:
+            return context.memory().total_bytes
     import torch
 
     return int(torch.cuda.mem_get_info(cuda_device)[1])
@@ -314,8 +314,8 @@ class KVMemory:
         return found.hexdigest()
 
     def total(self) -> int:
-        """Memory of the device in bytes; of the machine on the CPU."""
-        return device_total(self.context.cuda_device)
+        """Memory of the device in bytes; on the CPU of the machine, or what its group may have."""
+        return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
         """Empties slabs and gives them back; 0 before all steps up to `step` are launched.

@@ -27,6 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pyvmem._native import backend_names
+from pyvmem.errors import InvalidArgument
+from pyvmem.ledger import is_off
+from pyvmem.paths import folder_in
 from pyvmem.units import parse_bytes
 
 __all__ = ["Settings"]
@@ -116,7 +119,10 @@ class Settings:
             raise ValueError(
                 f"VMEM_NAME={name!r}: expected 1 to 63 letters, digits or any of . _ - / : @ +"
             )
-        ledger = env.get("VMEM_LEDGER", "")
+        try:
+            ledger = None if is_off(env) else str(folder_in("VMEM_LEDGER", env) or "")
+        except InvalidArgument as error:
+            raise ValueError(str(error)) from None
         return cls(
             backend="" if backend == "auto" else backend,
             page_size=page_size,
@@ -127,7 +133,7 @@ class Settings:
             prefix=size("VMEM_PREFIX"),
             name=name,
             capacity=size("VMEM_CAPACITY") or 0,
-            ledger=None if ledger == "off" else ledger,
+            ledger=ledger,
         )
 
     def check_device(self, total: int) -> None:

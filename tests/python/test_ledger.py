@@ -693,10 +693,28 @@ def test_no_engine_has_run_yet(
     said = f"no engine in {folder / f'of-{os.getuid()}'}"
     assert cli.main(["top", "--once"]) == 0
     assert capsys.readouterr().out == f"{said}\n"
-    monkeypatch.setenv("VMEM_LEDGER", "off")
-    assert cli.main(["top", "--once"]) == 0
-    off = "VMEM_LEDGER=off: an engine with that setting is in none"
-    assert capsys.readouterr().out == f"{said}; {off}\n"
+    for off in ("off", "OFF", "Off"):
+        monkeypatch.setenv("VMEM_LEDGER", off)
+        assert cli.main(["top", "--once"]) == 0
+        why = "VMEM_LEDGER=off: an engine with that setting is in none"
+        assert capsys.readouterr().out == f"{said}; {why}\n"
+        assert ledger.default_folder() == folder / f"of-{os.getuid()}"
+
+
+def test_a_home_in_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell reads it, or refused: no folder is named "~"."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("VMEM_LEDGER", "~/of-engines")
+    assert ledger.default_folder() == folder / "of-engines"
+    nobodys = "~nobody-of-that-name/x"
+    monkeypatch.setenv("VMEM_LEDGER", nobodys)
+    refused = f"VMEM_LEDGER={nobodys}: ~nobody-of-that-name is the home of no user here"
+    with pytest.raises(InvalidArgument, match=refused):
+        ledger.default_folder()
+    assert cli.main(["top", "--once"]) == 1
+    assert refused in capsys.readouterr().err
 
 
 def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

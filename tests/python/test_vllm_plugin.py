@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -364,5 +365,9 @@ def test_more_than_the_device_has(name: str) -> None:
 
 def test_defaults() -> None:
     assert Settings.read({}) == Settings()
-    assert Settings.read({"VMEM_LEDGER": "off"}).ledger is None
+    for off in ("off", "OFF"):
+        assert Settings.read({"VMEM_LEDGER": off}).ledger is None
+    assert Settings.read({"VMEM_LEDGER": "~/l"}).ledger == os.path.expanduser("~/l")
+    with pytest.raises(ValueError, match=r"VMEM_LEDGER=~no-such-user/l: .* home"):
+        Settings.read({"VMEM_LEDGER": "~no-such-user/l"})
     assert Settings.read({"VMEM_BACKEND": "auto"}).backend == ""
