@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from environment import BUILD, VENV, install_debian_packages
+from environment import BUILD, VENV
 from extra_environment import CANNOT, make
+from system_packages import install_debian_packages
 
 __all__ = ["missing_libraries"]
 
