@@ -157,3 +157,11 @@ def test_a_pip_does_for_a_python_without_ensurepip(
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(system_packages.sysconfig, "get_path", lambda name: str(tmp_path))
     assert not {"pip", "python"} & set(system_packages.missing())
+
+
+def test_the_page_names_the_same_packages() -> None:
+    page = Path(__file__).parents[2] / "docs" / "operations" / "install.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "`" in line]
+    found = [[cell.strip("`") for cell in row[1:]] for row in rows if len(row) == len(MANAGERS) + 1]
+    names = [[m.names[part].format(python="python3", minor=12) for m in MANAGERS] for part in PARTS]
+    assert found == names
