@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -106,3 +107,19 @@ def test_every_python_has_the_same_packages(path: Path) -> None:
     names = [set(environment.read_pins(path.stem, minor)) for _, minor in environment.PYTHONS]
     assert names[0]
     assert all(one == names[0] for one in names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "out"), [("libvmem", "BUILD"), ("tests/gpu", "OUT"), ("tests/softcuda", "OUT")]
+)
+def test_a_warning_is_an_error_where_that_is_asked_for_alone(
+    folder: str, out: str, tmp_path: Path
+) -> None:
+    make = ["make", "-n", "-C", str(ROOT / folder), f"{out}={tmp_path}"]
+    usual, strict = (
+        subprocess.check_output([*make, f"WERROR={value}"], text=True) for value in ("", "1")
+    )
+    assert " -Wextra " in usual
+    assert "-Werror" not in usual
+    assert "-Wextra -Werror " in strict
+    assert "WERROR=1" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
