@@ -48,8 +48,8 @@ from kernel_tree import Tree, build_tree
 
 __all__ = ["Clone", "check_clone", "check_letters", "check_on", "check_steps", "fitting_series"]
 
-# The branches of the driver that the project has patches for.
-BRANCHES = range(535, 600)
+# The oldest branch of the driver that the project has patches for.
+FIRST_BRANCH = 535
 MAX_LINES = 40
 MAX_SUBJECT = 72
 
@@ -132,9 +132,9 @@ class Clone:
         return done.stdout
 
     def versions(self) -> list[str]:
-        """The tags of the branches that the project serves, oldest first."""
+        """The tags from the first branch that the project serves on, oldest first."""
         tags = [tag for tag in self.git("tag").decode().split() if is_version(tag)]
-        return sorted((tag for tag in tags if branch_of(tag) in BRANCHES), key=version_key)
+        return sorted((tag for tag in tags if branch_of(tag) >= FIRST_BRANCH), key=version_key)
 
     def blobs(self, version: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Those of the named files that a tag has, with the identities of their contents."""

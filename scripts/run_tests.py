@@ -25,13 +25,14 @@ from pathlib import Path
 
 import extra_environment
 import vllm_setup
+from environment import PYTHONS as SERVED
 from extra_environment import CANNOT  # of a script too: this machine lacks what it needs
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
 # What build/venv is made of, but for what checks and packs the sources.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")

@@ -97,17 +97,63 @@ def test_no_version_is_served_twice() -> None:
         ("580.159.04", "580.105.08"),
         ("595.45.04", "580.105.08"),
         ("595.50.01", "580.105.08"),
+        ("540.10", "535.261.03"),
+        ("610.43.02", "580.105.08"),
+        ("620.10", "580.105.08"),
     ],
 )
 def test_a_version_finds_its_series(version: str, folder: str) -> None:
     assert series_folder(version).name == folder
 
 
-@pytest.mark.parametrize("version", ["470.10.01", "530.41.03", "540.10", "600.10.01"])
-def test_a_branch_without_series_is_told(version: str) -> None:
-    message = rf"no patches for driver {re.escape(version)}: there are some for branches 535, 545,"
+@pytest.mark.parametrize("version", ["470.10.01", "530.41.03"])
+def test_a_version_before_all_series_is_told(version: str) -> None:
+    message = rf"no patches for driver {re.escape(version)}: the oldest with some is 535\.43\.02"
     with pytest.raises(KernelBuildError, match=message):
         series_for(version)
+
+
+@pytest.fixture
+def newest(tmp_path: Path, patch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of one series, of version 595.45.04."""
+    folder = tmp_path / "patches" / "595.45.04"
+    folder.mkdir(parents=True)
+    patch.rename(folder / patch.name)
+    table = {"595.45.04": {"built": [], "applies": ["595.45.04"]}}
+    monkeypatch.setattr(driver_patches, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(driver_patches, "series_table", lambda: table)
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_newer_driver_gets_the_newest_series(tree: Path) -> None:
+    (tree / "nvidia-uvm/uvm.c").write_text("int more;\n" + FILE)
+    driver_patches.apply_series("610.57.04", tree)
+    assert "int ours;\n" in (tree / "nvidia-uvm/uvm.c").read_text()
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize(
+    ("content", "hunk"),
+    [
+        (FILE.replace("int two;", "long two;"), "nvidia-uvm/uvm.c, hunk 1 fits no place"),
+        (FILE + FILE, "nvidia-uvm/uvm.c, hunk 1 fits 2 places"),
+        (None, "there is no nvidia-uvm/uvm.c"),
+    ],
+)
+def test_a_newer_driver_that_it_does_not_fit_is_refused_by_hunk(
+    tree: Path, content: str | None, hunk: str
+) -> None:
+    file = tree / "nvidia-uvm/uvm.c"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    with pytest.raises(KernelBuildError) as error:
+        driver_patches.apply_series("610.57.04", tree)
+    said = str(error.value)
+    assert "driver 610.57.04 is not supported: no series was made for it" in said
+    assert f"595.45.04, does not fit:\n    0001-a.patch: {hunk}" in said
+    assert content is None or file.read_text() == content
 
 
 def test_a_version_that_nothing_fits_is_refused_by_name(tree: Path) -> None:
@@ -144,7 +190,7 @@ def test_context_that_fits_nearly_is_refused(tree: Path, patch: Path, line: str)
 def test_a_hunk_that_fits_twice_is_found(tree: Path, patch: Path) -> None:
     assert ambiguous_hunks(patch, tree) == []
     (tree / "nvidia-uvm/uvm.c").write_text(FILE + FILE)
-    assert ambiguous_hunks(patch, tree) == ["0001-a.patch: nvidia-uvm/uvm.c, hunk 1"]
+    assert ambiguous_hunks(patch, tree) == ["0001-a.patch: nvidia-uvm/uvm.c, hunk 1 fits 2 places"]
 
 
 def test_a_patch_that_adds_a_file_is_refused(tree: Path, patch: Path) -> None:
@@ -166,7 +212,7 @@ def test_the_check_finds_what_is_wrong(
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
-    """A repository like NVIDIA's, with three tags of the branches served and three others."""
+    """A repository like NVIDIA's, with four tags of the branches served and two others."""
     path = tmp_path / "clone"
 
     def git(*words: str) -> None:
@@ -180,7 +226,7 @@ def clone(tmp_path: Path) -> Clone:
         "535.98": FILE,
         "535.104.05": "int more;\n" + FILE,
         "570.86.15": FILE.replace("one", "1"),
-        "600.10.01": FILE,
+        "610.10.01": FILE.replace("two", "2"),
         "not-a-version": FILE,
     }
     for version, content in versions.items():
@@ -214,8 +260,9 @@ def test_every_public_version_is_in_the_table_or_found(
     table = {"535.98": {"built": [], "applies": applies}}
     monkeypatch.setattr(check_patches, "PATCHES", tmp_path / "patches")
     monkeypatch.setattr(check_patches, "series_table", lambda: table)
-    assert clone.versions() == ["535.98", "535.104.05", "570.86.15"]
-    expected = {"570.86.15: no series fits"} | ({problem} if problem else set())
+    assert clone.versions() == ["535.98", "535.104.05", "570.86.15", "610.10.01"]
+    expected = {f"{one}: no series fits" for one in ("570.86.15", "610.10.01")}
+    expected |= {problem} if problem else set()
     assert set(check_clone(clone)) == expected
 
 
@@ -229,7 +276,7 @@ def test_two_series_for_one_version_are_found(
     monkeypatch.setattr(check_patches, "PATCHES", tmp_path / "patches")
     monkeypatch.setattr(check_patches, "series_table", lambda: table)
     found = check_clone(clone)
-    assert [one.partition(":")[0] for one in found] == ["535.98", "535.104.05", "570.86.15"]
+    assert [one.partition(":")[0] for one in found] == clone.versions()
     assert "both fit" in found[0]
 
 
