@@ -533,8 +533,8 @@ static uvm_vmem_state_t *state_create(uvm_va_space_t *va_space)
     }
 
     state->va_space = va_space;
-    state->process = task_tgid_nr(current);
-    get_task_comm(state->command, current->group_leader);
+    state->next_index = UVM_VMEM_INDEX_FIRST;
+    uvm_vmem_debug_process(state);
     INIT_LIST_HEAD(&state->ranges);
     INIT_LIST_HEAD(&state->tickets);
     uvm_mutex_init(&state->lock, UVM_LOCK_ORDER_VMEM);

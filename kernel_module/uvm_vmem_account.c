@@ -260,9 +260,9 @@ static void *alloc_large(size_t size)
     large_header_t *header;
 
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(5, 8, 0)
-    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS | __GFP_HIGHMEM);
+    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS);
 #else
-    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS | __GFP_HIGHMEM, PAGE_KERNEL);
+    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS, PAGE_KERNEL);
 #endif
     if (!header)
         return NULL;

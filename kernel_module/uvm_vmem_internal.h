@@ -58,6 +58,9 @@
 #define UVM_VMEM_INDEX_BITS 20
 #define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
 
+// The index of a descriptor's first object: after 32 objects the indices come round, so that every program meets that.
+#define UVM_VMEM_INDEX_FIRST (UVM_VMEM_INDEX_MAX - 31)
+
 typedef struct uvm_vmem_account_struct uvm_vmem_account_t;
 typedef struct uvm_vmem_chunk_struct uvm_vmem_chunk_t;
 typedef struct uvm_vmem_object_struct uvm_vmem_object_t;
@@ -260,10 +263,10 @@ typedef struct
 
 struct uvm_vmem_state_struct
 {
-    // Immutable. process and command are for diagnosis only.
+    // Immutable. process and command, which is escaped, are for diagnosis only.
     uvm_va_space_t *va_space;
     pid_t process;
-    char command[TASK_COMM_LEN];
+    char command[4 * TASK_COMM_LEN];
 
     // In the list of all states (uvm_vmem_stat.c).
     struct list_head node;
@@ -635,6 +638,9 @@ int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
 int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);
 
 // uvm_vmem_debug.c
+
+// Record the calling process in a state that nobody else knows yet.
+void uvm_vmem_debug_process(uvm_vmem_state_t *state);
 
 // Record a batch that is about to be sent. LOCKING: the range is claimed.
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);

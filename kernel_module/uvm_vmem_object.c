@@ -22,8 +22,11 @@ int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_
     uvm_assert_mutex_locked(&state->lock);
 
     object = handle_index(handle) ? xa_load(&state->objects, handle_index(handle)) : NULL;
-    if (!object || object->handle != handle)
-        return handle_index(handle) && handle <= state->last_handle ? -ESTALE : -ENOENT;
+    if (!object || object->handle != handle) {
+        bool given = handle_index(handle) && handle >= UVM_VMEM_INDEX_FIRST && handle <= state->last_handle;
+
+        return given ? -ESTALE : -ENOENT;
+    }
 
     if (object->released)
         return -ESTALE;
@@ -104,7 +107,9 @@ static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object, Nv
                           &state->next_index,
                           GFP_KERNEL | __GFP_RETRY_MAYFAIL);
     if (ret >= 0) {
-        state->generation += ret;
+        // From 6.16 on xa_alloc_cyclic no longer says that the indices have come round.
+        if (object->index <= handle_index(state->last_handle))
+            state->generation++;
         object->handle = (state->generation << UVM_VMEM_INDEX_BITS) | object->index;
         state->last_handle = object->handle;
         *handle_out = object->handle;
