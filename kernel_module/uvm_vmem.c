@@ -191,7 +191,7 @@ void uvm_vmem_call_drain(uvm_vmem_state_t *state)
 {
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
-    wait_event(state->wait, READ_ONCE(state->calls) == 0);
+    uvm_vmem_wait_event(state, READ_ONCE(state->calls) == 0);
 }
 
 void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more)
@@ -642,9 +642,7 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
     // A reader of a dump may have claimed a reservation. From now on none can be found, and that claim is released
     // soon.
     uvm_vmem_stat_remove(state);
-    wait_event(state->wait, READ_ONCE(state->calls) == 0);
-    uvm_mutex_lock(&state->lock);
-    uvm_mutex_unlock(&state->lock);
+    uvm_vmem_wait_event(state, READ_ONCE(state->calls) == 0);
 
     uvm_vmem_range_stop_all(state);
 }

@@ -251,9 +251,7 @@ static int claim_range(uvm_vmem_state_t *state, void *reader)
     if (range) {
         ret = -EBUSY;
         if (uvm_mutex_trylock(&state->lock)) {
-            if (!range->claimed && !range->dying) {
-                range->claimed = true;
-                state->calls++;
+            if (!range->dying && uvm_vmem_range_try_claim(range)) {
                 dump->range = range;
                 ret = 1;
             }

@@ -342,6 +342,17 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state);
 // LOCKING: the VA space lock is held for write, so that none begins.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
+// Wait until condition holds, which a call makes true under state->lock. Taking the lock afterwards orders all that the
+// call wrote before what follows, on every architecture; and the call is done with the state.
+//
+// LOCKING: state->lock is not held.
+#define uvm_vmem_wait_event(state, condition)                                                                            \
+    do {                                                                                                                 \
+        wait_event((state)->wait, condition);                                                                            \
+        uvm_mutex_lock(&(state)->lock);                                                                                  \
+        uvm_mutex_unlock(&(state)->lock);                                                                                \
+    } while (0)
+
 // Count units worked on, and release state->lock for a moment when it is time. units is 0 at the beginning.
 //
 // LOCKING: state->lock is held.
@@ -503,6 +514,9 @@ int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t *
 //
 // LOCKING: no lock is held, before and after.
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
+
+// The same without waiting, for a range that has been found; false: a call has it. LOCKING: state->lock is held.
+bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range);
 void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 
 // Count an entry as mapped, or as unmapped, in its object and store. Entries that map nothing do not count.
@@ -519,6 +533,8 @@ uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index);
 bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // The first slot that was bound with a number of at least *index, which becomes its number; NULL: there is none.
+//
+// LOCKING: the range is claimed, or the VA space lock is held for write; state->lock is not held.
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 
 #define for_each_vmem_slot(slot, index, range)                                                                           \

@@ -65,6 +65,18 @@ int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t *
     return *range_out ? 0 : -ENOENT;
 }
 
+bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range)
+{
+    uvm_assert_mutex_locked(&range->state->lock);
+
+    if (range->claimed)
+        return false;
+
+    range->claimed = true;
+    range->state->calls++;
+    return true;
+}
+
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out)
 {
     uvm_va_space_t *va_space = state->va_space;
@@ -85,11 +97,7 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
 
         uvm_mutex_lock(&state->lock);
         unclaims = state->unclaims;
-        claimed = !range->claimed;
-        if (claimed) {
-            range->claimed = true;
-            state->calls++;
-        }
+        claimed = uvm_vmem_range_try_claim(range);
         uvm_mutex_unlock(&state->lock);
 
         uvm_va_space_up_read(va_space);
@@ -297,7 +305,7 @@ static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
 
 // Remove mappings, page tables and slots. What is left is small and needs no GPU.
 //
-// LOCKING: the range is claimed, or no call is at work on it.
+// LOCKING: the range is claimed, or the VA space lock is held for write and no call is at work on the range.
 static void range_dismantle(uvm_vmem_range_t *range)
 {
     NvU32 i;
@@ -441,12 +449,21 @@ int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *par
 void uvm_vmem_range_stop_all(uvm_vmem_state_t *state)
 {
     uvm_vmem_range_t *range;
+    bool claimed;
 
     UVM_ASSERT(state->calls == 0);
     uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
 
-    list_for_each_entry(range, &state->ranges, node)
+    list_for_each_entry(range, &state->ranges, node) {
+        // No call is under way, but a fault that is being serviced may still look at the range (uvm_vmem_fatal_fault).
+        uvm_mutex_lock(&state->lock);
+        claimed = uvm_vmem_range_try_claim(range);
+        uvm_mutex_unlock(&state->lock);
+
+        UVM_ASSERT(claimed);
         range_dismantle(range);
+        uvm_vmem_range_unclaim(range);
+    }
 }
 
 static bool range_has_gpu(uvm_vmem_range_t *range)
@@ -491,7 +508,7 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
     // UVM_FREE; everybody else has taken the range apart. Not for all calls: others go on.
-    wait_event(state->wait, !READ_ONCE(range->claimed));
+    uvm_vmem_wait_event(state, !READ_ONCE(range->claimed));
     range_dismantle(range);
 
     list_del(&range->node);
