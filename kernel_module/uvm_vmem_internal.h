@@ -274,8 +274,8 @@ struct uvm_vmem_state_struct
     // LOCKING: the VA space lock, for write to change it.
     struct list_head ranges;
 
-    // The user's and the cgroup's; NULL: does not count. Immutable.
-    uvm_vmem_account_t *accounts[2];
+    // The user's, the cgroup's, everybody's; NULL: does not count. Immutable.
+    uvm_vmem_account_t *accounts[3];
 
     // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
@@ -421,17 +421,17 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         bool contiguous,
                         unsigned long *pages);
 
-// Return pages. state->pending covers those that were unmapped. Chunks of host memory are only put into hosts, for
-// uvm_vmem_store_free_hosts.
+// Return pages. state->pending covers those that were unmapped. Chunks of which nothing is left in use are put into
+// unused, for uvm_vmem_store_free_unused.
 //
 // LOCKING: state->lock is held, and released for a moment now and then.
 void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
-                         struct list_head *hosts);
+                         struct list_head *unused);
 
-// Wait for the pushes that unmap chunks of host memory, and free them.
+// Wait for the pushes that unmap unused chunks, and free them.
 //
 // LOCKING: state->lock is not held.
-void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts);
+void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unused);
 
 // Zero those of the pages just taken that are not zero, and wait for it.
 //
@@ -443,12 +443,11 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
 
-// A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu
-// removes its access to host memory.
+// A GPU leaves: remove its access to host memory, and free the store in its memory with all chunks, of which no object
+// may be left.
 //
-// LOCKING: the VA space lock is held for write; state->lock is held.
+// LOCKING: the VA space lock is held for write, and no call is at work; state->lock is taken.
 void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
-void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
 // The end: free what is left, which is host memory.
 void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state);

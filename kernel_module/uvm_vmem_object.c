@@ -70,13 +70,13 @@ void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, str
 // Give back all pages. LOCKING: state->lock is taken.
 static void object_give_pages(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
 {
-    LIST_HEAD(hosts);
+    LIST_HEAD(unused);
 
     uvm_mutex_lock(&state->lock);
-    uvm_vmem_store_give(state, object->page_shift, object->count, object->pages, &hosts);
+    uvm_vmem_store_give(state, object->page_shift, object->count, object->pages, &unused);
     uvm_mutex_unlock(&state->lock);
 
-    uvm_vmem_store_free_hosts(state, &hosts);
+    uvm_vmem_store_free_unused(state, &unused);
 }
 
 void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead)

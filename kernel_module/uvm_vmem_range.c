@@ -269,24 +269,22 @@ static void forget_mappings(uvm_vmem_range_t *range)
 {
     uvm_vmem_slot_t *slot;
     LIST_HEAD(dead);
-    NvU32 units = 0;
     NvU64 i;
     NvU32 j;
 
-    uvm_mutex_lock(&range->state->lock);
-
+    // The lock is for the objects alone: between two slots there may be millions that are all sparse.
     for_each_vmem_slot(slot, i, range) {
+        uvm_mutex_lock(&range->state->lock);
         for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
             uvm_vmem_range_unref(range, slot->entries[j], &dead);
             slot->entries[j] = 0;
         }
         slot->mapped = 0;
-        uvm_vmem_step(range->state, &units, UVM_VMEM_SLOT_UNITS);
+        uvm_mutex_unlock(&range->state->lock);
+        cond_resched();
     }
 
     UVM_ASSERT(range->mapped_units == 0);
-    uvm_mutex_unlock(&range->state->lock);
-
     uvm_vmem_object_reap(range->state, &dead);
 }
 
@@ -575,7 +573,6 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
     uvm_vmem_store_t *store;
     uvm_vmem_slot_t *slot;
     LIST_HEAD(dead);
-    NvU32 units = 0;
     NvU64 i;
     NvU32 j;
 
@@ -590,11 +587,10 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
             evict_ptes(range, j, gpu);
     }
 
-    uvm_mutex_lock(&range->state->lock);
-
     for_each_vmem_slot(slot, i, range) {
         NvU32 touched = without_gpu(range, slot, gpu, entries);
 
+        uvm_mutex_lock(&range->state->lock);
         if (touched && slot->state == UVM_VMEM_SLOT_BIG)
             slot->state = UVM_VMEM_SLOT_EMPTY;
 
@@ -605,10 +601,10 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 
         slot->mapped &= ~touched;
         memcpy(slot->entries, entries, sizeof(entries));
-        uvm_vmem_step(range->state, &units, UVM_VMEM_SLOT_UNITS);
+        uvm_mutex_unlock(&range->state->lock);
+        cond_resched();
     }
 
-    uvm_mutex_unlock(&range->state->lock);
     uvm_vmem_object_reap(range->state, &dead);
 }
 
@@ -654,11 +650,6 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     list_for_each_entry(range, &state->ranges, node)
         range_evict(range, gpu);
 
-
     uvm_vmem_object_remove_gpu(state, gpu);
-
-    uvm_mutex_lock(&state->lock);
-    uvm_vmem_store_unmap_gpu(state, gpu);
     uvm_vmem_store_remove_gpu(state, gpu);
-    uvm_mutex_unlock(&state->lock);
 }
