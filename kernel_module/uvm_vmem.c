@@ -53,8 +53,8 @@
 // Physical memory and the GPU's TLBs
 //
 // A push that removes translations is added to state->pending before the pages lose their references. Memory is reused
-// only after it: the push that zeroes a page acquires it, the PMM gets it with a chunk, host memory waits. So even an
-// ASYNC batch never lets a page reach another owner while a GPU could still see it.
+// only after it: the push that zeroes a page acquires it, and a chunk that goes back to the PMM or the kernel waits for
+// it, without a lock. So even an ASYNC batch never lets a page reach another owner while a GPU could still see it.
 //
 // Trade-offs
 //
