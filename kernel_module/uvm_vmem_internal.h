@@ -321,7 +321,7 @@ struct uvm_vmem_state_struct
     NvU32 most_units;
 };
 
-// uvm_vmem.c
+// uvm_vmem_call.c
 
 // -errno for what UVM or the resource manager returned. out_of_memory is the errno for NV_ERR_NO_MEMORY, which can
 // mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
@@ -364,8 +364,10 @@ int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 // The next pause after waiting that long, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
-// The registered GPU with that UUID, if it has a GPU VA space and is of a kind that is not refused: -ENODEV,
-// -EOPNOTSUPP.
+// The registered GPU with that UUID if it has a GPU VA space, else NULL. LOCKING: the VA space lock is held.
+uvm_gpu_t *uvm_vmem_gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid);
+
+// The same, if it is of a kind that is not refused: -ENODEV, -EOPNOTSUPP.
 //
 // LOCKING: the VA space lock is held.
 int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
@@ -648,6 +650,7 @@ void uvm_vmem_stat_add(uvm_vmem_state_t *state);
 void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
 
 int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
+void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir);
 
 // Call visit for each state until it returns non-zero, which is returned. visit may only trylock.
 int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);

@@ -162,9 +162,8 @@ static int procfs_show(struct seq_file *file, void *unused)
     UVM_ENTRY_RET(show_states(file));
 }
 
-void uvm_vmem_procfs_init(struct proc_dir_entry *dir)
+void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir)
 {
     // Without the file everything else works.
     (void)proc_create_single("vmem", S_IRUSR, dir, procfs_show);
-    uvm_vmem_debug_procfs_init(dir);
 }
