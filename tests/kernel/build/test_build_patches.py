@@ -10,7 +10,7 @@ from pathlib import Path
 import check_patches
 import driver_patches
 import pytest
-from check_patches import Clone, check_clone, check_letters, check_on
+from check_patches import Clone, check_clone, check_contracts, check_letters, check_on
 from driver_patches import (
     PATCHES,
     ambiguous_hunks,
@@ -21,7 +21,10 @@ from driver_patches import (
     series_folder,
     series_for,
 )
+from driver_source import driver_source
 from kernel_common import KernelBuildError
+from module_source import DEFAULT_VERSION
+from uvm_contracts import digest, known_texts
 
 FOLDERS = sorted(path for path in PATCHES.iterdir() if path.is_dir())
 
@@ -208,6 +211,57 @@ def test_the_check_finds_what_is_wrong(
     assert len(check_on(tree, "535.261.03")) == 1
     (tree / "nvidia-uvm/uvm.c").write_text("int other;\n")
     assert "does not apply" in check_on(tree, "535.261.03")[-1]
+
+
+TABLES = """\
+static bool put(int *tree,
+                int size)
+{
+    if (size) { // of a page
+        return true; /* yes */
+    }
+    return false;
+}
+
+static void other(void)
+{
+}
+"""
+
+
+def test_digest_is_of_what_is_compiled() -> None:
+    text = digest(TABLES, "put")
+    assert text
+    assert digest(TABLES.replace(" // of a page", "").replace("    ", "  "), "put") == text
+    assert digest(TABLES.replace("if (size)", "if (!size)"), "put") != text
+    assert digest(TABLES.replace("other(void)", "other(int)"), "put") == text
+    assert digest(TABLES, "pu") is None
+    assert digest(TABLES, "tree") is None
+
+
+def test_what_the_module_relies_on_is_as_it_was_read(tmp_path: Path) -> None:
+    version = DEFAULT_VERSION
+    try:
+        source = driver_source(version)
+    except KernelBuildError as error:
+        pytest.skip(str(error).splitlines()[0])
+    assert check_contracts(source, version) == []
+    # A version in which get_ptes would write what others have written.
+    (tmp_path / "nvidia-uvm").mkdir()
+    text = (source / "nvidia-uvm/uvm_mmu.c").read_text(encoding="utf-8")
+    early = "    if (range->page_size != UVM_PAGE_SIZE_512M)\n        return NV_OK;\n"
+    assert early in text
+    (tmp_path / "nvidia-uvm/uvm_mmu.c").write_text(text.replace(early, ""), encoding="utf-8")
+    (problem,) = check_contracts(tmp_path, version)
+    assert problem.startswith(f"{version}: map_remap of uvm_mmu.c is not as in any version")
+
+
+def test_contracts_name_versions_that_are_served() -> None:
+    served = {v for known in driver_patches.series_table().values() for v in known["applies"]}
+    for texts in known_texts().values():
+        assert texts
+        for versions in texts.values():
+            assert set(versions.split(" to ")) <= served
 
 
 @pytest.fixture
