@@ -23,6 +23,7 @@ from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
 from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
+from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
 from pyvmem.reentry import reentrant_lock
@@ -33,7 +34,6 @@ from pyvmem.streams import KeptEvents, after_items, device_ordinal, wait_after
 
 __all__ = ["Context", "PlainReservationWarning"]
 
-_FORCE = _native.constant("VMEM_OPEN_FORCE")
 _LARGE_ENTRIES = _native.constant("VMEM_OPEN_LARGE_ENTRIES")
 _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
@@ -102,7 +102,6 @@ class Context(AddressSpace, Closable):
         max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
             what the driver has for all processes of the machine, 237,568 (divided by the number of
             `devices`); elsewhere no limit. ``stock`` takes up to twice that.
-        force: use a driver version that has not been verified (stock, uvm).
         large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
             whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced:
             `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
@@ -127,7 +126,6 @@ class Context(AddressSpace, Closable):
         pool_low: int = 0,
         pool_high: int = 0,
         max_mappings: int = 0,
-        force: bool = False,
         large_entries: bool = False,
     ) -> None:
         self._closed = True
@@ -136,7 +134,7 @@ class Context(AddressSpace, Closable):
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
-        flags = (_FORCE if force else 0) | (_LARGE_ENTRIES if large_entries else 0)
+        flags = _LARGE_ENTRIES if large_entries else 0
         self.mem_limit = operator.index(mem_limit)
         given = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
         sizes = [operator.index(size) for size in given]
@@ -483,6 +481,8 @@ class Context(AddressSpace, Closable):
 
 
 def _log_opened(asked: str, info: ContextInfo) -> None:
+    if info.warning:
+        warn(_log, "driver", "%s", info.warning)
     if not _log.isEnabledFor(logging.INFO):
         return
     sizes = ", ".join(f"{size >> 10}" for size in info.page_sizes)

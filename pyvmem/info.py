@@ -106,6 +106,7 @@ class ContextInfo:
         uuid: of the first device as nvidia-smi writes it, ``""`` on host.
         uuids: of every device.
         why: for ``"auto"``, why the back ends before this one were passed over.
+        warning: what an operator should know, ``""`` for nothing: a driver of an unknown branch.
     """
 
     backend: str
@@ -121,6 +122,7 @@ class ContextInfo:
     uuid: str
     uuids: tuple[str, ...]
     why: str
+    warning: str
 
     @classmethod
     def _from_c(cls, info: Any, devices: tuple[int, ...]) -> ContextInfo:
@@ -140,6 +142,7 @@ class ContextInfo:
             uuid=uuids[0] if uuids else "",
             uuids=uuids,
             why=_native.text_of(info.why),
+            warning=_native.text_of(info.warning),
         )
 
 

@@ -51,6 +51,11 @@ ON_CUDA = (
     *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
     *("kvcache_waits", "kvcache_window", "parallel"),
 )
+# What the back end stock is tried with on software in the place of CUDA and of the kernel modules.
+ON_STOCK = (
+    *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
+    *("kvcache_swap", "selftest"),
+)
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
@@ -201,12 +206,13 @@ def pytest_on(
     marks: str,
     *what: str | Path,
     libraries: str = "",
+    preload: str = "",
     told: str = "-q",
 ) -> None:
     """pytest on a back end: a process for each processor, each with whole files.
 
-    `libraries`: the folder in which shared libraries are looked for first. `told`: how much is
-    printed.
+    `libraries`: the folder in which shared libraries are looked for first. `preload`: the one that
+    comes before all others. `told`: how much is printed.
     """
     workers = len(os.sched_getaffinity(0))
     if backend != "host":
@@ -214,7 +220,8 @@ def pytest_on(
     words = [told, "-m", marks, "-n", str(workers), "--dist", "loadfile"]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
-    call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path)
+    first = preload or os.environ.get("LD_PRELOAD", "")
+    call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path, LD_PRELOAD=first)
 
 
 def python_tests(session: Session) -> None:
@@ -332,13 +339,25 @@ def gpu_checks(session: Session) -> None:
     call("sh", "scripts/run_c_tests.sh", "300", "", *programs, COUNT="1")
 
 
-def cuda(session: Session) -> None:
-    """The back end cuda on a software CUDA driver, without a GPU."""
+def on_software(session: Session, backend: str, names: Sequence[str], preload: str = "") -> None:
+    """Files of tests/python on a back end of a GPU, with tests/softcuda in its place."""
     build = BUILD / "softcuda"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
-    files = [f"tests/python/test_{name}.py" for name in ON_CUDA]
+    files = [f"tests/python/test_{name}.py" for name in names]
     marks = "not long" if session.long else "not slow and not long"
-    pytest_on("cuda", PYTHON, marks, *files, libraries=str(build))
+    first = str(build / preload) if preload else ""
+    pytest_on(backend, PYTHON, marks, *files, libraries=str(build), preload=first)
+
+
+def cuda(session: Session) -> None:
+    """The back end cuda on a software CUDA driver, without a GPU."""
+    on_software(session, "cuda", ON_CUDA)
+
+
+def stock(session: Session) -> None:
+    """The back end stock on software for CUDA and for NVIDIA's kernel modules, without a GPU."""
+    names = dict.fromkeys((*ON_STOCK, *ON_CUDA)) if session.long else ON_STOCK
+    on_software(session, "stock", tuple(names), "softrm.so")
 
 
 def usable_gpu_backends() -> list[str]:
@@ -446,6 +465,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "transformers": transformers,
     "gpu-checks": gpu_checks,
     "cuda": cuda,
+    "stock": stock,
     "kernel-scripts": kernel_scripts,
     "kernel": kernel,
     "kernel-checks": kernel_checks,

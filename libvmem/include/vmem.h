@@ -125,14 +125,14 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
-#define VMEM_OPEN_FORCE (1u << 0)         /* use a driver version that was never checked (stock, uvm) */
-#define VMEM_OPEN_LARGE_ENTRIES (1u << 1) /* entries of 2 MiB for small pages, wherever a block of them is whole: see
+#define VMEM_OPEN_LARGE_ENTRIES (1u << 0) /* entries of 2 MiB for small pages, wherever a block of them is whole: see
                                              `entry` above. Pages in host memory keep small ones. It changes nothing
                                              where the granule is 2 MiB (cuda), and "uvm" does not have it
                                              (-EOPNOTSUPP) */
 
 /* Log levels (vmem_open_opts.log); each includes those above it. */
-#define VMEM_LOG_WARNING 1 /* for operators: a range is quarantined, a slab could not be given back */
+#define VMEM_LOG_WARNING 1 /* for operators: a driver of an unknown branch is in use, a range is quarantined, a slab
+                              could not be given back */
 #define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
 #define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
 
@@ -178,6 +178,8 @@ struct vmem_info {
   char device_name[64]; /* of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
+  char warning[192];    /* what an operator should know, "" = nothing: a driver of an unknown branch, whose proof
+                           was strict (stock, uvm) */
 };
 
 struct vmem_probe_info {
@@ -234,7 +236,8 @@ struct vmem_error {
 
 /* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails; one requested by name
  * fails with the error of that test (-EIO if a byte differs: vmem_error.addr and text name it). The caller owns
- * *vm and ends it with vmem_close. */
+ * *vm and ends it with vmem_close. A driver of a branch that the library does not know is tried in a child process
+ * first (stock), tested further, and warned of; VMEM_UNKNOWN_DRIVER=refuse in the environment has it refused. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Closes a context and releases every mapping, page and reservation. Unfinished batches that wait for a descriptor

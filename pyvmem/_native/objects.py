@@ -113,10 +113,10 @@ def query(vm: int) -> Any:
     return info
 
 
-def probe(backend: str, device: int, flags: int) -> Any:
+def probe(backend: str, device: int) -> Any:
     """A struct vmem_probe_info."""
     info = sized("struct vmem_probe_info *")
-    call(lib.vmem_probe, _name(backend), device, flags, info)
+    call(lib.vmem_probe, _name(backend), device, 0, info)
     return info
 
 

@@ -33,10 +33,10 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
   const struct vm_backend *be;
   vm_error_begin("vmem_probe");
   if (!backend || !info) return vm_fail(-EINVAL, "NULL argument");
-  if (flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_OPEN_FORCE);
+  if (flags) return vm_fail(-EINVAL, "unknown flags 0x%x", flags);
   if (!(be = find_backend(backend, ""))) return -EINVAL;
   vm_cancel_later();
-  vm_backend_probe(be, device, flags, &found);
+  vm_backend_probe(be, device, &found);
   vm_cancel_now();
   vm_error_begin("vmem_probe");
   return vm_copy_out(info, &found, sizeof(found), "vmem_probe_info");
@@ -45,8 +45,8 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
 static unsigned log2_of(uint64_t x) { return 63 - (unsigned)__builtin_clzll(x); }
 
 static int check_opts(const struct vmem_open_opts *o) {
-  const uint32_t known = VMEM_OPEN_FORCE | VMEM_OPEN_LARGE_ENTRIES;
-  if (o->flags & ~known) return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags & ~known);
+  if (o->flags & ~VMEM_OPEN_LARGE_ENTRIES)
+    return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags & ~VMEM_OPEN_LARGE_ENTRIES);
   if (o->num_devices > VMEM_MAX_DEVICES)
     return vm_fail_at(-EINVAL, 0, o->num_devices, VMEM_MAX_DEVICES, "%u devices, at most %u", o->num_devices,
                       VMEM_MAX_DEVICES);
@@ -119,6 +119,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   if (o->slab_size) c->info->pub.slab_size = o->slab_size;
   if (c->info->pub.slab_size < c->granule) c->info->pub.slab_size = c->granule;
   snprintf(c->info->pub.backend, sizeof(c->info->pub.backend), "%s", be->name);
+  if (c->info->unproved) snprintf(c->info->pub.warning, sizeof(c->info->pub.warning), "%s", c->info->about);
   if (!c->opts.pool_high) {
     c->opts.pool_high = c->info->pool_high;
     c->phys->surplus.delay = c->info->pool_delay;
@@ -176,6 +177,7 @@ static void log_opened(const struct vm_ctx *c, const char *asked) {
   vm_log(c, VMEM_LOG_INFO, "back end %s (%s asked for)%s%s%s%s: granule %llu, slabs of %llu bytes%s%s", i->backend,
          asked, i->device_name[0] ? " on " : "", i->device_name, i->driver[0] ? ", driver " : "", i->driver,
          (unsigned long long)i->granule, (unsigned long long)i->slab_size, i->why[0] ? "; passed over: " : "", i->why);
+  if (i->warning[0]) vm_log(c, VMEM_LOG_WARNING, "%s", i->warning);
 }
 
 static int open_context(const struct vm_backend *be, const struct vmem_open_opts *o, vmem_t *vm) {

@@ -37,7 +37,8 @@ struct vm_be_info {
   bool no_contents;               /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
   const char *how;                /* for logs, how a page is mapped: " through UVM"; NULL = "" */
-  char patched[40];               /* "patched driver, ABI 1: ", else "" */
+  char about[192];                /* what is to be known of the driver, "" = nothing */
+  bool unproved;                  /* nobody knows this driver: its proof is stricter, and `about` a warning */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
   uint64_t open_ns, prove_ns;     /* how long opening and proving took: vm_backend_open */
 };
@@ -162,7 +163,7 @@ struct vm_backend {
 /* prove.c: opens a back end and proves it on its device; fills *info, table included. What fails is closed. */
 int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
 /* Opens it for one device as "auto" would, and closes it. Fills *found, whose error it returns. */
-int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags, struct vmem_probe_info *found);
+int vm_backend_probe(const struct vm_backend *t, int32_t device, struct vmem_probe_info *found);
 
 /* table.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
 extern const struct vm_backend *const vm_backends[];

@@ -67,7 +67,7 @@ static int trial(struct nvidia *n, void *arg) {
 
 static int open_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
   uint64_t addr;
-  int err = nvidia_open(&u->nv, opts);
+  int err = nvidia_open(&u->nv, opts, NULL);
   if (!err) err = nvidia_host_range(SLOT, SLOT, &addr);
   if (err) return err;
   err = nvidia_find_uvm(&u->nv, trial, &addr);
@@ -115,6 +115,7 @@ static const struct vm_backend without_cuda;
 
 static void describe(const struct uvm *u, struct vm_be_info *info) {
   uint64_t granule = u->nv.granule;
+  char driver[160];
   info->pub.num_devices = u->nv.num_devices;
   for (uint32_t i = 0; i < u->nv.num_devices; i++)
     memcpy(info->pub.uuid[i], u->nv.devices[i].uuid, sizeof(info->pub.uuid[i]));
@@ -132,7 +133,10 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   info->bind_bytes = u->bind_bytes;
   info->no_contents = !u->nv.base.gpu && !u->contents;
   info->all_page_sizes = u->query.out_page_sizes;
-  snprintf(info->patched, sizeof(info->patched), "patched driver, ABI %u: ", u->query.out_abi_version);
+  rm_describe(&u->nv.rm, driver, sizeof(driver));
+  snprintf(info->about, sizeof(info->about), "patched driver, ABI %u%s%s", u->query.out_abi_version,
+           driver[0] ? "; " : "", driver);
+  info->unproved = u->nv.rm.careful;
   info->table = u->nv.base.gpu ? NULL : &without_cuda;
 }
 
