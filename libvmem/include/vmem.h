@@ -329,6 +329,16 @@ struct vmem_create_opts {
   uint64_t page_size;  /* 0 = granule */
 };
 
+struct vmem_memory_info {
+  size_t size;
+  uint64_t free_bytes;   /* what this context could still take from the driver, or on host from the system */
+  uint64_t total_bytes;  /* what there is, whoever has it */
+};
+
+/* Memory of a location as of now; `device` as in vmem_create_opts. Of host memory both are also limited by the control
+ * groups of this process. Others may take it first. The pool's own free pages are not counted. */
+VMEM_API int vmem_memory_query(vmem_t vm, uint32_t location, int32_t device, struct vmem_memory_info *info);
+
 /* Takes `size` bytes (a multiple of the page size) of physical pages, in as few runs as the pool allows.
  * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
@@ -449,8 +459,9 @@ struct vmem_after {
 /* Runs `n` operations as one, after the work in `after` (the calling thread waits). New pages appear before old ones
  * vanish, or at the same time (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
  * fills, replaces and splits, joins, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps or
- * what stays of a block that it splits, nor join what it maps or takes (-EBUSY; new pages are zero). What VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before
- * it: pages that a later one maps are holes to it, and stay as that one makes them.
+ * what stays of a block that it splits, nor join what it maps or takes (-EBUSY; new pages are zero). What
+ * VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before it: pages that a
+ * later one maps are holes to it, and stay as that one makes them.
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed operation is reported first, wherever it stands.

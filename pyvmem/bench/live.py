@@ -14,6 +14,7 @@ mapped one by one cannot be live at once; with `spread` and `consolidated` they 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.growth import LEVELS, PATTERNS, TENSORS, Pattern, Shape
@@ -38,6 +39,9 @@ def level_name(pages: int) -> str:
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """All patterns at all levels, smallest level first, as far as memory and time allow."""
+    if not Path("/proc/meminfo").exists():
+        part.not_run("*", "kernel memory is read in /proc/meminfo, which is not there")
+        return
     levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
     setting.native.trim()
     per_page: dict[str, float] = {}  # seconds a page, from the level before

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import operator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.expect import shown
+from pyvmem.units import parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -105,12 +107,20 @@ def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
     return InvalidArgument(message, errno=errno.EINVAL, op="KVCache", bytes=size, limit=limit)
 
 
+def _number(value: Any) -> str:
+    """What to write instead of a string such as "64K"."""
+    with contextlib.suppress(ValueError):
+        return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
+    return ""
+
+
 def bounded(name: str, value: Any, low: int, high: int) -> int:
     """A whole number within its bounds; raises InvalidArgument otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
-        raise invalid(f"{name} must be a whole number, not {shown(value)}") from None
+        what = shown(value) + _number(value)
+        raise invalid(f"{name} must be a whole number, not {what}") from None
     if not low <= number <= high:
         raise invalid(
             f"{name} is {shown(number)}; it must lie between {low} and {high}", limit=high
@@ -181,7 +191,7 @@ class KVCacheConfig:
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements. In a cache of more than 8 GiB, layers
             that share a tensor need pages of 2 MiB: with smaller ones decode attention takes 1.1 to
-            8.6 times as long (benchmarks/kernels, on a full card); `pyvmem.layouts.advise` weighs
+            9.4 times as long (benchmarks/kernels, on a full card); `pyvmem.layouts.advise` weighs
             it.
         memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
             0.9 of what is free on the GPU when the cache is made; on host, all that is available;

@@ -80,6 +80,19 @@ static bool driver_has_large(uint64_t offset) {
   return err;
 }
 
+/* What a page held is still there when it comes back, as on a GPU; zeroed in the background, or by who maps it. */
+static void keep_contents(bool background) {
+  static struct vm_backend fake;
+  struct vm_ctx *c;
+  int err;
+  if (!(c = vm_get(vm, "test", &err))) return;
+  fake = *c->be;
+  fake.discard = NULL;
+  c->be = &fake;
+  c->phys->clean.background = background;
+  vm_put(c);
+}
+
 /* Two blocks with large entries, marked. */
 static void two_blocks(void) {
   open_entries(0, 0);
@@ -478,6 +491,44 @@ static void fragmented(void) {
   OK(unmap_at(20 * BLOCK + 12 * PAGE, BLOCK - 12 * PAGE, 0));
   OK(populate_at(40 * BLOCK + 31 * PAGE, BLOCK + 2 * PAGE, 0));
   EQ(entry_at(41 * BLOCK), BLOCK);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
+/* A whole chunk that must be zeroed first is better than pieces that need not: for blocks, and for growth. */
+static void dirty_chunks(void) {
+  struct vmem_open_opts o = {.size = sizeof(o),
+                             .granule = PAGE,
+                             .flags = VMEM_OPEN_LARGE_ENTRIES,
+                             .slab_size = 4 * BLOCK,
+                             .mem_limit = 4 * BLOCK,
+                             .pool_high = VMEM_KEEP_ALL};
+  ONLY_HOST();
+  OK(open_opts(&o, &vm));
+  keep_contents(false);
+  OK(vMemReserve(vm, 16 * BLOCK, NULL, &va));
+  OK(populate_at(0, 2 * BLOCK, 0));
+  CHECK(mark(0, 2 * BLOCK));
+  OK(populate_at(4 * BLOCK, PAGE, VMEM_OP_SPREAD)); /* in each of the other two chunks */
+  OK(populate_at(6 * BLOCK, PAGE, VMEM_OP_SPREAD));
+  OK(unmap_at(0, 2 * BLOCK, 0));
+  EQ(stats_of(vm).dirty_bytes, 2 * BLOCK);
+  OK(populate_at(8 * BLOCK, BLOCK, 0));
+  EQ(entry_at(8 * BLOCK), BLOCK);
+  for (uint64_t i = 0; i < PAGES; i++) {
+    OK(populate_at(10 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
+    EQ(get_byte(vm, va + 8 * BLOCK + i * PAGE + 7), 0);
+    EQ(get_byte(vm, va + 10 * BLOCK + i * PAGE + 7), 0);
+  }
+  OK(vmem_join(vm, va + 10 * BLOCK, BLOCK, NULL));
+  EQ(entry_at(10 * BLOCK), BLOCK);
+  CHECK(mark(10 * BLOCK, BLOCK));
+  OK(unmap_at(10 * BLOCK + 20 * PAGE, 12 * PAGE, VMEM_OP_SPLIT)); /* cut off, and grown again: by the same pages */
+  for (uint64_t i = 20; i < PAGES; i++) OK(populate_at(10 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
+  EQ(get_byte(vm, va + 10 * BLOCK + 21 * PAGE + 7), 0);
+  OK(vmem_join(vm, va + 10 * BLOCK, BLOCK, NULL));
+  EQ(entry_at(10 * BLOCK), BLOCK);
+  CHECK(marked(10 * BLOCK, 20 * PAGE));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }
@@ -902,19 +953,6 @@ static bool random_step(struct model *m, bool failing) {
   }
 }
 
-/* What a page held is still there when it comes back, as on a GPU, and is zeroed in the background. */
-static void keep_contents(void) {
-  static struct vm_backend fake;
-  struct vm_ctx *c;
-  int err;
-  if (!(c = vm_get(vm, "test", &err))) return;
-  fake = *c->be;
-  fake.discard = NULL;
-  c->be = &fake;
-  c->phys->clean.background = true;
-  vm_put(c);
-}
-
 static void at_random(void) {
   const char *given = getenv("ENTRIES_SEED");
   struct model m = {.seed = given ? (unsigned)strtoul(given, NULL, 0) : 20261127};
@@ -927,7 +965,7 @@ static void at_random(void) {
                                .mem_limit = round == 2 ? 12 * BLOCK + 3 * PAGE : 0,
                                .pool_high = round ? VMEM_KEEP_ALL : 0};
     OK(open_opts(&o, &vm));
-    if (round == 3 && on_host()) keep_contents();
+    if (round == 3 && on_host()) keep_contents(true);
     OK(vMemReserve(vm, BLOCKS * BLOCK, NULL, &va));
     for (unsigned i = 0; i < SPAN; i++) m.what[i] = -1;
     for (int step = 0; step < STEPS; step++) {
@@ -956,5 +994,5 @@ static void at_random(void) {
 MAIN(TEST(whole_blocks_get_them), TEST(as_recorded), TEST(handles_get_them), TEST(without_the_flag), TEST(bad_flags),
      TEST(never_cut_without_it), TEST(release_splits_nothing), TEST(split_unmaps), TEST(split_many), TEST(all_of_it),
      TEST(split_replaces), TEST(split_sparse), TEST(grown_and_joined), TEST(split_and_joined), TEST(in_the_way),
-     TEST(fragmented), TEST(odd_slabs), TEST(large_pages), TEST(compaction), TEST(each_call_fails), TEST(undo_fails),
-     TEST(in_threads), TEST(at_random))
+     TEST(fragmented), TEST(dirty_chunks), TEST(odd_slabs), TEST(large_pages), TEST(compaction), TEST(each_call_fails),
+     TEST(undo_fails), TEST(in_threads), TEST(at_random))

@@ -15,10 +15,16 @@ VMEM_API const char *vmem_backend_name(unsigned index) {
   return NULL;
 }
 
-static const struct vm_backend *find_backend(const char *name) {
-  for (size_t i = 0; vm_backends[i]; i++)
+/* `beside`: another name that the caller takes, and ", ". */
+static const struct vm_backend *find_backend(const char *name, const char *beside) {
+  char names[128] = "";
+  size_t used = 0;
+  for (size_t i = 0; vm_backends[i]; i++) {
     if (!strcmp(vm_backends[i]->name, name)) return vm_backends[i];
-  vm_fail(-EINVAL, "no back end is called \"%.32s\"", name);
+    if (used < sizeof(names))
+      used += (size_t)snprintf(names + used, sizeof(names) - used, "%s%s", used ? ", " : "", vm_backends[i]->name);
+  }
+  vm_fail(-EINVAL, "no back end is called \"%.32s\"; there are %s%s", name, beside, names);
   return NULL;
 }
 
@@ -28,7 +34,7 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
   vm_error_begin("vmem_probe");
   if (!backend || !info) return vm_fail(-EINVAL, "NULL argument");
   if (flags) return vm_fail(-EINVAL, "unknown flags 0x%x", flags);
-  if (!(be = find_backend(backend))) return -EINVAL;
+  if (!(be = find_backend(backend, ""))) return -EINVAL;
   vm_cancel_later();
   vm_backend_probe(be, device, &found);
   vm_cancel_now();
@@ -196,7 +202,7 @@ VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   if (!vm) return vm_fail(-EINVAL, "NULL argument");
   if ((err = vm_copy_in(&o, sizeof(o), opts, "vmem_open_opts")) || (err = check_opts(&o))) return err;
   if (!o.backend) o.backend = "auto";
-  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend))) return -EINVAL;
+  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend, "auto, "))) return -EINVAL;
   vm_cancel_later();
   err = open_context(be, &o, vm);
   vm_cancel_now();

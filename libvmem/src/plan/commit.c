@@ -122,6 +122,18 @@ static void take_back_replaces(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
+/* ---- joins ------------------------------------------------------------------------------------- */
+
+static void commit_joins(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->joins.n; i++) {
+    const struct vm_seg *seg = VM_AT(p->joins, struct vm_seg, i);
+    struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
+    vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
+    if (vm_is_whole(c, seg->addr, r)) c->driver->joins += vm_ptes_entries(c, seg->space, seg->addr, seg->bytes, true);
+    vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
+  }
+}
+
 /* ---- the whole --------------------------------------------------------------------------------- */
 
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
@@ -143,7 +155,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   vm_virt_note_peak(c);
   release(c, &p->fills);
   vm_split_commit(c, p);
-  vm_join_commit(c, p);
+  commit_joins(c, p);
   commit_replaces(c, p);
   for (i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *piece = VM_AT(p->unmaps, struct vm_piece, i);

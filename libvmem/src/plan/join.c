@@ -58,16 +58,6 @@ int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64
   return err;
 }
 
-void vm_join_commit(struct vm_ctx *c, struct vm_plan *p) {
-  for (size_t i = 0; i < p->joins.n; i++) {
-    const struct vm_seg *seg = VM_AT(p->joins, struct vm_seg, i);
-    struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
-    vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
-    if (vm_is_whole(c, seg->addr, r)) c->driver->joins += vm_ptes_entries(c, seg->space, seg->addr, seg->bytes, true);
-    vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
-  }
-}
-
 /* A fill of an unfinished batch may be at work here; if it fails, that batch says so. */
 static void await_fills(struct vm_ctx *c, struct vm_plan *p) {
   while (vm_plan_await_fills(c, p)) {

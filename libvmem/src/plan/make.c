@@ -61,8 +61,8 @@ static struct vm_seg seg_of(const struct maker *m, const struct vm_piece *piece,
                          r.unit,       m->w.op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
 }
 
-/* Marks one run at the piece's end, which is one call. Its units hold a reference for these ptes already; those of ptes that were not
- * marked are given back. */
+/* Marks one run at the piece's end, which is one call. Its units hold a reference for these ptes already; those of ptes
+ * that were not marked are given back. */
 static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr + piece->bytes;

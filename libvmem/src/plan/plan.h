@@ -185,7 +185,6 @@ void vm_move_commit(struct vm_ctx *c, struct vm_plan *p);
 
 /* The range is mapped, but for `holes`: what of it is worth a call is marked. Lock held. */
 int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64_t addr, uint64_t bytes, bool holes);
-void vm_join_commit(struct vm_ctx *c, struct vm_plan *p); /* lock held */
 /* *calls: stretches that were mapped anew. */
 int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls);
 /* Adds to *freed until it is `want`. */

@@ -2,8 +2,8 @@
 /*
  * Makes a plan's driver calls, then commits or undoes it.
  *
- * Order: zeroing of new pages, maps, copies to them, fills, replaces, joins, unmaps. All but the first and the fills are
- * operations of vm_bind (backend/backend.h). Without fills they take one call of it; with fills
+ * Order: zeroing of new pages, maps, copies to them, fills, replaces, joins, unmaps. All but the first and
+ * the fills are operations of vm_bind (backend/backend.h). Without fills they take one call of it; with fills
  * two, because pages must be mapped before they are filled, and what the undo of a failed fill
  * restores must still be there.
  *

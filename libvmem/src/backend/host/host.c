@@ -9,8 +9,8 @@
  * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
  * included: spare mappings are given up for them.
  *
- * What pages of 2 MiB are promised, a GPU's driver would map with entries of that size, and then change none in part. So
- * does this one (entries.h): what works here works there.
+ * A GPU's driver maps a slab of pages of 2 MiB with entries of that size where it can, and then changes none in part.
+ * So does this one (entries.h): what works here works there.
  *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
  * has ended. A fork waits for calls that have made a mapping and not yet said so.
@@ -22,11 +22,11 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include "backend/backend.h"
 #include "backend/host/entries.h"
+#include "base/available.h"
 #include "base/clock.h"
 #include "base/context.h"
 #include "base/fd.h"
@@ -66,12 +66,9 @@ struct host {
 
 /* ---- the process ------------------------------------------------------------------------------ */
 
-enum source { MEMINFO, GROUP_MAX, GROUP_CURRENT, MAPS, MAX_MAPS, SOURCES };
+enum source { MAPS, MAX_MAPS, SOURCES };
 
 static const char *const source_paths[SOURCES] = {
-    [MEMINFO] = "/proc/meminfo",
-    [GROUP_MAX] = "/sys/fs/cgroup/memory.max",
-    [GROUP_CURRENT] = "/sys/fs/cgroup/memory.current",
     [MAPS] = "/proc/self/maps",
     [MAX_MAPS] = "/proc/sys/vm/max_map_count",
 };
@@ -80,9 +77,10 @@ static const char *const source_paths[SOURCES] = {
 static struct {
   pthread_mutex_t forks; /* held by a fork; what follows */
   struct host *first;
-  int sources[SOURCES];     /* open while a context is, for the process may run out of descriptors; -1: there is none */
-  pthread_mutex_t memory;   /* what is promised to all; `forks` may be taken in it */
-  pthread_mutex_t counting; /* MAPS is read by one thread */
+  int sources[SOURCES]; /* open while a context is, for the process may run out of descriptors; -1: there is none */
+  struct vm_available *available; /* the same of others; read in `memory` */
+  pthread_mutex_t memory;         /* what is promised to all; `forks` may be taken in it */
+  pthread_mutex_t counting;       /* MAPS is read by one thread */
 } process = {
     .forks = PTHREAD_MUTEX_INITIALIZER, .memory = PTHREAD_MUTEX_INITIALIZER, .counting = PTHREAD_MUTEX_INITIALIZER};
 
@@ -106,6 +104,9 @@ static void release_forks(void) {
 }
 
 static void close_sources(void) {
+  struct vm_available *available = process.available;
+  process.available = NULL;
+  vm_available_close(available);
   for (size_t i = 0; i < SOURCES; i++)
     if (process.sources[i] >= 0) close(process.sources[i]);
 }
@@ -137,7 +138,9 @@ static int open_sources(void) {
       return vm_fail(-ENOMEM, "%s: %s", source_paths[i], strerror(-err));
     }
   }
-  return 0;
+  int err = vm_available_open("", &process.available);
+  if (err) close_sources();
+  return err;
 }
 
 /* Makes the context's file, which a child will close. */
@@ -183,22 +186,6 @@ static bool read_number(enum source from, const char *format, unsigned long long
     line++;
   }
   return true;
-}
-
-/* Bytes that this process may still take, by the machine's count and by its control group's. */
-static uint64_t memory_available(void) {
-  unsigned long long kib, max, now;
-  struct sysinfo all;
-  uint64_t avail = UINT64_MAX;
-  if (read_number(MEMINFO, "MemAvailable: %llu", &kib))
-    avail = (uint64_t)kib << 10;
-  else if (!sysinfo(&all)) /* caches that could be dropped are not in it */
-    avail = ((uint64_t)all.freeram + all.bufferram) * all.mem_unit;
-  if (read_number(GROUP_MAX, "%llu", &max) && read_number(GROUP_CURRENT, "%llu", &now)) {
-    uint64_t left = max > now ? max - now : 0;
-    if (left < avail) avail = left;
-  }
-  return avail;
 }
 
 static uint64_t count_vmas(void) {
@@ -331,6 +318,29 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
+/* Slabs are promises until touched: bytes that are still promised, to all contexts. */
+static uint64_t promised(void) {
+  uint64_t all = 0;
+  for (struct host *h = process.first; h; h = h->next) {
+    struct stat st;
+    uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
+    if (h->slab_bytes > resident) all += h->slab_bytes - resident;
+  }
+  return all;
+}
+
+/* What this process may still take, of which `open_promises` are spoken for; exact only below these and `enough`. In
+ * `memory`. */
+static uint64_t available(uint64_t enough, uint64_t *open_promises, uint64_t *total) {
+  uint64_t bytes;
+  hold_forks();
+  *open_promises = promised();
+  if (enough > UINT64_MAX - *open_promises) enough = UINT64_MAX - *open_promises;
+  vm_available_read(process.available, enough + *open_promises, &bytes, total);
+  release_forks();
+  return bytes;
+}
+
 /* ---- open, close ------------------------------------------------------------------------------ */
 
 static uint64_t page_sizes(void) {
@@ -387,12 +397,14 @@ static void host_close(void *be) {
 }
 
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
-  struct sysinfo all;
+  uint64_t open_promises, left;
   (void)be;
   (void)location;
   (void)device;
-  *free_bytes = memory_available();
-  *total_bytes = sysinfo(&all) ? 0 : (uint64_t)all.totalram * all.mem_unit;
+  pthread_mutex_lock(&process.memory);
+  left = available(UINT64_MAX, &open_promises, total_bytes);
+  pthread_mutex_unlock(&process.memory);
+  *free_bytes = left > open_promises ? left - open_promises : 0;
   return 0;
 }
 
@@ -514,19 +526,6 @@ static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 
 /* ---- memory ----------------------------------------------------------------------------------- */
 
-/* Slabs are promises until touched: bytes that are still promised, to all contexts. */
-static uint64_t promised(void) {
-  uint64_t all = 0;
-  hold_forks();
-  for (struct host *h = process.first; h; h = h->next) {
-    struct stat st;
-    uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
-    if (h->slab_bytes > resident) all += h->slab_bytes - resident;
-  }
-  release_forks();
-  return all;
-}
-
 /* Where the file has a gap, or it grows. */
 static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
   uint64_t end = h->file_bytes + bytes;
@@ -587,13 +586,12 @@ static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
 static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
                             uint64_t *slab) {
   struct host *h = be;
-  uint64_t avail, open_promises;
+  uint64_t avail, open_promises, total;
   int err;
   (void)location;
   (void)device;
   pthread_mutex_lock(&process.memory);
-  avail = memory_available();
-  open_promises = promised();
+  avail = available(bytes, &open_promises, &total);
   if (avail < open_promises || avail - open_promises < bytes)
     err = vm_fail_at(-ENOMEM, 0, bytes, avail, "%llu bytes of host memory: %llu available, %llu of them promised",
                      (unsigned long long)bytes, (unsigned long long)avail, (unsigned long long)open_promises);
