@@ -21,8 +21,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from environment import BUILD, REQUIREMENTS, VENV
-from extra_environment import CANNOT, make, packages
+from environment import BUILD, REQUIREMENTS, VENV, packages
+from extra_environment import CANNOT, make
 from system_packages import install_debian_packages
 
 __all__ = ["environment_of", "missing_libraries", "versions"]
