@@ -301,7 +301,7 @@ static void limit_of_a_user(void) {
     struct world own;
     world_open(&own, 1);
     if (setuid(1000)) _exit(100);
-    _exit(vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0) != 0);
+    _exit(vm_reserve(own.uvm, own.uuid[0], RES, LARGE, 16, 0) != 0);
   }
   int result = wait_for(child);
   defaults();
