@@ -608,6 +608,35 @@ static void compaction(void) {
   OK(vmem_close(vm));
 }
 
+/* Where no chunk is free for an entry, slabs of small pages alone are emptied all the same. */
+static void compaction_without_chunks(void) {
+  static const unsigned keep[] = {17, 13}; /* pages of each block: the first slab is too full to be emptied */
+  struct vmem_open_opts o = {.size = sizeof(o),
+                             .granule = PAGE,
+                             .flags = VMEM_OPEN_LARGE_ENTRIES,
+                             .slab_size = 8 * BLOCK,
+                             .pool_high = VMEM_KEEP_ALL};
+  uint64_t freed = 0;
+  OK(open_opts(&o, &vm));
+  OK(vMemReserve(vm, 64 * BLOCK, NULL, &va));
+  OK(populate_at(16 * BLOCK, 8 * BLOCK, 0));
+  for (unsigned s = 0; s < 2; s++) {
+    OK(populate_at(s * 8 * BLOCK, 8 * BLOCK, 0));
+    for (uint64_t b = s * 8; b < s * 8 + 8; b++)
+      OK(unmap_at(b * BLOCK + keep[s] * PAGE, BLOCK - keep[s] * PAGE, VMEM_OP_SPLIT));
+  }
+  OK(unmap_at(17 * BLOCK, 7 * BLOCK, 0));
+  EQ(stats_of(vm).slabs, 3);
+  EQ(stats_of(vm).large_entries, 1);
+  for (uint64_t b = 0; b < 17; b++) CHECK(mark(b * BLOCK, b < 16 ? keep[b / 8] * PAGE : BLOCK));
+  OK(vmem_compact(vm, UINT64_MAX, NULL, 0, 0, &freed));
+  EQ(freed, 8 * BLOCK);
+  EQ(entry_at(16 * BLOCK), BLOCK);
+  for (uint64_t b = 0; b < 17; b++) CHECK(marked(b * BLOCK, b < 16 ? keep[b / 8] * PAGE : BLOCK));
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* ---- failures ---------------------------------------------------------------------------------- */
 
 static int split_batch(void) {
@@ -994,5 +1023,5 @@ static void at_random(void) {
 MAIN(TEST(whole_blocks_get_them), TEST(as_recorded), TEST(handles_get_them), TEST(without_the_flag), TEST(bad_flags),
      TEST(never_cut_without_it), TEST(release_splits_nothing), TEST(split_unmaps), TEST(split_many), TEST(all_of_it),
      TEST(split_replaces), TEST(split_sparse), TEST(grown_and_joined), TEST(split_and_joined), TEST(in_the_way),
-     TEST(fragmented), TEST(dirty_chunks), TEST(odd_slabs), TEST(large_pages), TEST(compaction), TEST(each_call_fails),
-     TEST(undo_fails), TEST(in_threads), TEST(at_random))
+     TEST(fragmented), TEST(dirty_chunks), TEST(odd_slabs), TEST(large_pages), TEST(compaction),
+     TEST(compaction_without_chunks), TEST(each_call_fails), TEST(undo_fails), TEST(in_threads), TEST(at_random))

@@ -32,7 +32,8 @@ struct survey {
 struct evacuation {
   struct vm_ctx *c;
   struct vm_move move;
-  bool stays; /* the slab: a page of it is in use, or there is no room for them */
+  bool stays;    /* the slab: a page of it is in use, or there is no room for them */
+  bool no_block; /* none for an entry: there may be for the pages of others */
   struct vm_plan plan;
 };
 
@@ -198,6 +199,7 @@ static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t
     if (!r->n) {
       taken->n--;
       e->stays = true;
+      e->no_block = align > 1 && !e->move.from->pool->large;
       return 0;
     }
     for (uint32_t i = 0; i < r->n; i++) e->move.to[unit + i] = (struct vm_moved){r->slab, r->unit + i};
@@ -375,7 +377,7 @@ static int prepare(struct evacuation *v, struct vm_slab *s, const struct survey 
   v->move.from = s;
   vm_pool_set_aside(s);
   err = take_all(v, survey);
-  *full = v->stays;
+  *full = v->stays && !v->no_block;
   if (err || v->stays) return err;
   err = plan_addresses(v, survey);
   if (!err) err = plan_handles(v, survey);
