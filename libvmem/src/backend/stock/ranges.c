@@ -55,7 +55,7 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
     vm_fail_at(-ENOSPC, addr, bytes, STOCK_MAX_MAPPINGS,
                "the driver has no handle left for another mapping (all processes together have %d; "
                "these have /dev/nvidia-uvm open, with root's eyes `fuser -v /dev/nvidia-uvm` tells all: %s): "
-               "map longer runs, or consolidate, here or there",
+               "map longer runs, or join them, here or there",
                RM_HANDLES, others);
     return vm_fail_status(status, rm_status_name(status));
   }
