@@ -351,6 +351,35 @@ def limit_table(run: Result) -> Iterator[str]:
     )
 
 
+def full_table(run: Result) -> Iterator[str]:
+    """A full card, one engine at a time."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+    arms = [name.partition("/")[2] for name in found if name.startswith("rate/")]
+    body = []
+    for arm in arms:
+        cells = [f"{found[f'rate/{arm}']['value']:,.0f}", number(found[f"step/{arm}"]["median"], 4)]
+        for kind in ("rate", "step"):
+            over = found.get(f"over/{kind}/{arm}")
+            cells.append(f"{over['value']:.3f} ± {over['half_width']:.3f}" if over else "")
+        mapped, same = found.get(f"mapped/{arm}"), found.get(f"same/{arm}")
+        cells += [
+            f"{found[f'waited/{arm}']['value']:.0%}",
+            f"{mapped['value'] / _GB:.1f}" if mapped else "",
+            f"{same['value']:,} of {same['of']:,}" if same else "",
+        ]
+        body.append([arm, *cells])
+    engines = len(found[f"rate/{arms[0]}"]["rounds"])
+    yield (
+        f"A full card: {run['options']['requests']} requests fill "
+        f"{found['memory']['value'] / _GB:.1f} GB of keys and values; one engine at a time, "
+        f"{engines} of each in turns there and back, ± of 95 % confidence; {heading(run)}"
+    )
+    yield ""
+    head = ["engine", "tokens/s", "decode step ms", "tokens/s over stock's", "step's speed over"]
+    head += ["host waits for the GPU", "GB mapped", "answers as stock's"]
+    yield from table(head, body)
+
+
 def part_vllm(_: list[Result]) -> list[str]:
     """Each kept run of vLLM."""
     shown = {
@@ -361,6 +390,7 @@ def part_vllm(_: list[Result]) -> list[str]:
         "blocks": blocks_table,
         "rough": rough_table,
         "limit": limit_table,
+        "full": full_table,
     }
     lines: list[str] = []
     for run in runs("vllm"):

@@ -103,6 +103,18 @@ def vllm() -> tuple[tuple[str, str], tuple[str, str]]:
     return (alone, machines(where)), (together, machines(beside))
 
 
+def vllm_full() -> tuple[str, str]:
+    """Throughput on a full card over stock's, with the confidence interval."""
+    found = []
+    where: list[Result] = []
+    for run in runs("vllm"):
+        over = rows(run).get("full/over/rate/elastic")
+        if over is not None:
+            found.append(f"{over['value']:.3f} ± {over['half_width']:.3f} times")
+            where.append(run)
+    return (", ".join(found), machines(where)) if found else (NOT_MEASURED, "")
+
+
 def counts() -> tuple[str, str]:
     """Driver calls for a page more in each of 64 tensors, patched and stock."""
     path = RESULTS / "softgpu-counts.jsonl"
@@ -169,6 +181,11 @@ def part(results: list[Result]) -> list[str]:
         (
             "vLLM with the plug-in: tokens a second over those without it",
             alone,
+            "benchmarks/vllm/README.md",
+        ),
+        (
+            "The same on a full card, 48 GiB of keys and values, one engine at a time",
+            vllm_full(),
             "benchmarks/vllm/README.md",
         ),
         (
