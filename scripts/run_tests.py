@@ -56,7 +56,7 @@ ON_STOCK = (
     *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
     *("kvcache_swap", "selftest"),
 )
-C_ON_STOCK = ("bind", "consolidate", "events", "fork", "large", "parts", "unknown_state")
+C_ON_STOCK = ("bind", "events", "fork", "join", "large", "parts", "unknown_state")
 # They take half a minute each there.
 C_ON_STOCK_LONG = ("async", "batch", "limits", "move", "pool", "stress", "threads", "transfer")
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")

@@ -976,13 +976,18 @@ class Pager(Journaled):
 
     def under_way(self) -> tuple[int, int, int]:
         """Pages grown, reused and zeroed that the counters have, and that may still fail."""
-        jobs = [job for job in self.growths if job.mapping is not None and not job.granted]
+        jobs = [job for job in self.growths if not job.granted and _may_fail(job, job.mapping)]
+        fills = [job for job in self.growths if _may_fail(job, job.filling)]
         return (
             sum(job.new_pages for job in jobs),
             sum(job.reused_pages for job in jobs),
-            sum(job.zeroed_pages for job in jobs)
-            + sum(job.filling_pages for job in self.growths if job.filling is not None),
+            sum(job.zeroed_pages for job in jobs) + sum(job.filling_pages for job in fills),
         )
+
+
+def _may_fail(job: Growth, ticket: Any) -> bool:
+    """Whether a batch of a growth is unfinished, or has failed and is not undone yet."""
+    return ticket is not None and (not job.done() or _failed(ticket))
 
 
 def _failed(ticket: Any) -> bool:

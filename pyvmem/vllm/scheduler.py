@@ -66,7 +66,7 @@ class _Elastic:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own scheduler for a model that has no KV cache: an encoder, say."""
         kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
-        if kv_cache_config.kv_cache_tensors:
+        if kv_cache_config.kv_cache_groups:
             return super().__new__(cls)
         stock: type = cls.__mro__[cls.__mro__.index(_Elastic) + 1]
         return stock(*args, **kwargs)

@@ -434,7 +434,7 @@ static int child_readonly(struct env *e) {
 
 static int child_probe(const struct vm_backend *b) {
   struct vmem_probe_info info = {.size = sizeof(info)};
-  int err = vm_backend_probe(b, 0, 0, &info);
+  int err = vm_backend_probe(b, 0, &info);
   printf("                 uid %d: %d %s\n", (int)getuid(), err, err ? vmem_last_error() : info.reason);
   return err != 0;
 }
@@ -445,7 +445,7 @@ static void check_backend(const struct vm_backend *b) {
   uint64_t before, after, total;
   gpu_ctx ctx;
   double start = now_us();
-  int err = vm_backend_probe(b, 0, 0, &info);
+  int err = vm_backend_probe(b, 0, &info);
   if (err == -ENODEV) return note(&e, "not run:", "%s", vmem_last_error());
   if (!check(&e, "probe", err == 0)) return;
   gpu_api_get(&e.cu);

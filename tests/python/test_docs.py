@@ -223,8 +223,8 @@ def test_the_table_of_metrics() -> None:
     rows = readme_metrics.part()
     assert len({row.count("|") for row in rows}) == 1
     assert (
-        "| `pyvmem_steps_total` | counter | `call`: `step`, `step_async` | Calls that returned 0. |"
-        in rows
+        "| `pyvmem_steps_total` | counter | `call`: `step`, `step_async` "
+        "| Calls that returned 0, by call. |" in rows
     )
     (waits,) = (row for row in rows if "`pyvmem_wait_seconds`" in row)
     assert "| histogram |  |" in waits, "neither `cache` nor `le` is listed for each"

@@ -47,8 +47,8 @@ def test_a_failure_tells_the_state_of_the_caches(
     with pytest.raises(AssertionError, match="differ"):
         Soak("host", 1).run(steps=1)
     said = capsys.readouterr().out
-    for text in ("round 0, <Context host", "bytes are free", "KVCacheConfig(", "slot 5: 0 rows",
-                 "leased: []", "CacheStats(", "bytes can be had"):  # fmt: skip
+    for text in ("round 0, <Context host", "MemoryInfo(free_bytes=", "KVCacheConfig(",
+                 "slot 5: 0 rows", "leased: []", "CacheStats(", "bytes can be had"):  # fmt: skip
         assert text in said
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +27,10 @@ BLOCKS, SIZE = 64, 64 * 4096
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "l"
-    path.mkdir(mode=0o700)
-    return path
+def folder() -> Iterator[Path]:
+    """Of a short name: a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="vmem-") as name:
+        yield Path(name)
 
 
 def memory() -> KVMemory:
