@@ -64,7 +64,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns all, as views.
 
-        With a sliding window: all that one of them sees.
+        With a sliding window: all that one of them sees. Of a cache with `contiguous`: copies.
 
         Raises:
             InvalidArgument: another batch size, shape, type or device, or more tokens than the
@@ -87,7 +87,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._v[:batch].index_copy_(1, where, value_states.transpose(1, 2))
         self._length = last
         shown = self._show()
-        return self._view(self._offset(first)) if self._window else shown
+        found = self._view(self._offset(first)) if self._window else shown
+        if self._rows.settings.contiguous:
+            return found[0].contiguous(), found[1].contiguous()
+        return found
 
     def _offset(self, length: int) -> int:
         """The first row that a token after `length` of them sees."""

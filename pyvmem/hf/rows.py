@@ -48,6 +48,7 @@ class Settings:
         context: shared with others; None: the cache's own.
         options: other fields of `KVCacheConfig`.
         budget: memory that other caches of the context share.
+        contiguous: `update` returns copies.
     """
 
     text: Any
@@ -57,6 +58,7 @@ class Settings:
     context: Context | None
     options: dict[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
+    contiguous: bool = False
 
 
 class TakesRows:
