@@ -28,6 +28,7 @@ setup: ## the Python environment build/venv with this project in it
 run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo --picture $(BUILD)/run.svg $(ARGS)
 
+check: export WERROR := 1
 check: setup ## for every day, about 2 minutes: lint, C tests, the fast Python tests
 	@$(VPY) scripts/run_tests.py lint c python-fast
 

@@ -32,6 +32,7 @@ def main() -> None:
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
     try:
+        import torch
         from vllm import LLM, SamplingParams
     except ModuleNotFoundError as error:
         raise SystemExit(f"{sys.argv[0]}: {error}; run it with a Python that has vLLM") from None
@@ -39,7 +40,10 @@ def main() -> None:
     if model.is_absolute() and not (model / "config.json").is_file():
         raise SystemExit(f"{sys.argv[0]}: {model}: no model folder: it has no config.json")
     prompts = sys.argv[2:] or ["The capital of France is"]
-    llm = LLM(sys.argv[1], max_model_len=512, max_num_seqs=8, enforce_eager=True)
+    # Not every processor has the instructions that vLLM takes for 16 bits.
+    precision = "auto" if torch.cuda.is_available() else "float32"
+    options = {"max_model_len": 512, "max_num_seqs": 8, "enforce_eager": True, "dtype": precision}
+    llm = LLM(sys.argv[1], **options)
     for one in llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0)):
         print(one.prompt, "->", one.outputs[0].text)
     if not show():

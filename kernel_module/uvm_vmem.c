@@ -2,8 +2,10 @@
 //
 // vmem: fine-grained GPU memory for address ranges that stay contiguous.
 //
-// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; the others do one thing each:
+// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; the others do one thing each, and
+// none of them calls one that calls it:
 //
+//   uvm_vmem_call.c    what calls share: their beginning and end, waiting for a GPU, which GPUs are refused
 //   uvm_vmem_account.c kernel memory: charged to the process's memory cgroup, and limited for each user and cgroup
 //   uvm_vmem_memory.c  stores and chunks: 2 MB pieces of physical memory, cut into units of 64 KB
 //   uvm_vmem_object.c  objects: the pages of one CREATE, and the table of handles
@@ -53,8 +55,8 @@
 // Physical memory and the GPU's TLBs
 //
 // A push that removes translations is added to state->pending before the pages lose their references. Memory is reused
-// only after it: the push that zeroes a page acquires it, the PMM gets it with a chunk, host memory waits. So even an
-// ASYNC batch never lets a page reach another owner while a GPU could still see it.
+// only after it: the push that zeroes a page acquires it, and a chunk that goes back to the PMM or the kernel waits for
+// it, without a lock. So even an ASYNC batch never lets a page reach another owner while a GPU could still see it.
 //
 // Trade-offs
 //
@@ -68,17 +70,12 @@
 // - Chunks belong to one file descriptor: two processes never share 2 MB, and the PMM's next user or we zero what the
 //   first leaves.
 
-#include <linux/delay.h>
-#include <linux/ktime.h>
 #include <linux/module.h>
 #include <linux/sched/mm.h>
-#include <linux/sched/signal.h>
 #include <linux/uaccess.h>
 
 #include "uvm_global.h"
 #include "uvm_vmem_internal.h"
-
-#define CREATE_TRACE_POINTS
 #include "uvm_vmem_trace.h"
 
 MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
@@ -92,15 +89,6 @@ MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 #define BIND_SIZE_1    40
 #define WAIT_SIZE_1    24
 #define STAT_SIZE_1    136
-
-// UVM learns that a GPU has finished by looking at a semaphore in memory: its channels raise no interrupt, and nothing
-// in it can be hooked. So whoever waits looks, at once while a batch takes what most take (guess from the times of
-// UVM's own pushes), then after a part of the time that it has waited, so that the last pause makes it at most that much
-// longer.
-#define PAUSE_SPIN_NS 20000ull
-#define PAUSE_PART    4
-#define PAUSE_MIN_NS  5000ull
-#define PAUSE_MAX_NS  10000000ull
 
 // Larger structs are treated as an error of the caller, whatever they hold.
 #define MAX_STRUCT_SIZE 4096
@@ -141,156 +129,6 @@ typedef struct
     void (*undo)(uvm_vmem_state_t *state, params_t *params);
 } command_t;
 
-int uvm_vmem_errno(NV_STATUS status, int out_of_memory)
-{
-    switch (status) {
-        case NV_OK:
-            return 0;
-        case NV_ERR_NO_MEMORY:
-        case NV_ERR_INSUFFICIENT_RESOURCES:
-            return out_of_memory;
-        case NV_ERR_UVM_ADDRESS_IN_USE:
-            return -EEXIST;
-        case NV_ERR_INVALID_ADDRESS:
-        case NV_ERR_OUT_OF_RANGE:
-            return -ERANGE;
-        case NV_ERR_INVALID_DEVICE:
-            return -ENODEV;
-        case NV_ERR_BUSY_RETRY:
-            return -EAGAIN;
-        default:
-            return -EIO;
-    }
-}
-
-void uvm_vmem_call_hold(uvm_vmem_state_t *state)
-{
-    uvm_mutex_lock(&state->lock);
-    state->calls++;
-    uvm_mutex_unlock(&state->lock);
-}
-
-void uvm_vmem_call_begin(uvm_vmem_state_t *state)
-{
-    uvm_assert_rwsem_locked(&state->va_space->lock);
-
-    uvm_vmem_call_hold(state);
-}
-
-void uvm_vmem_call_end(uvm_vmem_state_t *state)
-{
-    uvm_mutex_lock(&state->lock);
-    state->calls--;
-
-    // Under the lock: the state may be gone once a waiter has seen that no call is left.
-    wake_up_all(&state->wait);
-    uvm_mutex_unlock(&state->lock);
-}
-
-void uvm_vmem_call_drain(uvm_vmem_state_t *state)
-{
-    uvm_assert_rwsem_locked_write(&state->va_space->lock);
-
-    wait_event(state->wait, READ_ONCE(state->calls) == 0);
-}
-
-void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more)
-{
-    uvm_assert_mutex_locked(&state->lock);
-    UVM_ASSERT(more <= UVM_VMEM_SLOT_UNITS);
-
-    *units += more;
-    state->most_units = max(state->most_units, *units);
-
-    if (*units + UVM_VMEM_SLOT_UNITS <= UVM_VMEM_STEP_UNITS)
-        return;
-
-    uvm_mutex_unlock(&state->lock);
-    cond_resched();
-    uvm_mutex_lock(&state->lock);
-    *units = 0;
-}
-
-void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns)
-{
-    NvU64 pause_us = min(clamp(waited_ns / PAUSE_PART, PAUSE_MIN_NS, PAUSE_MAX_NS), left_ns) / NSEC_PER_USEC;
-
-    if (waited_ns < PAUSE_SPIN_NS)
-        cpu_relax();
-    else
-        usleep_range(max(pause_us, 1ull), max(pause_us, 1ull) * 5 / 4 + 1);
-}
-
-int uvm_vmem_wait_killable(uvm_tracker_t *tracker)
-{
-    NvU64 start = ktime_get_ns();
-
-    while (true) {
-        NV_STATUS status = uvm_tracker_query(tracker);
-
-        if (status != NV_WARN_MORE_PROCESSING_REQUIRED)
-            return uvm_vmem_errno(status, -EIO);
-
-        if (fatal_signal_pending(current))
-            return -EINTR;
-
-        uvm_vmem_pause(ktime_get_ns() - start, ~0ull);
-    }
-}
-
-bool uvm_vmem_page_shift_is_valid(NvU32 page_shift)
-{
-    return page_shift < 32 && ((1u << page_shift) & UVM_VMEM_PAGE_SIZES);
-}
-
-NvU32 uvm_vmem_gpu_refusal(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
-{
-    uvm_page_tree_t *tree = &uvm_gpu_va_space_get(va_space, gpu)->page_tables;
-    NvU64 needed_sizes = UVM_PAGE_SIZE_64K | UVM_PAGE_SIZE_2M;
-
-    if (g_uvm_global.conf_computing_enabled)
-        return UVM_VMEM_GPU_CONFIDENTIAL;
-    if (gpu->parent->virt_mode != UVM_VIRT_MODE_NONE)
-        return UVM_VMEM_GPU_VIRTUAL;
-    if (gpu->parent->smc.enabled)
-        return UVM_VMEM_GPU_MIG;
-    if (uvm_vmem_gpu_is_coherent(gpu))
-        return UVM_VMEM_GPU_COHERENT;
-    if (gpu->mem_info.size == 0)
-        return UVM_VMEM_GPU_INTEGRATED;
-
-    // Before Pascal there are no 2 MB pages, and a table of 64 KB PTEs reaches further than one slot.
-    if ((tree->hal->page_sizes() & needed_sizes) != needed_sizes || uvm_vmem_big_page_size(tree) != UVM_PAGE_SIZE_64K ||
-        uvm_mmu_pde_coverage(tree, UVM_PAGE_SIZE_64K) != UVM_VMEM_SLOT)
-        return UVM_VMEM_GPU_NO_64K;
-
-    return UVM_VMEM_GPU_OK;
-}
-
-static uvm_gpu_t *gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid)
-{
-    NvProcessorUuid processor_uuid;
-
-    BUILD_BUG_ON(sizeof(processor_uuid.uuid) != UVM_VMEM_UUID_BYTES);
-    memcpy(processor_uuid.uuid, uuid, sizeof(processor_uuid.uuid));
-
-    return uvm_va_space_get_gpu_by_uuid_with_gpu_va_space(va_space, &processor_uuid);
-}
-
-int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out)
-{
-    uvm_gpu_t *gpu = gpu_of_uuid(state->va_space, uuid);
-
-    if (!gpu)
-        return -ENODEV;
-
-    if (uvm_vmem_gpu_refusal(state->va_space, gpu) != UVM_VMEM_GPU_OK)
-        return -EOPNOTSUPP;
-
-    *gpu_out = gpu;
-    return 0;
-}
-
 static int run_query(struct file *filp, uvm_vmem_state_t *state, params_t *params)
 {
     struct uvm_vmem_query *query = &params->query;
@@ -316,7 +154,7 @@ static int run_query(struct file *filp, uvm_vmem_state_t *state, params_t *param
             return -EPERM;
 
         uvm_va_space_down_read(va_space);
-        gpu = gpu_of_uuid(va_space, query->gpu_uuid);
+        gpu = uvm_vmem_gpu_of_uuid(va_space, query->gpu_uuid);
         if (gpu)
             query->out_gpu_refusal = uvm_vmem_gpu_refusal(va_space, gpu);
         else
@@ -533,8 +371,8 @@ static uvm_vmem_state_t *state_create(uvm_va_space_t *va_space)
     }
 
     state->va_space = va_space;
-    state->process = task_tgid_nr(current);
-    get_task_comm(state->command, current->group_leader);
+    state->next_index = UVM_VMEM_INDEX_FIRST;
+    uvm_vmem_debug_process(state);
     INIT_LIST_HEAD(&state->ranges);
     INIT_LIST_HEAD(&state->tickets);
     uvm_mutex_init(&state->lock, UVM_LOCK_ORDER_VMEM);
@@ -625,6 +463,12 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
     return ret;
 }
 
+void uvm_vmem_procfs_init(struct proc_dir_entry *dir)
+{
+    uvm_vmem_stat_procfs_init(dir);
+    uvm_vmem_debug_procfs_init(dir);
+}
+
 void uvm_vmem_va_space_init(uvm_vmem_va_space_t *vmem)
 {
     vmem->state = NULL;
@@ -642,9 +486,7 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
     // A reader of a dump may have claimed a reservation. From now on none can be found, and that claim is released
     // soon.
     uvm_vmem_stat_remove(state);
-    wait_event(state->wait, READ_ONCE(state->calls) == 0);
-    uvm_mutex_lock(&state->lock);
-    uvm_mutex_unlock(&state->lock);
+    uvm_vmem_wait_event(state, READ_ONCE(state->calls) == 0);
 
     uvm_vmem_range_stop_all(state);
 }

@@ -10,6 +10,8 @@
 //   the user's     all descriptors of the real user id that made them
 //   the cgroup's   all descriptors of the cgroup (version 2) that the process was in, if it is not the root. In
 //                  containers everybody may be root: there root's user account is ignored, and this one counts.
+//   everybody's    all descriptors of the machine. However many users there are, and however many cgroups somebody may
+//                  make: a part of the machine's memory stays out of reach.
 //
 // Pinned host memory has accounts of its own. A descriptor keeps its accounts even if the process moves to another
 // cgroup or user. Only the cgroup itself counts, not its ancestors: if users may make cgroups, the user's limit still
@@ -30,11 +32,6 @@
 // The memory that a call wants depends on its caller: it gets ENOMEM rather than wake the OOM killer.
 #define ALLOC_FLAGS (GFP_KERNEL | __GFP_ACCOUNT | __GFP_RETRY_MAYFAIL | __GFP_ZERO)
 
-// A negative limit stands for this part of the machine's memory. 32 bytes a page at 4 KB, and more than a page table
-// for each 2 MB of GPU memory on machines with half as much host memory as GPU memory.
-#define DEFAULT_TABLES_PART 32
-#define DEFAULT_HOST_PART   2
-
 static long uvm_vmem_user_tables_limit_mb = -1;
 module_param(uvm_vmem_user_tables_limit_mb, long, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_user_tables_limit_mb,
@@ -46,6 +43,10 @@ static long uvm_vmem_cgroup_tables_limit_mb = -1;
 module_param(uvm_vmem_cgroup_tables_limit_mb, long, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_cgroup_tables_limit_mb, "The same for the processes of one cgroup (version 2).");
 
+static long uvm_vmem_total_tables_limit_mb = -1;
+module_param(uvm_vmem_total_tables_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_total_tables_limit_mb, "The same for all processes together (default: an 8th).");
+
 static long uvm_vmem_user_host_limit_mb = -1;
 module_param(uvm_vmem_user_host_limit_mb, long, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_user_host_limit_mb,
@@ -56,11 +57,34 @@ static long uvm_vmem_cgroup_host_limit_mb = -1;
 module_param(uvm_vmem_cgroup_host_limit_mb, long, S_IRUGO | S_IWUSR);
 MODULE_PARM_DESC(uvm_vmem_cgroup_host_limit_mb, "The same for the processes of one cgroup (version 2).");
 
+static long uvm_vmem_total_host_limit_mb = -1;
+module_param(uvm_vmem_total_host_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_total_host_limit_mb, "The same for all processes together (default: three quarters).");
+
 typedef enum
 {
     SCOPE_USER,
-    SCOPE_CGROUP
+    SCOPE_CGROUP,
+    SCOPE_ALL,
+    SCOPES
 } scope_t;
+
+// A negative parameter stands for part/whole of the machine's memory. A user's tables: 32 bytes a page at 4 KB, and more
+// than a page table for each 2 MB of GPU memory on machines with half as much host memory as GPU memory.
+static const struct
+{
+    long *parameter;
+    NvU32 part;
+    NvU32 whole;
+} g_limits[SCOPES][UVM_VMEM_ACCOUNT_KINDS] =
+{
+    [SCOPE_USER][UVM_VMEM_ACCOUNT_TABLES] = { &uvm_vmem_user_tables_limit_mb, 1, 32 },
+    [SCOPE_USER][UVM_VMEM_ACCOUNT_HOST] = { &uvm_vmem_user_host_limit_mb, 1, 2 },
+    [SCOPE_CGROUP][UVM_VMEM_ACCOUNT_TABLES] = { &uvm_vmem_cgroup_tables_limit_mb, 1, 32 },
+    [SCOPE_CGROUP][UVM_VMEM_ACCOUNT_HOST] = { &uvm_vmem_cgroup_host_limit_mb, 1, 2 },
+    [SCOPE_ALL][UVM_VMEM_ACCOUNT_TABLES] = { &uvm_vmem_total_tables_limit_mb, 1, 8 },
+    [SCOPE_ALL][UVM_VMEM_ACCOUNT_HOST] = { &uvm_vmem_total_host_limit_mb, 3, 4 },
+};
 
 struct uvm_vmem_account_struct
 {
@@ -82,12 +106,7 @@ static DEFINE_MUTEX(g_accounts_lock);
 
 static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
 {
-    long limit;
-
-    if (kind == UVM_VMEM_ACCOUNT_TABLES)
-        limit = READ_ONCE(*(scope == SCOPE_USER ? &uvm_vmem_user_tables_limit_mb : &uvm_vmem_cgroup_tables_limit_mb));
-    else
-        limit = READ_ONCE(*(scope == SCOPE_USER ? &uvm_vmem_user_host_limit_mb : &uvm_vmem_cgroup_host_limit_mb));
+    long limit = READ_ONCE(*g_limits[scope][kind].parameter);
 
     if (limit == 0)
         return ~0ull;
@@ -96,8 +115,7 @@ static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
         return (NvU64)limit << 20;
 
     // Not si_meminfo(): it counts much more, and takes a block-layer lock for that.
-    return ((NvU64)totalram_pages() << PAGE_SHIFT) /
-           (kind == UVM_VMEM_ACCOUNT_TABLES ? DEFAULT_TABLES_PART : DEFAULT_HOST_PART);
+    return ((NvU64)totalram_pages() << PAGE_SHIFT) / g_limits[scope][kind].whole * g_limits[scope][kind].part;
 }
 
 // The cgroup of the calling process; 0 for the root, or where there is none.
@@ -168,17 +186,22 @@ static void account_put(uvm_vmem_account_t *account)
 int uvm_vmem_accounts_get(uvm_vmem_state_t *state)
 {
     NvU64 cgroup = current_cgroup();
-    bool root = uid_eq(current_uid(), GLOBAL_ROOT_UID);
+    bool wanted[SCOPES] = {
+        [SCOPE_USER] = !cgroup || !uid_eq(current_uid(), GLOBAL_ROOT_UID),
+        [SCOPE_CGROUP] = cgroup,
+        [SCOPE_ALL] = true,
+    };
+    NvU64 id[SCOPES] = { [SCOPE_USER] = __kuid_val(current_uid()), [SCOPE_CGROUP] = cgroup };
+    NvU32 i;
 
-    if (cgroup) {
-        state->accounts[SCOPE_CGROUP] = account_get(SCOPE_CGROUP, cgroup);
-        if (!state->accounts[SCOPE_CGROUP])
-            return -ENOMEM;
-    }
+    BUILD_BUG_ON(ARRAY_SIZE(state->accounts) != SCOPES);
 
-    if (!cgroup || !root) {
-        state->accounts[SCOPE_USER] = account_get(SCOPE_USER, __kuid_val(current_uid()));
-        if (!state->accounts[SCOPE_USER]) {
+    for (i = 0; i < SCOPES; i++) {
+        if (!wanted[i])
+            continue;
+
+        state->accounts[i] = account_get(i, id[i]);
+        if (!state->accounts[i]) {
             uvm_vmem_accounts_put(state);
             return -ENOMEM;
         }
@@ -190,8 +213,6 @@ int uvm_vmem_accounts_get(uvm_vmem_state_t *state)
 void uvm_vmem_accounts_put(uvm_vmem_state_t *state)
 {
     NvU32 i;
-
-    BUILD_BUG_ON(ARRAY_SIZE(state->accounts) != SCOPE_CGROUP + 1);
 
     for (i = 0; i < ARRAY_SIZE(state->accounts); i++) {
         account_put(state->accounts[i]);
@@ -260,9 +281,9 @@ static void *alloc_large(size_t size)
     large_header_t *header;
 
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(5, 8, 0)
-    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS | __GFP_HIGHMEM);
+    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS);
 #else
-    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS | __GFP_HIGHMEM, PAGE_KERNEL);
+    header = __vmalloc(sizeof(*header) + size, ALLOC_FLAGS, PAGE_KERNEL);
 #endif
     if (!header)
         return NULL;

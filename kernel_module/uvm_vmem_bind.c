@@ -768,7 +768,6 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     // The GPU may map the objects of a broken batch: they keep their pins, and are freed with the descriptor.
     if (!bind.range->broken)
         unpin_objects(&bind);
-    uvm_vmem_object_reap(state, &bind.dead);
 
     // Others may bind while this call waits, and GPUs stay.
     uvm_vmem_call_hold(state);
@@ -776,6 +775,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     waits = !ret && !(params->flags & UVM_VMEM_BIND_ASYNC);
     if (waits)
         ret = uvm_vmem_wait_killable(&bind.tracker);
+    uvm_vmem_object_reap(state, &bind.dead);
     uvm_vmem_call_end(state);
 
     if (waits && ret == -EIO)

@@ -33,6 +33,24 @@
 // One line about the last batch.
 #define BATCH_TEXT 160
 
+// The name is the process's own choice: whatever could end a field or a line, or speak to a terminal, becomes an octal
+// number.
+void uvm_vmem_debug_process(uvm_vmem_state_t *state)
+{
+    char name[TASK_COMM_LEN];
+    char *out = state->command;
+    NvU32 i;
+
+    state->process = task_tgid_nr(current);
+    get_task_comm(name, current->group_leader);
+
+    for (i = 0; name[i]; i++) {
+        bool plain = name[i] > ' ' && name[i] <= '~' && name[i] != '\\';
+
+        out += sprintf(out, plain ? "%c" : "\\%03o", (unsigned char)name[i]);
+    }
+}
+
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit)
 {
     uvm_vmem_last_batch_t *last = &range->last_batch;
@@ -233,9 +251,7 @@ static int claim_range(uvm_vmem_state_t *state, void *reader)
     if (range) {
         ret = -EBUSY;
         if (uvm_mutex_trylock(&state->lock)) {
-            if (!range->claimed && !range->dying) {
-                range->claimed = true;
-                state->calls++;
+            if (!range->dying && uvm_vmem_range_try_claim(range)) {
                 dump->range = range;
                 ret = 1;
             }
@@ -312,10 +328,10 @@ static void show_head(struct seq_file *file, uvm_vmem_range_t *range)
     char text[BATCH_TEXT];
     NvU32 i;
 
-    seq_printf(file, "process %d ", range->state->process);
-    seq_escape(file, range->state->command, " \t\n\\");
     seq_printf(file,
-               "\nreservation 0x%llx-0x%llx, pages of %llu KB, %llu slots\nmapped %llu KB, state ",
+               "process %d %s\nreservation 0x%llx-0x%llx, pages of %llu KB, %llu slots\nmapped %llu KB, state ",
+               range->state->process,
+               range->state->command,
                range->start,
                range->start + range->length - 1,
                1ull << (range->page_shift - 10),

@@ -58,6 +58,9 @@
 #define UVM_VMEM_INDEX_BITS 20
 #define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
 
+// The index of a descriptor's first object: after 32 objects the indices come round, so that every program meets that.
+#define UVM_VMEM_INDEX_FIRST (UVM_VMEM_INDEX_MAX - 31)
+
 typedef struct uvm_vmem_account_struct uvm_vmem_account_t;
 typedef struct uvm_vmem_chunk_struct uvm_vmem_chunk_t;
 typedef struct uvm_vmem_object_struct uvm_vmem_object_t;
@@ -260,10 +263,10 @@ typedef struct
 
 struct uvm_vmem_state_struct
 {
-    // Immutable. process and command are for diagnosis only.
+    // Immutable. process and command, which is escaped, are for diagnosis only.
     uvm_va_space_t *va_space;
     pid_t process;
-    char command[TASK_COMM_LEN];
+    char command[4 * TASK_COMM_LEN];
 
     // In the list of all states (uvm_vmem_stat.c).
     struct list_head node;
@@ -271,8 +274,8 @@ struct uvm_vmem_state_struct
     // LOCKING: the VA space lock, for write to change it.
     struct list_head ranges;
 
-    // The user's and the cgroup's; NULL: does not count. Immutable.
-    uvm_vmem_account_t *accounts[2];
+    // The user's, the cgroup's, everybody's; NULL: does not count. Immutable.
+    uvm_vmem_account_t *accounts[3];
 
     // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
@@ -318,7 +321,7 @@ struct uvm_vmem_state_struct
     NvU32 most_units;
 };
 
-// uvm_vmem.c
+// uvm_vmem_call.c
 
 // -errno for what UVM or the resource manager returned. out_of_memory is the errno for NV_ERR_NO_MEMORY, which can
 // mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
@@ -339,6 +342,17 @@ void uvm_vmem_call_end(uvm_vmem_state_t *state);
 // LOCKING: the VA space lock is held for write, so that none begins.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
+// Wait until condition holds, which a call makes true under state->lock. Taking the lock afterwards orders all that the
+// call wrote before what follows, on every architecture; and the call is done with the state.
+//
+// LOCKING: state->lock is not held.
+#define uvm_vmem_wait_event(state, condition)                                                                            \
+    do {                                                                                                                 \
+        wait_event((state)->wait, condition);                                                                            \
+        uvm_mutex_lock(&(state)->lock);                                                                                  \
+        uvm_mutex_unlock(&(state)->lock);                                                                                \
+    } while (0)
+
 // Count units worked on, and release state->lock for a moment when it is time. units is 0 at the beginning.
 //
 // LOCKING: state->lock is held.
@@ -350,8 +364,10 @@ int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 // The next pause after waiting that long, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
-// The registered GPU with that UUID, if it has a GPU VA space and is of a kind that is not refused: -ENODEV,
-// -EOPNOTSUPP.
+// The registered GPU with that UUID if it has a GPU VA space, else NULL. LOCKING: the VA space lock is held.
+uvm_gpu_t *uvm_vmem_gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid);
+
+// The same, if it is of a kind that is not refused: -ENODEV, -EOPNOTSUPP.
 //
 // LOCKING: the VA space lock is held.
 int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
@@ -407,17 +423,17 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         bool contiguous,
                         unsigned long *pages);
 
-// Return pages. state->pending covers those that were unmapped. Chunks of host memory are only put into hosts, for
-// uvm_vmem_store_free_hosts.
+// Return pages. state->pending covers those that were unmapped. Chunks of which nothing is left in use are put into
+// unused, for uvm_vmem_store_free_unused.
 //
 // LOCKING: state->lock is held, and released for a moment now and then.
 void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
-                         struct list_head *hosts);
+                         struct list_head *unused);
 
-// Wait for the pushes that unmap chunks of host memory, and free them.
+// Wait for the pushes that unmap unused chunks, and free them.
 //
 // LOCKING: state->lock is not held.
-void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts);
+void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unused);
 
 // Zero those of the pages just taken that are not zero, and wait for it.
 //
@@ -429,12 +445,11 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
 
-// A GPU leaves. remove_gpu frees the store in its memory with all chunks, of which no object may be left; unmap_gpu
-// removes its access to host memory.
+// A GPU leaves: remove its access to host memory, and free the store in its memory with all chunks, of which no object
+// may be left.
 //
-// LOCKING: the VA space lock is held for write; state->lock is held.
+// LOCKING: the VA space lock is held for write, and no call is at work; state->lock is taken.
 void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
-void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
 // The end: free what is left, which is host memory.
 void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state);
@@ -500,6 +515,9 @@ int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t *
 //
 // LOCKING: no lock is held, before and after.
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
+
+// The same without waiting, for a range that has been found; false: a call has it. LOCKING: state->lock is held.
+bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range);
 void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 
 // Count an entry as mapped, or as unmapped, in its object and store. Entries that map nothing do not count.
@@ -516,6 +534,8 @@ uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index);
 bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // The first slot that was bound with a number of at least *index, which becomes its number; NULL: there is none.
+//
+// LOCKING: the range is claimed, or the VA space lock is held for write; state->lock is not held.
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 
 #define for_each_vmem_slot(slot, index, range)                                                                           \
@@ -630,11 +650,15 @@ void uvm_vmem_stat_add(uvm_vmem_state_t *state);
 void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
 
 int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
+void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir);
 
 // Call visit for each state until it returns non-zero, which is returned. visit may only trylock.
 int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);
 
 // uvm_vmem_debug.c
+
+// Record the calling process in a state that nobody else knows yet.
+void uvm_vmem_debug_process(uvm_vmem_state_t *state);
 
 // Record a batch that is about to be sent. LOCKING: the range is claimed.
 void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_unit, NvU64 last_unit);

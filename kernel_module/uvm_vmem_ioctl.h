@@ -63,11 +63,14 @@
  * held stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
  *
  *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU, by 2 MB. Default: no limit.
+ *   uvm_vmem_gpu_limit_mb              ... that all descriptors pin on each GPU. Default (-1): 15/16 of the GPU's.
  *   uvm_vmem_host_limit_mb             host memory that one descriptor pins, by 2 MB. Default: no limit.
  *   uvm_vmem_user_host_limit_mb        host memory that all descriptors of one user pin
  *   uvm_vmem_cgroup_host_limit_mb      ... of one cgroup. Default of both (-1): half of the machine's memory.
+ *   uvm_vmem_total_host_limit_mb       ... of the machine. Default (-1): three quarters of its memory.
  *   uvm_vmem_user_tables_limit_mb      page tables and descriptions of reservations, all descriptors of one user
  *   uvm_vmem_cgroup_tables_limit_mb    ... of one cgroup. Default of both (-1): 1/32 of the machine's memory.
+ *   uvm_vmem_total_tables_limit_mb     ... of the machine. Default (-1): 1/8 of its memory.
  *
  * A reservation counts from RESERVE on, each 1 GB and each 2 MB of it from their first BIND on, all until FREE; a fully
  * sparse 2 MB adds nothing. STAT returns the sum. The user is the real user id of the process at the descriptor's first

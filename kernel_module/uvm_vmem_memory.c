@@ -34,8 +34,44 @@ MODULE_PARM_DESC(uvm_vmem_host_limit_mb,
                  "Host memory, in MB, that one file descriptor may pin with vmem (0: no limit but the memory "
                  "cgroup's; RLIMIT_MEMLOCK does not count). Above it pages are refused with EDQUOT.");
 
+static long uvm_vmem_gpu_limit_mb = -1;
+module_param(uvm_vmem_gpu_limit_mb, long, S_IRUGO | S_IWUSR);
+MODULE_PARM_DESC(uvm_vmem_gpu_limit_mb,
+                 "GPU memory, in MB, that all file descriptors together may pin on each GPU with vmem (0: no limit; "
+                 "default: 15/16 of the GPU's memory). Above it pages are refused with EDQUOT.");
+
+// Chunks of all descriptors on each GPU, including those being allocated.
+static atomic64_t g_gpu_chunks[UVM_ID_MAX_GPUS];
+
 // One memset of the copy engine takes 13 to 15 words; a chunk of host memory takes 32 of them. With room to end the push.
 #define ZERO_PUSH_ROOM 4096
+
+// What is pinned cannot be evicted: the rest is left to page tables, UVM's own channels, and other users of the GPU.
+static NvU64 gpu_limit(uvm_gpu_t *gpu)
+{
+    long limit = READ_ONCE(uvm_vmem_gpu_limit_mb);
+
+    if (limit < 0)
+        return gpu->mem_info.size - gpu->mem_info.size / 16;
+
+    return limit ? (NvU64)limit << 20 : ~0ull;
+}
+
+static int gpu_charge(uvm_gpu_t *gpu)
+{
+    atomic64_t *chunks = &g_gpu_chunks[uvm_id_gpu_index(gpu->id)];
+
+    if ((NvU64)atomic64_inc_return(chunks) * UVM_VMEM_SLOT <= gpu_limit(gpu))
+        return 0;
+
+    atomic64_dec(chunks);
+    return -EDQUOT;
+}
+
+static void gpu_uncharge(uvm_gpu_t *gpu)
+{
+    atomic64_dec(&g_gpu_chunks[uvm_id_gpu_index(gpu->id)]);
+}
 
 // A bit for each position that an aligned block of an order can have.
 static NvU32 order_positions(NvU32 order)
@@ -124,33 +160,46 @@ uvm_gpu_phys_address_t uvm_vmem_chunk_address(uvm_vmem_chunk_t *chunk, NvU32 uni
     return address;
 }
 
-// Free the memory of a chunk, or put it into hosts.
+// Take a chunk out of its store.
 //
-// Units are returned only after the pushes that unmap them were added to state->pending, so it covers them all.
-static void chunk_destroy(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct list_head *hosts)
+// LOCKING: state->lock is held.
+static void chunk_remove(uvm_vmem_chunk_t *chunk, struct list_head *unused)
 {
     list_del(&chunk->node);
     list_del(&chunk->all_node);
-    chunk->store->num_chunks--;
-
-    if (chunk->host_mem) {
-        list_add(&chunk->node, hosts);
-    }
-    else {
-        uvm_pmm_gpu_free(&chunk->store->gpu->pmm, chunk->gpu_chunk, &state->pending);
-        uvm_vmem_free(state, chunk);
-    }
+    list_add(&chunk->node, unused);
 }
 
-void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts)
+static void chunk_free(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
+{
+    uvm_vmem_store_t *store = chunk->store;
+
+    if (chunk->host_mem) {
+        uvm_mem_free(chunk->host_mem);
+        uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+    }
+    else {
+        uvm_pmm_gpu_free(&store->gpu->pmm, chunk->gpu_chunk, NULL);
+        gpu_uncharge(store->gpu);
+    }
+
+    uvm_vmem_free(state, chunk);
+
+    uvm_mutex_lock(&state->lock);
+    store->num_chunks--;
+    uvm_mutex_unlock(&state->lock);
+}
+
+void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unused)
 {
     uvm_tracker_t tracker = UVM_TRACKER_INIT();
     uvm_vmem_chunk_t *chunk, *next;
 
-    if (list_empty(hosts))
+    if (list_empty(unused))
         return;
 
-    // The kernel does not wait for a GPU before it reuses a page.
+    // The kernel does not wait for a GPU before it reuses a page; the PMM does, but under its caller's locks. Units are
+    // returned only after the pushes that unmap them were added to state->pending, so it covers them all.
     uvm_mutex_lock(&state->lock);
     uvm_tracker_remove_completed(&state->pending);
     (void)uvm_tracker_add_tracker_safe(&tracker, &state->pending);
@@ -158,22 +207,20 @@ void uvm_vmem_store_free_hosts(uvm_vmem_state_t *state, struct list_head *hosts)
 
     (void)uvm_tracker_wait_deinit(&tracker);
 
-    list_for_each_entry_safe(chunk, next, hosts, node) {
-        uvm_mem_free(chunk->host_mem);
-        uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+    list_for_each_entry_safe(chunk, next, unused, node) {
         list_del(&chunk->node);
-        uvm_vmem_free(state, chunk);
+        chunk_free(state, chunk);
         cond_resched();
     }
 }
 
-// Free an unused chunk if that is safe now.
-static void chunk_put(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk, struct list_head *hosts)
+// Put an unused chunk into unused if it is safe to free it now.
+static void chunk_put(uvm_vmem_chunk_t *chunk, struct list_head *unused)
 {
     UVM_ASSERT(chunk->free == ~0u);
 
     if (uvm_global_get_status() == NV_OK)
-        chunk_destroy(state, chunk, hosts);
+        chunk_remove(chunk, unused);
     else
         chunk_file(chunk);
 }
@@ -182,6 +229,11 @@ static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
 {
     uvm_tracker_t tracker = UVM_TRACKER_INIT();
     NV_STATUS status;
+    int ret;
+
+    ret = gpu_charge(gpu);
+    if (ret)
+        return ret;
 
     status = uvm_pmm_gpu_alloc_kernel(&gpu->pmm,
                                       1,
@@ -189,8 +241,10 @@ static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
                                       UVM_PMM_ALLOC_FLAGS_EVICT,
                                       &chunk->gpu_chunk,
                                       &tracker);
-    if (status != NV_OK)
+    if (status != NV_OK) {
+        gpu_uncharge(gpu);
         return uvm_vmem_errno(status, -ENOSPC);
+    }
 
     chunk->dirty = chunk->gpu_chunk->is_zero ? 0 : ~0u;
 
@@ -198,22 +252,32 @@ static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
     status = uvm_tracker_wait_deinit(&tracker);
     if (status != NV_OK) {
         uvm_pmm_gpu_free(&gpu->pmm, chunk->gpu_chunk, NULL);
+        gpu_uncharge(gpu);
         return uvm_vmem_errno(status, -EIO);
     }
 
     return 0;
 }
 
-static int chunk_alloc_host(uvm_vmem_chunk_t *chunk)
+static int chunk_alloc_host(uvm_vmem_state_t *state, uvm_vmem_chunk_t *chunk)
 {
     uvm_mem_alloc_params_t params = { 0 };
+    int ret;
+
+    ret = uvm_vmem_charge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+    if (ret)
+        return ret;
 
     params.size = UVM_VMEM_SLOT;
     params.page_size = UVM_VMEM_UNIT;
     params.zero = true;
     params.mm = current->mm;
 
-    return uvm_vmem_errno(uvm_mem_alloc(&params, &chunk->host_mem), -ENOSPC);
+    ret = uvm_vmem_errno(uvm_mem_alloc(&params, &chunk->host_mem), -ENOSPC);
+    if (ret)
+        uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
+
+    return ret;
 }
 
 // Add a new chunk to the store, for the caller to take pages from.
@@ -223,7 +287,7 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
 {
     ulong limit = READ_ONCE(*(store->gpu ? &uvm_vmem_limit_mb : &uvm_vmem_host_limit_mb));
     uvm_vmem_chunk_t *chunk;
-    int ret = 0;
+    int ret;
 
     if (limit && (store->num_chunks + store->num_growing + 1) * (UVM_VMEM_SLOT >> 20) > limit)
         return -EDQUOT;
@@ -242,13 +306,7 @@ static int store_grow(uvm_vmem_state_t *state, uvm_vmem_store_t *store, uvm_vmem
 
     store->num_growing++;
     uvm_mutex_unlock(&state->lock);
-    if (!store->gpu)
-        ret = uvm_vmem_charge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
-    if (!ret) {
-        ret = store->gpu ? chunk_alloc_gpu(chunk, store->gpu) : chunk_alloc_host(chunk);
-        if (ret && !store->gpu)
-            uvm_vmem_uncharge(state, UVM_VMEM_ACCOUNT_HOST, UVM_VMEM_SLOT);
-    }
+    ret = store->gpu ? chunk_alloc_gpu(chunk, store->gpu) : chunk_alloc_host(state, chunk);
     uvm_mutex_lock(&state->lock);
     store->num_growing--;
 
@@ -308,7 +366,7 @@ static NvU32 chunk_take(uvm_vmem_chunk_t *chunk, NvU32 page_order, NvU32 wanted_
 }
 
 void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
-                         struct list_head *hosts)
+                         struct list_head *unused)
 {
     NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
     uvm_vmem_chunk_t *chunk;
@@ -326,7 +384,7 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
         chunk->store->created_units -= 1u << page_order;
 
         if (chunk->free == ~0u)
-            chunk_put(state, chunk, hosts);
+            chunk_put(chunk, unused);
         else
             chunk_file(chunk);
 
@@ -343,7 +401,7 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         unsigned long *pages)
 {
     NvU32 page_order = page_shift - UVM_VMEM_UNIT_SHIFT;
-    LIST_HEAD(hosts);
+    LIST_HEAD(unused);
     NvU32 worked = 0;
     NvU32 taken = 0;
     int ret = 0;
@@ -367,7 +425,7 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
             ret = uvm_vmem_chunk_map_host(chunk, gpu);
             if (ret) {
                 if (chunk->free == ~0u)
-                    chunk_put(state, chunk, &hosts);
+                    chunk_put(chunk, &unused);
                 break;
             }
         }
@@ -379,10 +437,10 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
     }
 
     if (ret)
-        uvm_vmem_store_give(state, page_shift, taken, pages, &hosts);
+        uvm_vmem_store_give(state, page_shift, taken, pages, &unused);
 
     uvm_mutex_unlock(&state->lock);
-    uvm_vmem_store_free_hosts(state, &hosts);
+    uvm_vmem_store_free_unused(state, &unused);
     return ret;
 }
 
@@ -552,52 +610,71 @@ int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm
     return uvm_vmem_errno(status, -EIO);
 }
 
+// LOCKING: no call is at work, so that nothing changes while state->lock is let go.
 static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
-    uvm_vmem_store_t *store = state->stores[index];
     uvm_vmem_chunk_t *chunk, *next;
-    LIST_HEAD(hosts);
+    uvm_vmem_store_t *store;
+    NvU32 worked = 0;
+    LIST_HEAD(unused);
+
+    uvm_mutex_lock(&state->lock);
+
+    store = state->stores[index];
+    state->stores[index] = NULL;
+
+    if (store) {
+        UVM_ASSERT(store->created_units == 0);
+        UVM_ASSERT(store->num_growing == 0);
+
+        // Chunks that a fatal error kept from being freed.
+        list_for_each_entry_safe(chunk, next, &store->all, all_node) {
+            chunk_remove(chunk, &unused);
+            uvm_vmem_step(state, &worked, UVM_VMEM_SLOT_UNITS);
+        }
+    }
+
+    uvm_mutex_unlock(&state->lock);
 
     if (!store)
         return;
 
-    UVM_ASSERT(store->created_units == 0);
-    UVM_ASSERT(store->num_growing == 0);
-
-    // Chunks that a fatal error kept from being freed.
-    list_for_each_entry_safe(chunk, next, &store->all, all_node)
-        chunk_destroy(state, chunk, &hosts);
-
-    // Only at the end, without the lock.
-    uvm_vmem_store_free_hosts(state, &hosts);
+    uvm_vmem_store_free_unused(state, &unused);
+    UVM_ASSERT(store->num_chunks == 0);
 
     // The page trees whose entries pointed to it are gone.
     if (store->sparse_chunk)
         uvm_pmm_gpu_free(&store->gpu->pmm, store->sparse_chunk, NULL);
 
     uvm_vmem_free(state, store);
-    state->stores[index] = NULL;
 }
 
-void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
-{
-    uvm_assert_mutex_locked(&state->lock);
-
-    store_destroy(state, 1 + uvm_id_gpu_index(gpu->id));
-}
-
-void uvm_vmem_store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+// Remove a GPU's access to host memory. LOCKING: as above.
+static void store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
 {
     uvm_vmem_store_t *store = state->stores[UVM_VMEM_STORE_HOST];
     uvm_vmem_chunk_t *chunk;
-
-    uvm_assert_mutex_locked(&state->lock);
+    NvU32 worked = 0;
 
     if (!store)
         return;
 
-    list_for_each_entry(chunk, &store->all, all_node)
+    uvm_mutex_lock(&state->lock);
+
+    list_for_each_entry(chunk, &store->all, all_node) {
         uvm_mem_unmap_gpu_phys(chunk->host_mem, gpu);
+        uvm_vmem_step(state, &worked, UVM_VMEM_SLOT_UNITS);
+    }
+
+    uvm_mutex_unlock(&state->lock);
+}
+
+void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
+{
+    uvm_assert_rwsem_locked_write(&state->va_space->lock);
+
+    store_unmap_gpu(state, gpu);
+    store_destroy(state, 1 + uvm_id_gpu_index(gpu->id));
 }
 
 void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state)

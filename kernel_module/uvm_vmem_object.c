@@ -22,8 +22,11 @@ int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_
     uvm_assert_mutex_locked(&state->lock);
 
     object = handle_index(handle) ? xa_load(&state->objects, handle_index(handle)) : NULL;
-    if (!object || object->handle != handle)
-        return handle_index(handle) && handle <= state->last_handle ? -ESTALE : -ENOENT;
+    if (!object || object->handle != handle) {
+        bool given = handle_index(handle) && handle >= UVM_VMEM_INDEX_FIRST && handle <= state->last_handle;
+
+        return given ? -ESTALE : -ENOENT;
+    }
 
     if (object->released)
         return -ESTALE;
@@ -67,13 +70,13 @@ void uvm_vmem_object_put(uvm_vmem_state_t *state, uvm_vmem_object_t *object, str
 // Give back all pages. LOCKING: state->lock is taken.
 static void object_give_pages(uvm_vmem_state_t *state, uvm_vmem_object_t *object)
 {
-    LIST_HEAD(hosts);
+    LIST_HEAD(unused);
 
     uvm_mutex_lock(&state->lock);
-    uvm_vmem_store_give(state, object->page_shift, object->count, object->pages, &hosts);
+    uvm_vmem_store_give(state, object->page_shift, object->count, object->pages, &unused);
     uvm_mutex_unlock(&state->lock);
 
-    uvm_vmem_store_free_hosts(state, &hosts);
+    uvm_vmem_store_free_unused(state, &unused);
 }
 
 void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead)
@@ -104,7 +107,9 @@ static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object, Nv
                           &state->next_index,
                           GFP_KERNEL | __GFP_RETRY_MAYFAIL);
     if (ret >= 0) {
-        state->generation += ret;
+        // From 6.16 on xa_alloc_cyclic no longer says that the indices have come round.
+        if (object->index <= handle_index(state->last_handle))
+            state->generation++;
         object->handle = (state->generation << UVM_VMEM_INDEX_BITS) | object->index;
         state->last_handle = object->handle;
         *handle_out = object->handle;

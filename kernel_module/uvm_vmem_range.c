@@ -65,6 +65,18 @@ int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t *
     return *range_out ? 0 : -ENOENT;
 }
 
+bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range)
+{
+    uvm_assert_mutex_locked(&range->state->lock);
+
+    if (range->claimed)
+        return false;
+
+    range->claimed = true;
+    range->state->calls++;
+    return true;
+}
+
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out)
 {
     uvm_va_space_t *va_space = state->va_space;
@@ -85,11 +97,7 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
 
         uvm_mutex_lock(&state->lock);
         unclaims = state->unclaims;
-        claimed = !range->claimed;
-        if (claimed) {
-            range->claimed = true;
-            state->calls++;
-        }
+        claimed = uvm_vmem_range_try_claim(range);
         uvm_mutex_unlock(&state->lock);
 
         uvm_va_space_up_read(va_space);
@@ -261,24 +269,22 @@ static void forget_mappings(uvm_vmem_range_t *range)
 {
     uvm_vmem_slot_t *slot;
     LIST_HEAD(dead);
-    NvU32 units = 0;
     NvU64 i;
     NvU32 j;
 
-    uvm_mutex_lock(&range->state->lock);
-
+    // The lock is for the objects alone: between two slots there may be millions that are all sparse.
     for_each_vmem_slot(slot, i, range) {
+        uvm_mutex_lock(&range->state->lock);
         for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
             uvm_vmem_range_unref(range, slot->entries[j], &dead);
             slot->entries[j] = 0;
         }
         slot->mapped = 0;
-        uvm_vmem_step(range->state, &units, UVM_VMEM_SLOT_UNITS);
+        uvm_mutex_unlock(&range->state->lock);
+        cond_resched();
     }
 
     UVM_ASSERT(range->mapped_units == 0);
-    uvm_mutex_unlock(&range->state->lock);
-
     uvm_vmem_object_reap(range->state, &dead);
 }
 
@@ -297,7 +303,7 @@ static void remove_tables(uvm_vmem_range_t *range, NvU32 gpu_index)
 
 // Remove mappings, page tables and slots. What is left is small and needs no GPU.
 //
-// LOCKING: the range is claimed, or no call is at work on it.
+// LOCKING: the range is claimed, or the VA space lock is held for write and no call is at work on the range.
 static void range_dismantle(uvm_vmem_range_t *range)
 {
     NvU32 i;
@@ -441,12 +447,21 @@ int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *par
 void uvm_vmem_range_stop_all(uvm_vmem_state_t *state)
 {
     uvm_vmem_range_t *range;
+    bool claimed;
 
     UVM_ASSERT(state->calls == 0);
     uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
 
-    list_for_each_entry(range, &state->ranges, node)
+    list_for_each_entry(range, &state->ranges, node) {
+        // No call is under way, but a fault that is being serviced may still look at the range (uvm_vmem_fatal_fault).
+        uvm_mutex_lock(&state->lock);
+        claimed = uvm_vmem_range_try_claim(range);
+        uvm_mutex_unlock(&state->lock);
+
+        UVM_ASSERT(claimed);
         range_dismantle(range);
+        uvm_vmem_range_unclaim(range);
+    }
 }
 
 static bool range_has_gpu(uvm_vmem_range_t *range)
@@ -491,7 +506,7 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
     // UVM_FREE; everybody else has taken the range apart. Not for all calls: others go on.
-    wait_event(state->wait, !READ_ONCE(range->claimed));
+    uvm_vmem_wait_event(state, !READ_ONCE(range->claimed));
     range_dismantle(range);
 
     list_del(&range->node);
@@ -558,7 +573,6 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
     uvm_vmem_store_t *store;
     uvm_vmem_slot_t *slot;
     LIST_HEAD(dead);
-    NvU32 units = 0;
     NvU64 i;
     NvU32 j;
 
@@ -573,11 +587,10 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
             evict_ptes(range, j, gpu);
     }
 
-    uvm_mutex_lock(&range->state->lock);
-
     for_each_vmem_slot(slot, i, range) {
         NvU32 touched = without_gpu(range, slot, gpu, entries);
 
+        uvm_mutex_lock(&range->state->lock);
         if (touched && slot->state == UVM_VMEM_SLOT_BIG)
             slot->state = UVM_VMEM_SLOT_EMPTY;
 
@@ -588,10 +601,10 @@ static void range_evict(uvm_vmem_range_t *range, uvm_gpu_t *gpu)
 
         slot->mapped &= ~touched;
         memcpy(slot->entries, entries, sizeof(entries));
-        uvm_vmem_step(range->state, &units, UVM_VMEM_SLOT_UNITS);
+        uvm_mutex_unlock(&range->state->lock);
+        cond_resched();
     }
 
-    uvm_mutex_unlock(&range->state->lock);
     uvm_vmem_object_reap(range->state, &dead);
 }
 
@@ -637,11 +650,6 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu)
     list_for_each_entry(range, &state->ranges, node)
         range_evict(range, gpu);
 
-
     uvm_vmem_object_remove_gpu(state, gpu);
-
-    uvm_mutex_lock(&state->lock);
-    uvm_vmem_store_unmap_gpu(state, gpu);
     uvm_vmem_store_remove_gpu(state, gpu);
-    uvm_mutex_unlock(&state->lock);
 }

@@ -138,7 +138,7 @@ static int show_states(struct seq_file *file)
 
         fill_stat(state, &stat, 0, UVM_VMEM_STORES - 1);
         seq_printf(file,
-                   "%d %u %llu %u %llu %llu %llu %llu %u %llu %llu ",
+                   "%d %u %llu %u %llu %llu %llu %llu %u %llu %llu %s\n",
                    state->process,
                    stat.out_reservations,
                    stat.out_reserved_bytes >> 10,
@@ -149,9 +149,8 @@ static int show_states(struct seq_file *file)
                    stat.out_host_bytes >> 10,
                    stat.out_slots,
                    stat.out_kernel_bytes >> 10,
-                   stat.out_binds);
-        seq_escape(file, state->command, " \t\n\\");
-        seq_putc(file, '\n');
+                   stat.out_binds,
+                   state->command);
     }
     mutex_unlock(&g_states_lock);
 
@@ -163,9 +162,8 @@ static int procfs_show(struct seq_file *file, void *unused)
     UVM_ENTRY_RET(show_states(file));
 }
 
-void uvm_vmem_procfs_init(struct proc_dir_entry *dir)
+void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir)
 {
     // Without the file everything else works.
     (void)proc_create_single("vmem", S_IRUSR, dir, procfs_show);
-    uvm_vmem_debug_procfs_init(dir);
 }

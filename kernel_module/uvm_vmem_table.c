@@ -62,8 +62,14 @@ bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index)
 
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
 {
+    // 16 TB may be all sparse: millions of slots to look at.
+    uvm_assert_unlocked_order(UVM_LOCK_ORDER_VMEM);
+
     while (*index < range->num_slots) {
         uvm_vmem_slot_t **leaf = range->leaves[*index / UVM_VMEM_LEAF_SLOTS];
+
+        if (IS_ALIGNED(*index, UVM_VMEM_LEAF_SLOTS))
+            cond_resched();
 
         if (!leaf)
             *index = UVM_ALIGN_DOWN(*index, UVM_VMEM_LEAF_SLOTS) + UVM_VMEM_LEAF_SLOTS;

@@ -77,12 +77,14 @@ void uvm_vmem_ticket_drain(uvm_vmem_state_t *state)
     uvm_vmem_ticket_t *ticket;
 
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
-    uvm_mutex_lock(&state->lock);
 
-    // Waiting fails only after a fatal error, and empties the trackers even then.
+    // Without state->lock: no call is at work, and WAIT looks at tickets under the VA space lock. Waiting fails only
+    // after a fatal error, and empties the trackers even then.
     (void)uvm_tracker_wait(&state->pending);
     list_for_each_entry(ticket, &state->tickets, node)
         (void)uvm_tracker_wait(&ticket->tracker);
+
+    uvm_mutex_lock(&state->lock);
     tickets_reap(state);
 
     uvm_mutex_unlock(&state->lock);

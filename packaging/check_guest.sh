@@ -93,7 +93,7 @@ PROGRAM
 # shellcheck disable=SC2046 # words
 gcc -Wall -Werror -o /tmp/program /tmp/program.c $(pkg-config --cflags --libs vmem)
 /tmp/program
-PYTHONPATH=/debs/given/python python3 -B -m pyvmem selftest --samples 0
+PYTHONPATH=/debs/given/python python3 -B -m pyvmem selftest --backend uvm --samples 0
 
 echo "purged while it is loaded: what comes next is the stock module"
 purge vmem-dkms

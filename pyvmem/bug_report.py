@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem probe --report``: what a bug report needs to know about a machine, and nothing else.
+"""``vmem probe --report``: what a report about a machine needs, and nothing else.
 
 Versions, hardware, what each back end said, and the limits that matter. Paths, names of users and
 hosts, and serial numbers and UUIDs of GPUs are left out.
@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyvmem import _native
+from pyvmem import Context, _native
 from pyvmem.bench.machine import describe
+from pyvmem.paths import write_text
+from pyvmem.selftest.check import Result
+from pyvmem.selftest.run import line, passed, run_checks
 
 if TYPE_CHECKING:
     from pyvmem.probe import ProbeResult
 
-__all__ = ["bug_report", "modules_of", "scrub"]
+__all__ = ["bug_report", "modules_of", "scrub", "write"]
 
 _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
@@ -35,8 +38,8 @@ def scrub(text: str) -> str:
 def modules_of(lines: str) -> list[str]:
     """NVIDIA's modules out of /proc/modules, with what taints they carry."""
     found = []
-    for line in lines.splitlines():
-        name, *rest = line.split()
+    for module in lines.splitlines():
+        name, *rest = module.split()
         if name.startswith("nvidia"):
             taints = rest[-1] if rest and rest[-1].startswith("(") else ""
             found.append(f"{name} {taints}".strip())
@@ -94,3 +97,23 @@ def bug_report(results: Sequence[ProbeResult]) -> str:
         lines += [f"{one.backend}: {state}", f"  {error}{one.reason}"]
         lines += [f"  {caps}"] if caps else []
     return scrub("\n".join([*lines, "```"]))
+
+
+def write(path: Path, results: Sequence[ProbeResult], device: int) -> int:
+    """Writes the report with a self-test of the back end that is used, if any; the exit status."""
+    lines, status = [bug_report(results)], 1
+    for one in results:
+        if one.used:
+            checks = _self_test(one.backend, device)
+            outcome = "passed" if passed(checks) else "FAILED"
+            lines += ["", f"Self-test of `{one.backend}`: {outcome}.", "", "```text"]
+            lines += [scrub(line(check)) for check in checks] + ["```"]
+            print(f"{one.backend}: {outcome}; report: {path}")
+            status = int(not passed(checks))
+    write_text(path, "\n".join(lines) + "\n")
+    return status
+
+
+def _self_test(backend: str, device: int) -> list[Result]:
+    with Context(backend, device=device, pool_high=1) as context:
+        return run_checks(context, lambda result: print(line(result), flush=True))

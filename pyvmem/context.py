@@ -22,7 +22,8 @@ from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
 from pyvmem.expect import expect, unexpected
-from pyvmem.info import Caps, ContextInfo, Location, RangeInfo, Stats
+from pyvmem.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
+from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
 from pyvmem.reentry import reentrant_lock
@@ -33,7 +34,7 @@ from pyvmem.streams import KeptEvents, after_items, device_ordinal, wait_after
 
 __all__ = ["Context", "PlainReservationWarning"]
 
-_FORCE = _native.constant("VMEM_OPEN_FORCE")
+_LARGE_ENTRIES = _native.constant("VMEM_OPEN_LARGE_ENTRIES")
 _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 _PLAIN = _native.constant("VMEM_RESERVE_PLAIN")
 _SPARSE = _native.constant("VMEM_RESERVE_SPARSE")
@@ -101,7 +102,11 @@ class Context(AddressSpace, Closable):
         max_mappings: most driver mappings at a time (`Stats.mappings`). 0: on ``stock`` half of
             what the driver has for all processes of the machine, 237,568 (divided by the number of
             `devices`); elsewhere no limit. ``stock`` takes up to twice that.
-        force: use a driver version that has not been verified (stock, uvm).
+        large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
+            whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced:
+            `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
+            `OpBatch.join` make it anew. It changes nothing where the granule is 2 MiB (cuda);
+            ``uvm`` does not have it.
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.
@@ -121,7 +126,7 @@ class Context(AddressSpace, Closable):
         pool_low: int = 0,
         pool_high: int = 0,
         max_mappings: int = 0,
-        force: bool = False,
+        large_entries: bool = False,
     ) -> None:
         self._closed = True
         self.is_open = False
@@ -129,7 +134,7 @@ class Context(AddressSpace, Closable):
         if devices is not None and not devices:
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
-        flags = _FORCE if force else 0
+        flags = _LARGE_ENTRIES if large_entries else 0
         self.mem_limit = operator.index(mem_limit)
         given = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
         sizes = [operator.index(size) for size in given]
@@ -174,6 +179,23 @@ class Context(AddressSpace, Closable):
     def stats(self) -> Stats:
         """Counters and present state."""
         return Stats._from_c(_native.get_stats(self.handle))
+
+    def memory(self, location: Location = Location.DEVICE, device: Any = 0) -> MemoryInfo:
+        """Physical memory that the context could still take, and how much there is.
+
+        Of host memory, as of back end "host", this is what the machine has available, but at most
+        what is left to this process's control group and to each group above it (cgroup version 1
+        or 2; `vmem_memory_query` in the manual says how it is counted). Read anew in each call.
+
+        Args:
+            location: as for `create`.
+            device: for `Location.PEER`, one of the context's devices.
+
+        Raises:
+            NotSupported: the back end has no pages there. InvalidArgument: not one of the devices.
+        """
+        info = _native.memory_query(self.handle, operator.index(location), device_ordinal(device))
+        return MemoryInfo(info.free_bytes, info.total_bytes)
 
     # ---- reservations and pages ----------------------------------------------------------------
 
@@ -459,6 +481,8 @@ class Context(AddressSpace, Closable):
 
 
 def _log_opened(asked: str, info: ContextInfo) -> None:
+    if info.warning:
+        warn(_log, "driver", "%s", info.warning)
     if not _log.isEnabledFor(logging.INFO):
         return
     sizes = ", ".join(f"{size >> 10}" for size in info.page_sizes)

@@ -20,6 +20,7 @@ __all__ = [
     "ContextInfo",
     "Inject",
     "Location",
+    "MemoryInfo",
     "PagesInfo",
     "RangeFlags",
     "RangeInfo",
@@ -43,9 +44,10 @@ class Caps(enum.Flag):
     CPU_ACCESS = _c("VMEM_CAP_CPU_ACCESS")
     VISIBLE = _c("VMEM_CAP_VISIBLE")
     PLAIN = _c("VMEM_CAP_PLAIN")
-    CONSOLIDATE = _c("VMEM_CAP_CONSOLIDATE")
+    JOIN = _c("VMEM_CAP_JOIN")
     ONE_CALL = _c("VMEM_CAP_ONE_CALL")
     SPARSE_ATOMIC = _c("VMEM_CAP_SPARSE_ATOMIC")
+    LARGE_ENTRIES = _c("VMEM_CAP_LARGE_ENTRIES")
 
 
 class Location(enum.IntEnum):
@@ -104,6 +106,7 @@ class ContextInfo:
         uuid: of the first device as nvidia-smi writes it, ``""`` on host.
         uuids: of every device.
         why: for ``"auto"``, why the back ends before this one were passed over.
+        warning: what an operator should know, ``""`` for nothing: a driver of an unknown branch.
     """
 
     backend: str
@@ -119,6 +122,7 @@ class ContextInfo:
     uuid: str
     uuids: tuple[str, ...]
     why: str
+    warning: str
 
     @classmethod
     def _from_c(cls, info: Any, devices: tuple[int, ...]) -> ContextInfo:
@@ -138,6 +142,7 @@ class ContextInfo:
             uuid=uuids[0] if uuids else "",
             uuids=uuids,
             why=_native.text_of(info.why),
+            warning=_native.text_of(info.warning),
         )
 
 
@@ -148,6 +153,8 @@ class Stats:
     ``slab_bytes`` is ``used_bytes + free_bytes + quarantined_bytes``; an aliased page counts once
     in ``used_bytes`` and once per mapping in ``mapped_bytes``. ``dirty_bytes`` is the part of
     ``free_bytes`` that is not zeroed yet. ``mappings`` counts slabs' own mappings too.
+    ``large_entries`` are the live page-table entries of 2 MiB, ``splits`` and ``joins`` how many
+    were split into small ones, or made of them.
     """
 
     reserved_bytes: int
@@ -173,6 +180,9 @@ class Stats:
     mappings: int
     tickets: int
     dirty_bytes: int
+    large_entries: int
+    splits: int
+    joins: int
 
     @classmethod
     def _from_c(cls, stats: Any) -> Stats:
@@ -180,6 +190,20 @@ class Stats:
 
 
 _STATS_FIELDS = tuple(Stats.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """Physical memory of a location as of now (struct vmem_memory_info).
+
+    Attributes:
+        free_bytes: what the context could still take from the driver within its `mem_limit`, beside
+            its pool's free pages; others may take it first.
+        total_bytes: what there is, whoever has it; 0 where the driver does not say.
+    """
+
+    free_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -193,6 +217,8 @@ class RangeInfo:
         segments: of the reservation.
         run_bytes: from the granule of the address on: bytes in the same state, one physical run.
         flags: state of the address.
+        entry_bytes: size of the page-table entry that maps the address (4 KiB, 64 KiB or 2 MiB); 0:
+            not mapped.
     """
 
     base: int
@@ -201,6 +227,7 @@ class RangeInfo:
     segments: int
     run_bytes: int
     flags: RangeFlags
+    entry_bytes: int
 
     @property
     def mapped(self) -> bool:
@@ -221,6 +248,7 @@ class RangeInfo:
             info.segments,
             info.run_bytes,
             RangeFlags(info.flags),
+            info.entry_bytes,
         )
 
 

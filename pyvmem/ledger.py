@@ -36,7 +36,7 @@ import threading
 import time
 import weakref
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,19 +51,20 @@ from pyvmem.errors import (
 )
 from pyvmem.flag import Flag
 from pyvmem.logs import warn
+from pyvmem.paths import folder_in
 from pyvmem.units import format_bytes
 
 __all__ = [
-    *("Account", "EngineInfo", "Ledger", "LedgerError", "Participant"),
-    *("default_folder", "device_of", "devices", "engine_name", "named_folder", "private"),
-    "weakly",
+    *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld", "Participant"),
+    *("default_folder", "device_of", "devices", "engine_name", "is_off", "named_folder"),
+    *("private", "weakly"),
 ]
 
 _log = logging.getLogger(__name__)
 
 MAX_HANDLES = 475_136
-"""Mappings that all engines together may have on ``stock``: the driver has 524,288 for the machine,
-and other programs need some."""
+"""Mappings that all engines of all GPUs together may have on ``stock``: the driver has 524,288 for
+the machine, and other programs need some."""
 
 _FOLDER = "/dev/shm/vmem-{}"
 _MAGIC = b"VMEMLDG\0"
@@ -76,9 +77,12 @@ _LOCKS = 1 << 40  # lock bytes lie far past the contents
 _STALE_NS = 2_000_000_000  # a shortage not posted again for this long is over
 _TICK_S = 0.05  # of a participant's thread
 _REPORT_S = 0.25
+_PATIENCE_S = 2.0  # for a lock that is held for microseconds
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
+_HOLDER_AT = 24  # the process that had the lock last, and its slot, from 1
+_HOLDER = struct.Struct("<QQ")
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 
@@ -115,10 +119,18 @@ class LedgerError(VMemError):
     """A ledger that cannot be used: damaged, of another version, or full."""
 
 
+class LedgerHeld(LedgerError):
+    """A process has the ledger's lock and stands still: it was stopped, or is being debugged."""
+
+
+def is_off(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``VMEM_LEDGER`` says that vLLM's engines are in no ledger."""
+    return environment.get("VMEM_LEDGER", "").lower() == "off"
+
+
 def named_folder() -> Path | None:
-    """The folder that ``VMEM_LEDGER`` names."""
-    named = os.environ.get("VMEM_LEDGER", "")
-    return None if named in ("", "off") else Path(named)
+    """The folder that ``VMEM_LEDGER`` names. Raises InvalidArgument for a home that is nobody's."""
+    return None if is_off() else folder_in("VMEM_LEDGER")
 
 
 def default_folder() -> Path:
@@ -253,6 +265,8 @@ class Ledger(Closable):
             raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
+        self._held = False  # a process has stood still with the lock, last time
+        self._beside: dict[str, Ledger] = {}  # of other devices, by the file's name
         if create and not self.path.exists():
             self._make(capacity)
         try:
@@ -350,6 +364,8 @@ class Ledger(Closable):
         if not self._map.closed:
             self._map.close()
             os.close(self._fd)
+        for one in self._beside.values():
+            one._let_go()
 
     @property
     def closed(self) -> bool:
@@ -379,6 +395,7 @@ class Ledger(Closable):
 
         Raises:
             ForkedProcess: the ledger belongs to the parent process. BadHandle: it is closed.
+            LedgerHeld: another process does not let it go; the text says which one.
         """
         with self._thread_lock:
             if self._map.closed:
@@ -386,11 +403,70 @@ class Ledger(Closable):
                     text = f"{self.path}: opened by the parent of this forked process"
                     raise ForkedProcess(text, errno=errno.ECHILD)
                 raise BadHandle(f"{self.path} is closed", errno=errno.EBADF)
-            self._lock_byte(0, fcntl.F_WRLCK, fcntl.F_OFD_SETLKW)
+            self._wait_for_lock()
             try:
+                _HOLDER.pack_into(self._map, _HOLDER_AT, os.getpid(), self._mine + 1)
                 yield
             finally:
                 self._lock_byte(0, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
+
+    def _wait_for_lock(self) -> None:
+        """Takes the file's lock; who has found it held for long waits no more until it is free."""
+        end = time.monotonic() + (0 if self._held else _PATIENCE_S)
+        pause = 20e-6
+        while True:
+            try:
+                self._lock_byte(0, fcntl.F_WRLCK, fcntl.F_OFD_SETLK)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+            else:
+                self._held = False
+                return
+            if time.monotonic() >= end:
+                self._held = True
+                raise LedgerHeld(
+                    f"{self.path}: {self._holder()} has the lock and does not let it go: it stands "
+                    "still (stopped, frozen, in a debugger); let it run on, or end it",
+                    errno=errno.ETIMEDOUT,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+    def _holder(self) -> str:
+        pid, slot = _HOLDER.unpack_from(self._map, _HOLDER_AT)
+        name = self._name(slot - 1) if 0 < slot <= _SLOTS else ""
+        return f"engine {name!r} (process {pid})" if name else f"process {pid}"
+
+    def handles(self) -> int:
+        """Mappings of all its living engines. The caller has the lock, if it can be had."""
+        taken = [slot for slot in range(_SLOTS) if self.word(slot, "state") == _TAKEN]
+        return sum(
+            self.word(slot, "handles") for slot in taken if slot == self._mine or self._owned(slot)
+        )
+
+    def handles_beside(self) -> int:
+        """Mappings of the engines of other GPUs, which have ledgers in the same folder.
+
+        Two GPUs' engines may both count before either one adds to it: the driver has more.
+        """
+        if self.path.stem == "host":
+            return 0
+        total = 0
+        for path in self.path.parent.glob("*.ledger"):
+            if path.stem in ("host", self.path.stem):
+                continue
+            try:
+                if path.name not in self._beside:
+                    self._beside[path.name] = Ledger(path.stem, folder=path.parent, create=False)
+                other = self._beside[path.name]
+                with contextlib.ExitStack() as stack:
+                    with contextlib.suppress(LedgerHeld):
+                        stack.enter_context(other.locked())
+                    total += other.handles()
+            except VMemError as error:
+                warn(_log, "ledger", "another GPU's ledger is left out: %s", error)
+        return total
 
     @property
     def capacity(self) -> int:
@@ -604,6 +680,29 @@ class Account:
     def __init__(self, ledger: Ledger, slot: int) -> None:
         self.ledger = ledger
         self.slot = slot
+        self._owed: list[Callable[[], None]] = []  # changes that wait for the lock
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self.ledger.locked():
+            while self._owed:
+                self._owed.pop(0)()
+            yield
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Makes a change of the slot: now, or before the next that gets the lock.
+
+        An engine does not stop because another one stands still with it.
+        """
+        try:
+            with self._locked():
+                change()
+        except LedgerHeld as error:
+            self._owed.append(change)
+            warn(_log, "ledger", "nothing can be mapped: %s", error)
+
+    def _add(self, name: str, value: int) -> None:
+        self.ledger.put(self.slot, name, self._get(name) + value)
 
     def _get(self, name: str) -> int:
         return self.ledger.word(self.slot, name)
@@ -611,7 +710,10 @@ class Account:
     @property
     def limit(self) -> int:
         """The most bytes, as the last order says."""
-        with self.ledger.locked():
+        try:
+            with self._locked():
+                return self._limit()
+        except LedgerHeld:
             return self._limit()
 
     def _limit(self) -> int:
@@ -619,8 +721,7 @@ class Account:
 
     def decline(self) -> None:
         """Drops the last order: the engine keeps the limit that it joined with."""
-        with self.ledger.locked():
-            self.ledger.put(self.slot, "order", 0)
+        self._change(lambda: self.ledger.put(self.slot, "order", 0))
 
     @property
     def used(self) -> int:
@@ -629,8 +730,12 @@ class Account:
 
     def room(self, free: int | None = None) -> int:
         """Bytes that `take` would grant now; `free`: unused memory of the device."""
-        with self.ledger.locked():
-            return self._room(free)
+        try:
+            with self._locked():
+                return self._room(free)
+        except LedgerHeld as error:
+            warn(_log, "ledger", "nothing can be mapped: %s", error)
+            return 0
 
     def _room(self, free: int | None) -> int:
         ledger, used = self.ledger, self._get("used")
@@ -648,41 +753,46 @@ class Account:
         return max(0, room)
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """Whether the engine may have this many more bytes; they are pending until `mapped`."""
+        """Whether the engine may have this many more bytes; they are pending until `mapped`.
+
+        None, while another process stands still with the ledger's lock.
+        """
         ledger = self.ledger
-        with ledger.locked():
-            if nbytes > self._room(free):
-                return False
-            if handles:
-                total = sum(ledger.word(slot, "handles") for slot in ledger.live(self.slot))
-                if total + handles > MAX_HANDLES:
+        beside = ledger.handles_beside() if handles else 0
+        try:
+            with self._locked():
+                if nbytes > self._room(free):
                     return False
-                ledger.put(self.slot, "handles", self._get("handles") + handles)
-            ledger.put(self.slot, "pending", self._get("pending") + nbytes)
-            ledger.put(self.slot, "used", self._get("used") + nbytes)
-            return True
+                if handles and ledger.handles() + beside + handles > MAX_HANDLES:
+                    return False
+                self._add("handles", handles)
+                self._add("pending", nbytes)
+                self._add("used", nbytes)
+                return True
+        except LedgerHeld as error:
+            warn(_log, "ledger", "nothing can be mapped: %s", error)
+            return False
 
     def mapped(self, nbytes: int) -> None:
         """What `take` granted is mapped, or failed and comes back by `give`."""
-        with self.ledger.locked():
-            self.ledger.put(self.slot, "pending", self._get("pending") - nbytes)
+        self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:
         """Sets how much of what was granted is mapped; the rest is pending."""
-        with self.ledger.locked():
-            self.ledger.put(self.slot, "pending", self._get("used") - mapped)
+        self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
         """Returns bytes whose pages are unmapped."""
-        with self.ledger.locked():
-            self.ledger.put(self.slot, "used", self._get("used") - nbytes)
-            self.ledger.put(self.slot, "handles", self._get("handles") - handles)
+
+        def change() -> None:
+            self._add("used", -nbytes)
+            self._add("handles", -handles)
+
+        self._change(change)
 
     def want(self, nbytes: int) -> None:
         """Posts that a request is short of so many bytes; 0: no longer short."""
-        with self.ledger.locked():
-            self.ledger.put(self.slot, "want", nbytes)
-            self.ledger.put(self.slot, "want_ns", time.monotonic_ns())
+        self.report(want=nbytes, want_ns=time.monotonic_ns())
 
     def excess(self, free: int | None = None) -> int:
         """Bytes to give back: above the limit, or that another engine is short of.
@@ -690,11 +800,12 @@ class Account:
         An engine is asked for no more than it has above its floor, and asks for nothing itself
         while there is room for it.
         """
-        with self.ledger.locked():
+        used, asked = self._get("used"), 0
+        with contextlib.suppress(LedgerHeld), self._locked():
             used, live = self._get("used"), self.ledger.live(self.slot)
             short = sum(self._short_of(slot, live, free) for slot in live)
             asked = min(short, max(0, used - self._get("floor")))
-            return max(0, used - self._limit(), asked)
+        return max(0, used - self._limit(), asked)
 
     def has_more(self, free: int | None = None) -> bool:
         """Whether another engine is short while this one has more than its fair share.
@@ -704,28 +815,30 @@ class Account:
         more than this one hold, and what is free, divided equally, but for none more than its
         limit or less than its floor.
         """
+        with contextlib.suppress(LedgerHeld), self._locked():
+            return self._has_more(free)
+        return False
+
+    def _has_more(self, free: int | None) -> bool:
         word = self.ledger.word
-        with self.ledger.locked():
-            used, live = self._get("used"), self.ledger.live(self.slot)
-            short = [
-                slot for slot in live if self._short_of(slot, live, free) > word(slot, "cached")
-            ]
-            if not short:
-                return False
-            others = {*short, *(s for s in live if s != self.slot and word(s, "used") > used)}
-            part = used + sum(word(slot, "used") for slot in others)
-            part += self._room_of(self.slot, live, free)
-            parts = 1 + len(others)
-            kept = []
-            for slot in sorted(others, key=lambda slot: -word(slot, "floor")):
-                if word(slot, "floor") * parts > part:
-                    part, parts = part - word(slot, "floor"), parts - 1
-                else:
-                    kept.append(slot)
-            for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in kept):
-                if limit * parts < part:
-                    part, parts = part - limit, parts - 1
-            return used > max(part // parts, self._get("floor"))
+        used, live = self._get("used"), self.ledger.live(self.slot)
+        short = [slot for slot in live if self._short_of(slot, live, free) > word(slot, "cached")]
+        if not short:
+            return False
+        others = {*short, *(s for s in live if s != self.slot and word(s, "used") > used)}
+        part = used + sum(word(slot, "used") for slot in others)
+        part += self._room_of(self.slot, live, free)
+        parts = 1 + len(others)
+        kept = []
+        for slot in sorted(others, key=lambda slot: -word(slot, "floor")):
+            if word(slot, "floor") * parts > part:
+                part, parts = part - word(slot, "floor"), parts - 1
+            else:
+                kept.append(slot)
+        for limit in sorted(word(slot, "order") or word(slot, "limit") for slot in kept):
+            if limit * parts < part:
+                part, parts = part - limit, parts - 1
+        return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
         """Bytes that another engine has lately wanted without room for them."""
@@ -751,8 +864,8 @@ class Account:
         return max(0, room)
 
     def report(self, **values: int) -> None:
-        """Writes what `vmem top` shows: names of `EngineInfo`."""
-        with self.ledger.locked():
+        """Writes what `vmem top` shows: names of `EngineInfo`. Left out while the lock is held."""
+        with contextlib.suppress(LedgerHeld), self._locked():
             for name, value in values.items():
                 self.ledger.put(self.slot, name, value)
             self.ledger.put(self.slot, "beat_ns", time.monotonic_ns())
@@ -760,7 +873,8 @@ class Account:
     def close(self) -> None:
         """Leaves the ledger. Does nothing when called again or in a forked child."""
         if not self.ledger.closed:
-            self.ledger.leave(self.slot)
+            with contextlib.suppress(LedgerHeld):  # closing gives up the slot's lock, too
+                self.ledger.leave(self.slot)
             self.ledger.close()
 
 

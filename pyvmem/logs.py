@@ -3,7 +3,7 @@
 
 Each module logs under its own name below it. At *info*: the back end that was opened, and why the
 others were not. At *debug*: what a cache does where memory is short or pages change (shortage,
-reclaiming, eviction, promotion, consolidation, trims). At *warning*: what an operator must know,
+reclaiming, eviction, promotion, joins, trims). At *warning*: what an operator must know,
 once a minute for each cause. A call that finds enough memory logs nothing.
 """
 

@@ -30,6 +30,7 @@ _MAP: Final = _native.constant("VMEM_OP_MAP")
 _POPULATE: Final = _native.constant("VMEM_OP_POPULATE")
 _UNMAP: Final = _native.constant("VMEM_OP_UNMAP")
 _FILL: Final = _native.constant("VMEM_OP_FILL")
+_JOIN: Final = _native.constant("VMEM_OP_JOIN")
 _READONLY: Final = _native.constant("VMEM_OP_READONLY")
 _CONSUME: Final = _native.constant("VMEM_OP_CONSUME")
 _DIRTY: Final = _native.constant("VMEM_OP_DIRTY")
@@ -37,6 +38,7 @@ _HOLES: Final = _native.constant("VMEM_OP_HOLES")
 _SPREAD: Final = _native.constant("VMEM_OP_SPREAD")
 _COPY: Final = _native.constant("VMEM_OP_COPY")
 _REPLACE: Final = _native.constant("VMEM_OP_REPLACE")
+_SPLIT: Final = _native.constant("VMEM_OP_SPLIT")
 _DEVICE: Final = int(Location.DEVICE)
 
 
@@ -129,6 +131,7 @@ class OpBatch:
         consume: bool = False,
         replace: bool = False,
         offset_stride: int = 0,
+        split: bool = False,
     ) -> None:
         """Piece i: ``addr + i * stride`` gets the pages at ``offset + i * offset_stride``.
 
@@ -145,10 +148,14 @@ class OpBatch:
                 have been mapped before. While they are replaced no GPU work may touch the range; on
                 ``uvm`` it may, unless a large page comes or goes (`vmem.h`, VMEM_OP_REPLACE).
             offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
+            split: with `replace`: split large entries of which a piece takes a part. No GPU work
+                may touch any of their 2 MiB until the batch is over.
         """
         flags = (_READONLY if readonly else 0) | (_CONSUME if consume else 0)
         if replace:
             flags |= _REPLACE
+        if split:
+            flags |= _SPLIT
         end = self._end
         if end == self._limit:
             self._full()
@@ -225,16 +232,48 @@ class OpBatch:
         self._end = end + _SIZE
 
     def unmap(
-        self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False
+        self,
+        addr: int,
+        size: int,
+        count: int = 1,
+        stride: int = 0,
+        holes: bool = False,
+        split: bool = False,
     ) -> None:
-        """Unmaps every piece, all of which must be mapped unless `holes`."""
+        """Unmaps every piece, all of which must be mapped unless `holes`.
+
+        `split`: split large entries of which a piece takes a part. No GPU work may touch any of
+        their 2 MiB until the batch is over. Without it that is `InvalidArgument`.
+        """
+        flags = (_HOLES if holes else 0) | (_SPLIT if split else 0)
         end = self._end
         if end == self._limit:
             self._full()
         try:
             _PACK(
                 self._buffer, end,
-                _UNMAP, _HOLES if holes else 0, addr, size, count, stride, 0, 0, 0, 0, 0, 0,
+                _UNMAP, flags, addr, size, count, stride, 0, 0, 0, 0, 0, 0,
+                0, 0, 0, 0,
+            )  # fmt: skip
+        except struct.error as error:
+            _bad_number(error, addr=addr, size=size, count=count, stride=stride)
+        self._end = end + _SIZE
+
+    def join(
+        self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False
+    ) -> None:
+        """Maps every piece again by the fewest calls and entries, as `Context.join` does.
+
+        All of it must be mapped before the batch, unless `holes`. No GPU work may touch it until
+        the batch is over.
+        """
+        end = self._end
+        if end == self._limit:
+            self._full()
+        try:
+            _PACK(
+                self._buffer, end,
+                _JOIN, _HOLES if holes else 0, addr, size, count, stride, 0, 0, 0, 0, 0, 0,
                 0, 0, 0, 0,
             )  # fmt: skip
         except struct.error as error:

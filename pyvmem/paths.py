@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Paths given on the command line, refused while the words are read, before any work is done."""
+"""Paths given on the command line or in the environment, refused before any work is done."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from pyvmem.errors import InvalidArgument
 
 __all__ = [
     "existing",
     "existing_file",
     "existing_folder",
+    "folder_in",
     "picture_file",
     "replace_text",
     "replaced",
@@ -87,6 +91,24 @@ def written(text: str) -> Path:
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     return path
+
+
+def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder that a variable names, with ``~`` as a shell reads it; None: it is empty or unset.
+
+    Raises:
+        InvalidArgument: nobody has that home.
+    """
+    text = environment.get(variable, "")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise InvalidArgument(
+            f"{variable}={text}: {text.partition('/')[0]} is the home of no user here; name the "
+            "folder in full",
+            errno=errno.EINVAL,
+            op=variable,
+        )
+    return Path(path) if path else None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
-_FORCE = _native.constant("VMEM_OPEN_FORCE")
+_PRINTED = Path("-")  # of --report without a file
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,16 @@ class ProbeResult:
     reason: str
 
 
-def probe(device: Any = 0, *, force: bool = False) -> list[ProbeResult]:
+def probe(device: Any = 0) -> list[ProbeResult]:
     """Tries every back end, in the order of ``"auto"``; opens and closes what it needs.
 
     Args:
         device: CUDA ordinal, torch.device or cuda.core Device.
-        force: also try a driver version that was never checked.
     """
     ordinal = device_ordinal(device)
     results: list[ProbeResult] = []
     for name in _native.backend_names():
-        info = _native.probe(name, ordinal, _FORCE if force else 0)
+        info = _native.probe(name, ordinal)
         usable = bool(info.usable)
         results.append(
             ProbeResult(
@@ -109,22 +109,34 @@ def add_parser(sub: Any) -> None:
     from pyvmem.arguments import add_device  # importing pyvmem loads no command line
 
     add_device(parser)
-    parser.add_argument("--force", action="store_true", help="also try unchecked driver versions")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--report", action="store_true", help="print what a bug report needs, in Markdown"
+        "--report",
+        nargs="?",
+        const=_PRINTED,
+        type=_file,
+        metavar="FILE",
+        help="print what a bug report needs, in Markdown; or write it to FILE, with a self-test",
     )
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the results; 0 if any back end is usable."""
-    results = probe(args.device, force=args.force)
-    if args.report:
-        from pyvmem.bug_report import bug_report  # it imports this module
+def _file(text: str) -> Path:
+    from pyvmem.paths import written  # importing pyvmem loads no command line
 
-        print(bug_report(results))
+    return written(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the results; 0 if any back end is usable, and no check of the self-test has failed."""
+    results = probe(args.device)
+    if args.report is not None:
+        from pyvmem import bug_report  # it imports this module
+
+        if args.report is not _PRINTED:
+            return bug_report.write(args.report, results, args.device)
+        print(bug_report.bug_report(results))
     elif args.json:
         import json
 

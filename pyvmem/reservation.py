@@ -152,6 +152,11 @@ class Reservation(Closable):
         """Unmaps a range, all of which must be mapped."""
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
+    def join(self, offset: int = 0, size: int | None = None) -> int:
+        """Maps again in one piece what was mapped page by page; see `Context.join`."""
+        length = self.nbytes - offset if size is None else size
+        return self._context.join(self._at(offset, length, "vmem_join"), length)
+
     def read(self, offset: int, size: int) -> bytes:
         """Copies bytes out of the device."""
         return self._context.read(self._at(offset, size, "vmem_read"), size)

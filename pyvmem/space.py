@@ -45,7 +45,7 @@ class AddressSpace:
         _native.map(self.handle, addr, size, pages.handle, offset, flags)
 
     def unmap(self, addr: int, size: int) -> None:
-        """Unmaps a range, all of which must be mapped; may cut mappings.
+        """Unmaps a range, all of which must be mapped; may cut mappings, but splits no large entry.
 
         No unfinished GPU work may touch it; `batch` and `submit` can wait for such work.
         """
@@ -112,12 +112,13 @@ class AddressSpace:
         """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
         return _native.trim(self.handle, operator.index(keep))
 
-    def consolidate(self, addr: int, size: int) -> int:
-        """Remaps in one piece each run that was mapped page by page; returns the driver calls.
+    def join(self, addr: int, size: int) -> int:
+        """Maps again in one piece each run that was mapped page by page; returns the driver calls.
 
-        A safe point only: no GPU work may touch the range.
+        With large entries (`Context`) whole blocks get one each. A safe point only: no GPU work may
+        touch the range. `OpBatch.join` does the same after other work, with the rest of a batch.
         """
-        return _native.consolidate(self.handle, addr, operator.index(size))
+        return _native.join(self.handle, addr, operator.index(size))
 
     # ---- tests ---------------------------------------------------------------------------------
 

@@ -159,15 +159,17 @@ _METRICS = (
     _Metric(
         "steps",
         "counter",
-        "Calls that returned 0.",
+        "Calls that returned 0, by call.",
         "call",
         _of(step="steps", step_async="steps_async"),
     ),
-    _Metric("short", "counter", "Steps refused for want of memory.", "", _one("short")),
+    _Metric("short", "counter", "Steps of both kinds that returned -1.", "", _one("short")),
     _Metric(
         "page_events",
         "counter",
-        "What happened to pages.",
+        "Pages mapped (grown), filled for a new owner (zeroed), granted though mapped before "
+        "(reused), unmapped (reclaimed), replaced (moved, promoted), and of evicted prefixes "
+        "(evicted); each counted when it is done.",
         "event",
         _of(
             grown="grown_pages",
@@ -179,11 +181,41 @@ _METRICS = (
             evicted="evicted_pages",
         ),
     ),
-    _Metric("prefix_queries", "counter", "Prompts looked up.", "", _one("prefix_queries")),
-    _Metric("prefix_hits", "counter", "Prompts that matched.", "", _one("prefix_hits")),
-    _Metric("prefix_resumed", "counter", "Hits already mapped.", "", _one("prefix_resumed")),
-    _Metric("prefix_query_tokens", "counter", "Tokens looked up.", "", _one("prefix_query_tokens")),
-    _Metric("prefix_hit_tokens", "counter", "Tokens that matched.", "", _one("prefix_hit_tokens")),
+    _Metric(
+        "prefix_queries",
+        "counter",
+        "Prompts looked up for requests that then got a slot.",
+        "",
+        _one("prefix_queries"),
+    ),
+    _Metric(
+        "prefix_hits",
+        "counter",
+        "Those of them that began with a recorded prefix.",
+        "",
+        _one("prefix_hits"),
+    ),
+    _Metric(
+        "prefix_resumed",
+        "counter",
+        "Hits whose pages were all still mapped in the slot.",
+        "",
+        _one("prefix_resumed"),
+    ),
+    _Metric(
+        "prefix_query_tokens",
+        "counter",
+        "Tokens of the prompts in pyvmem_prefix_queries.",
+        "",
+        _one("prefix_query_tokens"),
+    ),
+    _Metric(
+        "prefix_hit_tokens",
+        "counter",
+        "Tokens that the hits began with.",
+        "",
+        _one("prefix_hit_tokens"),
+    ),
     _Metric("driver_calls", "counter", "Driver calls of the context.", "", _one("driver_calls")),
     _Metric(
         "driver_seconds",

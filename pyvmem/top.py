@@ -8,7 +8,6 @@ import contextlib
 import errno
 import json
 import math
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from pyvmem.ledger import (
     LedgerError,
     default_folder,
     devices,
+    is_off,
     named_folder,
 )
 from pyvmem.paths import existing_folder
@@ -139,8 +139,7 @@ def plain(table: list[tuple[str, ...]], width: float = math.inf) -> str:
 
 
 def _off() -> str:
-    off = os.environ.get("VMEM_LEDGER") == "off"
-    return "; VMEM_LEDGER=off: an engine with that setting is in none" if off else ""
+    return "; VMEM_LEDGER=off: an engine with that setting is in none" if is_off() else ""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -306,6 +306,9 @@ def environment_variables() -> dict[str, str]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for name in own.findall(path.read_text(encoding="utf-8")):
                 found[name] = path.relative_to(ROOT).as_posix()
+    for path in sorted((ROOT / "libvmem" / "src").rglob("*.c")):
+        for name in re.findall(r'getenv\("(\w+)"\)', path.read_text(encoding="utf-8")):
+            found[name] = path.relative_to(ROOT).as_posix()
     return found
 
 

@@ -67,9 +67,9 @@ def check_exports() -> list[str]:
     return problems
 
 
-def check_static_names() -> list[str]:
+def check_static_names(folder: Path = LIB) -> list[str]:
     """The static library adds exactly the public functions to a program's name space."""
-    lines = output("nm", "-g", "--defined-only", LIB / "libvmem.a").splitlines()
+    lines = output("nm", "-g", "--defined-only", folder / "libvmem.a").splitlines()
     names = {line.split()[2] for line in lines if len(line.split()) == 3}
     return difference("libvmem.a", names, set(functions()))
 
@@ -103,7 +103,8 @@ def check_installation() -> list[str]:
         libdir = f"{prefix}/lib/here"
         build = top / "build"
         variables = [f"DESTDIR={top}", f"PREFIX={prefix}", f"LIBDIR={libdir}", f"BUILD={build}"]
-        variables += ["CFLAGS=-O1 -DVMEM_CHECK_OF_USER_FLAGS"]
+        # Distributions build with -flto: Ubuntu and Fedora by default.
+        variables += ["CFLAGS=-O1 -flto -DVMEM_CHECK_OF_USER_FLAGS"]
         make = ["make", "-s", "--no-print-directory", "-C", str(ROOT / "libvmem"), "-j2"]
         output(*make, "install", *variables)
         if "-DVMEM_CHECK_OF_USER_FLAGS" not in (build / "lib" / "flags").read_text("utf-8"):
@@ -117,6 +118,7 @@ def check_installation() -> list[str]:
         pages = {p.name for p in (top / prefix[1:]).glob("share/man/man[137]/*")}
         sources = {p.name for p in (ROOT / "libvmem" / "man").iterdir()}
         problems += difference("installed man pages", pages, sources)
+        problems += check_static_names(top / libdir[1:])
         problems += check_linking(top, top / libdir[1:], top / prefix[1:] / "include")
         output(*make, "uninstall", *variables)
         left = [p for p in (top / "opt").rglob("*") if not p.is_dir()]

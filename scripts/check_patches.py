@@ -5,7 +5,8 @@
 Each hunk must fit in exactly one place with no fuzz, the series must change few lines, its letters
 must be in order, and taking it back must leave the source as it was. With --build each patch of a
 series is built upon those before it. With --clone it is every public version of the driver that is
-looked at, and that patches/series.json names the one series that fits it.
+looked at, and that patches/series.json names the one series that fits it. Functions that the module
+relies on beyond UVM's headers must have a text that was read (uvm_contracts).
 """
 
 from __future__ import annotations
@@ -45,11 +46,20 @@ from kernel_common import (
 )
 from kernel_headers import default_headers
 from kernel_tree import Tree, build_tree
+from uvm_contracts import FILE, contract_problems
 
-__all__ = ["Clone", "check_clone", "check_letters", "check_on", "check_steps", "fitting_series"]
+__all__ = [
+    "Clone",
+    "check_clone",
+    "check_contracts",
+    "check_letters",
+    "check_on",
+    "check_steps",
+    "fitting_series",
+]
 
-# The branches of the driver that the project has patches for.
-BRANCHES = range(535, 600)
+# The oldest branch of the driver that the project has patches for.
+FIRST_BRANCH = 535
 MAX_LINES = 40
 MAX_SUBJECT = 72
 
@@ -117,6 +127,14 @@ def check_on(source: Path, version: str) -> list[str]:
     return check_series(patches, files)
 
 
+def check_contracts(source: Path, version: str) -> list[str]:
+    """What in a kernel-open tree is not as the module relies on it beyond UVM's headers."""
+    path = source / Path(FILE).relative_to("kernel-open")
+    if not path.is_file():
+        return [f"{source} has no {path.relative_to(source)}"]
+    return contract_problems(version, path.read_text(encoding="utf-8", errors="replace"))
+
+
 @dataclass(frozen=True)
 class Clone:
     """A clone of NVIDIA's public repository; it needs no work tree."""
@@ -132,9 +150,9 @@ class Clone:
         return done.stdout
 
     def versions(self) -> list[str]:
-        """The tags of the branches that the project serves, oldest first."""
+        """The tags from the first branch that the project serves on, oldest first."""
         tags = [tag for tag in self.git("tag").decode().split() if is_version(tag)]
-        return sorted((tag for tag in tags if branch_of(tag) in BRANCHES), key=version_key)
+        return sorted((tag for tag in tags if branch_of(tag) >= FIRST_BRANCH), key=version_key)
 
     def blobs(self, version: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Those of the named files that a tag has, with the identities of their contents."""
@@ -170,7 +188,12 @@ def fitting_series(clone: Clone) -> dict[str, list[str]]:
 
 def check_clone(clone: Clone) -> list[str]:
     """Where series.json does not say what the public versions say."""
-    problems = []
+    problems = [
+        problem
+        for version in clone.versions()
+        for source in clone.contents(clone.blobs(version, [FILE])).values()
+        for problem in contract_problems(version, source.decode(errors="replace"))
+    ]
     fits = fitting_series(clone)
     listed = {v: folder for folder, known in series_table().items() for v in known["applies"]}
     for version, folders in fits.items():
@@ -236,7 +259,7 @@ def main() -> int:
             print(*problems, sep="\n", end="\n" if problems else "")
             return 1 if problems or failed else 0
         for version, source in sources(options.versions, options.tree):
-            problems = check_on(source, version)
+            problems = check_on(source, version) + check_contracts(source, version)
             print(*problems, sep="\n", end="\n" if problems else "")
             failed += len(problems)
             verdict = "FAILED" if problems else "ok"

@@ -21,7 +21,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 from dist import DistError, copy_tracked, elsewhere, epoch, must_be_same, run, usual_umask
-from environment import install_debian_packages, useful_debian_packages
+from system_packages import has_probes, install, install_debian_packages
 from vmem_header import ROOT, version
 
 __all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "make_twice", "prepare"]
@@ -106,8 +106,8 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         DistError: a tool failed; with all that it said.
     """
     install_tools(TOOLS)
-    if header := useful_debian_packages():  # what the set-up can do without, a package cannot
-        install_debian_packages(header)
+    if not has_probes():  # what the set-up can do without, a package cannot
+        install(["probes"])
     when = epoch()
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
         folder = Path(name)

@@ -62,8 +62,8 @@ def built_versions() -> dict[str, str]:
 def series_folder(version: str) -> Path:
     """The folder whose series is for a version.
 
-    For a version that was never tried it is the series of the newest older one of its branch, else
-    of the oldest: either it applies, or applying it says where it does not.
+    For a version that was never tried it is the series of the newest older one, of its branch where
+    there is one: either it fits, or applying it names the hunks that do not.
     """
     check_version(version)
     listed = {
@@ -73,13 +73,15 @@ def series_folder(version: str) -> Path:
     }
     if version in listed:
         return PATCHES / listed[version]
-    branch = sorted((v for v in listed if branch_of(v) == branch_of(version)), key=version_key)
-    if branch:
-        older = [one for one in branch if version_key(one) < version_key(version)]
-        return PATCHES / listed[older[-1] if older else branch[0]]
-    branches = sorted({branch_of(one) for one in listed})
-    have = ", ".join(map(str, branches))
-    raise KernelBuildError(f"no patches for driver {version}: there are some for branches {have}")
+    branch = [one for one in listed if branch_of(one) == branch_of(version)]
+    near = sorted(
+        branch or (v for v in listed if branch_of(v) < branch_of(version)), key=version_key
+    )
+    if not near:
+        oldest = min(listed, key=version_key)
+        raise KernelBuildError(f"no patches for driver {version}: the oldest with some is {oldest}")
+    older = [one for one in near if version_key(one) < version_key(version)]
+    return PATCHES / listed[older[-1] if older else near[0]]
 
 
 def patches_in(folder: Path) -> list[Path]:
@@ -113,7 +115,10 @@ def changed_lines(patch: Path) -> int:
 
 
 def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
-    """The hunks of a patch whose old lines are not in exactly one place of the tree's file."""
+    """The hunks of a patch whose old lines are not in exactly one place of the tree's file.
+
+    A file that is not there stands for its hunks.
+    """
     found = []
     text = patch.read_text(encoding="utf-8")
     for part in re.split(r"^(?=diff --git )", text, flags=re.MULTILINE)[1:]:
@@ -121,11 +126,17 @@ def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
         if named is None:
             raise KernelBuildError(f"{patch.name} adds or removes a file; only hooks are allowed")
         name = "/".join(named.group(1).split("/")[STRIP - 1 :])
-        content = (tree / name).read_text(encoding="utf-8", errors="replace")
+        try:
+            content = (tree / name).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            found.append(f"{patch.name}: there is no {name}")
+            continue
         for number, hunk in enumerate(HUNK.split(part)[1:], 1):
             lines = [line[1:] for line in hunk.split("\n") if line[:1] in (" ", "-")]
-            if content.count("\n".join(lines) + "\n") != 1:
-                found.append(f"{patch.name}: {name}, hunk {number}")
+            places = content.count("\n".join(lines) + "\n")
+            if places != 1:
+                where = f"{places} places" if places else "no place"
+                found.append(f"{patch.name}: {name}, hunk {number} fits {where}")
     return found
 
 
@@ -143,19 +154,22 @@ def apply_patch(patch: Path, tree: Path, *, reverse: bool = False) -> None:
 
 
 def apply_series(version: str, tree: Path) -> None:
-    """Applies all patches of a version to a pristine kernel-open tree."""
+    """Applies all patches of a version to a pristine kernel-open tree.
+
+    A version that series.json does not list has to take each hunk in exactly one place.
+    """
     folder = series_folder(version)
+    known = series_table()[folder.name]
     for patch in patches_in(folder):
-        try:
-            apply_patch(patch, tree)
-        except KernelBuildError as error:
-            if version in series_table()[folder.name]["applies"]:
-                raise
-            raise KernelBuildError(
-                f"driver {version} is not supported: no series was made for it (patches/"
-                f"series.json), and that of the nearest version, {folder.name}, does not fit:\n"
-                f"{error}"
-            ) from error
+        if version not in known["applies"] + known["built"]:
+            doubtful = "".join(f"\n    {hunk}" for hunk in ambiguous_hunks(patch, tree))
+            if doubtful:
+                raise KernelBuildError(
+                    f"driver {version} is not supported: no series was made for it (patches/"
+                    f"series.json), and that of the nearest older version, {folder.name}, does not "
+                    f"fit:{doubtful}"
+                )
+        apply_patch(patch, tree)
 
 
 def kernel_files(mutant: str | None = None) -> dict[str, bytes]:

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Sets up what `make run` and `make test` need; cheap when everything is there.
 
-Debian packages that are missing are listed, then installed (as root or with sudo); everything else
-goes below build/. Where the python3 that runs this script has a torch, that torch is kept, and any
-version of another requirement that is there too, so that a machine with no network can be used.
+Packages of the system that are missing are listed, then installed (as root or with sudo);
+everything else goes below build/. Where the python3 that runs this script has a torch, that torch
+is kept, and any version of another requirement that is there too, so that a machine with no network
+can be used.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+
+from system_packages import PARTS, fail, has_probes, install, missing, quiet, say
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -34,22 +34,12 @@ ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Only the model's file is wanted, not the program that the package is a plug-in of; and vllm.txt
 # names what is imported of vLLM, a third of what it asks for.
-WITHOUT_DEPENDENCIES = ("model", "vllm", "vllm-newest")
-PYTHONS = ((3, 10), (3, 13))
+WITHOUT_DEPENDENCIES = ("model", "vllm")
+PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a file of requirements; some packages have no version for all Pythons.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')
 
 Pins = dict[str, str]
-
-
-def say(text: str) -> None:
-    """Prints one line at once, also into a pipe."""
-    print(f"setup: {text}", flush=True)
-
-
-def fail(text: str) -> NoReturn:
-    """Ends the program with a message."""
-    sys.exit(f"setup: {text}")
 
 
 def run(*command: str | Path) -> int:
@@ -58,83 +48,13 @@ def run(*command: str | Path) -> int:
     return subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
 
 
-def quiet(command: list[str], *, show: bool) -> bool:
-    """Whether a command succeeds; what it says is shown when it does not, if `show`."""
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        text=True,
-        check=False,
-    )
-    if done.returncode and show:
-        print(done.stdout, flush=True)
-    return done.returncode == 0
-
-
-def missing_debian_packages() -> list[str]:
-    """The Debian packages whose part of the system is not there."""
-    missing = [name for name in ("gcc", "make") if not shutil.which(name)]
-    if not Path("/usr/include/stdio.h").exists():
-        missing.append("libc6-dev")
-    own_python = sysconfig.get_config_var("prefix") == "/usr"
-    for module in ("venv", "ensurepip"):
-        if importlib.util.find_spec(module) is None:
-            if not own_python:
-                fail(f"{sys.executable} has no module {module}, and Debian has no package for it")
-            missing.append("python3-venv")
-            break
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        if not own_python:
-            fail(f"{sys.executable} has no Python.h, and Debian has no package for it")
-        missing.append("python3-dev")
-    return missing
-
-
-def useful_debian_packages() -> list[str]:
-    """Those that nothing needs, where they are missing: the header of the library's USDT probes."""
-    folders = (Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu"))
-    found = any((folder / "sys" / "sdt.h").exists() for folder in folders)
-    return [] if found else ["systemtap-sdt-dev"]
-
-
-def install_useful_packages(packages: list[str]) -> None:
-    """Installs them where that can be done without a question; says what is left out otherwise."""
-    given_up = STAMPS / "without-useful-packages"
-    if given_up.exists() and given_up.read_text(encoding="utf-8") == " ".join(packages):
+def install_probes() -> None:
+    """Installs that header where it can be done without a question; says so where it cannot."""
+    given_up = STAMPS / "without-probes"
+    if given_up.exists() or install(["probes"], useful=True):
         return
-    apt = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
-    if os.geteuid() != 0:
-        apt = ["sudo", "-n", *apt]
-    update = [*apt[: apt.index("apt-get")], "apt-get", "update"]
-    if shutil.which(apt[0]) and shutil.which("apt-get"):
-        say("installing " + " ".join(packages))
-        if quiet(apt, show=False) or (quiet(update, show=False) and quiet(apt, show=False)):
-            return
-    say(f"built without {' '.join(packages)}: no USDT probes (docs/operations/trace.md)")
-    given_up.write_text(" ".join(packages), encoding="utf-8")
-
-
-def install_debian_packages(packages: list[str]) -> None:
-    """Installs them with apt-get, or says which command does."""
-    say("missing Debian packages: " + " ".join(packages))
-    apt = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
-    if not shutil.which("apt-get"):
-        fail("this system has no apt-get: install what corresponds to them, then run this again")
-    if os.geteuid() != 0:
-        # Asking for a password needs a terminal.
-        sudo = ["sudo"] if sys.stdin.isatty() else ["sudo", "-n"]
-        if not shutil.which("sudo") or (len(sudo) > 1 and run(*sudo, "true")):
-            fail("not root. Run this as root, then this script again:\n  " + shlex.join(apt))
-        apt = [*sudo, *apt]
-    say("installing them")
-    if not quiet(apt, show=False):
-        say("that failed; once more with fresh package lists")
-        update = [*apt[: apt.index("apt-get")], "apt-get", "update"]
-        if not quiet(update, show=True) or not quiet(apt, show=True):
-            fail("Debian packages could not be installed: " + " ".join(packages))
+    say(f"built without {PARTS['probes']}: no USDT probes (docs/operations/trace.md)")
+    given_up.touch()
 
 
 def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
@@ -175,6 +95,13 @@ def pip_install(*arguments: str | Path, show: bool = True) -> bool:
     return quiet([*pip, *map(str, arguments)], show=show)
 
 
+def packages(environment: Path) -> Path:
+    """Where an environment has its packages."""
+    program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    python = environment / "bin" / "python"
+    return Path(subprocess.check_output([python, "-c", program], text=True).strip())
+
+
 def make_venv(keep_torch: bool) -> None:
     """Makes the environment anew when it is missing, broken or of another Python."""
     stamp = STAMPS / "venv"
@@ -190,15 +117,22 @@ def make_venv(keep_torch: bool) -> None:
     shutil.rmtree(STAMPS, ignore_errors=True)
     STAMPS.mkdir(parents=True)
     options = ["--system-site-packages"] if keep_torch else []
-    if keep_torch and all(map(importlib.util.find_spec, ("pip", "setuptools"))):
+    seen = keep_torch and all(map(importlib.util.find_spec, ("pip", "setuptools")))
+    bundled = importlib.util.find_spec("ensurepip") is not None
+    if seen or not bundled:
         # An older setuptools that comes with the venv module would hide the one that is there.
         options.append("--without-pip")
     if run(sys.executable, "-m", "venv", *options, VENV):
         fail("the environment could not be made")
+    site = packages(VENV)
     if keep_torch and sys.prefix != sys.base_prefix:
         # An environment made inside an environment sees the outermost Python's packages only.
-        site = Path(sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)}))
         (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    if not (seen or bundled):
+        # Debian and Ubuntu have ensurepip in a package of its own; a pip that is here does as well.
+        pip = [sys.executable, "-m", "pip", "install", "--target", site, "pip"]
+        if not quiet([str(word) for word in pip], show=True):
+            fail("the environment got no pip")
     stamp.write_text(wanted, encoding="utf-8")
 
 
@@ -243,7 +177,7 @@ def install_project() -> None:
     digest = hashlib.sha256()
     for path in sources:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
-    digest.update(f"without {useful_debian_packages()}".encode())
+    digest.update(f"probes {has_probes()}".encode())
     stamp = STAMPS / "project"
     built = any((ROOT / "pyvmem").glob("_vmem*.so"))
     if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
@@ -263,19 +197,20 @@ def main() -> None:
         # With the environment activated, `python3` is its own: making it anew would remove the
         # interpreter that does it.
         fail("build/venv is activated: run `deactivate` first, or PYTHON=/usr/bin/python3 make ...")
-    version = sys.version_info[:2]
-    if not PYTHONS[0] <= version <= PYTHONS[1]:
-        fail(f"Python 3.10 to 3.13 is needed; {sys.executable} is {sys.version.split()[0]}")
+    if sys.version_info[:2] not in PYTHONS:
+        (_, first), (_, last) = PYTHONS[0], PYTHONS[-1]
+        here = f"{sys.executable} is {sys.version.split()[0]}"
+        other = f"where another is installed, name it: PYTHON=python3.{last} make ..."
+        fail(f"Python 3.{first} to 3.{last} is needed; {here}; {other}")
     STAMPS.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "setup.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        packages = missing_debian_packages()
-        if packages:
-            install_debian_packages(packages)
+        if parts := missing():
+            install(parts)
         keep_torch = importlib.util.find_spec("torch") is not None
         make_venv(keep_torch)
-        if packages := useful_debian_packages():
-            install_useful_packages(packages)
+        if not has_probes():
+            install_probes()
         install_requirements(keep_torch)
         install_project()
 

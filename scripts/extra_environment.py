@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from environment import REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCIES
+from environment import REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCIES, packages
 
 __all__ = ["CANNOT", "make"]
 
@@ -18,12 +18,6 @@ CANNOT = 77  # the packages cannot be had here
 def ask(python: str | Path, program: str) -> str:
     """What a Python prints."""
     return subprocess.check_output([python, "-c", program], text=True).strip()
-
-
-def packages(environment: Path) -> Path:
-    """Where an environment has its packages."""
-    program = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    return Path(ask(environment / "bin" / "python", program))
 
 
 def make(

@@ -128,11 +128,16 @@ def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
-    """Writes a file unless it has that content, so that make sees only what is new."""
+    """Writes a file unless it has that content, so that make sees only what is new.
+
+    A shell script can be executed: newer drivers' makefiles run theirs by name.
+    """
     if path.is_file() and path.read_bytes() == content:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
+    if path.suffix == ".sh":
+        path.chmod(0o755)
     return True
 
 

@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 from apt_area import AptArea
-from environment import install_debian_packages
 from kernel_common import KERNEL_BUILD, KernelBuildError, locked, replace_folder, run, say
 from kernel_headers import default_headers
+from system_packages import install_debian_packages
 
 __all__ = ["IMAGE", "kernel_image", "missing_packages"]
 

@@ -39,7 +39,15 @@ from kernel_reuse import copy_build, keep_conftests, take_conftests
 __all__ = ["Tree", "build_tree"]
 
 # Of a driver source only this is needed: nvidia/ for its headers and its list of conftests.
-PARTS = ("Kbuild", "Makefile", "conftest.sh", "header-presence-tests.mk", "common", "nvidia-uvm")
+PARTS = (
+    "Kbuild",
+    "Makefile",
+    "conftest.sh",
+    "pahole.sh",
+    "header-presence-tests.mk",
+    "common",
+    "nvidia-uvm",
+)
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
@@ -248,6 +256,7 @@ def make(tree: Tree, jobs: int) -> None:
         f"NV_KERNEL_MODULES={' '.join(MODULES)}",
         f"UVM_BUILD_TYPE={tree.type}",
         f"KCFLAGS={flags}",
+        "CONFIG_DEBUG_INFO_BTF_MODULES=",
         cwd=tree.work,
         log=tree.work / "build.log",
     )

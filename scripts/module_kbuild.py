@@ -19,16 +19,28 @@ from pathlib import Path
 from module_elf import KernelModule, ModuleFileError, read_module, symvers_text
 
 __all__ = [
+    "NEEDS_OPEN",
     "BuildError",
     "build_uvm",
     "conftests_only",
     "find_nvidia",
+    "flavour_refusal",
     "installed_nvidia",
     "kernel_config",
     "tree_version",
 ]
 
 VERSION = re.compile(r'NV_VERSION_STRING=\\"([0-9.]+)\\"')
+
+
+# MODULE_LICENSE of the nvidia.ko that is not open, and why the module cannot be used with it.
+PROPRIETARY = "NVIDIA"
+NEEDS_OPEN = (
+    "of NVIDIA's proprietary flavour: since Linux 5.9 a module that uses such a module's symbols "
+    "gets no GPL-only symbols of the kernel, and the patched nvidia-uvm needs some (RCU, "
+    "tracepoints, the memory descriptor of a process). Install the driver's open kernel modules, "
+    "which support GPUs from Turing on; without them use the back end stock"
+)
 
 
 class BuildError(Exception):
@@ -77,6 +89,13 @@ def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModu
     right = [module for module in installed_nvidia(modules) if module.version == version]
     loaded = [module for module in right if module.first("srcversion") == srcversion]
     return next(iter(loaded or right), None)
+
+
+def flavour_refusal(nvidia: KernelModule | None) -> str:
+    """Why the module cannot be used with this nvidia.ko; empty if it is open, or not known."""
+    if nvidia is None or nvidia.first("license") != PROPRIETARY:
+        return ""
+    return f"{nvidia.path} is {NEEDS_OPEN}"
 
 
 def conftests_only(tree: Path) -> None:
@@ -139,6 +158,9 @@ def build_uvm(
     `build` and `source` are the kernel's build folder and sources. Without an nvidia.ko the
     module compiles and says nothing about the versions it needs: it is not one to load.
     """
+    refusal = flavour_refusal(nvidia)
+    if refusal:
+        raise BuildError(refusal)
     modversions = kernel_config(build).get("CONFIG_MODVERSIONS") == "y"
     symvers = tree / "nvidia.symvers"
     # Paths in the module would differ from machine to machine; nothing reads debug information.
@@ -148,6 +170,8 @@ def build_uvm(
         "SYSOUT": str(build),
         "NV_KERNEL_MODULES": "nvidia nvidia-uvm",
         "KCFLAGS": flags,
+        # BTF is made from debug information, where the headers have a vmlinux to compare it with.
+        "CONFIG_DEBUG_INFO_BTF_MODULES": "",
     }
     if nvidia is None:
         symvers.unlink(missing_ok=True)

@@ -112,7 +112,8 @@ def stop(number: int, _frame: FrameType | None) -> None:
 def usual_selftest() -> list[str]:
     """The self test of this checkout."""
     program = ROOT / "build" / "venv" / "bin" / "vmem"
-    return [str(program), "selftest", "--json", str(ROOT / "build" / "selftest.json")]
+    report = ROOT / "build" / "selftest.json"
+    return [str(program), "selftest", "--backend", "uvm", "--json", str(report)]
 
 
 def main() -> int:
@@ -123,7 +124,7 @@ def main() -> int:
     parser.add_argument(
         "--selftest",
         default=os.environ.get("SELFTEST", ""),
-        help="the command that decides whether the module stays (default: vmem selftest)",
+        help="the command that decides whether the module stays (default: vmem selftest of uvm)",
     )
     parser.add_argument("--selftest-seconds", type=int, default=900)
     parser.add_argument(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from driver_patches import PATCHES, series_table
 from kernel_common import branch_of, is_version
 from module_elf import KernelModule
+from module_kbuild import flavour_refusal
 from module_system import UVM, System
 
 __all__ = [
@@ -105,7 +106,8 @@ def wrong_driver(system: System, module: KernelModule, nvidia: KernelModule | No
             f"the file of the loaded nvidia.ko ({loaded}) is not in /lib/modules/"
             f"{system.release()}: whether the module fits it cannot be known"
         ]
-    return wrong_symbols(module, nvidia)
+    refusal = flavour_refusal(nvidia)
+    return [refusal] if refusal else wrong_symbols(module, nvidia)
 
 
 def versioned(nvidia: KernelModule) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from driver_patches import apply_series
 from driver_source import driver_source, kernel_open_below, version_of
 from kernel_common import ROOT, KernelBuildError, tree_files, write_if_changed
 from module_elf import KernelModule, ModuleFileError, read_module
-from module_kbuild import conftests_only, find_nvidia, installed_nvidia
+from module_kbuild import NEEDS_OPEN, conftests_only, find_nvidia, installed_nvidia
 from module_system import System
 
 __all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage"]
@@ -22,7 +21,15 @@ __all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage
 DEFAULT_VERSION = "535.261.03"
 
 # Of a driver source only this is needed; nvidia/ for its headers and its questions to the kernel.
-PARTS = ("Kbuild", "Makefile", "conftest.sh", "header-presence-tests.mk", "common", "nvidia-uvm")
+PARTS = (
+    "Kbuild",
+    "Makefile",
+    "conftest.sh",
+    "pahole.sh",
+    "header-presence-tests.mk",
+    "common",
+    "nvidia-uvm",
+)
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,16 @@ class DriverSource:
 
 
 def flavour(tree: Path) -> str:
-    """Of which of NVIDIA's two kernel trees this is one; UVM's own files are open in both."""
+    """Of which of NVIDIA's two kernel trees this is one; UVM's own files are open in both.
+
+    Raises KernelBuildError for the proprietary one.
+    """
     interface = tree / "nvidia" / "nv.c"
     if not interface.is_file():
         return "a tree without nvidia.ko's sources"
-    text = interface.read_text(encoding="utf-8", errors="replace")[:4000]
-    return "the open tree" if "MIT" in text else "the proprietary tree"
+    if "MIT" in interface.read_text(encoding="utf-8", errors="replace")[:4000]:
+        return "the open tree"
+    raise KernelBuildError(f"the driver source {tree} is {NEEDS_OPEN}")
 
 
 def dkms_trees(version: str, root: Path) -> list[Path]:
@@ -147,8 +158,7 @@ def copy_parts(tree: Path, new: Path) -> None:
         if path.is_dir():
             shutil.copytree(path, new / part, ignore=leftovers)
         elif path.is_file():
-            shutil.copy(path, new / part)
+            shutil.copyfile(path, new / part)
     (new / "nvidia").mkdir()
     for path in [*(tree / "nvidia").glob("*.h"), tree / "nvidia" / "nvidia.Kbuild"]:
         shutil.copyfile(path, new / "nvidia" / path.name)
-    os.chmod(new / "conftest.sh", 0o755)

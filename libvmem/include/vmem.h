@@ -12,6 +12,11 @@
  *                slabs. If one is mapped whole at a 2 MiB boundary, a single entry of the GPU's page tables
  *                maps it (on "uvm" see VMEM_RESERVE_LARGE), and it can only be unmapped or replaced as a
  *                whole.
+ *   entry        of the GPU's page tables: 4 KiB, 64 KiB or 2 MiB. With VMEM_OPEN_LARGE_ENTRIES a block (2 MiB of
+ *                addresses on their boundary) of small pages gets a large entry where its pages are neighbours and
+ *                begin at a multiple of 2 MiB in their slab, as whoever populates 2 MiB or more finds them. Within a
+ *                large entry nothing can be unmapped or replaced; a batch with VMEM_OP_SPLIT splits it first, and
+ *                vmem_join joins what can be joined.
  *   handle       a reference to physical pages, made by vMemCreate or vmem_retain.
  *   mapping      what one vMemMap made (a partial unmap may cut it in two).
  *   batch        map and unmap operations that succeed or fail as one.
@@ -45,7 +50,7 @@
  *
  * Errors
  *   -EINVAL           a malformed argument: size 0, unaligned, unknown flag, non-zero reserved field; a range
- *                     that cuts a large page
+ *                     that cuts a large page, or a large entry without VMEM_OP_SPLIT
  *   -EOVERFLOW        address + size (or count x stride) overflows 64 bits
  *   -EOPNOTSUPP       this back end cannot do it (page size, sparse, read-only, location)
  *   -EBADF            a context or handle that is closed, freed, or of another context; a ticket that was dropped
@@ -111,18 +116,23 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 #define VMEM_CAP_CPU_ACCESS (1u << 5)  /* the CPU may dereference mapped addresses */
 #define VMEM_CAP_VISIBLE (1u << 6)     /* addresses that CUDA's memcpy and memset accept */
 #define VMEM_CAP_PLAIN (1u << 7)       /* addresses that only kernels accept, unlimited in number */
-#define VMEM_CAP_CONSOLIDATE (1u << 8) /* vmem_consolidate saves something */
+#define VMEM_CAP_JOIN (1u << 8)        /* vmem_join saves something */
 #define VMEM_CAP_ONE_CALL (1u << 9)    /* the maps and unmaps of a batch in one reservation are one driver call, as far as
                                           the driver takes so many at a time; a call does all or nothing */
 #define VMEM_CAP_SPARSE_ATOMIC (1u << 10) /* a page replaces the zeros of a sparse reservation in one step, and zeros
                                              a page: a reader meanwhile does not fault */
+#define VMEM_CAP_LARGE_ENTRIES (1u << 11) /* of a context: opened with VMEM_OPEN_LARGE_ENTRIES, which matters here */
 
 /* ---- context ------------------------------------------------------------------------------- */
 
-#define VMEM_OPEN_FORCE (1u << 0) /* use a driver version that was never checked (stock, uvm) */
+#define VMEM_OPEN_LARGE_ENTRIES (1u << 0) /* entries of 2 MiB for small pages, wherever a block of them is whole: see
+                                             `entry` above. Pages in host memory keep small ones. It changes nothing
+                                             where the granule is 2 MiB (cuda), and "uvm" does not have it
+                                             (-EOPNOTSUPP) */
 
 /* Log levels (vmem_open_opts.log); each includes those above it. */
-#define VMEM_LOG_WARNING 1 /* for operators: a range is quarantined, a slab could not be given back */
+#define VMEM_LOG_WARNING 1 /* for operators: a driver of an unknown branch is in use, a range is quarantined, a slab
+                              could not be given back */
 #define VMEM_LOG_INFO 2    /* what was opened and why; submitted batches that failed */
 #define VMEM_LOG_DEBUG 3   /* slabs taken from the driver and given back */
 
@@ -168,6 +178,8 @@ struct vmem_info {
   char device_name[64]; /* of devices[0] */
   uint8_t uuid[VMEM_MAX_DEVICES][16];
   char why[512];        /* "auto": why the back ends before this one were passed over */
+  char warning[192];    /* what an operator should know, "" = nothing: a driver of an unknown branch, whose proof
+                           was strict (stock, uvm) */
 };
 
 struct vmem_probe_info {
@@ -205,6 +217,9 @@ struct vmem_stats {
                                  a slab's own mapping, through which it is zeroed, counts too */
   uint64_t tickets;           /* not dropped, their batches finished or not */
   uint64_t dirty_bytes;       /* the part of free_bytes not zeroed yet; handed out last */
+  uint64_t large_entries;     /* live entries of 2 MiB in reservations, those of large pages included; 0 with a
+                                 granule of 2 MiB, where there are no others */
+  uint64_t splits, joins;     /* large entries split so far, and made by joining */
 };
 
 /* The last error of the calling thread. */
@@ -221,7 +236,8 @@ struct vmem_error {
 
 /* Opens a back end and tests it as vmem_probe does. "auto" skips a back end that fails; one requested by name
  * fails with the error of that test (-EIO if a byte differs: vmem_error.addr and text name it). The caller owns
- * *vm and ends it with vmem_close. */
+ * *vm and ends it with vmem_close. A driver of a branch that the library does not know is tried in a child process
+ * first (stock), tested further, and warned of; VMEM_UNKNOWN_DRIVER=refuse in the environment has it refused. */
 VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm);
 
 /* Closes a context and releases every mapping, page and reservation. Unfinished batches that wait for a descriptor
@@ -281,7 +297,8 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags);
 #define VMEM_RANGE_SPARSE (1u << 3)
 #define VMEM_RANGE_BUSY (1u << 4)
 #define VMEM_RANGE_QUARANTINED (1u << 5)
-#define VMEM_RANGE_LARGE (1u << 6) /* a large page, which cannot be split */
+#define VMEM_RANGE_LARGE (1u << 6) /* a large page: whole by definition, while a large entry of small pages
+                                      (entry_bytes) can be split */
 
 struct vmem_range_info {
   size_t size;
@@ -291,6 +308,8 @@ struct vmem_range_info {
   uint64_t run_bytes;      /* from the granule of the address: bytes in the same state, one run */
   uint32_t flags;          /* VMEM_RANGE_* of the address */
   uint32_t reserved;
+  uint64_t entry_bytes;    /* size of the page-table entry that maps the address: 4 KiB, 64 KiB or 2 MiB; 0 = not
+                              mapped. On "host" that of a GPU with the same calls */
 };
 
 VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info);
@@ -310,12 +329,23 @@ struct vmem_create_opts {
   uint64_t page_size;  /* 0 = granule */
 };
 
+struct vmem_memory_info {
+  size_t size;
+  uint64_t free_bytes;   /* what this context could still take from the driver, or on host from the system */
+  uint64_t total_bytes;  /* what there is, whoever has it */
+};
+
+/* Memory of a location as of now; `device` as in vmem_create_opts. Of host memory both are also limited by the control
+ * groups of this process. Others may take it first. The pool's own free pages are not counted. */
+VMEM_API int vmem_memory_query(vmem_t vm, uint32_t location, int32_t device, struct vmem_memory_info *info);
+
 /* Takes `size` bytes (a multiple of the page size) of physical pages, in as few runs as the pool allows.
  * They are zero before they are first mapped, unless VMEM_CREATE_DIRTY. Usually no driver call. */
 VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts *opts, vmem_handle *handle);
 
 /* Unmaps the one mapping of the handle, if there is one, and drops the caller's reference. The pages
- * return to the pool with their last reference. -EBUSY, and nothing changed, with several mappings. */
+ * return to the pool with their last reference. -EBUSY, and nothing changed, with several mappings. Like vMemUnmap it
+ * splits no large entry. */
 VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle);
 
 /* Drops the caller's reference alone: mappings stay and keep their pages. */
@@ -355,20 +385,22 @@ VMEM_API int vmem_handle_query(vmem_t vm, vmem_handle handle, struct vmem_handle
 VMEM_API int vMemMap(vmem_t vm, uint64_t addr, uint64_t bytes, vmem_handle handle, uint64_t offset,
                      uint32_t flags);
 
-/* Unmaps [addr, addr + bytes), all of which must be mapped; may cut mappings. */
+/* Unmaps [addr, addr + bytes), all of which must be mapped; may cut mappings. It splits no large entry (-EINVAL): that
+ * takes vmem_batch, and VMEM_OP_SPLIT. */
 VMEM_API int vMemUnmap(vmem_t vm, uint64_t addr, uint64_t bytes);
 
 enum vmem_op_kind {
   VMEM_OP_MAP = 1,      /* piece i: addr + i x stride <- handle at offset + i x offset_stride */
   VMEM_OP_POPULATE = 2, /* new pages of page_size for every piece, owned by the mapping alone */
   VMEM_OP_UNMAP = 3,
-  VMEM_OP_FILL = 4      /* write the byte `value` */
+  VMEM_OP_FILL = 4,     /* write the byte `value` */
+  VMEM_OP_JOIN = 5      /* map again what several calls or small entries map: as vmem_join, with the rest of the batch */
 };
 
 #define VMEM_OP_READONLY (1u << 0) /* MAP */
 #define VMEM_OP_CONSUME (1u << 1)  /* MAP: on success the caller's reference to the handle is dropped */
 #define VMEM_OP_DIRTY (1u << 2)    /* POPULATE: do not zero */
-#define VMEM_OP_HOLES (1u << 3)    /* UNMAP, FILL: skip what is not mapped instead of -EFAULT */
+#define VMEM_OP_HOLES (1u << 3)    /* UNMAP, FILL, JOIN: skip what is not mapped instead of -EFAULT */
 #define VMEM_OP_SPREAD (1u << 4)   /* POPULATE: let each stretch grow in a 2 MiB chunk of its own while
                                       the pool has empty chunks, so that later pages join its run */
 #define VMEM_OP_COPY (1u << 5)     /* POPULATE: the new pages hold what lies at `src` */
@@ -380,6 +412,11 @@ enum vmem_op_kind {
                                       reservation with VMEM_RESERVE_LARGE (or a granule of 2 MiB) that is not
                                       SPARSE. There, and on the other back ends always, what is replaced (and
                                       nothing else) is unmapped for a moment: no GPU work may touch it */
+#define VMEM_OP_SPLIT (1u << 7)    /* UNMAP, MAP with REPLACE: split large entries of which the operation takes a part.
+                                      The whole block is unmapped for a moment, and what stays is mapped again with
+                                      small entries: from the end of the work in `after` until the batch is over no
+                                      GPU work may touch any of the block. Without it such a batch is refused
+                                      (-EINVAL), unless its operations together take the whole block */
 
 /* One operation on `count` pieces of `bytes` bytes, `stride` apart (as in a 2-D copy). */
 struct vmem_op {
@@ -421,9 +458,10 @@ struct vmem_after {
 
 /* Runs `n` operations as one, after the work in `after` (the calling thread waits). New pages appear before old ones
  * vanish, or at the same time (VMEM_CAP_ONE_CALL). The order: maps (new pages are zeroed before, and copied to after),
- * fills, replaces, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps (-EBUSY; new pages
- * are zero). What VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before
- * it: pages that a later one maps are holes to it, and stay as that one makes them.
+ * fills, replaces and splits, joins, unmaps. So a batch cannot map where it unmaps (-EEXIST), nor fill what it maps or
+ * what stays of a block that it splits, nor join what it maps or takes (-EBUSY; new pages are zero). What
+ * VMEM_OP_HOLES leaves out are holes before the first operation, or behind those that stand before it: pages that a
+ * later one maps are holes to it, and stay as that one makes them.
  * To move pages under their addresses: POPULATE with COPY elsewhere; then, when no GPU work is under way,
  * vmem_gather there and one batch of MAP with REPLACE and UNMAP. The arguments of all operations are checked before
  * the pages of any, so a malformed operation is reported first, wherever it stands.
@@ -493,10 +531,11 @@ VMEM_API int vmem_trim(vmem_t vm, uint64_t keep, uint64_t *freed);
 VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *after, size_t num_after,
                           uint32_t flags, uint64_t *freed);
 
-/* Remaps, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver
- * memory and makes later unmaps cheaper. A safe point only: no GPU work may touch the range.
- * *calls (may be NULL) gets the number of driver calls. */
-VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
+/* Maps again, with one driver call per run, what was mapped page by page in [addr, addr + bytes): frees driver
+ * memory and makes later unmaps cheaper. With VMEM_OPEN_LARGE_ENTRIES it gives whole blocks large entries. What is
+ * mapped by the fewest calls and entries already is left alone, and so are parts that are unmapped, or that a batch is
+ * changing. A safe point only: no GPU work may touch the range. *calls (may be NULL) gets the number of driver calls. */
+VMEM_API int vmem_join(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls);
 
 /* ---- testing an engine's error paths ---------------------------------------------------------- */
 

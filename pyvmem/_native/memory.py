@@ -18,10 +18,10 @@ __all__ = [
     "batch",
     "check",
     "compact",
-    "consolidate",
     "copy",
     "fill",
     "inject",
+    "join",
     "map",
     "new_after",
     "new_ops",
@@ -163,10 +163,10 @@ def compact(vm: int, want: int, after: tuple[Any, int] = AFTER_NONE) -> int:
     return freed
 
 
-def consolidate(vm: int, addr: int, size: int) -> int:
+def join(vm: int, addr: int, size: int) -> int:
     """Maps runs again in one piece each; returns the number of driver calls."""
     out = ffi.new("uint64_t *")
-    call(lib.vmem_consolidate, vm, addr, size, out)
+    call(lib.vmem_join, vm, addr, size, out)
     calls: int = out[0]
     return calls
 

@@ -22,6 +22,7 @@ __all__ = [
     "gather",
     "get_stats",
     "handle_query",
+    "memory_query",
     "open",
     "probe",
     "query",
@@ -112,10 +113,10 @@ def query(vm: int) -> Any:
     return info
 
 
-def probe(backend: str, device: int, flags: int) -> Any:
+def probe(backend: str, device: int) -> Any:
     """A struct vmem_probe_info."""
     info = sized("struct vmem_probe_info *")
-    call(lib.vmem_probe, _name(backend), device, flags, info)
+    call(lib.vmem_probe, _name(backend), device, 0, info)
     return info
 
 
@@ -124,6 +125,13 @@ def get_stats(vm: int, into: Any = None) -> Any:
     stats = sized("struct vmem_stats *") if into is None else into
     call(lib.vmem_get_stats, vm, stats)
     return stats
+
+
+def memory_query(vm: int, location: int, device: int) -> Any:
+    """A struct vmem_memory_info."""
+    info = sized("struct vmem_memory_info *")
+    call(lib.vmem_memory_query, vm, location, device, info)
+    return info
 
 
 def reserve(vm: int, size: int, flags: int, align: int, *, outcome: Outcome | None = None) -> int:

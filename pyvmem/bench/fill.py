@@ -83,7 +83,7 @@ class _Filling(Closable):
             context = stack.enter_context(
                 Context(command.backend, device=args.device, granule=page, max_mappings=mappings)
             )
-            free = available_bytes(context.cuda_device, 8 * _LEFT) - _LEFT
+            free = available_bytes(context) - _LEFT
             memory = args.memory or (_QUICK if quick else free)
             config = KVCacheConfig(
                 num_layers=2 if quick else 32,

@@ -27,21 +27,21 @@ class Pattern:
     what: str
     decode: bool
     spread: bool = False
-    consolidate: bool = False
+    join: bool = False
     most: int = LEVELS[-1]
 
 
 PATTERNS = (
     Pattern("runs", "prefill, runs of 64", decode=False),
     Pattern("decode", "decode, page by page", decode=True),
-    Pattern("decode_consolidated", "decode, consolidated", True, consolidate=True, most=LEVELS[2]),
+    Pattern("decode_consolidated", "decode, consolidated", True, join=True, most=LEVELS[2]),
     Pattern("decode_spread", "decode, spread", True, spread=True, most=LEVELS[2]),
     Pattern(
         "decode_spread_consolidated",
         "decode, spread, consolidated",
         True,
         spread=True,
-        consolidate=True,
+        join=True,
     ),
 )
 

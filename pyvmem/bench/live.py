@@ -4,7 +4,7 @@
 Two patterns. *runs*, as prefill makes them: a request at a time, 64 pages in each of 4 tensors, one
 batch a request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order that is
 shuffled, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for
-neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_consolidate on everything after
+neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything after
 every 131,072 pages, as an engine would at safe points, and before the teardown.
 
 The driver has handles for 524,288 mappings in all processes together, so a million pages that were
@@ -14,6 +14,7 @@ mapped one by one cannot be live at once; with `spread` and `consolidated` they 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.growth import LEVELS, PATTERNS, TENSORS, Pattern, Shape
@@ -28,7 +29,7 @@ __all__ = ["LEVELS", "run"]
 
 _NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 400 << 10: "400k", 1 << 20: "1M"}
 _KEEP_ALL = (1 << 64) - 1
-_SAFE_POINT = 128 << 10  # pages grown between two consolidations
+_SAFE_POINT = 128 << 10  # pages grown between two joins
 
 
 def level_name(pages: int) -> str:
@@ -38,6 +39,9 @@ def level_name(pages: int) -> str:
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
     """All patterns at all levels, smallest level first, as far as memory and time allow."""
+    if not Path("/proc/meminfo").exists():
+        part.not_run("*", "kernel memory is read in /proc/meminfo, which is not there")
+        return
     levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
     setting.native.trim()
     per_page: dict[str, float] = {}  # seconds a page, from the level before
@@ -47,8 +51,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
             if pages > pattern.most:
                 part.not_run(name, f"no row above {level_name(pattern.most)}, to save time")
                 continue
-            if pattern.consolidate and not setting.consolidates:
-                part.not_run(name, f"vmem_consolidate saves nothing on {setting.system}")
+            if pattern.join and not setting.joins:
+                part.not_run(name, f"vmem_join saves nothing on {setting.system}")
                 continue
             expected = per_page.get(pattern.name, 0.0) * pages
             if not deadline.allows(expected):
@@ -109,8 +113,8 @@ def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: s
         part.value(
             f"{name}/mappings", f"{pattern.what}: mappings", n.system, made["mappings"], "count"
         )
-        if pattern.consolidate:
-            _consolidate(part, n, pattern, name, base, shape.nbytes, before, pages, spent)
+        if pattern.join:
+            _join(part, n, pattern, name, base, shape.nbytes, before, pages, spent)
         start = time.perf_counter_ns()
         n.free(base, unmap=True)
         took = time.perf_counter_ns() - start
@@ -130,7 +134,7 @@ def _measure(setting: Setting, part: Part, pattern: Pattern, pages: int, name: s
         )
 
 
-def _consolidate(
+def _join(
     part: Part,
     n: Native,
     pattern: Pattern,
@@ -141,10 +145,10 @@ def _consolidate(
     pages: int,
     spent: _Spent,
 ) -> None:
-    spent.consolidate(n, base, nbytes)
+    spent.join(n, base, nbytes)
     part.value(
         f"{name}/consolidate",
-        f"{pattern.what}: vmem_consolidate",
+        f"{pattern.what}: vmem_join",
         n.system,
         spent.ns / 1e9,
         "s",
@@ -170,15 +174,15 @@ def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: in
 
 
 class _Spent:
-    """What consolidation cost: calls of vmem_consolidate, driver calls, nanoseconds."""
+    """What joining cost: calls of vmem_join, driver calls, nanoseconds."""
 
     def __init__(self) -> None:
         self.times = self.calls = self.ns = 0
 
-    def consolidate(self, n: Native, base: int, nbytes: int) -> None:
-        """Consolidates everything, as at one safe point."""
+    def join(self, n: Native, base: int, nbytes: int) -> None:
+        """Joins everything, as at one safe point."""
         start = time.perf_counter_ns()
-        self.calls += n.consolidate(base, nbytes)
+        self.calls += n.join(base, nbytes)
         self.ns += time.perf_counter_ns() - start
         self.times += 1
 
@@ -187,7 +191,7 @@ def _grow(
     n: Native, shape: Shape, base: int, pattern: Pattern, into: Samples, spent: _Spent
 ) -> None:
     """Grows everything in ten rounds of samples, each a batch's time divided by its pages."""
-    every = _SAFE_POINT // shape.batch if pattern.consolidate else 0
+    every = _SAFE_POINT // shape.batch if pattern.join else 0
     op = {
         "op": POPULATE,
         "flags": DIRTY | (SPREAD if pattern.spread else 0),
@@ -212,7 +216,7 @@ def _grow(
         if result:
             n.check("vmem_batch", [result])
         if every and i % every == every - 1:
-            spent.consolidate(n, base, shape.nbytes)
+            spent.join(n, base, shape.nbytes)
 
 
 def _baseline(setting: Setting, part: Part, deadline: Deadline) -> None:

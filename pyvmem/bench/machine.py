@@ -43,7 +43,7 @@ def _cpu() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor()
+        return platform.processor() or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return found.group(1) if found else platform.machine()
 
@@ -110,7 +110,7 @@ def describe() -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": meminfo().get("MemTotal", 0),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": sys.version.split()[0],
         "torch": _version("torch"),
         "cuda_bindings": _version("cuda-bindings"),

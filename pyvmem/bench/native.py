@@ -137,10 +137,10 @@ class Native:
         """Empties the pool."""
         self.check("vmem_trim", [self.lib.vmem_trim(self.vm, 0, self.ffi.NULL)])
 
-    def consolidate(self, addr: int, nbytes: int) -> int:
-        """Consolidates a range; returns the driver calls made."""
-        result = self.lib.vmem_consolidate(self.vm, addr, nbytes, self._handle)
-        self.check("vmem_consolidate", [result])
+    def join(self, addr: int, nbytes: int) -> int:
+        """Joins the runs of a range; returns the driver calls made."""
+        result = self.lib.vmem_join(self.vm, addr, nbytes, self._handle)
+        self.check("vmem_join", [result])
         return int(self._handle[0])
 
     def stats(self) -> dict[str, int]:

@@ -24,13 +24,14 @@ from pyvmem.bench.command import (
     conducted,
     open_command,
 )
+from pyvmem.bench.footprint import Footprint
 from pyvmem.bench.paged_bench import GROUP, OURS, SLOTS, THEIRS, PagedBench
 from pyvmem.bench.paged_flashinfer import FlashInfer
 from pyvmem.bench.paged_kernels import SETS, TINY_SETS, Case, Fa2, Fa3, Gather, Kernel
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
 from pyvmem.context import Context
-from pyvmem.layouts.options import page_name
+from pyvmem.layouts.options import page_name, sizes
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +91,8 @@ def _aims(command: Command, kernel: str, case: Case, blocks: Sequence[int]) -> N
         judged = kernel == FlashInfer.name and how == "slots" and prompt
         what = f"speed over {words}, {pages}, over the best paged form"
         over.append((how, what, mine, blocks, judged and _FLASHINFER))
-    for name, what, mine, sizes, wanted in over:
-        theirs = [f"{prefix}/paged{size}/{memory}" for size in sizes for memory in THEIRS]
+    for name, what, mine, each, wanted in over:
+        theirs = [f"{prefix}/paged{size}/{memory}" for size in each for memory in THEIRS]
         command.aims.add(
             f"{kernel}_{case.name}_{name}",
             f"{kernel}, {case.what}: {what}",
@@ -149,6 +150,14 @@ def add_parser(which: Any) -> None:
     parser.add_argument(
         "--cases", metavar="NAME,...", default="base", help=f"some of the cases, or {sets} (base)"
     )
+    parser.add_argument(
+        "--footprint",
+        type=sizes,
+        default=[],
+        metavar="SIZE,...",
+        help="instead of the cases: attention over all layers of caches of so many bytes, as "
+        "8G,48G, by layout and by the size of page-table entries",
+    )
     parser.set_defaults(run=run)
 
 
@@ -168,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     command.record.options["page"] = _page(command)
     cases = _chosen(command)
-    if not cases:
+    if not cases and not args.footprint:
         command.show(f"no case of {args.cases}")
         return 2
     parts = {name: command.record.part(name, KERNELS[name]) for name in args.kernels}
@@ -190,8 +199,24 @@ def run(args: argparse.Namespace) -> int:
                 part.notes += getattr(kernels[name], "notes", [])
             except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
                 part.not_run("*", str(error).split("\n")[0])
-    _run_all(command, parts, kernels, cases, device)
+    if args.footprint:
+        command.record.options["footprint"] = args.footprint
+        _run_footprints(command, parts, kernels, device)
+    else:
+        _run_all(command, parts, kernels, cases, device)
     return command.finish()
+
+
+def _run_footprints(
+    command: Command, parts: dict[str, Part], kernels: dict[str, Kernel], device: torch.device
+) -> None:
+    """Every footprint of every kernel; the file is written after each."""
+    for name, kernel in kernels.items():
+        with conducted(parts[name]):
+            for nbytes in command.args.footprint:
+                command.show(f"{name}, a cache of {nbytes / 2**30:g} GiB")
+                Footprint(command, parts[name], kernel, device).measure(nbytes)
+                command.write()
 
 
 def _run_all(

@@ -22,7 +22,7 @@ from pyvmem.bench.command import WrongResult
 from pyvmem.bench.paged_kernels import Call, Case, Kernel
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Deadline, interleave, quiet
-from pyvmem.bench.torch_timer import timer
+from pyvmem.bench.torch_timer import captured, timer
 
 if TYPE_CHECKING:
     import torch
@@ -226,7 +226,6 @@ class PagedBench:
         graph: bool,
     ) -> Callable[[], Any]:
         """All calls of a sample, as a CUDA graph if requested and possible."""
-        import torch
 
         def plain() -> torch.Tensor:
             for k, v in layers:
@@ -235,19 +234,12 @@ class PagedBench:
 
         if not graph or self.device.type != "cuda" or self._graph_why:
             return plain
-        captured = torch.cuda.CUDAGraph()
-        try:
-            plain()
-            torch.cuda.synchronize(self.device)
-            with torch.cuda.graph(captured):
-                plain()
-        except RuntimeError as error:
-            self._graph_why = str(error).splitlines()[0]
+        work, self._graph_why = captured(plain, self.device)
+        if self._graph_why:
             self.part.notes.append(f"no CUDA graph: {self._graph_why}")
-            torch.cuda.synchronize(self.device)
-            return plain
-        self._graphs.append((captured, plain))
-        return captured.replay
+        else:
+            self._graphs.append((work, plain))
+        return work
 
     def _best(
         self,

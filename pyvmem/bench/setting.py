@@ -69,9 +69,9 @@ class Setting:
         return 64 * KB if 64 * KB in self.pages else min(self.native.context.info.page_sizes)
 
     @property
-    def consolidates(self) -> bool:
-        """Whether vmem_consolidate can save anything on our back end."""
-        return bool(self.native.context.info.caps & Caps.CONSOLIDATE)
+    def joins(self) -> bool:
+        """Whether vmem_join can save anything on our back end."""
+        return bool(self.native.context.info.caps & Caps.JOIN)
 
     def count(self, full: int, quick: int) -> int:
         """`full`, or `quick` in a quick run."""

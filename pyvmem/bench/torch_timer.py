@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Times torch's work on its device."""
+"""Times torch's work on its device, and captures it in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["timer"]
+__all__ = ["captured", "timer"]
+
+
+def captured(work: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], str]:
+    """`work` as the replay of a CUDA graph, which outlives neither its memory nor `work`'s.
+
+    Returns:
+        The replay and "", or `work` itself and why it cannot be captured.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return work, "not a GPU"
+    graph = torch.cuda.CUDAGraph()
+    try:
+        work()
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+        return work, str(error).splitlines()[0]
+    return graph.replay, ""
 
 
 def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:

@@ -6,7 +6,7 @@ descriptor that ``--answers`` names; what vLLM prints goes to standard output an
 
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
-                                "times": [[s, ...], ...]}
+                                "times": [[s, ...], ...], "waited": s, of it for the GPU}
     {"script": {...}}, requests that come and are aborted at random; see `_script`
                             -> {"seconds": s, "answers": {name: [id, ...]}, "aborted": n, ...}
     {"forget": true}, all prefixes
@@ -66,6 +66,30 @@ def _greedy(count: int) -> Any:
     )
 
 
+class _Waits:
+    """Seconds that this process's threads have waited for events of the GPU since `install`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def install(self) -> None:
+        """Times torch.cuda.Event.synchronize, by which vLLM waits for a step's tokens."""
+        import torch
+
+        event: Any = torch.cuda.Event
+        wait = event.synchronize
+
+        def synchronize(one: Any) -> None:
+            began = time.monotonic()
+            wait(one)
+            self.seconds += time.monotonic() - began
+
+        event.synchronize = synchronize
+
+
+waits = _Waits()
+
+
 def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Adds requests when they are due, at most `most` at a time, and steps until all are done."""
     engine, prompts = llm.llm_engine, order["load"]
@@ -77,7 +101,7 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     times: list[list[float]] = [[] for _ in prompts]
     added = [0.0] * len(prompts)
     began = order.get("begin") or time.monotonic()
-    running = 0
+    running, waited = 0, waits.seconds
     while due or running:
         now = time.monotonic() - began
         while due and at[due[0]] <= now and running < most:
@@ -97,7 +121,13 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
                 times[number].append(now)
             running -= found.finished
     seconds = time.monotonic() - began
-    return {"seconds": seconds, "answers": answers, "added": added, "times": times}
+    return {
+        "seconds": seconds,
+        "answers": answers,
+        "added": added,
+        "times": times,
+        "waited": waits.seconds - waited,
+    }
 
 
 def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +249,7 @@ def main() -> int:
         def say(answer: dict[str, Any]) -> None:
             print(json.dumps(answer), file=out, flush=True)
 
+        waits.install()
         llm = _engine(json.loads(args.options.read_text(encoding="utf-8")))
         scheduler = llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
         say({"ready": True, "scheduler": str(scheduler)})

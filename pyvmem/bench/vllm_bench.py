@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, all engines alive on one device.
+"""`vmem bench vllm`: vLLM on the elastic pool beside stock vLLM, on one device.
 
 Engines of one shape with the same random weights, each in its own process (`vllm_arm`), get the
 same requests in turn. The parts:
@@ -11,6 +11,7 @@ same requests in turn. The parts:
 - ``blocks``: blocks of 16 tokens against 128.
 - ``rough``: requests that arrive and are aborted at random, prefix resets, trims; tokens compared.
 - ``limit``: a limit on every device, lowered while requests run.
+- ``full``: a full card, one engine at a time (`vllm_full`).
 
 A part writes the result file whenever it has something new.
 """
@@ -28,6 +29,7 @@ from pyvmem.bench.command import Command, WrongResult, add_common, conducted, op
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples, percentile
 from pyvmem.bench.vllm_engines import LONGEST, SHAPES, Fleet, Plan, TimeUp
+from pyvmem.bench.vllm_full import measure as measure_full
 from pyvmem.bench.vllm_loads import (
     Heard,
     Load,
@@ -53,8 +55,8 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 _REST = 8.0  # s that memory may take to come back
 _METHOD = {
-    "engines": "alive at once on the device, each its own process; LLM() in it, greedy, dummy "
-    "weights; requests are added when they are due, between steps",
+    "engines": "each its own process, alive at once on the device (full: one at a time); LLM() in "
+    "it, greedy, dummy weights; requests are added when they are due, between steps",
     "rate": "requests a second on average; 0: all at once. The gaps between requests are in "
     "proportion to the trace's",
     "order": "stock, elastic, stock again, and an engine with other pages where asked for, take "
@@ -113,18 +115,22 @@ def _fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:
     )
 
 
+def _plans(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
+    """A stock and an elastic engine; with ``--beside`` another with pages of that size."""
+    plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
+    if args.beside:
+        env = {"VMEM_PAGE_SIZE": str(args.beside)}
+        plans[f"elastic {page_name(args.beside)}"] = Plan(True, memory, env=env)
+    return plans
+
+
 # ---- load ----------------------------------------------------------------------------------------
 
 
 def _load(command: Command, part: Part) -> None:
     args = command.args
-    memory = _kv_memory(command, 16 * _GIB)
-    plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
-    arms = dict(ARMS)
-    if args.beside:
-        other = f"elastic {page_name(args.beside)}"
-        arms[other] = other
-        plans[other] = Plan(True, memory, env={"VMEM_PAGE_SIZE": str(args.beside)})
+    plans = _plans(args, _kv_memory(command, 16 * _GIB))
+    arms = {**ARMS, **{name: name for name in plans if name not in ARMS}}
     heard: dict[tuple[float, str], list[Heard]] = {}
     driver: dict[float, list[tuple[int, int, float]]] = {}
     end: dict[str, Any] = {}
@@ -847,6 +853,16 @@ def _limit(command: Command, part: Part) -> None:
             raise WrongResult(f"limit {limit}: within it on {later}, never on {sorted(missing)}")
 
 
+# ---- full ----------------------------------------------------------------------------------------
+
+
+def _full(command: Command, part: Part) -> None:
+    args = command.args
+    memory = args.kv_memory or (2 * _MIB if command.quick else 48 * _GIB)
+    with _fleet(command, max_num_seqs=args.requests, enable_prefix_caching=False) as fleet:
+        measure_full(command, part, fleet, _plans(args, memory))
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
@@ -857,8 +873,16 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "blocks": ("blocks of 16 tokens and of 128", _blocks),
     "rough": ("aborts, resets and trims at random", _rough),
     "limit": ("a limit lowered while requests run", _limit),
+    "full": ("a full card, one engine at a time", _full),
 }
-_REQUESTS = {"load": 96, "idle": 2500, "blocks": 96, "rough": 10_000, "limit": 96}
+_REQUESTS = {
+    "load": 96,
+    "idle": 2500,
+    "blocks": 96,
+    "rough": 10_000,
+    "limit": 96,
+    "full": 256,
+}
 
 
 _TRACED = ("load", "share", "blocks", "limit")
@@ -955,10 +979,11 @@ def add_parser(which: Any) -> None:
     add("--block-size", type=int, default=16, help="tokens of a block of vLLM (16)")
     add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (64K)")
     add("--beside", type=size, default=0, metavar="SIZE",
-        help="load: a second elastic engine, with pages of this size")  # fmt: skip
+        help="load, full: a second elastic engine, with pages of this size")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
-        help="of each engine (16G; rough 8G, blocks 40G); share: of all (12G)")  # fmt: skip
+        help="of each engine (16G; rough 8G, blocks 40G, full 48G); share: of all (12G)"
+    )  # fmt: skip
     add("--trace", type=existing_file, metavar="FILE",
         help="load, share, blocks, limit: requests and their times from a trace")  # fmt: skip
     parser.set_defaults(run=run)

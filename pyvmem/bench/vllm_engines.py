@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,8 @@ class Engine:
         return answer
 
     def _ended(self) -> WrongResult:
+        with suppress(subprocess.TimeoutExpired):  # its traceback comes after the pipe's end
+            self.process.wait(10)
         end = self.log.read_text(errors="replace").strip().splitlines()[-20:]
         return WrongResult(f"the engine {self.name} has ended: " + " | ".join(end))
 

@@ -129,7 +129,8 @@ def init_kvcache(
         device: CUDA ordinal.
         page_size: bytes; or, as the artifact's demos and its earlier versions pass it, whether to
             use its UVM driver: True means pages of 64 KiB, False of 2 MiB.
-        megacache: one K and one V tensor for all layers.
+        megacache: one K and one V tensor for all layers; in caches of more than 8 GiB only with
+            pages of 2 MiB, since smaller ones make attention over it several times as long.
 
     Returns:
         The K tensors of all layers, then the V tensors, each ``[max_batch_size,

@@ -228,9 +228,11 @@ class RequestCache(Closable):
                     short = self._shortage({slot: want})
             except VMemError:
                 cache.free_reqid(slot, stream)
+                cache.withdraw_prompt()
                 raise
             if short is not None:  # with its tokens, so that the prefix stays mapped there
                 cache.free_reqid(slot, stream, prefix.tokens if held else None)
+                cache.withdraw_prompt()
                 prefix.renew()
                 return short
             return self._begun(slot, held, prefix.namespace)
@@ -275,11 +277,7 @@ class RequestCache(Closable):
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
         """Takes a slot with what is recorded of a prompt: slot and rows; None: there is none."""
-        if prefix.length:
-            begun = self.cache.alloc_prefix(prefix.match, stream=stream)
-        else:
-            slot = self.cache.alloc_reqid(len(prefix.tokens))
-            begun = None if slot is None else (slot, 0)
+        begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
         return begun

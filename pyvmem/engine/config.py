@@ -118,8 +118,9 @@ class Policy:
         max_batch: requests at a time; slots cost addresses, not memory.
         max_seq_len: tokens of one; 0: the model's.
         memory: bytes of keys and values; 0: `memory_share` of what is free.
-        memory_share: the part of the device's (on host: the machine's) free memory that is taken;
-            the rest is for activations and others. Above 0, at most 1.
+        memory_share: the part of the device's free memory that is taken (on host: of what this
+            process may still have: `Context.memory`); the rest is for activations and others.
+            Above 0, at most 1.
         page_size: bytes; 0: as advised.
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
         promote: requests whose rows fill 2 MiB pages get them, where the back end has them and a
@@ -212,8 +213,8 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
         InvalidArgument: a value that model or back end cannot serve. VMemError: as `KVCache`.
     """
     with Context(backend, device=device) as context:  # to learn what the machine has
-        info, cuda = context.info, context.cuda_device
-    memory = policy.memory or int(free_bytes(cuda, 0) * policy.memory_share)
+        info, free = context.info, free_bytes(context)
+    memory = policy.memory or int(free * policy.memory_share)
     values: dict[str, Any] = {
         "dtype": model.dtype,
         "max_batch": policy.max_batch,

@@ -50,3 +50,15 @@ class Shortage:
         if self.slots:
             return "slots"
         return "memory" if self.missing else "mappings"
+
+    def __str__(self) -> str:
+        """What lacks, in words."""
+        if self.slots:
+            return f"short of slots: {self.slots} missing; max_batch or other requests limit them"
+        if self.missing:
+            beyond = f", of at most {self.limit}" if self.never else ""
+            return (
+                f"short of memory: {self.needed} bytes needed{beyond}, {self.available} available, "
+                f"{self.missing} missing"
+            )
+        return f"short of mappings, or of the device's memory, for {self.needed} bytes"

@@ -25,6 +25,10 @@ def about(info: ContextInfo) -> dict[str, Any]:
     }
 
 
+_RENAMED = {"CONSOLIDATE": "JOIN"}
+"""Names of capabilities in kept records, where they have others now."""
+
+
 @dataclass(frozen=True)
 class Probed:
     """What `about` kept, read back: a `pyvmem.features.BackEnd`."""
@@ -39,7 +43,7 @@ class Probed:
         """From the record. Those of version 0.1.0 without `devices` were made on one."""
         caps = Caps(0)
         for name in record["caps"]:
-            caps |= Caps[name]
+            caps |= Caps[_RENAMED.get(name, name)]
         return cls(
             record["backend"],
             caps,

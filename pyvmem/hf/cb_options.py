@@ -213,14 +213,14 @@ def make_requests(
     checked = KVCacheConfig(1, 1, 1, **{**policy, "group_size": 1})
     token_bytes = checked.itemsize * sum(map(_elements, shapes))
     ordinal = None if device.type == "cpu" else device.index or 0
+    backend = options.backend or ("host" if ordinal is None else "auto")
     if not checked.memory_limit:
         if cb_config.num_blocks is not None:
             limit = cb_config.num_blocks * block_tokens * token_bytes
         else:
-            limit = int(free_bytes(ordinal, 0) * cb_config.max_memory_percent)
+            limit = int(_free(options.context, backend, ordinal) * cb_config.max_memory_percent)
             limit -= _batch_bytes(config, cb_config, checked, logits_of_all)
         policy["memory_limit"] = max(1, limit)
-    backend = options.backend or ("host" if ordinal is None else "auto")
     cache = cache_of(shapes, options.context, backend, ordinal or 0, **policy)
     try:
         if cache.context.cuda_device != ordinal:
@@ -238,6 +238,14 @@ def make_requests(
     except BaseException:
         cache.close()
         raise
+
+
+def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
+    """Memory that the context has for a cache, or one of this back end would have."""
+    if context is not None:
+        return free_bytes(context)
+    with Context(backend, device=ordinal or 0) as opened:
+        return free_bytes(opened)
 
 
 def _elements(shape: LayerShape) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from pyvmem.attention import Attention, UpProjections
-from pyvmem.engine import Namespace, Request, RequestCache, Shortage, State
+from pyvmem.engine import Namespace, Prefix, Request, RequestCache, Shortage, State
 from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
@@ -116,6 +116,7 @@ class NamedRequests:
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
+        self._new: dict[str, Prefix] = {}  # prompts of which nothing was recorded
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -141,7 +142,8 @@ class NamedRequests:
         known = self._requests.get(name)
         if known is not None:
             return self._map(known, tokens)
-        request = cache.begin(tokens, self._namespace())
+        prompt = self._new.get(name)
+        request = cache.begin(tokens if prompt is None else prompt, self._namespace())
         if isinstance(request, Shortage):
             return False
         new, held = _Request(request, 0), False
@@ -150,7 +152,10 @@ class NamedRequests:
         finally:
             if not held:
                 cache.release(request, stream=self.stream)
+                if prompt is not None:  # it will be tried again
+                    self.kvcache.withdraw_prompt()
         if held:
+            self._new.pop(name, None)
             self._requests[name] = new
         return held
 
@@ -220,6 +225,7 @@ class NamedRequests:
                 is short.
         """
         self._next.leave(name)
+        self._new.pop(name, None)
         one = self._requests.get(name)
         if one is None:
             return
@@ -250,6 +256,9 @@ class NamedRequests:
             return 0
         with self._cache.match(prompt, self._namespace()) as found:
             request = self._cache.begin(found, stream=self.stream) if found.length else None
+        self._new.pop(name, None)
+        if not found.length:
+            self._new[name] = found
         if request is None or isinstance(request, Shortage):
             return 0
         tokens = request.length

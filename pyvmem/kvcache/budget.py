@@ -29,10 +29,8 @@ from __future__ import annotations
 import errno
 import operator
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyvmem.closing import Closable
@@ -92,7 +90,6 @@ class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
 
 _PART_OF_CARD = 0.9  # of a GPU's free memory; kernels, libraries and graphs need some too
 _HEADROOM = 256 << 20  # on a ledger, and at most a sixteenth of the budget
-_UNKNOWN = 1 << 62  # a device whose free memory nothing reports
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ class Budget(Closable):
                 limit=least,
             )
         self.context = context
-        self.total_bytes = total or available_bytes(context.cuda_device, _UNKNOWN)
+        self.total_bytes = total or available_bytes(context)
         self.lock = Turns()
         self.journal = Journal()
         self._shares: list[Share] = []
@@ -197,11 +194,9 @@ class Budget(Closable):
                 limit=most,
             )
         if ledger is not None:
-            device = context.cuda_device
             self._ledger = OnLedger(
                 ledger,
                 context,
-                None if device is None else partial(free_bytes, device, _UNKNOWN),
                 name or f"pyvmem-{os.getpid()}",
                 floor_bytes,
                 self.total_bytes,
@@ -593,7 +588,6 @@ class OnLedger(Participant):
         self,
         ledger: Ledger,
         context: Context,
-        free: Callable[[], int] | None,
         name: str,
         floor: int,
         limit: int,
@@ -602,7 +596,6 @@ class OnLedger(Participant):
         device_of(info.device_name, info.uuid)
         super().__init__(ledger, name, floor=floor, limit=limit, least=page, virtual=limit)
         self._context = context
-        self._free = free
         self.headroom = max(page, min(_HEADROOM, limit // 16) // page * page)
         self._limit = limit
         self._asked = False
@@ -613,21 +606,16 @@ class OnLedger(Participant):
         """What the budget may use."""
         return self.account.used
 
-    def _free_bytes(self) -> int | None:
-        if self._free is None:
-            return None
-        return self._free() + self._context.stats().free_bytes
-
     def beyond(self) -> int:
         """What the ledger would grant now."""
-        self.hint = min(self._limit - self.granted, self.account.room(self._free_bytes()))
+        self.hint = min(self._limit - self.granted, self.account.room(free_bytes(self._context)))
         return self.hint
 
     def take(self, nbytes: int) -> None:
         """Asks for so many more bytes and some headroom; gets that or what is left."""
         if nbytes <= 0:
             return
-        free = self._free_bytes()
+        free = free_bytes(self._context)
         page = self._context.info.granule
         most = min(self._limit - self.granted, self.account.room(free)) // page * page
         self.account.take(min(nbytes + self.headroom, most), free=free)
@@ -656,7 +644,7 @@ class OnLedger(Participant):
         """Reports what is mapped; returns what must be given back."""
         self.account.settle(used)
         self.beyond()
-        return self.account.excess(self._free_bytes())
+        return self.account.excess(free_bytes(self._context))
 
     def give(self, nbytes: int) -> None:
         """Gives back what no cache uses and no floor reserves."""
@@ -671,33 +659,14 @@ class OnLedger(Participant):
             self.give(spare - self.headroom)
 
 
-def available_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that a cache may take by default: part of a GPU's free memory; on host, all.
-
-    `unknown` where nothing reports it.
-    """
-    free = _free_bytes(cuda_device)
-    if free is None:
-        return unknown
-    return free if cuda_device is None else int(free * _PART_OF_CARD)
+def available_bytes(context: Context) -> int:
+    """Memory that a cache may take by default: part of a GPU's free memory; on host, all."""
+    free = context.memory().free_bytes
+    if context.cuda_device is not None:
+        free = int(free * _PART_OF_CARD)
+    return free + context.stats().free_bytes
 
 
-def free_bytes(cuda_device: int | None, unknown: int) -> int:
-    """Memory that is free on the device now; `unknown` where nothing reports it."""
-    free = _free_bytes(cuda_device)
-    return unknown if free is None else free
-
-
-def _free_bytes(cuda_device: int | None) -> int | None:
-    if cuda_device is not None:
-        try:
-            import torch
-        except ImportError:
-            return None
-        if not torch.cuda.is_available():
-            return None
-        return int(torch.cuda.mem_get_info(cuda_device)[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
+def free_bytes(context: Context) -> int:
+    """Memory that the context has for caches now: what the device would give, and its own pool."""
+    return context.memory().free_bytes + context.stats().free_bytes

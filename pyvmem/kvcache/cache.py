@@ -618,6 +618,14 @@ class KVCache(MustClose):
             ),
         )
 
+    def withdraw_prompt(self) -> None:
+        """Takes the last `alloc_prefix` out of the counters of prompts.
+
+        For a request that is freed because it could not go on: it will be asked for again.
+        """
+        with self.lock, self.journal:
+            manager.withdraw(self._open())
+
     def prefix_changes(self, after: int | None = None) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
 
@@ -690,8 +698,9 @@ class KVCache(MustClose):
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable, including recorded prefixes that no request uses and no match leases, and what
-        batches in flight will leave, for which it does not wait. Does not account for memory that
-        others take from the device.
+        batches in flight will leave, for which it does not wait. Of memory that the context would
+        have to take from its device, it counts what is free there now (`Context.memory`); others
+        may take that first.
 
         Args:
             seq_lens: tokens of each request, with those of its prefix.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import operator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.expect import shown
+from pyvmem.units import parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -105,12 +107,20 @@ def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
     return InvalidArgument(message, errno=errno.EINVAL, op="KVCache", bytes=size, limit=limit)
 
 
+def _number(value: Any) -> str:
+    """What to write instead of a string such as "64K"."""
+    with contextlib.suppress(ValueError):
+        return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
+    return ""
+
+
 def bounded(name: str, value: Any, low: int, high: int) -> int:
     """A whole number within its bounds; raises InvalidArgument otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
-        raise invalid(f"{name} must be a whole number, not {shown(value)}") from None
+        what = shown(value) + _number(value)
+        raise invalid(f"{name} must be a whole number, not {what}") from None
     if not low <= number <= high:
         raise invalid(
             f"{name} is {shown(number)}; it must lie between {low} and {high}", limit=high
@@ -167,7 +177,8 @@ class KVCacheConfig:
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, the most requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
-        page_size: bytes of a page, a power of two; 0 takes the context's granule.
+        page_size: bytes of a page, a power of two; 0 takes the context's granule. Pages below
+            2 MiB slow attention on a full card, see `group_size`.
         large_page_size: size in bytes of the pages that back whole aligned parts of a growing
             request, and that `KVCache.promote` makes out of small ones; the rest uses `page_size`.
             A power of two above `page_size`, such as 2 MiB: fewer driver calls, and one GPU
@@ -178,7 +189,10 @@ class KVCacheConfig:
             the background; 0: only when `KVCache.promote` is called.
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
-            ``group_size * num_kv_heads * head_dim`` elements.
+            ``group_size * num_kv_heads * head_dim`` elements. In a cache of more than 8 GiB, layers
+            that share a tensor need pages of 2 MiB: with smaller ones decode attention takes 1.1 to
+            9.4 times as long (benchmarks/kernels, on a full card); `pyvmem.layouts.advise` weighs
+            it.
         memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
             0.9 of what is free on the GPU when the cache is made; on host, all that is available;
             no more than a given context's `mem_limit`.
@@ -229,7 +243,7 @@ class KVCacheConfig:
             needs them. Not on several ranks. 0: a request grows only when `KVCache.step` or
             `KVCache.step_async` needs it to.
         join_at: with more than this fraction of the context's mappings used, a `step` remaps in one
-            piece what grew in pieces, where the back end can (`pyvmem.Caps.CONSOLIDATE`). It waits
+            piece what grew in pieces, where the back end can (`pyvmem.Caps.JOIN`). It waits
             for all work on the device first, and other threads must not launch work on the cache
             meanwhile. 1: only a `step` that would otherwise return -1; 0: never.
         max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its

@@ -257,9 +257,7 @@ def take_pages(context: Context, config: KVCacheConfig, page: int) -> int:
     """
     layout = Layout(config, page)
     everything = layout.slot_pages * layout.num_tensors * config.max_batch * page
-    wanted = config.memory_limit or min(
-        everything, available_bytes(context.cuda_device, everything)
-    )
+    wanted = config.memory_limit or min(everything, available_bytes(context))
     wanted -= wanted % page
     least = page * layout.num_tensors
     for part in range(1, _WARM_STEPS + 1):
@@ -853,6 +851,7 @@ class ParallelKVCache(MustClose):
 
     k, v = _told(KVCache.k), _told(KVCache.v)
     stats, snapshot = _told(KVCache.stats), _told(KVCache.snapshot)
+    withdraw_prompt = _told(KVCache.withdraw_prompt)
     check_integrity = _told(KVCache.check_integrity)
     prefix_changes = _told(KVCache.prefix_changes)
     promote, set_limit = _told(KVCache.promote), _told(KVCache.set_limit)

@@ -113,12 +113,7 @@ def _limit_pages(
 ) -> int:
     everything = layout.slot_pages * layout.num_tensors * config.max_batch
     if not config.memory_limit:
-        available = everything * layout.page_size
-        if budget is None:
-            available = available_bytes(context.cuda_device, available)
-            available = min(available, context.mem_limit or available)
-        else:
-            available = budget.total_bytes
+        available = available_bytes(context) if budget is None else budget.total_bytes
         return min(everything, available // layout.page_size)
     least = layout.page_size * layout.num_tensors
     if config.memory_limit < least:

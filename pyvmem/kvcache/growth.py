@@ -430,7 +430,7 @@ class Pager(Journaled):
             mapping=ticket,
             ahead=ahead,
             new_pages=grown.added * self.layout.num_tensors,
-            reused_pages=grown.reused * self.layout.num_tensors,
+            reused_pages=0 if ahead else grown.reused * self.layout.num_tensors,
         )
 
     def _unbegin(self, job: Growth, grown: _native.Grown, held: int) -> None:
@@ -495,7 +495,8 @@ class Pager(Journaled):
                 job.grants, job.filling = grants, change.ticket
                 change.submit(self._planner.filling(late), writers)
             pages = sum(high - low for _, low, high in late)
-            self.counters.zeroed += pages * self.layout.num_tensors
+            job.filling_pages = pages * self.layout.num_tensors
+            self.counters.zeroed += job.filling_pages
         return True
 
     def note_growth(self, job: Growth) -> None:
@@ -679,15 +680,20 @@ class Pager(Journaled):
         self.reclaimer.ask_others(pages, keep)
         return False
 
-    def could_have(self, pages: int) -> bool:
-        """`can_have`, as far as is known without a wait."""
-        reclaimer, more = self.reclaimer, self.unsettled({})
+    def could_have(self, pages: int) -> int | None:
+        """`can_have`, as far as is known without a wait.
+
+        Returns:
+            How many of the pages are not the cache's yet; None: it could not have so many.
+        """
+        reclaimer, more, others = self.reclaimer, self.unsettled({}), 0
         if reclaimer.share is not None:
-            more += reclaimer.share.unsettled() // self.layout.page_size
-        if pages <= reclaimer.obtainable({}) + more:
-            return True
-        reclaimer.ask_others(pages - more, {})
-        return False
+            others = reclaimer.share.unsettled() // self.layout.page_size
+        own = reclaimer.idle({}) + more
+        if pages <= reclaimer.takeable() + own + others:
+            return max(0, pages - own)
+        reclaimer.ask_others(pages - more - others, {})
+        return None
 
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
         """Physical pages that `can_have` would wait for: of idle growths, and of copies.
@@ -954,8 +960,8 @@ class Pager(Journaled):
 
     def _undo(self, job: Growth, error: VMemError) -> None:
         """Undoes a failed growth in the records; libvmem has undone the mapping."""
-        if job.filling is not None:
-            _failed(job.filling)  # only waited for: it touches pages that were mapped before
+        if job.filling is not None and _failed(job.filling):
+            self.counters.zeroed -= job.filling_pages  # of pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, high in job.pieces:
                 slot.mapped = low
@@ -964,7 +970,19 @@ class Pager(Journaled):
                 self.reclaimer.mark_broken(job.pieces)
             self.reclaimer.held -= job.new_pages
             self.counters.grown -= job.new_pages
+            self.counters.reused -= job.reused_pages
+            self.counters.zeroed -= job.zeroed_pages
         self._retire(job)
+
+    def under_way(self) -> tuple[int, int, int]:
+        """Pages grown, reused and zeroed that the counters have, and that may still fail."""
+        jobs = [job for job in self.growths if job.mapping is not None and not job.granted]
+        return (
+            sum(job.new_pages for job in jobs),
+            sum(job.reused_pages for job in jobs),
+            sum(job.zeroed_pages for job in jobs)
+            + sum(job.filling_pages for job in self.growths if job.filling is not None),
+        )
 
 
 def _failed(ticket: Any) -> bool:
@@ -1006,7 +1024,7 @@ class Runs:
         self.limit = self._context.info.max_mappings
         self._fraction = config.growth_fraction
         self.join_at = int(config.join_at * self.limit)
-        self._joins = Caps.CONSOLIDATE in self._context.info.caps
+        self._joins = Caps.JOIN in self._context.info.caps
         self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
         # A large page cannot be given back in part: at most half of one is surplus.
@@ -1174,7 +1192,7 @@ class Runs:
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
-        _log.debug("consolidation: %d mappings, down from %d", self._count(), before)
+        _log.debug("joining: %d mappings, down from %d", self._count(), before)
 
     def _can_join(self, slot: Slot) -> bool:
         return (
@@ -1203,7 +1221,7 @@ class Runs:
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)
-                calls += self._mapper.consolidate(at, nbytes)
+                calls += self._mapper.join(at, nbytes)
         self._calls[slot.index] = 1
         self._joined[slot.index] = slot.mapped
         return calls

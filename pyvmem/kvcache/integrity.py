@@ -67,10 +67,13 @@ def snapshot(group: Group) -> list[SlotInfo]:
 def stats(group: Group) -> CacheStats:
     """The present state and the counters."""
     counters, reclaimer, layout = group.counters, group.reclaimer, group.layout
+    group.note_peaks()  # an interrupted call may have left that out
+    counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
     active_pages, used = group.active_pages, group.used_bytes
     states = [_state(slot) for slot in group.table]
     calls, ns = counters.driver()
     waits = counters.waits.struct
+    grown, reused, zeroed = group.pager.under_way()
     return CacheStats(
         total_pages=reclaimer.free + reclaimer.held,
         free_pages=reclaimer.free,
@@ -102,10 +105,10 @@ def stats(group: Group) -> CacheStats:
         steps=counters.steps,
         steps_async=counters.steps_async,
         short=counters.short,
-        grown_pages=counters.grown,
-        zeroed_pages=counters.zeroed,
+        grown_pages=counters.grown - grown,
+        zeroed_pages=counters.zeroed - zeroed,
         reclaimed_pages=counters.reclaimed,
-        reused_pages=counters.reused,
+        reused_pages=counters.reused - reused,
         moved_pages=counters.moved,
         promoted_pages=counters.promoted,
         evicted_pages=counters.evicted,

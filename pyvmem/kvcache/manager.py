@@ -738,8 +738,10 @@ def grow(wants: Sequence[tuple[Group, _Want]], *, background: bool) -> bool:
 
 
 def _note_short(groups: Sequence[Group]) -> None:
-    for group in groups:
-        group.counters.short += 1
+    for group in groups:  # in the journal: a call that is interrupted has not returned -1
+        counters, short = group.counters, group.counters.short
+        group.journal.entries.append((put, counters, "short", short))
+        counters.short = short + 1
     if any(group.pager.runs.refused for group in groups):
         _warn_crowded(groups)
     if _log.isEnabledFor(logging.DEBUG):
@@ -1003,9 +1005,12 @@ def can_admit(
         return False
     if not _find_mappings(groups, each):
         return False
-    if not all(group.pager.could_have(need) for group, need in zip(groups, pages, strict=True)):
+    new = [group.pager.could_have(need) for group, need in zip(groups, pages, strict=True)]
+    if None in new:
         return False
-    return len(groups) == 1 or _fit_together(groups, pages)
+    if len(groups) > 1 and not _fit_together(groups, pages):
+        return False
+    return not any(new) or _context_has(groups, pages, new[0] or 0)
 
 
 def _matches(
@@ -1057,6 +1062,23 @@ def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
         return True
     share.ask(need - _unshared(groups[0]))
     return False
+
+
+def _context_has(groups: Sequence[Group], pages: list[int], new: int) -> bool:
+    """Whether the context's pool and its device have what no cache of the budget could give up.
+
+    `new`: of the pages of the first group, those that are not its own yet.
+    """
+    first = groups[0]
+    share, context = first.reclaimer.share, first.context
+    need = new * first.layout.page_size
+    if share is not None:
+        each = [count * group.layout.page_size for group, count in zip(groups, pages, strict=True)]
+        own = _unshared(first) + first.pager.unsettled({}) * first.layout.page_size
+        others = share.within_reach() - share.beyond() - share.room() + share.unsettled()
+        need = sum(each) - own - others
+    need -= context.stats().free_bytes
+    return need <= 0 or need <= context.memory().free_bytes
 
 
 def _reach(groups: Sequence[Group]) -> int:
@@ -1135,8 +1157,7 @@ def free_pages(groups: Sequence[Group]) -> int:
 
 def _unshared(group: Group) -> int:
     """Bytes that a cache can take without asking its budget: on their way back, or held idle."""
-    own, page = group.reclaimer, group.layout.page_size
-    return own.returning * page + own.spare({}) * page * group.layout.num_tensors
+    return group.reclaimer.idle({}) * group.layout.page_size
 
 
 def fork_all(
@@ -1374,7 +1395,7 @@ def alloc_prefix(
     make_free_alike(groups)
     prefixes = groups[0].prefixes
     match, length = prefixes.wanted(tokens, leave, namespace)
-    reqid = slots = None
+    reqid = slots = resumed = None
     try:
         if match.length:
             spans = [prefixes.span(group.place, match) for group in groups]
@@ -1384,14 +1405,45 @@ def alloc_prefix(
             slots = kept or empty_slots(groups)
         if slots is None:
             reqid = alloc(groups, length)
-        elif _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None):
-            reqid = slots[0].index
-            for group in groups:
-                group.prepare()
+        else:
+            resumed = _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None)
+            if resumed is not None:
+                reqid = slots[0].index
+                for group in groups:
+                    group.prepare()
     finally:
         if match is not tokens and (reqid is None or slots is None):
             match.release()
-    return None if reqid is None else (reqid, 0 if slots is None else match.length)
+    if reqid is None:
+        return None
+    held = 0 if slots is None else match.length
+    _count_prompt(groups[0], (length, held, bool(resumed)), 1)
+    return reqid, held
+
+
+def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
+    """Counts a prompt: its tokens, those found recorded, and whether they were still mapped.
+
+    Last of all, and in the journal: a call that is interrupted counts nothing.
+    """
+    counters, (asked, held, resumed) = group.counters, prompt
+    counters.last_prompt = prompt
+    counters.count(
+        group.journal.entries,
+        queries=by,
+        query_tokens=asked * by,
+        hits=(held > 0) * by,
+        hit_tokens=held * by,
+        resumed=resumed * by,
+    )
+
+
+def withdraw(groups: Sequence[Group]) -> None:
+    """See `KVCache.withdraw_prompt`."""
+    counters = groups[0].counters
+    if counters.last_prompt is not None:
+        _count_prompt(groups[0], counters.last_prompt, -1)
+        counters.last_prompt = None
 
 
 def _begin_with(
@@ -1402,7 +1454,7 @@ def _begin_with(
     reader: Work,
     *,
     goes_on: bool,
-) -> bool:
+) -> bool | None:
     """Lets a request begin with a match, which is leased, in every group or in none.
 
     Args:
@@ -1414,7 +1466,8 @@ def _begin_with(
         goes_on: the slots have the first of these pages, or all.
 
     Returns:
-        False where memory is short; nothing changed.
+        Whether all of the pages were still mapped there. None where memory is short; nothing
+        changed.
     """
     prefixes, resumed = groups[0].prefixes, goes_on
     taken: list[tuple[Group, Slot]] = []
@@ -1437,17 +1490,16 @@ def _begin_with(
     except VMemError as error:
         detach()
         if groups[0].sharing.is_shortage(error):
-            return False
+            return None
         raise
     if len(taken) < len(groups):
         detach()
-        return False
-    groups[0].counters.resumed += resumed
+        return None
     prefixes.hand_over(match, slots[0])
     for group, slot in taken:
         group.enter(slot, match.length)
         group.note_peaks()
-    return True
+    return resumed
 
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
@@ -1891,6 +1943,7 @@ class Truncation:
                 return False
             raise
         self.addresses = addresses
+        group.counters.grown += self.new_pages
         return True
 
     def drop_copy(self) -> None:
@@ -1899,6 +1952,7 @@ class Truncation:
             addresses, self.addresses = self.addresses, None
             self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
             self.group.reclaimer.held -= self.new_pages
+            self.group.counters.reclaimed += self.new_pages
 
     def unmap(self) -> None:
         """Maps the copies over shared pages, unmaps what follows: one batch, all or nothing."""

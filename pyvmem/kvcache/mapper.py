@@ -126,9 +126,9 @@ class Mapper:
         """See `Context.query`."""
         return self.context.query(addr)
 
-    def consolidate(self, addr: int, size: int) -> int:
-        """See `Context.consolidate`."""
-        return self.context.consolidate(addr, size)
+    def join(self, addr: int, size: int) -> int:
+        """See `Context.join`."""
+        return self.context.join(addr, size)
 
 
 class Scratch:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 
@@ -19,6 +19,9 @@ __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 @dataclass(frozen=True)
 class CacheStats:
     """State and counters of a `KVCache`; bytes are physical, times are nanoseconds.
+
+    What a call or a batch in the background did is counted when it is done: a call that is refused,
+    fails or is interrupted counts nothing that it did not do.
 
     Attributes:
         total_pages: pages that the cache may have; always free + cached + active. With a `Budget`,
@@ -48,13 +51,16 @@ class CacheStats:
         steps, steps_async: calls that returned 0.
         short: `step` and `step_async` calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
+            Pages grown and not reclaimed are those mapped now, in all tiers.
         reused_pages: pages granted to a request that were already mapped.
         moved_pages: pages that replaced others at the same addresses.
         promoted_pages: pages that `KVCache.promote` replaced by large ones or mapped in one piece.
         evicted_pages: pages of evicted prefixes.
-        prefix_queries, prefix_query_tokens: prompts that were looked up, and their tokens.
-        prefix_hits, prefix_hit_tokens: the prompts with a recorded prefix, and the tokens found.
-        prefix_resumed: requests that resumed in a slot where their whole prefix was still mapped.
+        prefix_queries, prefix_query_tokens: prompts that were looked up for requests which then got
+            a slot, and their tokens. A refused request counts when it is admitted.
+        prefix_hits, prefix_hit_tokens: those of them that began with a recorded prefix, and the
+            tokens they began with.
+        prefix_resumed: hits whose whole prefix was still mapped in the slot.
         waits: times that a call waited for mapping, filling or reclaiming.
         wait_ns: time spent in them.
         wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
@@ -203,6 +209,7 @@ class Counters:
     """The running counts behind `CacheStats`.
 
     Attributes:
+        last_prompt: tokens that the last request asked for and found, and whether it resumed.
         waiting: makes a context manager that counts the time inside as waited, and the driver's
             time meanwhile as critical.
     """
@@ -214,9 +221,17 @@ class Counters:
         self.grown = self.zeroed = self.reclaimed = self.reused = 0
         self.moved = self.promoted = self.evicted = 0
         self.queries = self.query_tokens = self.hits = self.hit_tokens = self.resumed = 0
+        self.last_prompt: tuple[int, int, bool] | None = None
         self.waits = _native.Waits()
         self.waiting = partial(_native.Waiting, self.waits, context.handle)
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
+
+    def count(self, log: list[Any], **more: int) -> None:
+        """Adds to counts; what takes that back is put into a journal's entries first."""
+        for name, number in more.items():
+            before = getattr(self, name)
+            log.append((setattr, self, name, before))
+            setattr(self, name, before + number)
 
     def driver(self) -> tuple[int, int]:
         """Driver calls and nanoseconds in them since the cache was made."""

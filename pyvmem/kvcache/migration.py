@@ -216,7 +216,7 @@ class Mover:
         for low, high in move.runs:
             for tensor in range(layout.num_tensors):
                 at = move.slot.addr + layout.offset(0, low, tensor)
-                self._mapper.consolidate(at, (high - low) * layout.page_size)
+                self._mapper.join(at, (high - low) * layout.page_size)
         self._journal.keep_dict(self.joined)
         index, runs = move.slot.index, {low for low, _ in move.runs}
         self.joined[index] = self.joined.get(index, set()) | runs
@@ -579,7 +579,7 @@ class Promoter:
             ]:
                 continue
             if self._is_run(slot, low):
-                if Caps.CONSOLIDATE in self._mapper.context.info.caps:
+                if Caps.JOIN in self._mapper.context.info.caps:
                     runs.append(low)
             else:
                 copies.append(low)

@@ -136,9 +136,11 @@ class PrefixMatch(Scoped):
 
     Attributes:
         length: tokens, a multiple of the sharing unit; 0: nothing.
+        asked: tokens of the prompt.
     """
 
     length: int
+    asked: int
     _lease: Lease = field(repr=False)
     _owner: Leases = field(repr=False)
 
@@ -543,16 +545,11 @@ class PrefixCache:
         length, node = found.length, found.node
         if self._sliding:
             length = self._ends(found)
-        counters = self._groups[0].reclaimer.counters
-        counters.queries += 1
-        counters.query_tokens += count
-        counters.hits += length > 0
-        counters.hit_tokens += length
         if node.end > length:
             node = self.tree.match(ids, length, pin=length > 0).node
         elif length:
             self.tree.pin(node)
-        return PrefixMatch(length, self.leases.add(node), self.leases)
+        return PrefixMatch(length, count, self.leases.add(node), self.leases)
 
     def _ends(self, found: Match[_Spans]) -> int:
         """The longest part of a match at whose end every group has its window; tokens."""
@@ -583,14 +580,14 @@ class PrefixCache:
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
     ) -> tuple[PrefixMatch, int]:
-        """What of a prompt is recorded, and how long it is; of a match, the match and its length.
+        """What of a prompt is recorded, and how long it is.
 
         The match is leased. Raises InvalidArgument for bad tokens, or more than `max_seq_len`, and
         PrefixEvicted for a match that is not recorded any more.
         """
         if isinstance(tokens, PrefixMatch):
             self.renew(self.own(tokens))
-            return tokens, tokens.length
+            return tokens, tokens.asked
         ids = TokenIds.of(tokens, namespace)
         length, longest = len(ids), self._groups[0].config.max_seq_len
         if length > longest:
@@ -681,7 +678,7 @@ class PrefixCache:
         back = 0
         while back < pages * column:
             missing = pages * column - back
-            spans = self.tree.evict(-(-missing // unit), whole=bool(self._sliding))
+            spans = self._evict(-(-missing // unit), whole=bool(self._sliding))
             if not spans and not self._unpin_all():
                 break
             back += sum(map(self._let_go, spans))
@@ -693,8 +690,17 @@ class PrefixCache:
         self.leases.collect()
         if leased:
             self.leases.end_all()
-        for span in self.tree.evict(self.tree.evictable_pages):
+        for span in self._evict(self.tree.evictable_pages):
             self._let_go(span)
+
+    def _evict(self, units: int, *, whole: bool = False) -> list[_Spans]:
+        """Takes spans of so many units out of the tree, and counts them before one is let go."""
+        found = self.tree.evict(units, whole=whole)
+        for place, group in enumerate(self._groups):
+            pages = sum(spans.each[place].pages for spans in found)
+            count = pages * self._layouts[place].num_tensors
+            group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
+        return found
 
     def _let_go(self, spans: _Spans) -> int:
         """The bytes of an evicted span that come back."""

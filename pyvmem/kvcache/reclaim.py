@@ -338,6 +338,17 @@ class Reclaimer(Journaled):
         tensors = self.layout.num_tensors
         self.held = pages * tensors
         self.away = Counter({tier: count * tensors for tier, count in others.items()})
+        scratch = (moving + sum(away.values())) * tensors
+        self._count_rest(self.held + sum(self.away.values()) - scratch)
+
+    def _count_rest(self, there: int) -> None:
+        """Counts pages that came or went in a call that was interrupted before it counted them."""
+        counters = self.counters
+        gone = counters.grown - counters.reclaimed - there
+        if gone > 0:
+            counters.reclaimed += gone
+        else:
+            counters.grown -= gone
 
     def poll(self) -> None:
         """Notes which unmaps are finished."""
@@ -403,7 +414,8 @@ class Reclaimer(Journaled):
         for tier, count in away.items():
             self.away[tier] -= count * tensors
         if reclaimed:
-            self.counters.reclaimed += (pages + sum(away.values())) * tensors
+            gone = (pages + sum(away.values())) * tensors
+            self.counters.count(self.journal.entries, reclaimed=gone)
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""
@@ -618,16 +630,23 @@ class Reclaimer(Journaled):
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""
-        free = self.limit - self.held
-        if self.share is not None:
-            free = min(free, self.share.within_reach() // self.layout.page_size)
-        return free + self.returning + self.spare(keep) * self.layout.num_tensors
+        return self.takeable() + self.idle(keep)
+
+    def takeable(self) -> int:
+        """Physical pages that are not the cache's and that it may have."""
+        if self.share is None:
+            return self.limit - self.held
+        return min(self.limit - self.held, self.share.within_reach() // self.layout.page_size)
+
+    def idle(self, keep: Mapping[Slot, int]) -> int:
+        """Physical pages of the cache that no request owns, with those on their way back."""
+        return self.returning + self.spare(keep) * self.layout.num_tensors
 
     def ask_others(self, pages: int, keep: Mapping[Slot, int]) -> None:
         """Posts a shortage for other processes, where the budget limits `obtainable`."""
         share, size = self.share, self.layout.page_size
         if share is not None:
-            own = self.returning + self.spare(keep) * self.layout.num_tensors
+            own = self.idle(keep)
             if pages <= self.limit - self.held + own:
                 share.ask((pages - own) * size)
 
@@ -679,7 +698,6 @@ class Reclaimer(Journaled):
             The pages per tensor that come back, now or when batches under way are over.
         """
         self.release_kept(span)
-        self.counters.evicted += span.pages * self.layout.num_tensors
         back = self.shared.returns(span, self._going())
         self.unref(span)
         return back

@@ -612,6 +612,7 @@ class Growth:
     new_pages: int = 0
     reused_pages: int = 0
     zeroed_pages: int = 0
+    filling_pages: int = 0
 
     @property
     def awaited(self) -> bool:

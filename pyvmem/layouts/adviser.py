@@ -5,10 +5,9 @@ The rule, in order:
 
 1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
    half of an iteration, in which they run in the background.
-2. Of these, the layouts within 1 % of the largest batch. A tensor that several layers share counts
-   2 % less: its rows are strided, and attention over 8 layers in one tensor took 0 to 3.6 % longer
-   (FlashAttention-3, H100). More than 8 layers in one were not measured; they are considered only
-   when asked for.
+2. Of these, the layouts within 1 % of the largest worth: the batch divided by attention's time
+   once the memory is full (`pyvmem.layouts.entries`). Pages below 2 MB are slow on a full card
+   where layers share a tensor; pages of 2 MB are not.
 3. Of these, the one with the fewest map calls, then the smallest group, then the smallest page.
 """
 
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.cost import Choice, Cost, cost
+from pyvmem.layouts.entries import MEASURED_GROUPS
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
 
@@ -46,7 +46,6 @@ takes as many times as long (`vmem bench devices`).
 """
 
 _CLOSE = 0.01  # of the largest batch
-_STRIDED = 0.02  # of the batch
 _HIDDEN = 0.5  # of an iteration
 
 
@@ -62,12 +61,12 @@ class Limits:
     Attributes:
         call_us: microseconds of a map call; see `call_us`.
         iteration_ms: of a decode iteration of the whole batch.
-        max_group: most layers in one tensor.
+        max_group: most layers in one tensor; more than the default were not measured.
     """
 
     call_us: float = CALL_US["stock"]
     iteration_ms: float = 25.0
-    max_group: int = 8
+    max_group: int = MEASURED_GROUPS
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def advise(
 
 
 def _worth(one: Cost) -> float:
-    return one.batch * (1 - _STRIDED if one.choice.group_size > 1 else 1)
+    return one.batch / one.attention
 
 
 def _trouble(one: Cost) -> tuple[float, int, int]:
@@ -180,6 +179,8 @@ def _why(
     text += f", at {best.calls_per_token:.3g} map calls a token"
     if limits.call_us:
         text += f", {spent:.1f} ms in the background of an iteration of {limits.iteration_ms:g} ms"
+    if best.attention >= 1 + _CLOSE:
+        text += f"; attention takes {best.attention:.2f} times as long once the memory is full"
     dropped = [one for one in allowed if one not in hidden and _worth(one) > _worth(best)]
     if dropped:
         other = max(dropped, key=_worth)

@@ -20,6 +20,7 @@ from pyvmem.layouts.adviser import (
     choices,
     name,
 )
+from pyvmem.layouts.entries import MEASURED_GROUPS
 from pyvmem.layouts.options import (
     add_dtype,
     add_overread,
@@ -81,7 +82,12 @@ def add_parser(sub: Any) -> None:
     add("--runs", type=counts, default=[1], help="pages mapped at a time, as 1,8 (1)")
     add("--backend", choices=sorted(CALL_US), default="stock", help="what a map call takes (stock)")
     add("--iteration-ms", type=positive, default=25.0, help="of a decode iteration (25)")
-    add("--max-group", type=count, default=8, help="most layers in one tensor that are advised (8)")
+    add(
+        "--max-group",
+        type=count,
+        default=MEASURED_GROUPS,
+        help=f"most layers in one tensor that are advised ({MEASURED_GROUPS})",
+    )
     add_overread(parser)
     add_dtype(parser)
     add("--all", action="store_true", help="list groups between --max-group and all layers too")
@@ -182,7 +188,7 @@ def _table(
         "",
     ]
     header = ["layout", "tensors", "waste MB", "below", "calls/token", "at once", "tokens", "share"]
-    header += ["table KB", "books MB", "batch", ""]
+    header += ["table KB", "books MB", "batch", "attention", ""]
     body = [
         [
             name(one.choice),
@@ -196,6 +202,7 @@ def _table(
             number(one.page_table_bytes / 1024),
             number(one.books_bytes / 2**20),
             f"{one.batch:,.1f}",
+            f"{one.attention:.2f}",
             "<-" if one is found.best else "",
         ]
         for one in found.costs
@@ -208,7 +215,8 @@ def _table(
             "waste: of a running request, on average and at most; at once: map calls when it",
             "outgrows its pages, and the tokens that it then has room for; share: tokens in a unit",
             "that requests can share; table, books: the GPU's page table and, at most, the kernel",
-            "memory of `stock`, for what a running request holds",
+            "memory of `stock`, for what a running request holds; attention: its time in decoding",
+            "once the memory is full, over that from cudaMalloc memory (H100)",
             "",
             f"Take {found.why}",
         ]

@@ -21,6 +21,7 @@ from math import gcd, lcm
 
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.layout import Layout
+from pyvmem.layouts.entries import attention_time
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
 
@@ -96,6 +97,8 @@ class Cost:
             by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
             page.
         batch: requests at a time in the memory given.
+        attention: time of decode attention once that memory is full, over that from cudaMalloc
+            memory with a tensor per layer; see `pyvmem.layouts.entries`.
     """
 
     choice: Choice
@@ -108,6 +111,7 @@ class Cost:
     page_table_bytes: float
     books_bytes: float
     batch: float
+    attention: float
 
     @property
     def waste(self) -> float:
@@ -242,4 +246,7 @@ def cost(
         page_table_bytes=pages * page_table_bytes(choice.page_size),
         books_bytes=pages / choice.run * _MAPPING_BYTES,
         batch=memory_bytes / held.mapped,
+        attention=attention_time(
+            choice.page_size, choice.group_size, shape.num_layers, memory_bytes
+        ),
     )

@@ -3,6 +3,8 @@
 
 Exit status: 0 every check that applies has passed, 1 one has failed, 2 bad usage, 3 nothing was
 tested, because the back end cannot be used on this machine.
+
+Without --backend it tests what a context gets here: the first back end that can be used.
 """
 
 from __future__ import annotations
@@ -24,8 +26,7 @@ from pyvmem.features import about
 from pyvmem.layouts.options import MOST, whole
 from pyvmem.paths import replaced, write_text, written
 from pyvmem.probe import ProbeResult, probe
-from pyvmem.selftest import books, memory
-from pyvmem.selftest.check import Result, run_check
+from pyvmem.selftest.run import line, passed, run_checks
 from pyvmem.selftest.timing import measure
 
 __all__ = ["FORMAT", "NOT_TESTED", "add_parser", "run"]
@@ -48,7 +49,7 @@ def add_parser(sub: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add_backend(parser, "what is tested, uvm is the patched driver", "uvm")
+    add_backend(parser, "what is tested, auto is what a context gets")
     add_device(parser)
     add("--json", type=written, metavar="FILE", help="write the report there")
     add("--report", type=replaced, metavar="FILE", help="write one HTML file with everything")
@@ -69,24 +70,16 @@ def _samples(text: str) -> int:
     return value
 
 
-def _checks(context: pyvmem.Context) -> list[Result]:
-    results = []
-    for check in (*memory.CHECKS, *books.CHECKS):
-        result = run_check(check, context)
-        print(f"{result.result:<8} {result.name:<20} {result.detail}", flush=True)
-        results.append(result)
-        if result.result == "failed" and not _usable(context):
-            break
-    return results
+def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
+    """The back end asked for; of "auto" the one that is used, else the last that is not."""
+    if backend == "auto":
+        return next((one for one in results if one.used), results[-1])
+    return next(one for one in results if one.backend == backend)
 
 
-def _usable(context: pyvmem.Context) -> bool:
-    """Whether more checks make sense: one that failed has left nothing broken behind."""
-    try:
-        context.check()
-    except pyvmem.VMemError:
-        return False
-    return context.stats().quarantined_bytes == 0
+def _passed_over(found: ProbeResult, results: list[ProbeResult]) -> dict[str, str]:
+    """Why the back ends before the one that is used are not."""
+    return {one.backend: one.reason for one in results[: results.index(found)]}
 
 
 def _why_not(found: ProbeResult, others: list[str]) -> str:
@@ -108,8 +101,9 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         "passed": False,
     }
     results = probe(args.device)
-    (found,) = [one for one in results if one.backend == args.backend]
+    found = _tested(args.backend, results)
     report["probe"] = {"usable": found.usable, "error": found.error_name, "reason": found.reason}
+    report["passed_over"] = {} if args.backend != "auto" else _passed_over(found, results)
     if found.error in (errno.ENODEV, errno.EACCES):
         report["not_tested"] = _why_not(found, [one.backend for one in results if one.usable])
         return report
@@ -117,12 +111,13 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     print(": ".join(part for part in (found.backend, device, found.reason) if part), flush=True)
     if not found.usable:
         return report
-    with pyvmem.Context(args.backend, device=args.device, pool_high=1) as context:
+    for name, reason in report["passed_over"].items():
+        print(f"passed over: {name}: {reason}", flush=True)
+    with pyvmem.Context(found.backend, device=args.device, pool_high=1) as context:
         report["tested"] = about(context.info)
-        checks = _checks(context)
+        checks = run_checks(context, lambda result: print(line(result), flush=True))
         report["checks"] = [asdict(result) for result in checks]
-        ran = len(checks) == len(memory.CHECKS) + len(books.CHECKS)
-        report["passed"] = ran and not any(result.result == "failed" for result in checks)
+        report["passed"] = passed(checks)
         if report["passed"] and args.samples > 1:
             report["times"] = measure(context, args.samples)
             _show(report["times"])

@@ -141,25 +141,26 @@ def _demo(args: argparse.Namespace) -> int:
             raise
         raise BadUsage(f"argument --page-size: {error}") from None
     with opened as context:
-        _check(args, context.info)
+        _check(args, context)
         return _serve(args, context, found)
 
 
-def _check(args: argparse.Namespace, info: ContextInfo) -> None:
+def _check(args: argparse.Namespace, context: Context) -> None:
     """Refuses what this back end cannot do, before the model is loaded.
 
     Raises:
         BadUsage: which argument, its value and the limit.
     """
+    info = context.info
     if args.page_size:
         try:
             require_page_size(info, args.page_size, "argument --page-size:")
         except InvalidArgument as error:
             raise BadUsage(str(error)) from None
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = context.memory().total_bytes
     if info.backend == "host" and args.memory_limit > there:
         raise BadUsage(
-            f"argument --memory-limit: {format_bytes(args.memory_limit)}: the machine has "
+            f"argument --memory-limit: {format_bytes(args.memory_limit)}: this process may have "
             f"{format_bytes(there)}"
         )
 

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.ledger import private
+from pyvmem.paths import folder_in
+
 if TYPE_CHECKING:
     import torch
 
@@ -62,9 +65,20 @@ class LoadedModel:
 
 
 def cache_dir() -> Path:
-    """Where converted models and reference answers lie: $VMEM_CACHE_DIR, else ~/.cache/vmem."""
-    configured = os.environ.get("VMEM_CACHE_DIR")
-    return Path(configured) if configured else Path.home() / ".cache" / "vmem"
+    """Where converted models and reference answers lie: $VMEM_CACHE_DIR, else ~/.cache/vmem.
+
+    Where this user has no home, or cannot write there: vmem-UID in the folder of temporary files.
+
+    Raises:
+        AccessDenied: that folder is another user's. InvalidArgument: as `folder_in`.
+    """
+    if (named := folder_in("VMEM_CACHE_DIR")) is not None:
+        return named
+    cache = Path(os.path.expanduser("~/.cache/vmem"))  # stays so without a home
+    there = next((one for one in (cache, *cache.parents) if one.exists()), cache)
+    if cache.is_absolute() and os.access(there, os.W_OK | os.X_OK):
+        return cache
+    return private(Path(tempfile.gettempdir()) / f"vmem-{os.getuid()}")
 
 
 def find(path: str | Path | None = None) -> Path:
@@ -86,7 +100,7 @@ def find(path: str | Path | None = None) -> Path:
                 "or name a model with --model"
             )
         path = Path(spec.origin).parent
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if path.is_file() and path.suffix == ".gguf":
         return path
     if (path / "config.json").is_file():

@@ -2,12 +2,17 @@
 """vLLM with a KV cache that takes and returns memory by pages: ``VMEM_VLLM=1 vllm serve ...``.
 
     plugin      vLLM's entry point: checks a configuration and sets its worker and scheduler
-    versions    the known versions of vLLM, and the evidence that they work
+    versions    the known versions of vLLM, the evidence that they work, and what another one needs
+    hooks       all that is used of vLLM, and why
     worker      KV tensors on reservations (memory), and the last step that uses each page
+    allocation  how vLLM comes to use those tensors
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
     demand      what vLLM is about to take, seen before it compares that with what is free
     engine      which blocks are backed, what for, and for how long
     backing     the records: blocks, pages, growth and release (geometry: which block is where)
+    idle        blocks with memory and without contents, by the pages that they share
+    mover       prefixes that go to other pages, so that theirs can be given back
+    choice      the page size, and the layout of vLLM, that suit the model and the card
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     metrics     the ledger's numbers on vLLM's /metrics
     channel     calls from the scheduler to ranks in other processes

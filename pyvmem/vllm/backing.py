@@ -161,7 +161,8 @@ class Backing:
     def begin(self, count: int) -> Growth | None:
         """Picks up to `count` bare blocks, the lowest first: as many as the quota allows.
 
-        Taking low addresses first keeps neighbours together, so that a growth has few runs.
+        Taking low addresses first keeps neighbours together, so that a growth has few runs. Blocks
+        that lie on the same pages come along: they cost nothing.
         """
         room = self.quota.room()
         growth = self._pick(count, room)
@@ -181,7 +182,7 @@ class Backing:
         new: list[set[int]] = [set() for _ in kinds]
         blocks: list[int] = []
         nbytes = 0
-        while len(blocks) < count and self._bare:
+        while self._bare:
             block = heapq.heappop(self._bare)
             cost, free = 0, True
             wanted: list[list[int]] = []
@@ -195,10 +196,10 @@ class Backing:
                         free = False
                 wanted.append(mine)
                 cost += len(mine) * geometry.page_bytes(kind)
-            if not free:
+            if not free and len(blocks) < count:
                 self._waiting.append(block)
                 continue
-            if nbytes + cost > room:
+            if not free or nbytes + cost > room or (cost and len(blocks) >= count):
                 heapq.heappush(self._bare, block)
                 break
             for kind in kinds:
@@ -282,6 +283,22 @@ class Backing:
         self._put_back(blocks)
         self.counters.retired_blocks += len(blocks)
         return self._leave(unused)
+
+    def emptied_by(self, blocks: Iterable[int]) -> list[int]:
+        """Those of some backed blocks that have a page to themselves, or with others of these.
+
+        To retire the rest as well would return nothing.
+        """
+        blocks, found = list(blocks), set[int]()
+        for kind in range(len(self.geometry.classes)):
+            users, of = self._users[kind], dict[int, list[int]]()
+            for block in blocks:
+                for page in self.geometry.pages(kind, block):
+                    of.setdefault(page, []).append(block)
+            for page, some in of.items():
+                if len(some) == users[page]:
+                    found.update(some)
+        return [block for block in blocks if block in found]
 
     def _leave(self, pages: list[set[int]]) -> int:
         runs = runs_of(pages)

@@ -17,8 +17,11 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +35,9 @@ from pyvmem.vllm.settings import Settings
 __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "rank_address"]
 
 _LENGTH = struct.Struct("!I")
+_SWITCH = 0.0005  # seconds
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
+_UNHEARD = ".new"  # ends the name of a socket on which nothing listens yet
 
 
 class RankLost(RuntimeError):
@@ -49,7 +54,7 @@ def rank_address(instance: str, rank: int, settings: Settings) -> str:
     folder = private(Path(settings.ledger) if settings.ledger else default_folder())
     name = hashlib.sha256(f"{instance}/{rank}".encode()).hexdigest()[:24]
     path = str(folder / f"{name}.sock")
-    if len(path) > 107:  # sun_path
+    if len(os.fsencode(path + _UNHEARD)) > 107:  # sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
     return path
 
@@ -83,19 +88,38 @@ def _remove_dead(folder: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError:  # busy, or gone meanwhile
                 continue
+    for path in folder.glob(f"*.sock{_UNHEARD}"):  # of a rank that was killed as it started
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - _TIMEOUT:
+                path.unlink()
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that gets its name once it listens: one that refuses is a dead rank's."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(address + _UNHEARD)
+        os.chmod(address + _UNHEARD, 0o600)
+        made.listen(2)
+        os.rename(address + _UNHEARD, address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 class Server:
-    """Gives the scheduler access to the memory of a rank."""
+    """Gives the scheduler access to the memory of a rank, until that is gone."""
 
     def __init__(self, address: str, memory: KVMemory) -> None:
         self.address = address
-        self._memory = memory
+        self._memory = weakref.ref(memory)
+        # A call waits until the thread that launches steps lets go of the interpreter: by default,
+        # where that runs Python, after 5 ms.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         _remove_dead(Path(address).parent)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(address)
-        os.chmod(address, 0o600)
-        self._socket.listen(2)
+        self._socket = _listen(address)
+        weakref.finalize(memory, self.close)
         threading.Thread(target=self._accept, name="vmem-rank", daemon=True).start()
 
     def _accept(self) -> None:
@@ -113,14 +137,17 @@ class Server:
             ).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        local = LocalRank(self._memory)
         with peer, contextlib.suppress(OSError, EOFError):
             while True:
                 name, argument = _receive(peer)
+                memory = self._memory()
+                if memory is None:
+                    return
                 try:
-                    result, failure = _OPERATIONS[name](local, argument), None
+                    result, failure = _OPERATIONS[name](LocalRank(memory), argument), None
                 except (VMemError, ValueError, KeyError) as error:
                     result, failure = None, f"{type(error).__name__}: {error}"
+                del memory
                 _send(peer, [failure, result])
 
     def close(self) -> None:
@@ -138,35 +165,17 @@ class Rank(Protocol):
     def geometry(self) -> Geometry:
         """Of its tensors."""
 
-    def begin_grow(self, runs: list[Run]) -> None:
-        """Starts `KVMemory.grow`; the next call is `end_grow`."""
+    def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
+        """Starts one of the operations below; what it returns waits for the answer.
 
-    def end_grow(self) -> str | None:
-        """Its result."""
-
-    def drop(self, runs: list[Run]) -> str | None:
-        """`KVMemory.drop`."""
-
-    def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """`KVMemory.release`."""
-
-    def finished(self) -> dict[int, str]:
-        """`KVMemory.finished`."""
-
-    def compact(self, nbytes: int, step: int) -> int:
-        """`KVMemory.compact`."""
+        It must be called, by the same thread.
+        """
 
     def device(self) -> str:
         """The device's UUID, ``"host"`` for the CPU."""
 
-    def free(self) -> int | None:
-        """`KVMemory.free`."""
-
     def total(self) -> int:
         """`KVMemory.total`."""
-
-    def stats(self) -> dict[str, int]:
-        """`Context.stats`."""
 
     def fingerprint(self) -> str:
         """`KVMemory.fingerprint`."""
@@ -180,7 +189,6 @@ class LocalRank:
 
     def __init__(self, memory: KVMemory) -> None:
         self.memory = memory
-        self._failure: str | None = None
 
     def geometry(self) -> Geometry:
         """Of its tensors."""
@@ -193,13 +201,14 @@ class LocalRank:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def begin_grow(self, runs: list[Run]) -> None:
-        """Maps at once."""
-        self._failure = self._try(lambda: self.memory.grow(runs))
+    def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
+        """Does it at once."""
+        result = _OPERATIONS[name](self, argument)
+        return lambda: result
 
-    def end_grow(self) -> str | None:
-        """What became of it."""
-        return self._failure
+    def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
+        """What failed in `KVMemory.grow`, and what is free then."""
+        return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def drop(self, runs: list[Run]) -> str | None:
         """`KVMemory.drop`."""
@@ -209,9 +218,18 @@ class LocalRank:
         """`KVMemory.release`."""
         self.memory.release(number, runs, after_step)
 
-    def finished(self) -> dict[int, str]:
-        """`KVMemory.finished`."""
-        return self.memory.finished()
+    def poll(self) -> tuple[list[tuple[int, str]], int | None, int]:
+        """What the scheduler looks at again and again.
+
+        The releases that ended since (`KVMemory.finished`), the bytes that are free, and the
+        driver's mappings.
+        """
+        finished = list(self.memory.finished().items())
+        return finished, self.memory.free(), self.memory.context.stats().mappings
+
+    def move(self, copies: list[tuple[int, int]], step: int) -> bool:
+        """`KVMemory.move`."""
+        return self.memory.move(copies, step)
 
     def compact(self, nbytes: int, step: int) -> int:
         """`KVMemory.compact`; 0 where it failed, which changes nothing."""
@@ -224,10 +242,6 @@ class LocalRank:
         """The device's UUID, ``"host"`` for the CPU."""
         info = self.memory.context.info
         return device_of(info.device_name, info.uuid)
-
-    def free(self) -> int | None:
-        """`KVMemory.free`."""
-        return self.memory.free()
 
     def total(self) -> int:
         """`KVMemory.total`."""
@@ -249,20 +263,15 @@ def _runs(items: Any) -> list[Run]:
     return [Run(*item) for item in items]
 
 
-def _grow(rank: LocalRank, runs: Any) -> str | None:
-    rank.begin_grow(_runs(runs))
-    return rank.end_grow()
-
-
 _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
     "geometry": lambda rank, _: asdict(rank.geometry()),
-    "grow": _grow,
+    "grow": lambda rank, runs: rank.grow(_runs(runs)),
     "drop": lambda rank, runs: rank.drop(_runs(runs)),
     "release": lambda rank, a: rank.release(a[0], _runs(a[1]), a[2]),
-    "finished": lambda rank, _: list(rank.finished().items()),
+    "poll": lambda rank, _: rank.poll(),
+    "move": lambda rank, a: rank.move(a[0], a[1]),
     "compact": lambda rank, a: rank.compact(a[0], a[1]),
     "device": lambda rank, _: rank.device(),
-    "free": lambda rank, _: rank.free(),
     "total": lambda rank, _: rank.total(),
     "stats": lambda rank, _: rank.stats(),
     "fingerprint": lambda rank, _: rank.fingerprint(),
@@ -270,7 +279,7 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
 
 
 class SocketRank:
-    """A rank in another process. Thread-safe except for the pair `begin_grow`, `end_grow`."""
+    """A rank in another process. Thread-safe."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.RLock()
@@ -282,15 +291,17 @@ class SocketRank:
             self._socket.close()
             raise RankLost(f"{address}: {error}") from error
 
-    def _begin(self, name: str, argument: Any = None) -> None:
+    def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
+        """Sends the order; the rank is this thread's until the answer is there."""
         self._lock.acquire()
         try:
             _send(self._socket, [name, argument])
         except OSError as error:
             self._lock.release()
             raise RankLost(f"{name}: {error}") from error
+        return self._answer
 
-    def _end(self) -> Any:
+    def _answer(self) -> Any:
         try:
             failure, result = _receive(self._socket)
         except (OSError, EOFError) as error:
@@ -302,8 +313,7 @@ class SocketRank:
         return result
 
     def _call(self, name: str, argument: Any = None) -> Any:
-        self._begin(name, argument)
-        return self._end()
+        return self.ask(name, argument)()
 
     def geometry(self) -> Geometry:
         """Of its tensors."""
@@ -311,49 +321,13 @@ class SocketRank:
         classes = tuple(TensorClass(**one) for one in found["classes"])
         return Geometry(found["num_blocks"], found["page_size"], classes)
 
-    def begin_grow(self, runs: list[Run]) -> None:
-        """Sends the order; other ranks work at the same time."""
-        self._begin("grow", runs)
-
-    def end_grow(self) -> str | None:
-        """Waits for the answer."""
-        failure: str | None = self._end()
-        return failure
-
-    def drop(self, runs: list[Run]) -> str | None:
-        """`KVMemory.drop`."""
-        failure: str | None = self._call("drop", runs)
-        return failure
-
-    def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """`KVMemory.release`."""
-        self._call("release", [number, runs, after_step])
-
-    def finished(self) -> dict[int, str]:
-        """`KVMemory.finished`."""
-        return dict(self._call("finished"))
-
-    def compact(self, nbytes: int, step: int) -> int:
-        """`KVMemory.compact`."""
-        return int(self._call("compact", [nbytes, step]))
-
     def device(self) -> str:
         """The device's UUID, ``"host"`` for the CPU."""
         return str(self._call("device"))
 
-    def free(self) -> int | None:
-        """`KVMemory.free`."""
-        found: int | None = self._call("free")
-        return found
-
     def total(self) -> int:
         """`KVMemory.total`."""
         return int(self._call("total"))
-
-    def stats(self) -> dict[str, int]:
-        """`Context.stats`."""
-        found: dict[str, int] = self._call("stats")
-        return found
 
     def fingerprint(self) -> str:
         """`KVMemory.fingerprint`."""
@@ -365,12 +339,45 @@ class SocketRank:
 
 
 class Ranks:
-    """All ranks of an engine as one: a growth is all or nothing, a release ends with the last."""
+    """All ranks of an engine as one: a growth is all or nothing, a release ends with the last.
+
+    Every rank is asked before any is waited for: a rank whose Python is busy lets others wait for
+    the interpreter for milliseconds.
+
+    Attributes:
+        mappings: of the driver, of the rank that had most of them when it was last asked.
+    """
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self._grow_lock = threading.Lock()
+        self.mappings = 0
+        self._lock = threading.Lock()  # of what `poll` has heard
+        self._free: int | None = None
+        self._heard, self._growths = False, 0
         self._answers: dict[int, list[str]] = {}
+
+    def _all(self, name: str, argument: Any = None) -> list[Any]:
+        """What each rank answers.
+
+        Raises:
+            RankLost: a rank has ended; every other one has answered.
+        """
+        asked: list[Callable[[], Any]] = []
+        found: list[Any] = []
+        lost: list[RankLost] = []
+        try:
+            for rank in self.ranks:
+                asked.append(rank.ask(name, argument))
+        except RankLost as error:
+            lost.append(error)
+        for answer in asked:
+            try:
+                found.append(answer())
+            except RankLost as error:
+                lost.append(error)
+        if lost:
+            raise lost[0]
+        return found
 
     def geometry(self) -> Geometry:
         """Of all ranks.
@@ -385,44 +392,66 @@ class Ranks:
         return found[0]
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps on every rank or on none; returns what failed."""
-        with self._grow_lock:
-            for rank in self.ranks:
-                rank.begin_grow(runs)
-            results = [rank.end_grow() for rank in self.ranks]
-        failures = [one for one in results if one is not None]
+        """Maps on every rank or on none; returns what failed.
+
+        Raises:
+            RankLost: a rank has ended; every other one has answered.
+        """
+        answers = self._all("grow", runs)
+        with self._lock:
+            self._growths += 1
+            self._free = _least(free for _, free in answers)
+        failures = [failure for failure, _ in answers if failure is not None]
         if not failures:
             return None
-        for rank, result in zip(self.ranks, results, strict=True):
-            if result is None:
-                rank.drop(runs)
-        return failures[0]
+        for rank, (failure, _) in zip(self.ranks, answers, strict=True):
+            if failure is None:
+                rank.ask("drop", runs)()
+        return str(failures[0])
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
         """Sends a release that no step carries."""
-        for rank in self.ranks:
-            rank.release(number, runs, after_step)
+        self._all("release", [number, runs, after_step])
+
+    def move(self, copies: list[tuple[int, int]], step: int) -> bool:
+        """`KVMemory.move` on every rank; false: one of them has a step yet to launch."""
+        return all(self._all("move", [copies, step]))
+
+    def poll(self) -> None:
+        """Asks all ranks what `finished`, `free` and `mappings` then say."""
+        growths = self._growths
+        answers = self._all("poll")
+        with self._lock:
+            for finished, _, _ in answers:
+                for number, failure in finished:
+                    self._answers.setdefault(number, []).append(failure)
+            if growths == self._growths:  # otherwise the growth has the later answer
+                self._free = _least(free for _, free, _ in answers)
+            self.mappings = max(mappings for _, _, mappings in answers)
+            self._heard = True
 
     def finished(self) -> dict[int, str | None]:
-        """Releases that all ranks have confirmed since the last call, and what failed."""
+        """Releases that all ranks had confirmed at the last `poll`, and what failed; each once."""
         done: dict[int, str | None] = {}
-        for rank in self.ranks:
-            for number, failure in rank.finished().items():
-                self._answers.setdefault(number, []).append(failure)
-        for number, answers in list(self._answers.items()):
-            if len(answers) == len(self.ranks):
-                del self._answers[number]
-                done[number] = next(filter(None, answers), None)
+        with self._lock:
+            for number, answers in list(self._answers.items()):
+                if len(answers) == len(self.ranks):
+                    del self._answers[number]
+                    done[number] = next(filter(None, answers), None)
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
         """Gives back slabs on every rank; returns the most bytes that one gave back."""
-        return max(rank.compact(nbytes, step) for rank in self.ranks)
+        return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
-        """Further bytes that the rank with the least free memory could map; None: unknown."""
-        found = [rank.free() for rank in self.ranks]
-        return min((one for one in found if one is not None), default=None)
+        """Further bytes that the rank with the least free memory could map; None: unknown.
+
+        As of the last growth or `poll`.
+        """
+        if not self._heard:
+            self.poll()
+        return self._free
 
     def total(self) -> int:
         """Bytes that every rank could have of its device if nobody else used it."""
@@ -433,10 +462,15 @@ class Ranks:
         )
 
     def stats(self) -> list[dict[str, int]]:
-        """Of each rank."""
-        return [rank.stats() for rank in self.ranks]
+        """`Context.stats` of each rank."""
+        found: list[dict[str, int]] = self._all("stats")
+        return found
 
     def close(self) -> None:
         """Hangs up."""
         for rank in self.ranks:
             rank.close()
+
+
+def _least(found: Iterable[int | None]) -> int | None:
+    return min((one for one in found if one is not None), default=None)

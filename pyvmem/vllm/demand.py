@@ -13,6 +13,9 @@ free, vLLM's comparison cannot fail, and blocks are backed when they are taken. 
 and becomes a watched one where the check finds fewer than `most`, and where vLLM looks a request up
 among the prefixes in order to admit it. In a watched step, each demand is counted before vLLM
 compares.
+
+vLLM admits a request if its whole prompt fits, and then computes that in chunks. Here, too, there
+must be memory for all of it; but only the chunk is backed, as a long prompt would hold up the step.
 """
 
 from __future__ import annotations
@@ -86,6 +89,7 @@ class Demand:
     def end(self) -> None:
         """The step is scheduled, or could not be."""
         self._stop_checking()
+        self.pool.__dict__.pop("get_num_free_blocks", None)
         if self._watching:
             self._watching = False
             del self.manager.coordinator.get_num_blocks_to_allocate
@@ -145,8 +149,25 @@ class Demand:
             # Prefixes that are hit and unused leave the free queue too, and have memory.
             hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())
             held = sum(not b.ref_cnt and not b.is_null for group in hit for b in group)
-            self.elastic.prepare(count - held + self._margin)
+            whole = kwargs.get("apply_admission_cap", False)
+            if not (whole and self._fits(count + self._margin)):
+                self.elastic.prepare(count - held + self._margin)
         return count
+
+    def _fits(self, count: int) -> bool:
+        """Whether so many blocks are free, or could be backed; if so, vLLM hears that once."""
+        free: int = self.pool.free_block_queue.num_free_blocks
+        if free >= count:
+            return True
+        if not self.elastic.could_back(count - free):
+            return False
+
+        def once() -> int:
+            del self.pool.get_num_free_blocks
+            return count
+
+        self.pool.get_num_free_blocks = once
+        return True
 
     def _allocate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         running = request.status is RequestStatus.RUNNING

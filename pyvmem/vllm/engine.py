@@ -10,6 +10,10 @@ A demand takes idle blocks first, then backs bare ones, then lets vLLM evict cac
 keeper, a thread, does the rest: it backs blocks ahead of need, so that a step seldom waits for a
 driver, and takes idle ones back when they have not been needed for a while, or at once when the
 engine's limit falls or another engine on the GPU is short. Prefixes go last.
+
+Where blocks share pages, a page goes when nothing is left on it. Idle blocks of the fullest pages
+are handed out first; and where pages that hold only prefixes are nearly empty, while memory is
+wanted elsewhere, the prefixes move to other pages: `Mover` says which.
 """
 
 from __future__ import annotations
@@ -18,15 +22,19 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pyvmem.vllm.backing import Backing, Growth, Release
 from pyvmem.vllm.channel import LocalRank, Rank, RankLost, Ranks, SocketRank, rank_address
 from pyvmem.vllm.geometry import Geometry
+from pyvmem.vllm.idle import IdleBlocks
 from pyvmem.vllm.metrics import identity_of
+from pyvmem.vllm.mover import Mover
 from pyvmem.vllm.quota import LedgerQuota, LocalQuota, join_ledgers
 from pyvmem.vllm.settings import Settings
 
@@ -39,7 +47,9 @@ _BACKOFF = 0.02  # s that a refusal is believed for while a request waits for th
 _PATIENCE = 0.25  # s that it is believed for otherwise
 _RESERVE = 256 << 20
 _RECENT = 5.0  # s for which the step that took most says how much is backed ahead of need
-_MOST_RESERVE = 1024  # blocks; limited, as they are counted one by one now and then
+_MOST_RESERVE = 1024  # blocks
+_SPREAD, _SPREAD_FOR = 1.25, 1.0  # mapped over live, and for how many seconds, to move prefixes
+_ROUNDS = 4  # of evicting, in one look at what other engines need
 
 log = logging.getLogger("vllm.vmem")
 
@@ -54,6 +64,7 @@ class ElasticEngine:
 
     Attributes:
         count_waiting: blocks that the requests in the queue may take in a step.
+        publish_events: tells who listens to vLLM's KV events what was evicted since the last step.
         may_gather: a request ran since `gather` last let blocks go.
     """
 
@@ -94,8 +105,11 @@ class ElasticEngine:
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
         self._denied = False  # in it, memory was asked for in vain
         self.may_gather = True
-        self._idle = 0  # idle blocks, at least
+        self.idle = IdleBlocks(geometry.group_unit)
+        self.mover = Mover(pool, self.backing, self.idle)
+        self._watch_pool()
         self.count_waiting: Callable[[], int] = lambda: 0
+        self.publish_events: Callable[[], None] = lambda: None
         self._refused = -math.inf  # when less was mapped than was asked for
         self._step = self._ended = 0
         self._peaks: deque[tuple[float, int]] = deque()
@@ -105,8 +119,11 @@ class ElasticEngine:
         self._wake = threading.Event()
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = self._pressed = False
-        self._reported = 0.0
-        self._thread = threading.Thread(target=self._keep, name="vmem-keeper", daemon=True)
+        self._reported = self._dense_at = 0.0
+        self._seen: tuple[int, ...] | None = None  # at rest, when there was nothing to give back
+        self._thread = threading.Thread(
+            target=_keep, args=(weakref.ref(self), self._wake), name="vmem-keeper", daemon=True
+        )
         self._take_over()
 
     @staticmethod
@@ -144,6 +161,46 @@ class ElasticEngine:
             queue.popleft()
         growth = self.backing.begin_null()  # the workers mapped it when they made the tensors
         self.backing.finish(growth)
+
+    def _watch_pool(self) -> None:
+        """Learns of blocks that become idle. Methods of vLLM's pool are replaced, not its class."""
+        pool = self.pool
+        free, reset, evict = pool.free_blocks, pool.reset_prefix_cache, pool.evict_blocks
+
+        def free_blocks(ordered_blocks: Any) -> None:
+            blocks = list(ordered_blocks)
+            free(blocks)
+            self.idle.add(
+                block.block_id
+                for block in blocks
+                if not block.ref_cnt and block.block_hash is None and not block.is_null
+            )
+
+        def reset_prefix_cache() -> bool:
+            done = bool(reset())
+            if done:
+                self._find_idle()
+            return done
+
+        def evict_blocks(block_ids: Any) -> None:
+            evict(block_ids)
+            self._find_idle()
+
+        pool.free_blocks, pool.reset_prefix_cache = free_blocks, reset_prefix_cache
+        pool.evict_blocks = evict_blocks
+
+    def _find_idle(self) -> None:
+        """Looks for idle blocks in all of vLLM's queue, after prefixes were forgotten."""
+        self.idle.add(block.block_id for block in self._free() if block.block_hash is None)
+
+    def _free(self) -> Iterator[Any]:
+        """vLLM's free blocks, the next to be taken first."""
+        queue = self.pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        while block is not queue.fake_free_list_tail:
+            following = block.next_free_block
+            yield block
+            block = following
 
     def start(self) -> None:
         """Starts the keeper."""
@@ -188,19 +245,28 @@ class ElasticEngine:
         self._resting = resting
         self._wake.set()
 
+    def give_back_at_rest(self) -> None:
+        """Returns when a paused engine's memory is the device's again, all but the prefixes'."""
+        with self.lock:
+            if not self._resting or self.used_blocks():
+                return
+        try:
+            self.settle()
+        except TimeoutError as error:
+            log.warning("vmem: a paused engine still has memory: %s", str(error))
+        self._compact()
+
     # ---- demand ----------------------------------------------------------------------------------
 
     def take(self, count: int) -> None:
         """vLLM takes `count` free blocks next: idle ones, as far as they can be had."""
         self._taken += count
         self.prepare(count)
-        self._idle = max(0, self._idle - count)
+        self._put_first(self.idle.take(count))
 
     def prepare(self, count: int) -> None:
         """Makes `count` blocks idle for vLLM to take, or as many as can be had."""
-        if self._idle < count:
-            self._idle = self._idle_count(count)
-        if self._idle >= count:
+        if len(self.idle) >= count:
             return
         if self._background is not None:
             self._waited |= not self._grown.is_set()
@@ -210,14 +276,26 @@ class ElasticEngine:
         # Where evicting would serve as well, another try can wait for longer.
         evicting = self.pool.free_block_queue.num_free_blocks >= count
         patience = _PATIENCE if evicting else _BACKOFF
-        if self._idle < count and time.monotonic() >= self._refused + patience:
+        if len(self.idle) < count and time.monotonic() >= self._refused + patience:
             wanted = max(count, self._count_next(count))
-            if not self._back(wanted - self._idle) and wanted > count:
-                self._back(count - self._idle)
-            if self._idle < count:
+            if not self._back(wanted - len(self.idle)) and wanted > count:
+                self._back(count - len(self.idle))
+            if len(self.idle) < count and self.backing.unconfirmed:
+                self.ranks.poll()  # pages that are leaving may have left
+                self._collect()
+                self._back(count - len(self.idle))
+            if len(self.idle) < count:
                 self._denied, self._refused = True, time.monotonic()
-                self._ask_others(count - self._idle)
-        self._lacked |= self._idle < count
+                self._ask_others(count - len(self.idle))
+        self._lacked |= len(self.idle) < count
+
+    def could_back(self, count: int) -> bool:
+        """Whether so many bare blocks could get memory now, as far as can be told without trying.
+
+        Nothing is set aside: another engine may be faster, and then a request is preempted.
+        """
+        needed = self.backing.geometry.scattered_bytes(count)
+        return self.backing.bare >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
         """Backs up to `count` bare blocks while the step waits; false: a driver refused."""
@@ -249,8 +327,8 @@ class ElasticEngine:
         enough = together <= self.quota.used + self.quota.room()
         if self.may_gather and self._denied and enough and not self.used_blocks():
             self.may_gather = False
-            self._retire(self._idle_blocks())
             self._evict(int(self.pool.free_block_queue.num_free_blocks))
+            self._retire(list(self.idle))
 
     def _ask_others(self, blocks: int) -> None:
         """Posts how much memory a request lacks, up to the limit, for other engines to see."""
@@ -261,19 +339,17 @@ class ElasticEngine:
             self.quota.want(need)
             self._short = need > 0
 
-    def _idle_count(self, most: int) -> int:
-        """Idle blocks, counted up to `most`: they are at the head of vLLM's queue."""
-        queue, found = self.pool.free_block_queue, 0
-        block = queue.fake_free_list_head.next_free_block
-        while found < most and block is not queue.fake_free_list_tail and block.block_hash is None:
-            found += 1
-            block = block.next_free_block
-        return found
+    def _put_first(self, blocks: Iterable[int]) -> None:
+        """Moves free blocks to the head of vLLM's queue: it takes them next."""
+        queue, found = self.pool.free_block_queue, list(map(self.pool.blocks.__getitem__, blocks))
+        for block in found:
+            queue.remove(block)
+        queue.prepend_n(found)
 
     def _enter(self, growth: Growth) -> None:
         blocks = self.backing.finish(growth)
         self.pool.free_block_queue.prepend_n([self.pool.blocks[one] for one in blocks])
-        self._idle += len(blocks)
+        self.idle.add(blocks)
         self._refused = -math.inf
         if growth.failure is not None:
             self._refused = time.monotonic()
@@ -313,34 +389,32 @@ class ElasticEngine:
 
     def live_bytes(self) -> int:
         """Memory of the pages that hold something: of requests, of prefixes, the null block."""
-        idle = set(self._idle_blocks())
-        blocks = [
-            b
-            for b in range(self.pool.num_gpu_blocks)
-            if self.backing.is_backed(b) and b not in idle
-        ]
-        return self.backing.live_bytes(blocks)
+        every = range(self.pool.num_gpu_blocks)
+        return self.backing.live_bytes(
+            b for b in every if self.backing.is_backed(b) and b not in self.idle
+        )
 
     # ---- the keeper ------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
-        while True:
-            self._wake.wait(_TICK)
-            self._wake.clear()
-            if self._stopped:
-                return
-            try:
-                self.tick()
-            except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
-                log.debug("vmem: the keeper ends: %s", str(error))
-                return
-            except Exception:
-                log.exception("vmem: the keeper ends; memory is no longer given back")
-                self._has_more = False
-                return
+    def _kept(self) -> bool:
+        """A round of the keeper's thread; false: its last one."""
+        if self._stopped:
+            return False
+        try:
+            self.tick()
+        except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
+            log.debug("vmem: the keeper ends: %s", str(error))
+            return False
+        except Exception:
+            log.exception("vmem: the keeper ends; memory is no longer given back")
+            self._has_more = False
+            return False
+        return True
 
     def tick(self, force: bool = False) -> None:
         """One round: gives back, backs ahead. `force`: as if nothing had been needed for long."""
+        if force or self.backing.unconfirmed or time.monotonic() > self._reported + _REPORT:
+            self.ranks.poll()  # without the lock: steps go on meanwhile
         with self.lock:
             self._collect()
             now = time.monotonic()
@@ -350,13 +424,16 @@ class ElasticEngine:
             long_idle = at_rest and (force or self._resting or now > self._busy_until)
             self._note_peak(now)
             due = now > self._reported + _REPORT
-            if due or at_rest or force:  # it walks all idle blocks, with the scheduler's lock held
+            if due or at_rest or force:
                 self._give_back(long_idle)
             if due:
                 self._reported, self._limit = now, self.quota.limit
                 self._report()
+            if self.mover.victims and quiet and (at_rest or now > self._busy_until):
+                self._move_by_call()  # otherwise the next step does
             if quiet:
                 self._send_by_call()
+                self.publish_events()  # no step may come for long that would
             growth = None if at_rest else self._begin_ahead(now)
             tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
         if growth is not None:
@@ -372,7 +449,6 @@ class ElasticEngine:
 
     def _report(self) -> None:
         size = self.backing.geometry.block_bytes
-        stats = self.ranks.stats()
         self.quota.report(
             in_use=self.used_blocks() * size,
             cached=self._cached_bytes(),
@@ -380,79 +456,131 @@ class ElasticEngine:
             waits=self.waits,
             hits=self.hits,
             queries=self.queries,
-            handles=max(one["mappings"] for one in stats),
+            handles=self.ranks.mappings,
         )
 
+    def _live_blocks(self) -> int:
+        """Blocks with contents: used or cached."""
+        return self.backed_blocks() - len(self.idle)
+
     def _note_peak(self, now: float) -> None:
-        used = self.used_blocks()
-        while self._peaks and self._peaks[-1][1] <= used:
+        live = self._live_blocks()
+        while self._peaks and self._peaks[-1][1] <= live:
             self._peaks.pop()
-        self._peaks.append((now, used))
+        self._peaks.append((now, live))
         while self._peaks[0][0] < now - self.settings.idle:
             self._peaks.popleft()
 
-    def _idle_blocks(self) -> list[int]:
-        """Ids of all idle blocks, the next to be taken first."""
-        queue, found = self.pool.free_block_queue, []
-        block = queue.fake_free_list_head.next_free_block
-        while block is not queue.fake_free_list_tail and block.block_hash is None:
-            found.append(int(block.block_id))
-            block = block.next_free_block
-        return found
-
     def _give_back(self, long_idle: bool) -> None:
-        idle = self._idle_blocks()
-        keep = 0 if long_idle else self._ahead + self._peaks[0][1] - self._peaks[-1][1]
-        surplus = len(idle) - keep
-        if surplus > (0 if long_idle else self.reserve_blocks // 2):
-            # The highest addresses: growth takes the lowest, so that what is used stays together.
-            self._retire(sorted(idle)[keep:])
+        # What is evicted is kept for as long as what requests leave: the next request takes it.
         if self.settings.prefix is not None:
             self._evict(self._count_for(self._cached_bytes() - self.settings.prefix))
         excess, self._has_more = self.quota.pressure()
         self._pressed = self._has_more or excess > 0
+        keep = 0 if long_idle else self._ahead + self._peaks[0][1] - self._live_blocks()
+        spread = self._is_spread(time.monotonic())
+        seen = (len(self.idle), self.backing.counters.grown_blocks, self.mover.moved)
+        if not long_idle or seen != self._seen:
+            if len(self.idle) - keep > (0 if long_idle else self.reserve_blocks // 2):
+                self._retire_pages(len(self.idle) - keep)
+            self.mover.forget()
+            if long_idle or spread:
+                surplus = (len(self.idle) - keep) * self.backing.geometry.block_bytes
+                self.mover.choose(surplus // self.backing.geometry.group_bytes)
+            self._seen = seen if long_idle and not self.mover.victims else None
         if excess > self.backing.leaving_bytes:
             self._shrink(excess - self.backing.leaving_bytes)
 
+    def _is_spread(self, now: float) -> bool:
+        """Whether what is mapped has been much more than what is live, for long."""
+        mapped = self.backing.mapped_bytes - self.backing.leaving_bytes
+        live = self._live_blocks() * self.backing.geometry.block_bytes
+        if mapped <= _SPREAD * live:
+            self._dense_at = now
+        return now > self._dense_at + _SPREAD_FOR
+
+    def _pages(self) -> list[list[int]]:
+        """Idle blocks whose pages hold nothing else, group by group, the highest addresses first.
+
+        Growth takes the lowest, so that what is used stays together.
+        """
+        size, page = self.backing.geometry.group_unit
+        groups: dict[int, list[int]] = {}
+        for block in sorted(self.backing.emptied_by(self.idle), reverse=True):
+            groups.setdefault(block * size // page, []).append(block)
+        return list(groups.values())
+
+    def _retire_pages(self, blocks: int, at_least: bool = False) -> int:
+        """Gives back pages without contents, of at most so many idle blocks; returns their bytes.
+
+        Args:
+            blocks: how many.
+            at_least: of so many, or a few more that share a page with them.
+        """
+        leaving: list[int] = []
+        for group in self._pages():
+            left = blocks - len(leaving)
+            if len(group) <= left or (at_least and left > 0):
+                leaving += group
+        return self._retire(leaving)
+
     def _shrink(self, nbytes: int) -> None:
-        """Gives back up to this many bytes: idle blocks, then least recently used prefixes."""
-        idle = sorted(self._idle_blocks(), reverse=True)
-        nbytes -= self._retire(idle[: self._count_for(nbytes)])
-        while nbytes > 0:
-            freed = self._evict(self._count_for(nbytes))
-            if freed is None:
+        """Gives back up to this many bytes: idle blocks, then least recently used prefixes.
+
+        Where moving prefixes is enough, none is evicted.
+        """
+        unit = self.backing.geometry.group_bytes
+        for _ in range(_ROUNDS):
+            nbytes -= self._retire_pages(self._count_for(nbytes), at_least=True)
+            expected = self.mover.choose(-(-nbytes // unit)) if nbytes > 0 else nbytes
+            if expected >= nbytes or not self._evict(self._count_for(nbytes - expected)):
                 return
-            nbytes -= freed
 
     def _count_for(self, nbytes: int) -> int:
         return max(0, -(-nbytes // max(1, self.backing.geometry.block_bytes)))
 
     def _cached_bytes(self) -> int:
-        cached = self.pool.free_block_queue.num_free_blocks - len(self._idle_blocks())
+        cached = self.pool.free_block_queue.num_free_blocks - len(self.idle)
         return int(cached) * self.backing.geometry.block_bytes
 
-    def _evict(self, count: int) -> int | None:
-        """Evicts this many prefix blocks, least recently used first.
-
-        Returns the bytes of their pages that no other block shares; None: there was none to evict.
-        """
-        queue = self.pool.free_block_queue
-        batch: list[int] = []
-        block = queue.fake_free_list_head.next_free_block
-        while block is not queue.fake_free_list_tail and len(batch) < count:
-            if block.block_hash is not None:
-                batch.append(int(block.block_id))
-            block = block.next_free_block
-        for one in batch:
-            self.pool._maybe_evict_cached_block(self.pool.blocks[one])
-        return self._retire(batch) if batch else None
+    def _evict(self, count: int) -> int:
+        """Evicts up to so many prefix blocks, least recently used first; they are idle now."""
+        cached = (block for block in self._free() if block.block_hash is not None)
+        batch = list(islice(cached, max(0, count)))
+        for block in batch:
+            self.pool._maybe_evict_cached_block(block)
+        found = [int(block.block_id) for block in batch]
+        self._put_first(found)
+        self.idle.add(found)
+        return len(found)
 
     def _retire(self, blocks: list[int]) -> int:
+        """Takes idle blocks from vLLM, and gives their pages back; returns the bytes of these."""
+        self.idle.remove(blocks)
         for one in blocks:
             self.pool.free_block_queue.remove(self.pool.blocks[one])
-        self._idle = max(0, self._idle - len(blocks))
         self._tidy = self._tidy or bool(blocks)
         return self.backing.retire(blocks) if blocks else 0
+
+    # ---- moving ----------------------------------------------------------------------------------
+
+    def moves(self) -> list[tuple[int, int]]:
+        """Copies for the step that was numbered last: blocks from and to.
+
+        The pages that run empty are given back with the next step at the earliest.
+        """
+        found = self.mover.pick() if self.mover.victims else []
+        self.mover.done(found)
+        return found
+
+    def _move_by_call(self) -> None:
+        """Moves at once, since no step may come for long."""
+        found = self.mover.pick()
+        if self.ranks.move(found, self._step):
+            self.mover.done(found)
+            self._wake.set()  # for what is left, and for the pages
+        else:
+            self.mover.undo(found)
 
     def _send_by_call(self) -> None:
         """Sends releases at once, since no step may come for long. They wait for the last step."""
@@ -472,14 +600,12 @@ class ElasticEngine:
         """Whether too few blocks are idle, and more can be asked for."""
         if self._background is not None or now < self._refused + _PATIENCE:
             return False
-        if self._idle < self._ahead - self._batch:
-            self._idle = self._idle_count(self._ahead)
-        return self._idle < self._ahead - self._batch
+        return len(self.idle) < self._ahead - self._batch
 
     def _begin_ahead(self, now: float) -> Growth | None:
         if not self._may_back_ahead(now):
             return None
-        growth = self.backing.begin(self._ahead - self._idle)
+        growth = self.backing.begin(self._ahead - len(self.idle))
         if growth is None:
             self._refused = now
             return None
@@ -509,12 +635,23 @@ class ElasticEngine:
         while True:
             self.tick(force=True)
             with self.lock:
-                idle = self._idle_count(1)
-                if not (idle or self.backing.outbox or self.backing.unconfirmed):
+                left = self._pages() or self.mover.victims or self.backing.outbox
+                if not (left or self.backing.unconfirmed):
                     return
             if time.monotonic() > end:
                 raise TimeoutError(f"pages were not unmapped within {timeout} s")
             time.sleep(0.005)
+
+
+def _keep(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
+    """The keeper's thread: it ends with the engine, and does not keep it alive."""
+    while True:
+        wake.wait(_TICK)
+        wake.clear()
+        found = engine()
+        if found is None or not found._kept():
+            return
+        del found
 
 
 def _connect(config: Any, settings: Settings) -> list[Rank]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 __all__ = ["Geometry", "Run", "TensorClass", "blocks_are_outermost", "runs_of"]
@@ -99,6 +100,45 @@ class Geometry:
         """Contents of one block in all tensors."""
         return sum(one.block_bytes * one.tensors for one in self.classes)
 
+    @cached_property
+    def _sharing(self) -> int:
+        """The class with most memory of those in which blocks share pages; -1: there is none."""
+        shared = [
+            (one.tensors * one.block_bytes, kind)
+            for kind, one in enumerate(self.classes)
+            if one.block_bytes < self.page_size
+        ]
+        return max(shared, default=(0, -1))[1]
+
+    @property
+    def group_unit(self) -> tuple[int, int]:
+        """Block b belongs to group ``b * unit[0] // unit[1]``: the page in which it begins.
+
+        Where each block has pages of its own, it is a group of its own.
+        """
+        if self._sharing < 0:
+            return 1, 1
+        return self.classes[self._sharing].block_bytes, self.page_size
+
+    def touching(self, group: int) -> range:
+        """The blocks that have to be empty before a group's page can go."""
+        size, page = self.group_unit
+        return range(group * page // size, min(-(-(group + 1) * page // size), self.num_blocks))
+
+    @cached_property
+    def group_bytes(self) -> int:
+        """Memory that a group gives back at least when it runs empty, if not at an end."""
+        found = []
+        for group in range(1, 17):
+            blocks, total = self.touching(group), 0
+            for kind, one in enumerate(self.classes):
+                first = -(-blocks.start * one.block_bytes // self.page_size)
+                end = blocks.stop * one.block_bytes // self.page_size
+                total += max(0, end - first) * self.page_bytes(kind)
+            if blocks.start < blocks.stop < self.num_blocks:
+                found.append(total)
+        return max(1, min(found, default=1))
+
     def most_bytes(self, blocks: int) -> int:
         """Pages that so many neighbouring blocks need at the worst alignment."""
         total = 0
@@ -107,6 +147,12 @@ class Geometry:
             pages = -(-blocks * one.block_bytes // self.page_size) + spill
             total += min(pages, self.num_pages(kind)) * self.page_bytes(kind)
         return total
+
+    def scattered_bytes(self, blocks: int) -> int:
+        """Pages that so many blocks need where no two pages that blocks share are neighbours."""
+        size, page = self.group_unit
+        pages = -(-blocks // (page // size))
+        return self.most_bytes(-(-pages * page // size))
 
     def first_bytes(self, blocks: int) -> int:
         """Pages of the first so many blocks, which is the least that so many blocks need."""

@@ -12,22 +12,22 @@ an event on the stream stands for all of them. Only libvmem's worker waits for t
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported, VMemError
+from pyvmem.info import Caps
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reservation import Reservation
 from pyvmem.vllm.geometry import Geometry, Run
 
-__all__ = ["KVMemory", "open_context"]
+__all__ = ["KVMemory", "device_total", "open_context"]
 
 _ALIGN = 2 << 20
 
@@ -48,6 +48,7 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
     Raises:
         ValueError: the back end has no such pages.
     """
+    _unclosed[:] = [one for one in _unclosed if not _closes(one)]
     try:
         return Context(backend, device=device, granule=page_size, pool_high=max(reserve, 1))
     except NotSupported as error:
@@ -58,6 +59,16 @@ def open_context(backend: str, device: int, page_size: int, reserve: int) -> Con
         raise ValueError(
             f"VMEM_PAGE_SIZE={page_size}: expected {wanted}, with VMEM_BACKEND={backend}"
         ) from error
+
+
+def device_total(cuda_device: int | None) -> int:
+    """Memory of a device in bytes; None: of the machine, or what its group may have."""
+    if cuda_device is None:
+        with Context("host") as context:
+            return context.memory().total_bytes
+    import torch
+
+    return int(torch.cuda.mem_get_info(cuda_device)[1])
 
 
 class KVMemory:
@@ -83,13 +94,16 @@ class KVMemory:
         self._stream: Any = None
         self._spans: list[int] = []
         self._reservations: list[Reservation] = []
+        self._closed = False
         self.headroom = 0  # bytes of the device that are left for activations
         self._next = [0] * len(self.geometry.classes)
-        # Only kernels touch these addresses, so they need not be visible to CUDA's copies:
-        # visible ones together must stay below the card's free memory.
-        visible = False if context.cuda_device is not None else None
+        # Only kernels touch these addresses, so they need not be visible to CUDA's copies: where
+        # there is a choice, visible ones together must stay below the card's free memory.
+        plain = context.cuda_device is not None and Caps.PLAIN in context.info.caps
+        visible = False if plain else None
+        align = max(_ALIGN, context.info.granule)
         for kind in self.geometry.classes:
-            span = -(-num_blocks * kind.block_bytes // _ALIGN) * _ALIGN
+            span = -(-num_blocks * kind.block_bytes // align) * align
             self._spans.append(span)
             self._reservations.append(context.reserve(span * kind.tensors, visible=visible))
 
@@ -206,6 +220,39 @@ class KVMemory:
             found, self._finished = self._finished, {}
             return found
 
+    def move(self, copies: Sequence[tuple[int, int]], step: int) -> bool:
+        """Copies blocks in all tensors, after the work of all steps up to `step`.
+
+        None may be launched meanwhile. A step that is launched later finds the copies made.
+
+        Args:
+            copies: pairs of blocks, from and to; both have memory, and none is in two pairs.
+            step: the last one that was scheduled.
+
+        Returns:
+            False before that is launched: nothing was done.
+        """
+        import torch
+
+        with self._lock:
+            if self._launched < step:
+                return False
+            stream = self._stream
+        source, place = torch.tensor(copies, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        with ExitStack() as on:
+            if stream is not None:
+                on.enter_context(torch.cuda.stream(stream))
+                source, place = source.to(stream.device), place.to(stream.device)
+            for kind, one in enumerate(self.geometry.classes):
+                shape = (self.geometry.num_blocks, one.block_bytes)
+                for index in range(one.tensors):
+                    at = index * self._spans[kind]
+                    blocks = self._reservations[kind].tensor(shape, "int8", offset=at)
+                    if one.block_bytes % 8 == 0:
+                        blocks = blocks.view(torch.int64)  # eight bytes at a time
+                    blocks[place] = blocks[source]
+        return True
+
     # ---- warm-up ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -267,12 +314,8 @@ class KVMemory:
         return found.hexdigest()
 
     def total(self) -> int:
-        """Memory of the device in bytes; of the machine on the CPU."""
-        if self.context.cuda_device is None:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        import torch
-
-        return int(torch.cuda.mem_get_info(self.context.cuda_device)[1])
+        """Memory of the device in bytes; on the CPU of the machine, or what its group may have."""
+        return self.context.memory().total_bytes
 
     def compact(self, nbytes: int, step: int) -> int:
         """Empties slabs and gives them back; 0 before all steps up to `step` are launched.
@@ -286,24 +329,33 @@ class KVMemory:
         return self.context.compact(nbytes, after=after)
 
     def close(self) -> None:
-        """Gives all memory back; the addresses too, unless tensors over them live."""
+        """Gives all memory back; the addresses too, unless tensors over them live. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             whole = [
                 Run(kind, 0, self.geometry.num_pages(kind))
                 for kind in range(len(self.geometry.classes))
             ]
             with self._lock:
-                after, parked = self._event(), self._parked
-                self._parked = []
-            del parked
+                after, self._parked = self._event(), []
             self.context.batch(self._unmaps(whole), after=after)
             self.context.trim()
-            self.context.close()
         except VMemError:
-            # Tensors live in vLLM's layers, or a batch is unfinished; the end of the process
-            # gives back what is left.
+            pass  # a batch is unfinished; the end of the context gives back what is left
+        if not _closes(self.context):
             _unclosed.append(self.context)
 
 
 _unclosed: list[Context] = []
-"""Contexts whose tensors outlived their engine: kept, since nothing can close them."""
+"""Contexts with tensors that live in vLLM's layers longer than their engine."""
+
+
+def _closes(context: Context) -> bool:
+    """Closes a context, if nothing uses it any more."""
+    try:
+        context.close()
+    except VMemError:
+        return False
+    return True

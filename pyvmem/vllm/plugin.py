@@ -3,7 +3,8 @@
 
 vLLM calls `register` in every process, before it makes a configuration. With ``VMEM_VLLM=1`` each
 configuration that `EngineArgs.create_engine_config` makes is checked and given our worker and
-scheduler, as ``--worker-cls`` and ``--scheduler-cls`` would.
+scheduler, as ``--worker-cls`` and ``--scheduler-cls`` would. One that a program made by hand is
+seen when an executor starts with it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pyvmem.vllm.metrics import publish
 from pyvmem.vllm.settings import Settings
-from pyvmem.vllm.versions import adapter_of
+from pyvmem.vllm.versions import check
 
 __all__ = ["CannotWork", "configure", "reasons_against", "register"]
 
@@ -43,37 +44,60 @@ def register() -> None:
     The variable is read when a configuration is made.
 
     Raises:
-        UnknownVersion: a version of vLLM that no adapter knows.
+        UnknownVersion: a version of vLLM that lacks what the pool uses.
         ValueError: a malformed variable.
     """
     if not Settings.asked():
         return
     Settings.read()
     import vllm
-    from vllm.engine.arg_utils import EngineArgs
 
-    adapter_of(vllm.__version__)
+    check(vllm.__version__)
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.abstract import Executor
 
     with contextlib.suppress(ValueError):  # registered before
         SleepModeBackendFactory.register_backend("vmem", "pyvmem.vllm.sleep", "VMemSleepBackend")
-    original = EngineArgs.create_engine_config
+    _replace(EngineArgs, "create_engine_config", _after_it_is_made)
+    _replace(Executor, "__init__", _before_it_is_used)
+
+
+def _replace(owner: type, name: str, instead: Callable[..., Any]) -> None:
+    """Has `instead` called in place of a method, with the method first; once."""
+    original = getattr(owner, name)
     if getattr(original, "_vmem", False):
         return
 
     @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = original(self, *args, **kwargs)
-        if Settings.asked():
-            configure(config)
-        return config
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
 
-    create_engine_config._vmem = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
+    replaced._vmem = True  # type: ignore[attr-defined]
+    setattr(owner, name, replaced)
+
+
+def _after_it_is_made(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = create(*args, **kwargs)
+    _configure_if_asked(config)
+    return config
+
+
+def _before_it_is_used(start: Callable[..., Any], executor: Any, vllm_config: Any) -> Any:
+    _configure_if_asked(vllm_config)
+    return start(executor, vllm_config)
+
+
+def _configure_if_asked(config: Any) -> None:
+    if Settings.asked():
+        import vllm
+
+        check(vllm.__version__, warn=True)
+        configure(config)
 
 
 def configure(config: Any) -> None:
-    """Makes a `VllmConfig` use the pool.
+    """Makes a `VllmConfig` use the pool; one that does already stays as it is.
 
     Raises:
         CannotWork: options in it exclude the pool; all of them are named.
@@ -82,6 +106,8 @@ def configure(config: Any) -> None:
     if against:
         raise CannotWork("VMEM_VLLM=1 does not work with " + "; ".join(against))
     parallel, scheduler = config.parallel_config, config.scheduler_config
+    if scheduler.scheduler_cls in _SCHEDULERS.values():
+        return
     parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
     if getattr(config.model_config, "enable_sleep_mode", False):
@@ -106,6 +132,8 @@ def reasons_against(config: Any) -> Iterator[str]:
         count = getattr(parallel, f"{name}_parallel_size", 1)
         if count > 1:
             yield f"{name}_parallel_size={count} (never run; tensor_parallel_size works)"
+    if getattr(parallel, "nnodes", 1) > 1:
+        yield f"nnodes={parallel.nnodes} (ranks must share the machine)"
     if getattr(parallel, "enable_dbo", False):
         yield "enable_dbo (several streams launch at once)"
     if parallel.distributed_executor_backend not in (None, "uni", "mp"):

@@ -10,9 +10,12 @@ had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or pr
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -56,9 +59,17 @@ def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
 
 
 class _Elastic:
-    """The methods that override those of a vLLM scheduler."""
+    """The methods that override those of a vLLM scheduler, the next class in the order of bases."""
 
     elastic: ElasticEngine
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own scheduler for a model that has no KV cache: an encoder, say."""
+        kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
+        if kv_cache_config.kv_cache_tensors:
+            return super().__new__(cls)
+        stock: type = cls.__mro__[cls.__mro__.index(_Elastic) + 1]
+        return stock(*args, **kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,10 +78,11 @@ class _Elastic:
         self.elastic = ElasticEngine(config, kv_cache_config, manager.block_pool)
         _let_blocks_be_bare(manager.block_pool, self.elastic)
         self._demand = Demand(self, self.elastic)
+        self.elastic.publish_events = self._publish_events
         self.elastic.start()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; the output carries the step's number and releases."""
+        """vLLM's; the output carries the step's number, its releases and its moves."""
         with self.elastic.lock:
             self._demand.begin()
             try:
@@ -79,14 +91,26 @@ class _Elastic:
                 self._demand.end()
             step, releases = self.elastic.begin_step()
             output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases])
+            if output.total_num_scheduled_tokens and (moves := self.elastic.moves()):
+                copies = [KVCacheBlockCopy(source, place) for source, place in moves]
+                output.kv_cache_block_copies = [*(output.kv_cache_block_copies or ()), *copies]
             return output
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; counts the step as over."""
         with self.elastic.lock:
             result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
-            self.elastic.end_step(scheduler_output.vmem.step)
+            orders = getattr(scheduler_output, "vmem", None)
+            if orders is not None:  # else a step that this scheduler did not make: vLLM's empty one
+                self.elastic.end_step(orders.step)
             return result
+
+    def _publish_events(self) -> None:
+        """As vLLM does at the end of a step."""
+        events = self.kv_cache_manager.take_events()  # type: ignore[attr-defined]
+        if events:
+            batch = KVEventBatch(ts=time.time(), events=events)
+            self.kv_event_publisher.publish(batch)  # type: ignore[attr-defined]
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's."""
@@ -94,9 +118,11 @@ class _Elastic:
             return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
+        """vLLM's, which it also calls before it sleeps: then memory has gone back at the end."""
         with self.elastic.lock:
-            return super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+            result = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        self.elastic.give_back_at_rest()
+        return result
 
     def set_pause_state(self, pause_state: Any) -> None:
         """vLLM's; a paused engine needs no idle memory."""

@@ -3,7 +3,8 @@
 
     VMEM_VLLM=1          use the pool
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
-    VMEM_PAGE_SIZE       bytes of the smallest page; default 64K
+    VMEM_PAGE_SIZE       bytes of a page; default: 2M where much can be mapped and on the back end
+                         cuda, otherwise 64K
     VMEM_LIMIT           most bytes of one GPU behind the KV cache; default: what its GPU has
     VMEM_FLOOR           bytes of each GPU that other engines leave to this one; default 0
     VMEM_RESERVE         bytes kept mapped ahead of need; default 256M, at most 1/8 of the limit;
@@ -26,6 +27,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pyvmem._native import backend_names
+from pyvmem.errors import InvalidArgument
+from pyvmem.ledger import is_off
+from pyvmem.paths import folder_in
 from pyvmem.units import parse_bytes
 
 __all__ = ["Settings"]
@@ -49,7 +53,7 @@ class Settings:
 
     Attributes:
         backend: ``""``: by the device that vLLM runs on.
-        page_size: 0: the back end's default.
+        page_size: 0: as `pyvmem.vllm.choice` has it.
         limit: None: none of its own.
         floor: bytes.
         reserve: None: the default.
@@ -108,12 +112,17 @@ class Settings:
         limit, floor = size("VMEM_LIMIT"), size("VMEM_FLOOR") or 0
         if limit is not None and limit < floor:
             raise ValueError(f"VMEM_LIMIT={limit} is below VMEM_FLOOR={floor}")
+        if limit is not None and limit < page_size:
+            raise ValueError(f"VMEM_LIMIT={limit} is less than a page, VMEM_PAGE_SIZE={page_size}")
         name = env.get("VMEM_NAME", "")
         if name and not re.fullmatch(r"[\w.@:/+-]{1,63}", name, re.ASCII):
             raise ValueError(
                 f"VMEM_NAME={name!r}: expected 1 to 63 letters, digits or any of . _ - / : @ +"
             )
-        ledger = env.get("VMEM_LEDGER", "")
+        try:
+            ledger = None if is_off(env) else str(folder_in("VMEM_LEDGER", env) or "")
+        except InvalidArgument as error:
+            raise ValueError(str(error)) from None
         return cls(
             backend="" if backend == "auto" else backend,
             page_size=page_size,
@@ -124,7 +133,7 @@ class Settings:
             prefix=size("VMEM_PREFIX"),
             name=name,
             capacity=size("VMEM_CAPACITY") or 0,
-            ledger=None if ledger == "off" else ledger,
+            ledger=ledger,
         )
 
     def check_device(self, total: int) -> None:

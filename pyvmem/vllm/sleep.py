@@ -74,6 +74,12 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
                     pool.resume(_TAG)
         self._state = "SUSPENDED" if any(_TAG in pool.paused for pool in _pools) else "RUNNING"
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Drops what has these tags; the KV cache's memory went back when prefixes were reset."""
+        if _TAG in tags:
+            self.suspend(level=2)
+        self._state = "SUSPENDED"
+
     @classmethod
     def preserves_communicators(cls) -> bool:
         """Their buffers are elsewhere."""

@@ -8,24 +8,29 @@ before theirs. They are made on first use, since importing one breaks the other'
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from pyvmem.ledger import device_of
+from pyvmem.units import format_bytes
 from pyvmem.vllm.channel import Server, rank_address
+from pyvmem.vllm.choice import SMALL, choose_page, prefer_layouts
 from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
-from pyvmem.vllm.memory import KVMemory, open_context
+from pyvmem.vllm.memory import KVMemory, device_total, open_context
 from pyvmem.vllm.settings import Settings
-from pyvmem.vllm.versions import adapter_of
 
 __all__ = ["LOCAL", "ElasticWorker"]
 
 _MARGIN = 512 << 20
 
-LOCAL: dict[str, KVMemory] = {}
-"""The memory of the ranks in this process, by `rank_address`."""
+log = logging.getLogger("vllm.vmem")
+
+LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
+"""The memory of the ranks in this process, by `rank_address`, while anything uses it."""
 
 
 class ElasticWorker:
@@ -39,6 +44,7 @@ class ElasticWorker:
 
     _memory: KVMemory | None = None
     _server: Server | None = None
+    _answers: Any = None
     _lend: Any = None
     _step = 0
 
@@ -62,7 +68,9 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        """The weights' pool in sleep mode; the KV cache sleeps in its own way."""
+        """Where KV tensors come from; in sleep mode, the weights' pool."""
+        if tag == "kv_cache" and self._answers is not None:
+            return self._answers
         if not self.vllm_config.model_config.enable_sleep_mode:
             return super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
         if tag != "weights":
@@ -71,18 +79,27 @@ class ElasticWorker:
 
         return loading_weights(self._settings, self.device.index or 0)
 
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """vLLM's, from 0.32 on; the first one is taken, unless the user says otherwise."""
+        found: list[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
+        specs = list(self.get_kv_cache_spec().values())  # type: ignore[attr-defined]
+        # Layers of several kinds take turns on the same bytes, in groups that are made later.
+        alike = all(spec == specs[0] for spec in specs)
+        layers = [spec.page_size_bytes for spec in specs] if alike else []
+        return prefer_layouts(found, layers, self._settings.page_size)
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, with KV tensors of ours."""
-        import vllm
+        from pyvmem.vllm.allocation import place
 
         if kv_cache_config.has_mamba_layers:
             raise NotImplementedError(
                 "VMEM_VLLM=1 does not work with Mamba layers: their state is read before written"
             )
-        adapter = adapter_of(vllm.__version__)
-        v2 = bool(getattr(self, "use_v2_model_runner", False))
-        with adapter.allocating(self.model_runner, v2, self._open):
-            super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        kv_cache_config, self._answers = place(kv_cache_config, self._open)
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self._answers.check()
+        self._answers = None
         if self._memory is not None:
             self._check_layout(self._memory)
 
@@ -98,13 +115,20 @@ class ElasticWorker:
     def _open(self, num_blocks: int, sizes: Sequence[int]) -> KVMemory:
         """The memory of this many blocks for tensors of these sizes; the null block is mapped."""
         settings, gpu = self._settings, self.device.type == "cuda"
+        device = self.device.index or 0 if gpu else None
+        most = min(sum(sizes), settings.limit or sum(sizes), device_total(device))
+        page, why = choose_page(num_blocks, sizes, most, settings.page_size, settings.limit)
+        if self.rank == 0:
+            log.info("vmem: %d KV tensors on pages of %s: %s", len(sizes), format_bytes(page), why)
         context = open_context(
             settings.backend or ("auto" if gpu else "host"),
-            self.device.index or 0 if gpu else 0,
-            settings.page_size,
+            device or 0,
+            page if page != SMALL or settings.page_size else 0,  # the least that the back end has
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes)
+        # Of a worker that nobody shuts down: ``del llm``.
+        weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
         )

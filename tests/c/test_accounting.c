@@ -210,6 +210,28 @@ static void rubbish_sizes(void) {
   OK(vmem_close(vm));
 }
 
+/* What is left under the context's limit, and in which locations. */
+static void memory_that_is_left(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(256)};
+  struct vmem_memory_info m = {.size = sizeof(m)}, rubbish = {.size = SIZE_MAX / 2};
+  vmem_handle h;
+  vmem_t vm;
+  OK(open_opts(&o, &vm));
+  OK(vmem_memory_query(vm, VMEM_DEVICE, 0, &m));
+  EQ(m.free_bytes, MIB(256) - stats_of(vm).slab_bytes);
+  CHECK(m.total_bytes > MIB(256));
+  OK(vMemCreate(vm, MIB(64), NULL, &h));
+  OK(vmem_memory_query(vm, VMEM_DEVICE, 0, &m));
+  EQ(m.free_bytes, MIB(256) - stats_of(vm).slab_bytes);
+  OK(vmem_drop(vm, h));
+  EQ(vmem_memory_query(vm, 9, 0, &m), -EINVAL);
+  EQ(vmem_memory_query(vm, VMEM_DEVICE, 0, &rubbish), -EINVAL);
+  EQ(vmem_memory_query(vm, VMEM_DEVICE, 0, NULL), -EINVAL);
+  if (on_host()) EQ(vmem_memory_query(vm, VMEM_PEER, 0, &m), -EOPNOTSUPP);
+  OK(vmem_close(vm));
+  EQ(vmem_memory_query(vm, VMEM_DEVICE, 0, &m), -EBADF);
+}
+
 /* Pieces of several runs, in handles and mappings, put back while another thread checks. */
 struct churn {
   vmem_t vm;
@@ -251,4 +273,4 @@ static void checked_at_any_moment(void) {
 MAIN(TEST(head_of_a_dropped_handles_mapping), TEST(calls_after_an_undone_unmap), TEST(kept_bytes_are_not_rounded_down),
      TEST(too_much_to_warm), TEST(failed_calls_keep_the_pool), TEST(malformed_behind_a_shortage),
      TEST(empty_slabs_too_small), TEST(warm_at_the_limit), TEST(low_watermark), TEST(rubbish_sizes),
-     TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))
+     TEST(memory_that_is_left), TEST(parts_of_pages_that_are_mapped_whole), TEST(checked_at_any_moment))

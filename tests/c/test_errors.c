@@ -208,7 +208,7 @@ static void others(void) {
   FAILS(vmem_query(vm, NULL), -EINVAL);
   FAILS(vmem_inject(vm, 1u << 30, 0, 1, EIO), -EINVAL);
   FAILS(vmem_inject(vm, VMEM_INJECT_MAP, 0, 1, 0), -EINVAL);
-  FAILS(vmem_consolidate(vm, va + 1, PAGE, NULL), -EINVAL);
+  FAILS(vmem_join(vm, va + 1, PAGE, NULL), -EINVAL);
   FAILS(vmem_range_query(vm, va + MIB(64), &(struct vmem_range_info){.size = 64}), -ENXIO);
   EQ(vmem_query(0, &small), -EBADF);
   EQ(vmem_query(vm + 1, &small), -EBADF);
@@ -235,6 +235,7 @@ static void opening(void) {
 #undef OPEN
   o = (struct vmem_open_opts){.size = sizeof(o), .backend = "floppy"};
   EQ(vmem_open(&o, &out), -EINVAL);
+  CHECK(strstr(vmem_last_error(), "no back end is called \"floppy\"; there are auto, uvm, stock, cuda, host"));
   o = (struct vmem_open_opts){.size = 1};
   EQ(vmem_open(&o, &out), -EINVAL);
   EQ(vmem_open(&o, NULL), -EINVAL);

@@ -172,10 +172,12 @@ static bool was_put(vm_event e) {
   return put;
 }
 
-static vmem_t open_fake(void) {
-  vmem_t vm = open_host(0);
-  int err;
-  struct vm_ctx *c = vm_get(vm, "test", &err);
+static vmem_t open_fake_with(uint32_t flags) {
+  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .flags = flags};
+  struct vm_ctx *c;
+  vmem_t vm = 0;
+  int err = vmem_open(&o, &vm);
+  if (err || !(c = vm_get(vm, "test", &err))) return 0;
   fake = vm_backend_host;
   fake.discard = NULL; /* pages come back dirty, as on a GPU */
   fake.fill = fake_fill;
@@ -194,6 +196,8 @@ static vmem_t open_fake(void) {
   vm_put(c);
   return vm;
 }
+
+static vmem_t open_fake(void) { return open_fake_with(0); }
 
 /* A new page, and a fill of it that is under way when the call returns: the stand-in's next event. */
 static bool fill_begun(vmem_t vm, uint64_t addr, vmem_ticket *t) {
@@ -312,7 +316,7 @@ static void second_address_waits_for_fills(void) {
   OK(vmem_close(vm));
 }
 
-static void consolidation_waits_for_fills(void) {
+static void join_waits_for_fills(void) {
   vmem_t vm = open_fake();
   uint64_t va;
   vmem_ticket t[2];
@@ -324,10 +328,38 @@ static void consolidation_waits_for_fills(void) {
   }
   finish(2);
   EQ(pthread_create(&thread, NULL, finish_later, (void *)(uintptr_t)1), 0);
-  OK(vmem_consolidate(vm, va, 2 * PAGE, NULL));
+  OK(vmem_join(vm, va, 2 * PAGE, NULL));
   CHECK(fills_over_at_remap);
   EQ(stats_of(vm).mappings, 1);
   pthread_join(thread, NULL);
+  OK(vmem_close(vm));
+}
+
+/* What stays of a block that is split vanishes for a moment: not while a fill writes to it. */
+static void split_waits_for_fills(void) {
+  vmem_t vm = open_fake_with(VMEM_OPEN_LARGE_ENTRIES);
+  struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(2)};
+  struct vmem_range_info r = {.size = sizeof(r)};
+  vmem_ticket fill, split;
+  OK(vMemReserve(vm, MIB(8), NULL, &op.addr));
+  OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+  EQ(stats_of(vm).large_entries, 1);
+  op = (struct vmem_op){.op = VMEM_OP_FILL, .addr = op.addr + 20 * PAGE, .bytes = PAGE};
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &fill));
+  CHECK(reached(1));
+  OK(vmem_order(vm, fill, 0)); /* it runs on */
+  op = (struct vmem_op){
+      .op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = op.addr - 17 * PAGE, .bytes = PAGE, .count = 1};
+  OK(vmem_submit(vm, &op, 1, NULL, 0, 0, &split));
+  EQ(vmem_wait(vm, split, 50000000), -ETIMEDOUT);
+  EQ(stats_of(vm).splits, 0);
+  OK(vmem_range_query(vm, op.addr, &r));
+  EQ(r.entry_bytes, MIB(2));
+  finish(1);
+  OK(vmem_wait(vm, split, -1));
+  OK(vmem_wait(vm, fill, -1));
+  EQ(stats_of(vm).splits, 1);
+  OK(vmem_check(vm));
   OK(vmem_close(vm));
 }
 
@@ -547,7 +579,7 @@ static void fills_hold_up_only_their_range(void) {
     OK(vmem_retain(vm, va + 3 * PAGE, PAGE, &op.handle));
     OK(vMemMap(vm, va + MIB(4), PAGE, op.handle, 0, 0)); /* a second address */
     OK(vmem_drop(vm, op.handle));
-    OK(vmem_consolidate(vm, va + 4 * PAGE, 4 * PAGE, NULL));
+    OK(vmem_join(vm, va + 4 * PAGE, 4 * PAGE, NULL));
     op = (struct vmem_op){
         .op = VMEM_OP_MAP, .flags = VMEM_OP_REPLACE | VMEM_OP_CONSUME, .addr = va + 4 * PAGE, .bytes = PAGE};
     OK(vmem_retain(vm, va + 5 * PAGE, PAGE, &op.handle));
@@ -958,8 +990,8 @@ static void second_address_after_submit(void) {
 
 MAIN(TEST(order_does_not_wait_for_fills), TEST(unmap_waits_for_fills), TEST(fill_batches_wait_on_the_gpu),
      TEST(broken_work), TEST(dependencies_fail_in_turn), TEST(second_address_waits_for_fills),
-     TEST(second_address_after_submit), TEST(consolidation_waits_for_fills), TEST(errors_keep_their_name),
-     TEST(fills_are_never_overlooked), TEST(copies_hold_their_source), TEST(replace_waits_for_fills),
-     TEST(fills_hold_up_only_their_range), TEST(unmaps_behind_their_own_fill), TEST(fills_hold_up_their_pages),
-     TEST(no_deadlock_with_the_host), TEST(long_fills_are_chained), TEST(many_fills), TEST(fills_in_any_order),
-     TEST(dropped_while_filling))
+     TEST(second_address_after_submit), TEST(join_waits_for_fills), TEST(split_waits_for_fills),
+     TEST(errors_keep_their_name), TEST(fills_are_never_overlooked), TEST(copies_hold_their_source),
+     TEST(replace_waits_for_fills), TEST(fills_hold_up_only_their_range), TEST(unmaps_behind_their_own_fill),
+     TEST(fills_hold_up_their_pages), TEST(no_deadlock_with_the_host), TEST(long_fills_are_chained), TEST(many_fills),
+     TEST(fills_in_any_order), TEST(dropped_while_filling))

@@ -250,9 +250,9 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
   return vm_backend_host.map(be, addr, bytes, slab, offset, flags, false);
 }
 
-/* Nor does consolidation cut one, wherever its range begins and ends, and what a batch is filling in one; and it
+/* Nor does joining cut one, wherever its range begins and ends, and what a batch is filling in one; and it
  * makes no call that is longer than the back end takes. */
-static void consolidated_whole(void) {
+static void joined_whole(void) {
   struct scene s;
   struct vm_ctx *c;
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = LARGE, .page_size = LARGE};
@@ -271,22 +271,22 @@ static void consolidated_whole(void) {
   cuts = false;
   at = s.va + 8 * LARGE;
   for (op.addr = at; op.addr < at + 6 * LARGE; op.addr += LARGE) OK(vmem_batch(s.vm, &op, 1, NULL, 0, 0));
-  OK(vmem_consolidate(s.vm, at + PAGE, LARGE, NULL));
+  OK(vmem_join(s.vm, at + PAGE, LARGE, NULL));
   EQ(remapped, 0);
-  OK(vmem_consolidate(s.vm, at + PAGE, 3 * LARGE, NULL));
+  OK(vmem_join(s.vm, at + PAGE, 3 * LARGE, NULL));
   EQ(remapped, 1);
   EQ(longest, 2 * LARGE);
   fill.addr = at + 4 * LARGE - 2 * PAGE;
   OK(vm_plan_make(c, &fill, 1, &p)); /* in the fourth and the fifth page */
-  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  OK(vmem_join(s.vm, at, 6 * LARGE, NULL));
   EQ(remapped, 2);
   EQ(longest, 3 * LARGE);
   vm_plan_cancel(c, &p);
-  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  OK(vmem_join(s.vm, at, 6 * LARGE, NULL));
   EQ(remapped, 4);
   EQ(longest, 4 * LARGE);
   CHECK(!cuts);
-  OK(vmem_consolidate(s.vm, at, 6 * LARGE, NULL));
+  OK(vmem_join(s.vm, at, 6 * LARGE, NULL));
   EQ(remapped, 4);
   OK(vmem_check(s.vm));
   vm_put(c);
@@ -294,4 +294,4 @@ static void consolidated_whole(void) {
 }
 
 MAIN(TEST(never_cut), TEST(parts_elsewhere), TEST(halves), TEST(misaligned), TEST(promotion), TEST(memory_goes_over),
-     TEST(handles), TEST(consolidated_whole))
+     TEST(handles), TEST(joined_whole))

@@ -212,7 +212,7 @@ static struct vmem_op page_at(uint64_t addr) {
   return (struct vmem_op){.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = addr, .bytes = PAGE};
 }
 
-/* As many mappings as were asked for and none more, queued ones counted; unmapping and consolidating make room. */
+/* As many mappings as were asked for and none more, queued ones counted; unmapping and joining make room. */
 static void mappings(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .max_mappings = 16};
   struct vmem_info info = {.size = sizeof(info)};
@@ -225,7 +225,7 @@ static void mappings(void) {
   OK(vmem_open(&o, &vm));
   OK(vmem_query(vm, &info));
   EQ(info.max_mappings, 16);
-  CHECK(info.caps & VMEM_CAP_CONSOLIDATE);
+  CHECK(info.caps & VMEM_CAP_JOIN);
   OK(vMemReserve(vm, MIB(64), NULL, &va));
   for (int i = 0; i < 8; i++) {
     op = page_at(va + i * PAGE);
@@ -248,7 +248,7 @@ static void mappings(void) {
   CHECK(same_state(&before, &after));
   OK(vMemUnmap(vm, va + 3 * PAGE, PAGE));
   OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
-  OK(vmem_consolidate(vm, va, MIB(2), &calls));
+  OK(vmem_join(vm, va, MIB(2), &calls));
   EQ(calls, 2);
   EQ(stats_of(vm).mappings, 3);
   OK(vMemUnmap(vm, va + 9 * PAGE, PAGE)); /* cuts a mapping in two */

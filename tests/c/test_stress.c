@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Description: random batches, submits, accesses, moves, consolidation and injected failures from several threads.
+ * Description: random batches, submits, accesses, moves, splits, joins and injected failures from several threads.
  *
  * Each thread knows what its own pages hold and sees to it after every call; besides, all fight for one
  * reservation, which comes and goes. Between rounds, when nothing runs, the invariants are checked and
@@ -258,8 +258,8 @@ static bool replace_some(struct worker *w, unsigned from, unsigned to, unsigned 
   return err ? unchanged(w) : true;
 }
 
-static bool consolidate(struct worker *w) {
-  int err = vmem_consolidate(w->s->vm, w->base, (uint64_t)OWN * G, NULL);
+static bool join(struct worker *w) {
+  int err = vmem_join(w->s->vm, w->base, (uint64_t)OWN * G, NULL);
   MUST(!err || injected(err));
   return err ? unchanged(w) : true;
 }
@@ -297,7 +297,7 @@ static bool fight(struct worker *w) {
     err = vmem_read(vm, b, op.addr + G - 32, sizeof(b));
     break;
   case 4:
-    err = vmem_consolidate(vm, base, SHARED * G, NULL);
+    err = vmem_join(vm, base, SHARED * G, NULL);
     break;
   default:
     err = go(w, &op, 1);
@@ -336,7 +336,7 @@ static bool step(struct worker *w) {
     if (!alias(w, first, pick(w, OWN))) return false;
     break;
   case 7:
-    if (!consolidate(w)) return false;
+    if (!join(w)) return false;
     break;
   case 8:
     MUST(!vmem_inject(vm, pick(w, 3) ? 1u << pick(w, 6) : VMEM_INJECT_MAP | VMEM_INJECT_UNMAP, pick(w, 4),

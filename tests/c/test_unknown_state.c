@@ -72,4 +72,44 @@ static void unmaps(void) {
   }
 }
 
-MAIN(TEST(maps), TEST(unmaps))
+/* Of a block that is split everything is lost then; another one, split before, is whole again. */
+static void splits(void) {
+  struct vmem_open_opts o = {.size = sizeof(o), .backend = "host", .flags = VMEM_OPEN_LARGE_ENTRIES};
+  for (int nth = 0; nth < 6; nth++) {
+    struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(2), .count = 2, .stride = MIB(4)};
+    struct vmem_range_info r = {.size = sizeof(r)};
+    bool second = nth == 1 || nth > 3;
+    struct vm_ctx *c;
+    uint64_t va;
+    vmem_t vm;
+    int err;
+    OK(vmem_open(&o, &vm));
+    CHECK(c = vm_get(vm, "test", &err));
+    fake = *c->be;
+    fake.map = fake_map;
+    fake.unmap = fake_unmap;
+    c->be = &fake;
+    vm_put(c);
+    maps_left = unmaps_left = 1000;
+    OK(vMemReserve(vm, MIB(8), NULL, &va));
+    op.addr = va;
+    OK(vmem_batch(vm, &op, 1, NULL, 0, 0));
+    op = (struct vmem_op){
+        .op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .addr = va + PAGE, .bytes = PAGE, .count = 2, .stride = MIB(4)};
+    *(nth < 2 ? &unmaps_left : &maps_left) = nth < 2 ? nth : nth - 2; /* two maps for each block */
+    EQ(vmem_batch(vm, &op, 1, NULL, 0, 0), -ENOTRECOVERABLE);
+    maps_left = unmaps_left = 1000;
+    EQ(stats_of(vm).quarantined_bytes, MIB(2));
+    EQ(stats_of(vm).mapped_bytes, MIB(2));
+    EQ(stats_of(vm).large_entries, 1);
+    OK(vmem_range_query(vm, va + (second ? MIB(4) : 0) + 9 * PAGE, &r));
+    EQ(r.flags & VMEM_RANGE_QUARANTINED, VMEM_RANGE_QUARANTINED);
+    OK(vmem_check(vm));
+    EQ(vMemUnmap(vm, va + (second ? 0 : MIB(4)) + PAGE, PAGE), -EINVAL);
+    OK(vMemUnmap(vm, va + (second ? 0 : MIB(4)), MIB(2)));
+    OK(vmem_check(vm));
+    OK(vmem_close(vm));
+  }
+}
+
+MAIN(TEST(splits), TEST(maps), TEST(unmaps))

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: the layout chosen for each driver version; the versions on both sides of every
- * change. Needs no GPU. */
+/* Description: the layout chosen for each driver version, those on both sides of every change and those of unknown
+ * branches; and which branches are known. Needs no GPU. */
 #include <stdio.h>
 
 #include "backend/nvidia/abi.h"
@@ -17,6 +17,9 @@ static const struct {
     {{560, 28, 3}, {48, 128, 256, true, 8, 57, 48}},   {{575, 64, 5}, {48, 128, 256, true, 8, 57, 48}},
     {{580, 65, 6}, {48, 128, 256, true, 8, 128, 56}},  {{580, 159, 4}, {48, 128, 256, true, 8, 128, 56}},
     {{590, 44, 1}, {48, 128, 256, false, 8, 128, 56}}, {{595, 45, 4}, {48, 128, 256, false, 8, 128, 56}},
+    {{600, 1, 0}, {48, 128, 256, false, 8, 128, 56}},  {{610, 43, 2}, {48, 128, 256, false, 8, 128, 56}},
+    {{615, 62, 0}, {48, 128, 256, false, 8, 128, 56}}, {{620, 6, 0}, {48, 128, 256, false, 8, 128, 56}},
+    {{999, 9, 9}, {48, 128, 256, false, 8, 128, 56}},
 };
 
 int main(void) {
@@ -35,5 +38,18 @@ int main(void) {
       failed = 1;
     }
   }
+  for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+    unsigned major = cases[i].version.major;
+    bool known = nv_branch_of(cases[i].version), want = major >= 530 && major != 600 && major <= 620;
+    if (known != want) {
+      printf("%u: %s\n", major, known ? "known" : "unknown");
+      failed = 1;
+    }
+  }
+  for (unsigned i = 1; i < NV_BRANCHES; i++)
+    if (nv_branches[i].major <= nv_branches[i - 1].major) {
+      printf("%u stands behind %u\n", nv_branches[i].major, nv_branches[i - 1].major);
+      failed = 1;
+    }
   return failed;
 }

@@ -47,7 +47,6 @@ from test_kvcache_window_prefix import gemma_like
 
 from pyvmem import Caps, Context, FdEvent, KVCache, OutOfMemory
 from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
-from pyvmem.kvcache.budget import free_bytes
 
 __all__ = ["Soak", "main"]
 
@@ -550,7 +549,7 @@ class Soak:
         """Prints what is known after a failure, as far as it can still be had."""
         device = context.cuda_device
         print(f"soak: round {self.rounds}, {context!r}, {context.stats()}")
-        print(f"soak: {free_bytes(device, -1)} bytes are free on {device=}, -1: not known")
+        print(f"soak: {context.memory()} of {device=}")
         for model in models:
             print(f"soak: {type(model).__name__}, {model.counts}")
             for line in described(model.cache):

@@ -408,7 +408,7 @@ def test_use_after_close(backend: str) -> None:
         lambda: context.fill(addr, page),
         lambda: context.query(addr),
         lambda: context.warm(page),
-        lambda: context.consolidate(addr, page),
+        lambda: context.join(addr, page),
         lambda: context.compact(),
         lambda: context.inject(pyvmem.Inject.MAP),
         lambda: rsv.map(0, pages),

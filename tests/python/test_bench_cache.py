@@ -18,6 +18,7 @@ import pyvmem
 from pyvmem.attention import infer
 from pyvmem.bench import deferred, fill, overlap, overlap_modes, paged, prefix_map
 from pyvmem.bench.command import Command
+from pyvmem.bench.footprint import Footprint
 from pyvmem.bench.fragments import Fragments
 from pyvmem.bench.paged_flashinfer import FlashInfer
 from pyvmem.bench.paged_kernels import (
@@ -332,6 +333,45 @@ def test_a_prefix_with_other_contents_fails_the_run(
 
 
 # ---- kernels -------------------------------------------------------------------------------------
+
+
+def test_footprints_have_every_layout_and_memory(tmp_path: Path) -> None:
+    words = ("--kernels", "sdpa", "--footprint", "2M,16K")
+    found = conduct("kernels", tmp_path, "host", *words)
+    part = found["parts"]["sdpa"]
+    assert found["options"]["footprint"] == [2 << 20, 16 << 10]
+    assert part["missing"] == [{"id": "sdpa/16K/*/decode_64", "why": "not even one request fits"}]
+    layouts = ("slots1", "slots2", "blocks1", "blocks2")
+    wanted = {f"sdpa/2M/{one}/decode_64" for one in layouts}
+    wanted |= {f"sdpa/2M/slots{one}/prefill_32_64" for one in (1, 2)}
+    assert set(rows(found)) == {
+        f"{row}/{kind}" for row in wanted for kind in ("malloc", "4K", "2M", "entries")
+    }
+    # 2 layers with 2 heads of 32 for keys and for values: 512 bytes a token, 64 requests of 64.
+    row = rows(found)["sdpa/2M/slots2/decode_64/4K"]
+    assert row["bytes"] == 64 * 64 * 512 == 2 << 20
+    ratio = aims(found)["sdpa_2M/blocks1/decode_64_2M"]
+    assert ratio["rows"] == ["sdpa/2M/blocks1/decode_64/2M", "sdpa/2M/blocks1/decode_64/malloc"]
+    values = [rows(found)[one]["median"] for one in ratio["rows"]]
+    assert ratio["value"] == pytest.approx(values[0] / values[1], rel=1e-4)
+
+
+def test_a_memory_that_holds_something_else_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, filled = Footprint._fill, []
+
+    def spoiled(self: Footprint, flat: torch.Tensor) -> None:
+        fill(self, flat)
+        filled.append(flat.numel())
+        if len(filled) == 2:
+            flat[0] = 1e4
+
+    monkeypatch.setattr(Footprint, "_fill", spoiled)
+    words = ("--kernels", "sdpa", "--footprint", "2M")
+    found = conduct("kernels", tmp_path, "host", *words, status=1)
+    assert found["parts"]["sdpa"]["status"] == "failed"
+    assert "slots1/decode_64, 4K: differs by" in found["parts"]["sdpa"]["why"]
 
 
 @pytest.fixture(scope="module")

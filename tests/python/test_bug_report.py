@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import getpass
 import platform
+import re
 from pathlib import Path
 
 import pytest
 
-from pyvmem import _native, bug_report, probe
+from pyvmem import Context, _native, bug_report, probe
 from pyvmem.cli import main
+from pyvmem.selftest.run import CHECKS
 
 
 def test_every_back_end_and_version_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,6 +33,44 @@ def test_nothing_of_the_user_is_in_it(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert str(Path.home()) not in said
     assert f"/{getpass.getuser()}/" not in said
+
+
+def test_a_file_has_the_outcome_of_each_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside what is printed otherwise, with nothing of the user's."""
+    file = tmp_path / "report.md"
+    assert main(["probe", "--report", str(file)]) == 0
+    report, said = file.read_text(encoding="utf-8"), capsys.readouterr().out
+    used = next(one for one in probe() if one.used)
+    assert report.startswith("```text\nvmem ")
+    assert f"\n{used.backend}: used\n" in report
+    assert f"\nSelf-test of `{used.backend}`: passed.\n" in report
+    assert said.splitlines()[-1] == f"{used.backend}: passed; report: {file}"
+    for check in CHECKS:
+        name = check.__name__.replace("_", " ")
+        assert re.search(rf"^(passed|not run ) +{name} ", report, re.M), name
+        assert re.search(rf"^(passed|not run ) +{name} ", said, re.M), name
+    assert str(Path.home()) not in report
+
+
+def test_a_check_that_fails_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.md"
+    monkeypatch.setattr(Context, "write", lambda self, addr, data: None)
+    assert main(["probe", "--report", str(file)]) == 1
+    report = file.read_text(encoding="utf-8")
+    assert ": FAILED.\n" in report
+    assert re.search(r"^failed +map and read +a page: ", report, re.M)
+    assert "FAILED; report: " in capsys.readouterr().out
+
+
+def test_where_the_file_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["probe", "--report", "/proc/report.md"])
+    assert raised.value.code == 2
+    assert "/proc cannot be written to" in capsys.readouterr().err
 
 
 def test_json_and_report_exclude_each_other() -> None:

@@ -592,16 +592,16 @@ def test_compact() -> None:
         kept.drop()
 
 
-def test_consolidate(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
+def test_join(context: pyvmem.Context, rsv: pyvmem.Reservation, page: int) -> None:
     pages = context.create(4 * page)
     for k in range(4):
         rsv.map(k * page, pages, page, k * page)
         rsv.fill(k * page, page, k)
     before = context.stats().mapped_bytes
-    if pyvmem.Caps.CONSOLIDATE in context.info.caps:
-        assert context.consolidate(rsv.addr, 4 * page) >= 0
+    if pyvmem.Caps.JOIN in context.info.caps:
+        assert context.join(rsv.addr, 4 * page) >= 0
     else:
-        assert context.consolidate(rsv.addr, 4 * page) == 0
+        assert context.join(rsv.addr, 4 * page) == 0
     assert context.stats().mapped_bytes == before
     assert [rsv.read(k * page, 1)[0] for k in range(4)] == [0, 1, 2, 3]
     rsv.unmap(0, 4 * page)

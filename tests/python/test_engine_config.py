@@ -99,14 +99,12 @@ def test_a_policy_keeps_plain_numbers() -> None:
 
 
 def test_the_layout_is_the_advisers(host: Context) -> None:
-    """Of the sizes that engines use; more than 8 layers in a tensor only when asked for."""
+    """Of the sizes that engines use."""
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
     shape = ModelShape("x", 32, 8, 128)
     sizes = [size for size in PAGE_SIZES if size in host.info.page_sizes]
-    wanted = advise(
-        shape, requests, 8 << 30, choices(shape, sizes, max_group=8), Limits(CALL_US["stock"])
-    )
+    wanted = advise(shape, requests, 8 << 30, choices(shape, sizes), Limits(CALL_US["stock"]))
     found = advised(model, policy, host.info, 8 << 30)
     assert found.best == wanted.best
     assert found.best.choice != Choice(1, 2 * MIB)

@@ -119,10 +119,13 @@ def test_a_request_that_is_begun_has_a_slot_and_no_promise(host: Context) -> Non
         third = cache.begin(1)
         assert isinstance(third, Shortage)
         assert third.what == "slots"
+        assert str(third).startswith("short of slots: 1 missing")
         assert cache.extend({first: 2 * ROWS}) is None
         short = cache.extend({second: 1})
         assert short is not None
         assert short.what == "memory"
+        assert str(short).startswith(f"short of memory: {short.needed} bytes needed")
+        assert str(short).endswith(f"{short.missing} missing")
         before = state(kv(cache))
         for wrong in (-1, 6 * ROWS + 1):
             with pytest.raises(InvalidArgument, match=f"seq_len {wrong}"):

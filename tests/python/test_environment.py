@@ -1,47 +1,91 @@
 # SPDX-License-Identifier: MIT
-"""Description: what set-up installs, and how it goes on without a package that nothing needs."""
+"""Description: what set-up makes and installs, and on which Pythons."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import environment
 import pytest
+import run_tests
 
-PACKAGE = ["systemtap-sdt-dev"]
+ROOT = environment.ROOT
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_useful_package(works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probes_are_asked_for_until_they_cannot_be_had(
+    works: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[list[str]] = []
+
+    def install(parts: list[str], *, useful: bool) -> bool:
+        assert useful
+        calls.append(parts)
+        return works
+
+    monkeypatch.setattr(environment, "STAMPS", tmp_path)
+    monkeypatch.setattr(environment, "install", install)
+    for _ in range(2):
+        environment.install_probes()
+    # A success leaves no stamp: a second call means that the package was removed since.
+    assert calls == [["probes"]] * (2 if works else 1)
+    assert ("no USDT probes" in capsys.readouterr().out) != works
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
+def test_an_environment_of_a_python_without_ensurepip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        environment.importlib.util,
+        "find_spec",
+        lambda name: None if name == "ensurepip" else find(name),
+    )
     commands: list[list[str]] = []
 
     def quiet(command: list[str], *, show: bool) -> bool:
-        assert not show
         commands.append(command)
-        return works or command[-1] == "update"
+        target = Path(command[command.index("--target") + 1])
+        (target / "pip.py").write_text("")
+        return True
 
-    monkeypatch.setattr(environment, "STAMPS", tmp_path)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(environment, "STAMPS", tmp_path / "stamps")
     monkeypatch.setattr(environment, "quiet", quiet)
-    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(environment.os, "geteuid", lambda: 1000)
     for _ in range(2):
-        environment.install_useful_packages(PACKAGE)
-    install = [
-        *("sudo", "-n", "apt-get", "install", "-y", "--no-install-recommends", "systemtap-sdt-dev")
-    ]
-    update = ["sudo", "-n", "apt-get", "update"]
-    # A success leaves no stamp: a second call means that the package was removed since.
-    assert commands == ([install] * 2 if works else [install, update, install])
+        environment.make_venv(False)
+    (command,) = commands
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert (environment.packages(tmp_path / "venv") / "pip.py").exists()
 
 
-def test_without_a_way_to_install_nothing_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("version", [(3, 9, 2), (3, 15, 0)])
+def test_a_python_that_is_too_old_or_too_new(
+    version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "STAMPS", tmp_path)
-    monkeypatch.setattr(environment, "quiet", lambda *_, **__: pytest.fail("something was run"))
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-    environment.install_useful_packages(PACKAGE)
-    assert "without systemtap-sdt-dev: no USDT probes" in capsys.readouterr().out
+    monkeypatch.setattr(environment.sys, "version_info", version)
+    monkeypatch.setattr(environment.sys, "prefix", "/usr")
+    with pytest.raises(SystemExit, match=r"Python 3\.10 to 3\.14 is needed; .*PYTHON=python3\.14"):
+        environment.main()
+
+
+def test_every_python_is_named_where_versions_are() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    names = [f"{major}.{minor}" for major, minor in environment.PYTHONS]
+    assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text) == names
+    assert f'requires-python = ">={names[0]}"' in text
+    assert tuple(names) == run_tests.PYTHONS
+    page = (ROOT / "docs" / "tutorial" / "index.md").read_text(encoding="utf-8")
+    assert f"Python {names[0]} to {names[-1]}" in page
 
 
 def test_pins_of_a_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +104,22 @@ def test_pins_of_a_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     "path", sorted(environment.REQUIREMENTS.glob("*.txt")), ids=lambda path: path.stem
 )
 def test_every_python_has_the_same_packages(path: Path) -> None:
-    (_, first), (_, last) = environment.PYTHONS
-    names = [set(environment.read_pins(path.stem, minor)) for minor in range(first, last + 1)]
+    names = [set(environment.read_pins(path.stem, minor)) for _, minor in environment.PYTHONS]
     assert names[0]
     assert all(one == names[0] for one in names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "out"), [("libvmem", "BUILD"), ("tests/gpu", "OUT"), ("tests/softcuda", "OUT")]
+)
+def test_a_warning_is_an_error_where_that_is_asked_for_alone(
+    folder: str, out: str, tmp_path: Path
+) -> None:
+    make = ["make", "-n", "-C", str(ROOT / folder), f"{out}={tmp_path}"]
+    usual, strict = (
+        subprocess.check_output([*make, f"WERROR={value}"], text=True) for value in ("", "1")
+    )
+    assert " -Wextra " in usual
+    assert "-Werror" not in usual
+    assert "-Wextra -Werror " in strict
+    assert "WERROR=1" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

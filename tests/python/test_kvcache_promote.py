@@ -74,17 +74,17 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
         assert whole(cache, one, PART)
 
 
-def consolidated(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def joined_by(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Notes what a context is asked to map in one piece, whether its back end can or not."""
-    caps = context.info.caps | Caps.CONSOLIDATE
+    caps = context.info.caps | Caps.JOIN
     monkeypatch.setattr(context, "info", dataclasses.replace(context.info, caps=caps))
     pieces: list[tuple[int, int]] = []
-    monkeypatch.setattr(Context, "consolidate", lambda self, *piece: pieces.append(piece))
+    monkeypatch.setattr(Context, "join", lambda self, *piece: pieces.append(piece))
     return pieces
 
 
 def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = consolidated(context, monkeypatch)
+    pieces = joined_by(context, monkeypatch)
     with cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
         base, size = cache.reservation.addr, UNIT * cache.layout.page_size
@@ -108,7 +108,7 @@ def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.Monk
 def test_a_run_whose_promotion_was_given_up_is_joined_later(
     host: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = consolidated(host, monkeypatch)
+    pieces = joined_by(host, monkeypatch)
     limit = (2 * UNIT + 1) * TENSORS * host.info.granule
     with cache_over(host, memory_limit=limit) as cache:
         reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
@@ -128,7 +128,7 @@ def test_a_joined_part_that_came_back_from_the_host_is_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with with_tiers("host") as context, cache_over(context) as cache:
-        consolidated(context, monkeypatch)
+        joined_by(context, monkeypatch)
         reqid = start(cache, PART, by=ROWS)
         assert cache.promote(reqid, wait=True) == 1
         assert cache.promote(reqid) == 0, "once"

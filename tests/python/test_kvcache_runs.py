@@ -175,13 +175,13 @@ def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatc
     order: list[object] = []
     stream = SimpleNamespace(__cuda_stream__=lambda: (0, 7))
     monkeypatch.setattr(growth, "wait_for_device", lambda stream, device: order.append(stream))
-    original = Context.consolidate
+    original = Context.join
 
-    def consolidate(self: Context, addr: int, size: int) -> int:
+    def join(self: Context, addr: int, size: int) -> int:
         order.append("join")
         return original(self, addr, size)
 
-    monkeypatch.setattr(Context, "consolidate", consolidate)
+    monkeypatch.setattr(Context, "join", join)
     with cache_of(1, 2000, 100, growth_fraction=0) as (cache, lens):
         cache.context.warm(2 * 2000 * PAGE)
         for length in range(1, 45 * ROWS, ROWS):

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from pyvmem.layouts import (
 from pyvmem.layouts.adviser import CALL_US, name
 from pyvmem.layouts.cli import budget
 from pyvmem.layouts.cost import page_table_bytes
+from pyvmem.layouts.entries import attention_time
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 LLAMA = SHAPES["Llama-3-8B"]
@@ -288,13 +290,60 @@ def test_the_command_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_small_pages_where_requests_are_short() -> None:
-    found = advise(LLAMA, MANY, 40 * GB)
+    found = advise(LLAMA, MANY, 40 * GB, limits=Limits(max_group=1))
     best = found.best
     assert best in found.costs
-    assert best.choice.page_size < 2 * MB
+    assert best.choice == Choice(1, 64 * KB)
     assert best.batch >= 0.97 * max(one.batch for one in found.costs)
     assert found.why.startswith(name(best.choice) + f": {int(best.batch)} requests")
     assert f"{best.calls_per_token:.3g} map calls a token" in found.why
+
+
+def test_large_entries_where_layers_share_a_tensor_on_a_full_card() -> None:
+    """Entries of 64 KB make attention over shared tensors several times as long there."""
+    assert advise(LLAMA, MANY, 16 * GB).best.attention < 1.03
+    for memory in (40 * GB, 120 * GB):
+        found = advise(LLAMA, MANY, memory)
+        assert found.best.choice.page_size == 2 * MB
+        assert found.best.choice.group_size == 32
+        small = [one for one in found.costs if one.choice.page_size < 2 * MB]
+        assert max(one.attention for one in small if one.choice.group_size == 1) < 1.06
+        assert all(one.attention > 1.08 for one in small if one.choice.group_size >= 4)
+    slow = advise(LLAMA, MANY, 40 * GB, [Choice(8, 64 * KB)])
+    assert f"attention takes {slow.best.attention:.2f} times as long" in slow.why
+    assert "attention" not in advise(LLAMA, MANY, 4 * GB, [Choice(1, 64 * KB)]).why
+
+
+def test_attention_takes_longer_the_larger_the_cache_and_the_more_layers_share() -> None:
+    groups, sizes = (1, 2, 4, 8, 16, 32), [step * GB for step in range(1, 140, 3)]
+    times = {g: [attention_time(64 * KB, g, 32, size) for size in sizes] for g in groups}
+    for group, found in times.items():
+        assert found[0] >= 1.0
+        for before, after in pairwise(found):
+            assert after >= before - 0.02, group
+    for size, row in zip(sizes, zip(*times.values(), strict=True), strict=True):
+        for fewer, more in pairwise(row):
+            assert more >= fewer - 0.02, size
+    for group in groups:
+        assert attention_time(2 * MB, group, 32, 140 * GB) < 1.03
+        # What counts is what a layer sweeps: half of the layers, half of the bytes.
+        assert attention_time(64 * KB, group, 64, 32 * GB) == times[group][5]
+
+
+def test_the_times_are_those_of_the_kept_run() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "footprint-h100.json"
+    run = json.loads(path.read_text())
+    rows = {row["id"]: row["median"] for row in run["parts"]["fa3"]["rows"]}
+    compared = 0
+    for size in run["options"]["footprint"]:
+        at = f"fa3/{size >> 30}G"
+        base = rows[f"{at}/slots1/decode_1024/malloc"]
+        for group in (1, 4, 8, 16, 32):
+            for page, kind in ((64 * KB, "64K"), (2 * MB, "2M")):
+                wanted = rows[f"{at}/slots{group}/decode_1024/{kind}"] / base
+                assert attention_time(page, group, 32, size) == pytest.approx(wanted, abs=0.03)
+                compared += 1
+    assert compared == 50
 
 
 def test_a_tensor_per_layer_where_groups_gain_nothing() -> None:
@@ -311,7 +360,8 @@ def test_large_pages_where_requests_are_long() -> None:
 
 
 def test_no_more_calls_than_an_iteration_hides() -> None:
-    slow = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=100.0))
+    considered = choices(LLAMA, max_group=1)
+    slow = advise(LLAMA, MANY, 40 * GB, considered, Limits(call_us=100.0))
     assert slow.best.calls_per_token < 2
     assert "but maps for" in slow.why
     hopeless = advise(LLAMA, MANY, 40 * GB, limits=Limits(call_us=1e6))

@@ -11,13 +11,23 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pyvmem import cli, ledger, top
 from pyvmem.errors import AccessDenied, InvalidArgument, NotSupported
-from pyvmem.ledger import MAX_HANDLES, Account, Ledger, LedgerError, device_of, engine_name
+from pyvmem.ledger import (
+    MAX_HANDLES,
+    Account,
+    Ledger,
+    LedgerError,
+    LedgerHeld,
+    device_of,
+    engine_name,
+)
 
 GIB = 1 << 30
 
@@ -81,6 +91,89 @@ def test_handles_are_rationed_too(folder: Path) -> None:
     assert b.take(1, handles=10)
     a.close()
     b.close()
+
+
+def test_handles_of_all_gpus_are_one_number(folder: Path) -> None:
+    """The driver has so many for the machine; memory of the host needs none of them."""
+
+    def of(device: str, name: str) -> Account:
+        return Ledger(device, 10 * GIB, folder).join(name, floor=0, limit=GIB, least=1, virtual=GIB)
+
+    a, b, host = of("GPU-a", "a"), of("GPU-b", "b"), of("host", "host")
+    assert a.take(1, handles=MAX_HANDLES - 10)
+    assert host.take(1, handles=MAX_HANDLES - 10)
+    assert not b.take(1, handles=11)
+    assert b.take(1, handles=10)
+    assert not a.take(1, handles=1)
+    a.close()
+    assert b.take(1, handles=1), "what an engine had that is gone counts no more"
+    assert not b.take(1, handles=MAX_HANDLES - 10)
+    b.close()
+    host.close()
+
+
+HOLDER = """
+import os, signal, sys
+from pathlib import Path
+from pyvmem.ledger import Ledger
+ledger = Ledger("host", folder=Path(sys.argv[1]))
+account = ledger.join("holder", floor=0, limit=1 << 30, least=1, virtual=1 << 30)
+with ledger.locked():
+    print("locked", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+account.close()
+print("gone", flush=True)
+"""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that stands still with the lock, and has an account."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == "locked\n"
+            os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+            yield holder
+        finally:
+            holder.kill()
+
+
+def test_a_process_that_stands_still_with_the_lock_stops_nobody(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is granted meanwhile; what is given back counts once it runs on."""
+    mine = join(folder, "mine")
+    assert mine.take(4 * GIB)
+    with held(folder) as holder:
+        assert not mine.take(1)
+        assert f"engine 'holder' (process {holder.pid}) has the lock" in caplog.text
+        assert mine.room() == 0
+        assert not mine.has_more()
+        assert (mine.limit, mine.excess()) == (100 * GIB, 0)
+        mine.mapped(4 * GIB)
+        mine.give(GIB)
+        mine.want(1)
+        mine.report(in_use=1)
+        with pytest.raises(LedgerHeld, match=r"engine 'holder' .* it stands still"):
+            names(folder)
+        holder.send_signal(signal.SIGCONT)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "gone\n"
+        assert holder.wait() == 0
+    assert mine.room() == 7 * GIB
+    (one,) = mine.ledger.engines()
+    assert (one.used, one.pending) == (3 * GIB, 0)
+    assert mine.take(7 * GIB)
+    mine.close()
+
+
+def test_an_engine_leaves_a_ledger_whose_lock_is_held(folder: Path) -> None:
+    mine = join(folder, "mine")
+    with held(folder):
+        mine.close()
+    assert names(folder) == []
 
 
 def test_one_that_is_short_asks_the_others_above_their_floors(folder: Path) -> None:
@@ -600,10 +693,28 @@ def test_no_engine_has_run_yet(
     said = f"no engine in {folder / f'of-{os.getuid()}'}"
     assert cli.main(["top", "--once"]) == 0
     assert capsys.readouterr().out == f"{said}\n"
-    monkeypatch.setenv("VMEM_LEDGER", "off")
-    assert cli.main(["top", "--once"]) == 0
-    off = "VMEM_LEDGER=off: an engine with that setting is in none"
-    assert capsys.readouterr().out == f"{said}; {off}\n"
+    for off in ("off", "OFF", "Off"):
+        monkeypatch.setenv("VMEM_LEDGER", off)
+        assert cli.main(["top", "--once"]) == 0
+        why = "VMEM_LEDGER=off: an engine with that setting is in none"
+        assert capsys.readouterr().out == f"{said}; {why}\n"
+        assert ledger.default_folder() == folder / f"of-{os.getuid()}"
+
+
+def test_a_home_in_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a shell reads it, or refused: no folder is named "~"."""
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("VMEM_LEDGER", "~/of-engines")
+    assert ledger.default_folder() == folder / "of-engines"
+    nobodys = "~nobody-of-that-name/x"
+    monkeypatch.setenv("VMEM_LEDGER", nobodys)
+    refused = f"VMEM_LEDGER={nobodys}: ~nobody-of-that-name is the home of no user here"
+    with pytest.raises(InvalidArgument, match=refused):
+        ledger.default_folder()
+    assert cli.main(["top", "--once"]) == 1
+    assert refused in capsys.readouterr().err
 
 
 def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

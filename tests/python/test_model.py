@@ -430,10 +430,10 @@ class Machine(RuleBasedStateMachine):
         else:
             assert self.ctx.stats().free_bytes >= pages * self.g
 
-    @precondition(lambda self: pyvmem.Caps.CONSOLIDATE in self.ctx.info.caps)
+    @precondition(lambda self: pyvmem.Caps.JOIN in self.ctx.info.caps)
     @rule(space=st.integers(0, 1))
-    def consolidate(self, space: int) -> None:
-        self.ctx.consolidate(self.rsv[space].addr, self.rsv[space].nbytes)
+    def join(self, space: int) -> None:
+        self.ctx.join(self.rsv[space].addr, self.rsv[space].nbytes)
 
     # ---- after each step
 

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import environment
 import pytest
+import system_packages
 
 from pyvmem import _vmem
 
@@ -24,9 +24,7 @@ def documented() -> dict[str, int]:
     return {name: len(arguments.split(",")) for name, arguments in rows}
 
 
-@pytest.mark.skipif(
-    bool(environment.useful_debian_packages()), reason="<sys/sdt.h> is not on this machine"
-)
+@pytest.mark.skipif(not system_packages.has_probes(), reason="<sys/sdt.h> is not on this machine")
 @pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
 def test_the_extension_has_the_probes_of_the_page() -> None:
     command = ["readelf", "-n", str(_vmem.__file__)]

@@ -198,13 +198,13 @@ def test_without_the_patched_driver(
         (tmp_path / "uvm_vmem_max_pinned").touch()
     monkeypatch.setattr(selftest, "_PARAMETERS", tmp_path)
     _probed(monkeypatch, errno.ENODEV, "the node is missing", ["stock", "host"])
-    assert cli.main(["selftest"]) == NOT_TESTED == 3
+    assert cli.main(["selftest", "--backend", "uvm"]) == NOT_TESTED == 3
     assert capsys.readouterr() == (
         "",
         f"vmem selftest: not tested: {what} (the node is missing);"
         " --backend stock or --backend host can be tested on this machine\n",
     )
-    assert cli.main(["selftest", "--json", str(file)]) == NOT_TESTED
+    assert cli.main(["selftest", "--backend", "uvm", "--json", str(file)]) == NOT_TESTED
     report = json.loads(file.read_text())
     assert report["passed"] is False
     assert what in report["not_tested"]
@@ -217,8 +217,31 @@ def test_a_failed_proof_is_a_failure(
 ) -> None:
     """A driver that is there and maps wrongly is not "cannot be tested"."""
     _probed(monkeypatch, errno.EIO, "a byte reads as 0x00", ["host"])
-    assert cli.main(["selftest"]) == 1
+    assert cli.main(["selftest", "--backend", "uvm"]) == 1
     assert capsys.readouterr().out.splitlines() == ["uvm: a byte reads as 0x00", "FAILED"]
+
+
+def test_what_a_context_gets_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --backend; the back ends before it, and why they were passed over, are named."""
+    file = tmp_path / "report.json"
+    assert cli.main(["selftest", "--samples", "0", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    found = pyvmem.probe()
+    used = next(one for one in found if one.used)
+    assert report["tested"]["backend"] == used.backend
+    assert list(report["passed_over"]) == [one.backend for one in found[: found.index(used)]]
+    said = capsys.readouterr().out
+    for name, reason in report["passed_over"].items():
+        assert f"passed over: {name}: {reason}\n" in said
+
+
+def test_where_nothing_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _probed(monkeypatch, errno.ENODEV, "the node is missing", [])
+    assert cli.main(["selftest"]) == NOT_TESTED
+    said = "not tested: host cannot be used here (no device); no other back end can be tested"
+    assert capsys.readouterr().err == f"vmem selftest: {said} on this machine\n"
 
 
 def test_what_cannot_be_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

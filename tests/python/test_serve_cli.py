@@ -189,7 +189,7 @@ def test_bfloat16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "/nowhere"], "/nowhere: no model folder and no .gguf file; wanted a folder"),
         (["--page-size", "4M"], "4194304 is none of this context's (host): 65536, 131072"),
         (["--group-size", "2"], "2 does not divide the model's 3 layers"),
-        (["--memory-limit", "900T"], "900.0T: the machine has "),
+        (["--memory-limit", "900T"], "900.0T: this process may have "),
     ],
 )
 def test_bad_values_are_told_and_nothing_is_printed(

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from serve_helpers import make_requests, one_thread, tiny_model
 
+from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.serve import (
     Completion,
@@ -323,9 +324,15 @@ def test_a_model_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VMEM_CACHE_DIR", str(tmp_path))
     assert models.cache_dir() == tmp_path
+    monkeypatch.setenv("VMEM_CACHE_DIR", "~/models")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert models.cache_dir() == tmp_path / "models"
+    monkeypatch.setenv("VMEM_CACHE_DIR", "~nobody-of-that-name/models")
+    with pytest.raises(InvalidArgument, match=r"VMEM_CACHE_DIR=~nobody-of-that-name/models: ~nob"):
+        models.cache_dir()
     monkeypatch.delenv("VMEM_CACHE_DIR")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert models.cache_dir() == Path("/home/somebody/.cache/vmem")
+    assert models.cache_dir() == tmp_path / ".cache" / "vmem"
+    assert not any(tmp_path.iterdir()), "asking makes no folder"
 
 
 def test_a_failed_conversion_leaves_nothing(

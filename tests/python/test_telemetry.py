@@ -131,14 +131,23 @@ def test_hits_and_evictions_are_counted(context: Context) -> None:
         reqid = cache.alloc_reqid()
         assert cache.step(lens(cache, **{f"r{reqid}": 3 * ROWS})) == 0
         cache.free_reqid(reqid, tokens=range(3 * ROWS))
-        with cache.match(range(3 * ROWS)), cache.match([7] * ROWS):
-            pass
+        with cache.match(range(3 * ROWS)) as found, cache.match([7] * ROWS) as new:
+            assert cache.stats().prefix_queries == 0, "no request has begun"
+            for match, length in ((found, 2 * ROWS), (new, 0)):
+                reqid, held = cache.alloc_prefix(match) or (0, -1)
+                assert held == length
+                cache.free_reqid(reqid)
         stats = cache.stats()
         assert (stats.prefix_queries, stats.prefix_query_tokens) == (2, 4 * ROWS)
         assert (stats.prefix_hits, stats.prefix_hit_tokens) == (1, 2 * ROWS)
         assert stats.evicted_pages == 0
         cache.trim(prefixes=True)
         assert cache.stats().evicted_pages == 3 * TENSORS
+        cache.alloc_prefix([7] * ROWS)
+        assert cache.stats().prefix_queries == 3
+        cache.withdraw_prompt()
+        cache.withdraw_prompt()  # it is out already
+        assert cache.stats().prefix_queries == 2
         both = together([stats, stats], 5)
         assert both.prefix_queries == 2, "the same prompts"
         assert both.wait_counts == tuple(2 * count for count in stats.wait_counts)

@@ -9,6 +9,7 @@ import pytest
 
 from pyvmem.vllm.backing import Backing, Release
 from pyvmem.vllm.geometry import Geometry, Run, blocks_are_outermost, runs_of
+from pyvmem.vllm.idle import IdleBlocks
 from pyvmem.vllm.quota import LocalQuota
 
 PAGE = 64 << 10
@@ -225,3 +226,95 @@ def test_the_null_block_stays() -> None:
     backing, _ = make(geometry_of("straddles"))
     with pytest.raises(AssertionError, match="null block"):
         backing.retire([0])
+
+
+# ---- idle blocks, and the pages that they share -----------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_page_that_is_paid_for_backs_all_its_blocks(shape: str) -> None:
+    geometry = geometry_of(shape)
+    backing, memory = make(geometry)
+    for count in (1, 3, 9):
+        grown = grow(backing, memory, count)
+        assert len(grown) >= min(count, len(grown) + backing.bare)
+        held = [{p for k, p in memory.mapped if k == kind} for kind in range(len(geometry.classes))]
+        for block in range(geometry.num_blocks):
+            pages = [set(geometry.pages(kind, block)) for kind in range(len(geometry.classes))]
+            whole = all(mine <= those for mine, those in zip(pages, held, strict=True))
+            assert backing.is_backed(block) == whole
+
+
+def test_growth_asks_for_no_page_more_than_its_blocks_need() -> None:
+    geometry = geometry_of("many in a page")
+    backing, memory = make(geometry, geometry.page_bytes(0) * 2)
+    assert len(grow(backing, memory, 1)) == 15, "beside the null block"
+    assert len(memory.mapped) == 1
+    assert len(grow(backing, memory, 1)) == 16
+    assert len(memory.mapped) == 2
+    assert grow(backing, memory, 1) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_emptied_is_all_that_is_worth_giving_back(shape: str) -> None:
+    rng = random.Random(1)
+    geometry = geometry_of(shape)
+    for _ in range(30):
+        backing, memory = make(geometry)
+        grown = grow(backing, memory, 30)
+        some = rng.sample(grown, rng.randrange(len(grown)))
+        emptied = backing.emptied_by(some)
+        assert set(emptied) <= set(some)
+        assert freed_by(backing, emptied) == freed_by(backing, some)
+        for one in emptied:
+            without = [other for other in emptied if other != one]
+            assert freed_by(backing, without) < freed_by(backing, emptied)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_group_s_page_goes_with_the_blocks_that_touch_it(shape: str) -> None:
+    geometry = geometry_of(shape)
+    size, page = geometry.group_unit
+    for group in range(1, 39 * size // page):
+        backing, memory = make(geometry)
+        grow(backing, memory, 39)
+        touching = list(geometry.touching(group))
+        assert {b for b in range(1, 40) if b * size // page == group} <= set(touching)
+        if 0 not in touching and touching[-1] < 39:
+            assert backing.retire(touching) >= geometry.group_bytes
+
+
+@pytest.mark.parametrize("unit", [(1, 1), (1, 32), (24, 64), (72, 2048)])
+def test_idle_blocks_of_the_fullest_groups_first(unit: tuple[int, int]) -> None:
+    rng = random.Random(2)
+    idle, model = IdleBlocks(unit), set[int]()
+
+    def left(group: int) -> int:
+        return sum(one * unit[0] // unit[1] == group for one in model)
+
+    for _ in range(300):
+        some = rng.sample(range(400), rng.randrange(12))
+        if rng.random() < 0.6:
+            idle.add(some)
+            model.update(some)
+        elif rng.random() < 0.3:
+            some = [one for one in some if one in model]
+            idle.remove(some)
+            model.difference_update(some)
+        else:
+            spare = set(rng.sample(range(400), 3)) if rng.random() < 0.5 else set()
+            allowed = {one for one in model if one * unit[0] // unit[1] not in spare}
+            taken = idle.take(rng.randrange(9), spare)
+            assert len(taken) == len(set(taken))
+            assert set(taken) <= allowed
+            for one in taken:
+                group = one * unit[0] // unit[1]
+                fewest = min(left(b * unit[0] // unit[1]) for b in allowed)
+                assert left(group) <= fewest
+                model.remove(one)
+                allowed.remove(one)
+        assert sorted(idle) == sorted(model)
+        assert len(idle) == len(model)
+        assert all((one in idle) == (one in model) for one in range(400))
+    with pytest.raises(KeyError):
+        idle.remove([401])

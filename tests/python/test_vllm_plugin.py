@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,10 +13,10 @@ import pytest
 
 from pyvmem.errors import NotSupported
 from pyvmem.units import parse_bytes
-from pyvmem.vllm import plugin
+from pyvmem.vllm import plugin, versions
 from pyvmem.vllm.plugin import CannotWork, configure
 from pyvmem.vllm.settings import Settings
-from pyvmem.vllm.versions import ADAPTERS, UnknownVersion, adapter_of
+from pyvmem.vllm.versions import KNOWN, UnknownVersion, check
 from pyvmem.vllm.worker import ElasticWorker
 
 # ---- the device ------------------------------------------------------------------------------
@@ -45,51 +47,57 @@ def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
 # ---- versions ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.27.0+cpu", "0.26.2.dev3", "0.32.0"])
-def test_known_versions(version: str) -> None:
-    assert version.startswith(adapter_of(version).version)
-
-
 @pytest.mark.parametrize(
-    "version", ["0.25.9", "0.2.6", "0.260.0", "0.28.0", "0.31.0", "0.33.0", "1.0", "dev"]
+    "version", ["0.26.0", "0.27.1", "0.27.0+cpu", "0.26.2.dev3", *(f"{one}.0" for one in KNOWN)]
 )
-def test_another_version_is_refused_in_one_line(version: str) -> None:
+def test_known_versions(version: str) -> None:
+    check(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.2.6", "0.9"])
+def test_an_old_version_is_refused_in_one_line(version: str) -> None:
     with pytest.raises(UnknownVersion) as caught:
-        adapter_of(version)
+        check(version)
     text = str(caught.value)
-    assert f"vllm {version} is not known" in text
-    assert "known: 0.26, 0.27, 0.32" in text
+    assert f"vllm {version} is too old (known: 0.26 to 0.33)" in text
     assert "unset VMEM_VLLM" in text
     assert "\n" not in text
 
 
-def test_every_adapter_says_what_shows_that_it_works() -> None:
-    assert all(one.evidence for one in ADAPTERS)
+NEWER = ["0.34.0", "0.260.0", "1.0", "dev"]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "layout", "text"),
-    [
-        ([(64, False), (64, True)], "LBHNC", "KV tensors in host memory"),
-        ([(64, False), (64, False)], "LHBNC", r"layout LHBNC and layers of \[64\] bytes"),
-        ([(64, False), (32, False)], "LBHNC", r"layers of \[32, 64\] bytes; .*BLHNC"),
-    ],
-)
-def test_layouts_of_one_buffer_that_are_refused(
-    tensors: list[tuple[int, bool]], layout: str, text: str
+@pytest.mark.parametrize("version", NEWER)
+def test_an_unknown_version_that_lacks_something_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
-    """0.32 has all layers in one buffer, in an order that the user may choose."""
-    some = [SimpleNamespace(layer_stride=size, host_resident=host) for size, host in tensors]
-    order = SimpleNamespace(
-        name=layout, is_block_outermost=layout[0] == "B", is_block_compact="B" in layout[:2]
-    )
+    lacks = ("Scheduler.schedule (vllm.v1.core.sched.scheduler)", "KVCacheBlock.ref_cnt (vllm...)")
+    monkeypatch.setattr(versions, "_lacks", lambda: lacks)
+    with pytest.raises(UnknownVersion) as caught:
+        check(version, warn=True)
+    text = str(caught.value)
+    assert f"vllm {version} is not known to this pyvmem (known: 0.26 to 0.33), and lacks" in text
+    assert ", ".join(lacks) in text
+    assert "\n" not in text
 
-    def never(*_: Any) -> Any:
-        raise AssertionError
 
-    found = SimpleNamespace(num_blocks=4, kv_cache_tensors=some)
-    with pytest.raises(NotImplementedError, match=text):
-        adapter_of("0.32.0").make(never, never, found, "cpu", order)
+@pytest.mark.parametrize("version", NEWER)
+def test_an_unknown_version_that_has_everything_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(versions, "_lacks", lambda: ())
+    monkeypatch.setattr(versions, "_tried", set())
+    check(version)
+    assert not caplog.records
+    for _ in range(2):
+        check(version, warn=True)
+    (record,) = caplog.records
+    assert f"nobody has run vllm {version} with this pyvmem" in record.getMessage()
+
+
+def test_every_version_says_what_shows_that_it_works() -> None:
+    assert all(KNOWN.values())
+    assert list(KNOWN) == sorted(KNOWN)
 
 
 def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
@@ -108,7 +116,17 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
                 raise ValueError(f"{name} is registered")
             cls.known.append(name)
 
+    class Executor:
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
+
     vllm, engine, arg_utils = (ModuleType(name) for name in ("vllm", "engine", "arg_utils"))
+    vllm.__spec__ = ModuleSpec("vllm", None, is_package=True)  # of no source
+    executor = ModuleType("abstract")
+    executor.Executor = Executor  # type: ignore[attr-defined]
+    for name in ("vllm.v1", "vllm.v1.executor"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.abstract", executor)
     sleep = ModuleType("sleep_mode_backend")
     sleep.SleepModeBackendFactory = SleepModeBackendFactory  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm.device_allocator", ModuleType("device_allocator"))
@@ -180,6 +198,25 @@ def test_the_variable_counts_for_each_configuration(monkeypatch: pytest.MonkeyPa
     assert made.scheduler_config.scheduler_cls is None
 
 
+def test_a_configuration_made_by_hand_is_seen_by_the_executor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would get stock vLLM otherwise, without a word."""
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    with_vllm(monkeypatch, "0.33.0")
+    plugin.register()
+    executor = sys.modules["vllm.v1.executor.abstract"].Executor
+    made = executor(config()).vllm_config
+    assert made.parallel_config.worker_cls == "pyvmem.vllm.worker.ElasticCPUWorker"
+    assert made.scheduler_config.scheduler_cls == "pyvmem.vllm.scheduler.ElasticScheduler"
+    instance = made.instance_id
+    assert executor(vllm_config=made).vllm_config.instance_id == instance, "as it was given"
+    with pytest.raises(CannotWork, match="enable_dbo"):
+        executor(config(parallel_config__enable_dbo=True))
+    monkeypatch.setenv("VMEM_VLLM", "0")
+    assert executor(config()).vllm_config.scheduler_config.scheduler_cls is None
+
+
 # ---- configurations ------------------------------------------------------------------------------
 
 
@@ -226,6 +263,7 @@ def test_sleep_mode_sleeps_by_ours() -> None:
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config__data_parallel_size": 4}, "data_parallel_size=4"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"parallel_config__nnodes": 2}, "nnodes=2"),
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
         ({"parallel_config__distributed_executor_backend": "ray"}, "backend=ray"),
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
@@ -286,6 +324,10 @@ def test_what_is_no_size(text: str) -> None:
         ({"VMEM_LIMIT": "much"}, "VMEM_LIMIT='much': expected a size"),
         ({"VMEM_LIMIT": "1G", "VMEM_FLOOR": "2G"}, "is below VMEM_FLOOR=2147483648"),
         ({"VMEM_PAGE_SIZE": "96K"}, "VMEM_PAGE_SIZE=98304: expected a power of two"),
+        (
+            {"VMEM_PAGE_SIZE": "2M", "VMEM_LIMIT": "1M"},
+            "VMEM_LIMIT=1048576 is less than a page, VMEM_",
+        ),
         ({"VMEM_PAGE_SIZE": "1"}, "VMEM_PAGE_SIZE=1: expected a power of two from 4096 to 1073741"),
         ({"VMEM_PAGE_SIZE": "8T"}, "VMEM_PAGE_SIZE=8796093022208: expected a power of two"),
         ({"VMEM_BACKEND": "nonsense"}, "VMEM_BACKEND='nonsense': expected one of auto, .*host"),
@@ -323,5 +365,9 @@ def test_more_than_the_device_has(name: str) -> None:
 
 def test_defaults() -> None:
     assert Settings.read({}) == Settings()
-    assert Settings.read({"VMEM_LEDGER": "off"}).ledger is None
+    for off in ("off", "OFF"):
+        assert Settings.read({"VMEM_LEDGER": off}).ledger is None
+    assert Settings.read({"VMEM_LEDGER": "~/l"}).ledger == os.path.expanduser("~/l")
+    with pytest.raises(ValueError, match=r"VMEM_LEDGER=~no-such-user/l: .* home"):
+        Settings.read({"VMEM_LEDGER": "~no-such-user/l"})
     assert Settings.read({"VMEM_BACKEND": "auto"}).backend == ""

@@ -6,12 +6,15 @@
  * What a driver promises, and no more: new memory holds garbage; a call that needs a current context
  * fails without one; an allocation is mapped whole and unmapped whole; addresses that have mappings
  * cannot be freed; streams run at their own speed; nothing works in a fork's child. A kernel's wrong
- * address is a segmentation fault. The two kernels of the back end are known by their names.
+ * address is a segmentation fault. The two kernels of the back end are known by their names, and so is the self-test's
+ * "touch", whose wrong address breaks the context, as on a GPU. Under softrm.c, which
+ * stands for the kernel modules, it holds a descriptor of UVM and has managed memory, as the back end stock needs.
  *
  *   SOFTCUDA_DEVICES (1), SOFTCUDA_MEMORY (4294967296): bytes of each
  *   SOFTCUDA_DELAY_US (0): work of a stream begins up to so much late, at random
  *   SOFTCUDA_CALL_US (0): so do calls that make, map, unmap and release memory, as with other processes on the device
  */
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -32,6 +35,7 @@ enum {
   INVALID_CONTEXT = 201,
   NOT_FOUND = 500,
   NOT_READY = 600,
+  ILLEGAL_ADDRESS = 700,
   PEER_ALREADY_ENABLED = 704,
   NOT_SUPPORTED = 801,
   MAX_DEVICES = 8,
@@ -65,7 +69,7 @@ struct event {
 };
 
 struct op {
-  enum { FILL, COPY, RECORD, WAIT } kind;
+  enum { FILL, COPY, TOUCH, RECORD, WAIT } kind;
   struct event *event;
   uint64_t count;
   unsigned ranges;
@@ -96,7 +100,17 @@ static struct mapping *mappings;
 static struct range *reserved, *locked_host;
 static uint64_t next_id = 1, memory = 4ull << 30;
 static unsigned num_devices = 1, delay_us, call_us;
-static bool started, forked;
+static bool started, forked, broken; /* broken: a kernel has faulted */
+
+/* softrm.c, where that is loaded too. */
+extern void softrm_attach(unsigned devices, uint64_t memory, uint64_t (*used_by_cuda)(unsigned device))
+    __attribute__((weak));
+extern uint64_t softrm_used(unsigned device) __attribute__((weak));
+
+static uint64_t used_here(unsigned device) { return contexts[device].used; }
+static uint64_t used_in_all(int device) {
+  return contexts[device].used + (softrm_used ? softrm_used((unsigned)device) : 0);
+}
 
 static _Thread_local struct context *stack[MAX_DEPTH];
 static _Thread_local unsigned depth;
@@ -107,7 +121,8 @@ static struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
   if (!started || forked) return NOT_INITIALIZED
 #define NEED_CONTEXT()                                                                                                 \
   NEED_STARTED();                                                                                                      \
-  if (!current()) return INVALID_CONTEXT
+  if (!current()) return INVALID_CONTEXT;                                                                              \
+  if (broken) return ILLEGAL_ADDRESS
 #define EXPORT __attribute__((visibility("default")))
 
 static uint64_t number(const char *name, uint64_t otherwise) {
@@ -146,10 +161,31 @@ static void late_call(void) {
   late(call_us, &seed);
 }
 
+struct touch_params {
+  uint64_t addr, write;
+};
+
+/* The kernel reads and writes there: it answers for addresses that a program would die of. */
+static bool may_touch(const struct touch_params *p) {
+  uint32_t word;
+  void *at = (void *)(uintptr_t)p->addr;
+  int ends[2];
+  bool may;
+  if (pipe(ends)) return false;
+  may = write(ends[1], at, sizeof(word)) == sizeof(word) && read(ends[0], &word, sizeof(word)) == sizeof(word);
+  word++;
+  if (may && p->write)
+    may = write(ends[1], &word, sizeof(word)) == sizeof(word) && read(ends[0], at, sizeof(word)) == sizeof(word);
+  close(ends[0]);
+  close(ends[1]);
+  return may;
+}
+
 static void compute(const struct op *op) {
   const struct fill_params *fill = op->params;
   const struct copy_params *copy = op->params;
-  for (unsigned i = 0; i < op->ranges; i++)
+  if (op->kind == TOUCH && !may_touch(op->params)) broken = true;
+  for (unsigned i = 0; i < op->ranges && op->kind != TOUCH; i++)
     if (op->kind == FILL)
       memset((void *)(uintptr_t)fill->ranges[i].addr, (int)(fill->pattern & 0xff), fill->ranges[i].bytes);
     else
@@ -166,7 +202,7 @@ static void *run(void *arg) {
     op = s->first;
     if (!op) break;
     while (op->kind == WAIT && op->event->done < op->count) pthread_cond_wait(&changed, &lock);
-    if (op->kind == FILL || op->kind == COPY) {
+    if (op->params) {
       pthread_mutex_unlock(&lock);
       late(delay_us, &seed);
       compute(op);
@@ -298,7 +334,7 @@ EXPORT int cuCtxSynchronize(void) {
     s = waited ? current()->streams : s->next;
   }
   pthread_mutex_unlock(&lock);
-  return OK;
+  return broken ? ILLEGAL_ADDRESS : OK;
 }
 
 /* ---- events ------------------------------------------------------------------------------------ */
@@ -350,7 +386,10 @@ EXPORT int cuEventSynchronize(void *event) {
 
 /* ---- kernels ----------------------------------------------------------------------------------- */
 
-static char names[2][16] = {"vmem_fill", "vmem_copy"}; /* a function's handle is its name */
+enum { KERNELS = 3 };
+static char names[KERNELS][16] = {"vmem_fill", "vmem_copy", "touch"}; /* a function's handle is its name */
+static const size_t sizes[KERNELS] = {sizeof(struct fill_params), sizeof(struct copy_params),
+                                      sizeof(struct touch_params)};
 
 EXPORT int cuModuleLoadData(void **module, const void *image) {
   NEED_CONTEXT();
@@ -367,7 +406,7 @@ EXPORT int cuModuleUnload(void *module) {
 EXPORT int cuModuleGetFunction(void **function, void *module, const char *name) {
   (void)module;
   NEED_CONTEXT();
-  for (unsigned i = 0; i < 2; i++)
+  for (unsigned i = 0; i < KERNELS; i++)
     if (!strcmp(names[i], name)) {
       *function = names[i];
       return OK;
@@ -377,16 +416,20 @@ EXPORT int cuModuleGetFunction(void **function, void *module, const char *name) 
 
 EXPORT int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void *stream, void **args, void **extra) {
-  bool fill = function == names[0];
-  size_t size = fill ? sizeof(struct fill_params) : sizeof(struct copy_params);
+  unsigned kernel = 0;
   void *params;
   (void)gx, (void)gz, (void)bx, (void)by, (void)bz, (void)shared, (void)extra;
   NEED_CONTEXT();
-  params = malloc(size);
+  while (kernel < KERNELS && function != names[kernel]) kernel++;
+  if (kernel == KERNELS) return INVALID_VALUE;
+  params = malloc(sizes[kernel]);
   if (!params) return OUT_OF_MEMORY;
-  memcpy(params, args[0], size);
+  if (kernel == TOUCH)
+    *(struct touch_params *)params = (struct touch_params){*(uint64_t *)args[0], *(uint64_t *)args[1]};
+  else
+    memcpy(params, args[0], sizes[kernel]);
   pthread_mutex_lock(&lock);
-  put(stream_of(stream), (struct op){.kind = fill ? FILL : COPY, .ranges = gy, .params = params});
+  put(stream_of(stream), (struct op){.kind = kernel, .ranges = gy, .params = params});
   pthread_mutex_unlock(&lock);
   return OK;
 }
@@ -404,6 +447,7 @@ EXPORT int cuInit(unsigned flags) {
     delay_us = (unsigned)number("SOFTCUDA_DELAY_US", 0);
     call_us = (unsigned)number("SOFTCUDA_CALL_US", 0);
     pthread_atfork(NULL, NULL, in_child);
+    if (softrm_attach) softrm_attach(num_devices, memory, used_here);
     started = true;
   }
   pthread_mutex_unlock(&lock);
@@ -421,11 +465,31 @@ EXPORT int cuGetErrorName(int error, const char **name) {
     const char *name;
   } known[] = {{INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},     {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
                {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
-               {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"}};
+               {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"},
+               {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"}};
   *name = NULL;
   for (unsigned i = 0; i < sizeof(known) / sizeof(*known); i++)
     if (known[i].error == error) *name = known[i].name;
   return *name ? OK : INVALID_VALUE;
+}
+
+/* How cuda.bindings finds the calls. */
+EXPORT int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+  static const char *const suffixes[] = {"_v2", ""};
+  char name[96];
+  Dl_info self;
+  void *library;
+  (void)version, (void)flags;
+  *function = NULL;
+  dladdr(names, &self);
+  library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  for (unsigned i = 0; i < 2 && library && !*function; i++) {
+    snprintf(name, sizeof(name), "%s%s", symbol, suffixes[i]);
+    *function = dlsym(library, name);
+  }
+  if (library) dlclose(library);
+  if (status) *status = *function ? 0 : 1; /* found, or no such symbol */
+  return *function ? OK : NOT_FOUND;
 }
 
 EXPORT int cuDeviceGetCount(int *count) {
@@ -535,7 +599,7 @@ EXPORT int cuCtxGetStreamPriorityRange(int *low, int *high) {
 EXPORT int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
   NEED_CONTEXT();
   pthread_mutex_lock(&lock);
-  *free_bytes = memory - current()->used;
+  *free_bytes = memory - used_in_all(current()->device);
   *total = memory;
   pthread_mutex_unlock(&lock);
   return OK;
@@ -631,7 +695,7 @@ EXPORT int cuMemCreate(unsigned long long *handle, size_t bytes, const void *pro
   *a = (struct alloc){.bytes = bytes, .device = device, .fd = memfd_create("softcuda", MFD_CLOEXEC)};
   seen = MAP_FAILED;
   pthread_mutex_lock(&lock);
-  if (a->fd >= 0 && (device < 0 || contexts[device].used + bytes <= memory) && !ftruncate(a->fd, (off_t)bytes))
+  if (a->fd >= 0 && (device < 0 || used_in_all(device) + bytes <= memory) && !ftruncate(a->fd, (off_t)bytes))
     seen = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, a->fd, 0);
   if (seen == MAP_FAILED) {
     pthread_mutex_unlock(&lock);
@@ -809,12 +873,25 @@ EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, void **values
   return OK;
 }
 
+/* ---- managed memory: addresses, under which "stock" maps its own -------------------------------- */
+
 EXPORT int cuMemAllocManaged(uint64_t *addr, size_t bytes, unsigned flags) {
-  (void)addr, (void)bytes, (void)flags;
-  return NOT_SUPPORTED;
+  int err;
+  (void)flags;
+  NEED_CONTEXT();
+  if (!softrm_attach) return NOT_SUPPORTED;
+  err = cuMemAddressReserve(addr, (bytes + GRANULE - 1) / GRANULE * GRANULE, GRANULE, 0, 0);
+  if (!err) mprotect((void *)(uintptr_t)*addr, bytes, PROT_READ | PROT_WRITE);
+  return err;
 }
 
 EXPORT int cuMemFree_v2(uint64_t addr) {
-  (void)addr;
-  return INVALID_VALUE;
+  struct range *r;
+  uint64_t bytes = 0;
+  NEED_CONTEXT();
+  pthread_mutex_lock(&lock);
+  for (r = reserved; r; r = r->next)
+    if (r->addr == addr) bytes = r->bytes;
+  pthread_mutex_unlock(&lock);
+  return bytes ? cuMemAddressFree(addr, bytes) : INVALID_VALUE;
 }

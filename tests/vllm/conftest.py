@@ -39,6 +39,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS["gemma"]["layer_types"] = MODELS["gemma"]["layer_types"][:4]
 
+# Encoders: no request has a KV cache.
+ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification"}
+
 
 def tokenizer() -> Any:
     """Token 7 is written t7."""
@@ -63,7 +66,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def of(name: str) -> str:
         if Path(name).is_dir():
             return name
-        if name not in made:
+        if name in ENCODERS and name not in made:
+            import transformers
+
+            shape = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+            layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+            torch.manual_seed(0)
+            kind = getattr(transformers, ENCODERS[name])
+            folder = tmp_path_factory.mktemp(name)
+            kind(transformers.BertConfig(**shape, **layers)).save_pretrained(folder)
+            tokenizer().save_pretrained(folder)
+            made[name] = str(folder)
+        elif name not in made:
             from transformers import AutoConfig, AutoModelForCausalLM
 
             settings = {
@@ -141,7 +155,8 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
                     },
                 )
                 scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-                assert hasattr(scheduler, "elastic") == (env.get("VMEM_VLLM") == "1")
+                elastic = env.get("VMEM_VLLM") == "1" and model not in ENCODERS
+                assert hasattr(scheduler, "elastic") == elastic
                 try:
                     yield llm
                 finally:

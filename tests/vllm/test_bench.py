@@ -43,6 +43,16 @@ def test_elastic_beside_stock(bench: Any) -> None:
     assert [one["id"] for one in part["missing"]] == ["load/rest/held"]
 
 
+@pytest.mark.long
+def test_a_full_card_one_engine_at_a_time(bench: Any) -> None:
+    rows, part = bench("full")
+    assert part["status"] == "done"
+    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 12
+    assert len(rows["over/rate/elastic"]["rounds"]) == 2
+    assert rows["mapped/elastic"]["value"] > 0.5 * rows["memory"]["value"]
+    assert "mapped/stock" not in rows
+
+
 def test_vllm_beside_the_serving_loop(tmp_path: Path) -> None:
     """`vmem bench serve` gives vLLM the requests of its other arms."""
     out = tmp_path / "serve.json"

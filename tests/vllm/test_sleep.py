@@ -8,7 +8,6 @@ to them is driven here by torch's C symbols, as in test_torch_pool.py.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ SIZE = 2 << 20
 
 
 def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
-    """At once: VMEM_IDLE is an hour."""
+    """At once, slabs too: a trainer takes the memory as soon as `sleep` returns."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
         wanted = answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -34,10 +33,9 @@ def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
         for level, tags in ((1, None), (2, ["kv_cache", "weights"]), (0, ["scheduling"])):
             llm.sleep(level=level)
             if level:
-                end = time.monotonic() + 20
-                while elastic.backing.mapped_bytes > null and time.monotonic() < end:
-                    time.sleep(0.01)
-                assert elastic.backing.mapped_bytes == null
+                stats = memory.context.stats()
+                assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
+                assert stats.slab_bytes <= null + memory.context.info.slab_size
                 check(llm)
             engine = llm.llm_engine  # a request comes meanwhile
             engine.add_request("0", prompts()[0], greedy())
@@ -111,6 +109,23 @@ def test_weights_sleep_and_wake(pool: VMemPool, weights: int, level: int, found:
     assert context.read(weights, 7) == found
     one.resume()
     assert torch_alloc.owns(0, weights, SIZE)
+
+
+def test_memory_is_discarded_by_its_tag(pool: VMemPool, weights: int) -> None:
+    """As `release_kv_cache_memory` does from 0.31 on; the KV cache needs no tag to wake."""
+    one, context = backend(), pool._context
+    mapped = context.stats().mapped_bytes
+    assert mapped > 0
+    one.discard(("kv_cache",))
+    assert one.state() == "SUSPENDED"
+    assert context.stats().mapped_bytes == mapped
+    one.resume(["kv_cache"])
+    assert one.state() == "RUNNING"
+    one.discard(("weights", "kv_cache"))
+    assert one.state() == "SUSPENDED"
+    assert context.stats().mapped_bytes == 0
+    one.resume()
+    assert context.read(weights, 7) == bytes(7)
 
 
 def test_weights_that_cannot_wake_sleep_on(pool: VMemPool, weights: int) -> None:

@@ -11,8 +11,25 @@ typedef unsigned long long ull;
 struct census {
   uint32_t **refs;
   uint64_t *mappings, *starts;
-  uint64_t calls; /* map calls whose mapping lives */
+  uint64_t calls;   /* map calls whose mapping lives */
+  uint64_t entries; /* large ones */
 };
+
+/* What is marked as a large entry is one run, on its boundary in both, that one call has mapped. */
+static int check_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+  const struct vm_pte *first = vm_pte(c, s, addr);
+  const struct vm_slab *slab = c->phys->slabs[first->slab];
+  if (!vm_is_whole(c, addr, (struct vm_run){c->phys->slabs[first->slab], first->unit, c->chunk_units}))
+    BROKEN("0x%llx is marked as a large entry: unit %u of slab %u cannot have one", (ull)addr, first->unit,
+           slab->index);
+  for (uint32_t i = 1; i < c->chunk_units; i++) {
+    const struct vm_pte *p = addr + LARGE_PAGE <= s->base + s->bytes ? vm_pte(c, s, addr + vm_bytes(c, i)) : NULL;
+    if (!p || !(p->flags & PTE_MAPPED) || p->flags & PTE_CALL || p->slab != first->slab || p->unit != first->unit + i ||
+        (p->flags ^ first->flags) & PTE_READONLY)
+      BROKEN("0x%llx is marked as a large entry: granule %u is not part of it", (ull)addr, i);
+  }
+  return 0;
+}
 
 static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
   uint64_t mapped = 0, busy = 0, quarantined = 0;
@@ -28,6 +45,10 @@ static int count_space(struct vm_ctx *c, struct vm_space *s, struct census *n) {
     n->refs[p->slab][p->unit]++;
     if (p->flags & PTE_MAPPED) mapped++;
     if ((p->flags & (PTE_MAPPED | PTE_CALL)) == (PTE_MAPPED | PTE_CALL)) n->calls++;
+    if ((p->flags & (PTE_MAPPED | PTE_LARGE)) == (PTE_MAPPED | PTE_LARGE)) {
+      if (check_entry(c, s, a)) return -EIO;
+      n->entries += s->large;
+    }
     if (p->flags & PTE_BUSY) busy++;
     if (p->flags & PTE_QUARANTINED) quarantined++;
     if ((p->flags & (PTE_MAPPED | PTE_START)) == (PTE_MAPPED | PTE_START) && p->handle) {
@@ -107,6 +128,8 @@ static int check_all(struct vm_ctx *c, struct census *n) {
   }
   if (n->calls != c->driver->mappings)
     BROKEN("context: %llu driver mappings, counted %llu", (ull)c->driver->mappings, (ull)n->calls);
+  if (n->entries != c->driver->large_entries)
+    BROKEN("context: %llu large entries, counted %llu", (ull)c->driver->large_entries, (ull)n->entries);
   if (mapped != c->virt->mapped_units || segments != c->driver->segments || reserved != c->virt->reserved_bytes)
     BROKEN("context: %llu mapped, %llu segments, %llu reserved bytes; counted %llu, %llu, %llu",
            (ull)c->virt->mapped_units, (ull)c->driver->segments, (ull)c->virt->reserved_bytes, (ull)mapped,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Mappings: alone, as a batch that runs now, and consolidated. */
+/* Mappings: alone, as a batch that runs now, and joined. */
 #include "api/api.h"
 #include "base/probe.h"
 
@@ -63,12 +63,12 @@ VMEM_API int vmem_batch(vmem_t vm, const struct vmem_op *ops, size_t n, const st
   return err;
 }
 
-VMEM_API int vmem_consolidate(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls) {
+VMEM_API int vmem_join(vmem_t vm, uint64_t addr, uint64_t bytes, uint64_t *calls) {
   int err;
-  struct vm_ctx *c = vm_get(vm, "vmem_consolidate", &err);
+  struct vm_ctx *c = vm_get(vm, "vmem_join", &err);
   uint64_t made;
   if (!c) return err;
-  err = vm_consolidate(c, addr, bytes, &made);
+  err = vm_join(c, addr, bytes, &made);
   if (calls) *calls = made;
   vm_put(c);
   return err;

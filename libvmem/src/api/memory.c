@@ -48,3 +48,22 @@ VMEM_API int vmem_compact(vmem_t vm, uint64_t want, const struct vmem_after *aft
   vm_put(c);
   return err;
 }
+
+VMEM_API int vmem_memory_query(vmem_t vm, uint32_t location, int32_t device, struct vmem_memory_info *info) {
+  int err = 0;
+  struct vm_ctx *c = vm_get(vm, "vmem_memory_query", &err);
+  struct vmem_memory_info r = {.size = sizeof(r)};
+  uint64_t most, taken;
+  if (!c) return err;
+  if (vm_pool_of(c, location, device, 0, &err)) err = vm_drv_memory(c, location, device, &r.free_bytes, &r.total_bytes);
+  if (!err && (most = c->opts.mem_limit)) {
+    pthread_mutex_lock(&c->lock);
+    taken = c->phys->slab_bytes;
+    pthread_mutex_unlock(&c->lock);
+    if (taken > most) taken = most;
+    if (r.free_bytes > most - taken) r.free_bytes = most - taken;
+  }
+  if (!err) err = vm_copy_out(info, &r, sizeof(r), "vmem_memory_info");
+  vm_put(c);
+  return err;
+}

@@ -15,10 +15,16 @@ VMEM_API const char *vmem_backend_name(unsigned index) {
   return NULL;
 }
 
-static const struct vm_backend *find_backend(const char *name) {
-  for (size_t i = 0; vm_backends[i]; i++)
+/* `beside`: another name that the caller takes, and ", ". */
+static const struct vm_backend *find_backend(const char *name, const char *beside) {
+  char names[128] = "";
+  size_t used = 0;
+  for (size_t i = 0; vm_backends[i]; i++) {
     if (!strcmp(vm_backends[i]->name, name)) return vm_backends[i];
-  vm_fail(-EINVAL, "no back end is called \"%.32s\"", name);
+    if (used < sizeof(names))
+      used += (size_t)snprintf(names + used, sizeof(names) - used, "%s%s", used ? ", " : "", vm_backends[i]->name);
+  }
+  vm_fail(-EINVAL, "no back end is called \"%.32s\"; there are %s%s", name, beside, names);
   return NULL;
 }
 
@@ -27,10 +33,10 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
   const struct vm_backend *be;
   vm_error_begin("vmem_probe");
   if (!backend || !info) return vm_fail(-EINVAL, "NULL argument");
-  if (flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", flags & ~VMEM_OPEN_FORCE);
-  if (!(be = find_backend(backend))) return -EINVAL;
+  if (flags) return vm_fail(-EINVAL, "unknown flags 0x%x", flags);
+  if (!(be = find_backend(backend, ""))) return -EINVAL;
   vm_cancel_later();
-  vm_backend_probe(be, device, flags, &found);
+  vm_backend_probe(be, device, &found);
   vm_cancel_now();
   vm_error_begin("vmem_probe");
   return vm_copy_out(info, &found, sizeof(found), "vmem_probe_info");
@@ -39,7 +45,8 @@ VMEM_API int vmem_probe(const char *backend, int32_t device, uint32_t flags, str
 static unsigned log2_of(uint64_t x) { return 63 - (unsigned)__builtin_clzll(x); }
 
 static int check_opts(const struct vmem_open_opts *o) {
-  if (o->flags & ~VMEM_OPEN_FORCE) return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags & ~VMEM_OPEN_FORCE);
+  if (o->flags & ~VMEM_OPEN_LARGE_ENTRIES)
+    return vm_fail(-EINVAL, "unknown flags 0x%x", o->flags & ~VMEM_OPEN_LARGE_ENTRIES);
   if (o->num_devices > VMEM_MAX_DEVICES)
     return vm_fail_at(-EINVAL, 0, o->num_devices, VMEM_MAX_DEVICES, "%u devices, at most %u", o->num_devices,
                       VMEM_MAX_DEVICES);
@@ -104,12 +111,15 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   c->chunk_units = c->granule < LARGE_PAGE ? (uint32_t)(LARGE_PAGE >> c->shift) : 1;
   c->large_pages = c->granule < LARGE_PAGE && !c->info->one_page_slabs;
   c->chunk_shift = log2_of(c->chunk_units);
+  c->large_entries = o->flags & VMEM_OPEN_LARGE_ENTRIES && c->large_pages;
+  if (c->large_entries) c->info->pub.caps |= VMEM_CAP_LARGE_ENTRIES;
   c->info->pub.size = sizeof(c->info->pub);
   c->info->pub.num_devices = c->opts.num_devices;
   if (o->max_mappings) c->info->pub.max_mappings = o->max_mappings;
   if (o->slab_size) c->info->pub.slab_size = o->slab_size;
   if (c->info->pub.slab_size < c->granule) c->info->pub.slab_size = c->granule;
   snprintf(c->info->pub.backend, sizeof(c->info->pub.backend), "%s", be->name);
+  if (c->info->unproved) snprintf(c->info->pub.warning, sizeof(c->info->pub.warning), "%s", c->info->about);
   if (!c->opts.pool_high) {
     c->opts.pool_high = c->info->pool_high;
     c->phys->surplus.delay = c->info->pool_delay;
@@ -167,6 +177,7 @@ static void log_opened(const struct vm_ctx *c, const char *asked) {
   vm_log(c, VMEM_LOG_INFO, "back end %s (%s asked for)%s%s%s%s: granule %llu, slabs of %llu bytes%s%s", i->backend,
          asked, i->device_name[0] ? " on " : "", i->device_name, i->driver[0] ? ", driver " : "", i->driver,
          (unsigned long long)i->granule, (unsigned long long)i->slab_size, i->why[0] ? "; passed over: " : "", i->why);
+  if (i->warning[0]) vm_log(c, VMEM_LOG_WARNING, "%s", i->warning);
 }
 
 static int open_context(const struct vm_backend *be, const struct vmem_open_opts *o, vmem_t *vm) {
@@ -191,7 +202,7 @@ VMEM_API int vmem_open(const struct vmem_open_opts *opts, vmem_t *vm) {
   if (!vm) return vm_fail(-EINVAL, "NULL argument");
   if ((err = vm_copy_in(&o, sizeof(o), opts, "vmem_open_opts")) || (err = check_opts(&o))) return err;
   if (!o.backend) o.backend = "auto";
-  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend))) return -EINVAL;
+  if (strcmp(o.backend, "auto") && !(be = find_backend(o.backend, "auto, "))) return -EINVAL;
   vm_cancel_later();
   err = open_context(be, &o, vm);
   vm_cancel_now();

@@ -61,6 +61,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   err = -ENOMEM;
   if (!(s = vm_space_new(c, size))) goto out;
   if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
+  s->large = !c->be->bind || (o.flags & VMEM_RESERVE_LARGE && !vm_is_sparse(s));
   base = s->base;
   pthread_mutex_lock(&c->lock);
   err = enter(c, s);
@@ -150,9 +151,16 @@ out:
   return err;
 }
 
-static bool is_large(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+/* Whether the address lies in a block that is mapped and unmapped as a whole. */
+static bool in_block(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   uint64_t page, bytes;
   return c->large_pages && vm_space_cuts_page(c, s, (addr & ~(LARGE_PAGE - 1)) + c->granule, &page, &bytes);
+}
+
+/* The page tables' sizes are 4 KiB, 64 KiB and 2 MiB. */
+static uint64_t entry_bytes(const struct vm_ctx *c, const struct vm_space *s, bool block) {
+  if (c->granule >= LARGE_PAGE || (block && s->large)) return LARGE_PAGE;
+  return c->granule >= 64u << 10 ? 64u << 10 : 4u << 10;
 }
 
 VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info) {
@@ -167,14 +175,16 @@ VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *
   if (s) {
     struct vm_pte *p = vm_pte(c, s, addr);
     uint32_t f = p ? p->flags : 0;
+    bool block = in_block(c, s, addr);
     r.base = s->base;
     r.bytes = s->bytes;
     r.mapped_bytes = s->mapped << c->shift;
     r.segments = s->segments;
     r.run_bytes = vm_space_run(c, s, addr & ~(c->granule - 1), s->bytes);
     r.flags = s->kind | (f & PTE_MAPPED ? VMEM_RANGE_MAPPED : 0) | (f & PTE_READONLY ? VMEM_RANGE_READONLY : 0) |
-              (is_large(c, s, addr) ? VMEM_RANGE_LARGE : 0) | (f & PTE_BUSY ? VMEM_RANGE_BUSY : 0) |
-              (f & PTE_QUARANTINED ? VMEM_RANGE_QUARANTINED : 0);
+              (block && c->phys->slabs[p->slab]->pool->large ? VMEM_RANGE_LARGE : 0) |
+              (f & PTE_BUSY ? VMEM_RANGE_BUSY : 0) | (f & PTE_QUARANTINED ? VMEM_RANGE_QUARANTINED : 0);
+    if (f & PTE_MAPPED) r.entry_bytes = entry_bytes(c, s, block);
     err = 0;
   }
   pthread_mutex_unlock(&c->lock);

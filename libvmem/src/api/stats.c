@@ -21,6 +21,9 @@ VMEM_API int vmem_get_stats(vmem_t vm, struct vmem_stats *stats) {
   s.slabs = c->phys->live_slabs;
   s.segments = c->driver->segments;
   s.mappings = c->driver->mappings + c->driver->aliases;
+  s.large_entries = c->driver->large_entries;
+  s.splits = c->driver->splits;
+  s.joins = c->driver->joins;
   s.dirty_bytes = vm_pool_dirty_units(c) << c->shift;
   s.pending = c->work->pending;
   s.tickets = c->work->kept_tickets;

@@ -37,7 +37,8 @@ struct vm_be_info {
   bool no_contents;               /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
   const char *how;                /* for logs, how a page is mapped: " through UVM"; NULL = "" */
-  char patched[40];               /* "patched driver, ABI 1: ", else "" */
+  char about[192];                /* what is to be known of the driver, "" = nothing */
+  bool unproved;                  /* nobody knows this driver: its proof is stricter, and `about` a warning */
   const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
   uint64_t open_ns, prove_ns;     /* how long opening and proving took: vm_backend_open */
 };
@@ -73,6 +74,7 @@ struct vm_bind_op {
   uint64_t clears;       /* REMAP, REPLACE: length of the piece, which is unmapped as one where the back end cannot
                             replace in place; 0 for all of its operations but the first */
   bool sparse;
+  uint64_t from; /* where the piece begins. Without `bind` its operations may map less: they split an entry */
 };
 
 /* How far a failed `bind` got: operations [0, done) are carried out, [done, done + lost) are in an unknown state, the
@@ -106,7 +108,9 @@ struct vm_backend {
    * addresses could not be given back: the range may be handed in again, to try that. */
   int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
-  /* One physical allocation. -ENOMEM with the driver's own status when memory is short. */
+  /* One physical allocation. -ENOMEM with the driver's own status when memory is short. Where page_size is 2 MiB or
+   * more, and bytes a multiple, a map call whose address, offset and length are multiples of 2 MiB gets entries of
+   * that size: the core then unmaps and replaces each as a whole. */
   int (*slab_create)(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab);
   int (*slab_destroy)(void *be, uint64_t slab, uint64_t bytes);
   /* Optional: gives the memory behind a part of a slab back to the system; it reads as zeros later. */
@@ -117,14 +121,14 @@ struct vm_backend {
   int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
   /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
   int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-  /* Optional (VMEM_CAP_CONSOLIDATE): map one run again over exactly the same pages, in one call. On
-   * failure the range may be unmapped. */
+  /* Optional (VMEM_CAP_JOIN): map one run again over exactly the same pages, in one call, with the entries that
+   * such a call gets. On failure the range may be unmapped. */
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
   /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
    * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
    * where it fills pages in between; map and unmap then serve the proof of opening alone, and remap
-   * vmem_consolidate. With one driver call it is all or nothing; for more, and for a driver that fails in the
+   * vmem_join. With one driver call it is all or nothing; for more, and for a driver that fails in the
    * middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
@@ -159,7 +163,7 @@ struct vm_backend {
 /* prove.c: opens a back end and proves it on its device; fills *info, table included. What fails is closed. */
 int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
 /* Opens it for one device as "auto" would, and closes it. Fills *found, whose error it returns. */
-int vm_backend_probe(const struct vm_backend *t, int32_t device, uint32_t flags, struct vmem_probe_info *found);
+int vm_backend_probe(const struct vm_backend *t, int32_t device, struct vmem_probe_info *found);
 
 /* table.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */
 extern const struct vm_backend *const vm_backends[];

@@ -29,7 +29,7 @@ static size_t rest_of_piece(const struct vm_bind_op *ops, size_t n, size_t i) {
 /* Unmaps what lies there, once for the piece, and maps. */
 static int replace(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *r) {
   size_t i = r->done;
-  int err = ops[i].clears ? vm_drv_unmap(c, ops[i].addr, ops[i].clears, ops[i].sparse) : 0;
+  int err = ops[i].clears ? vm_drv_unmap(c, ops[i].from, ops[i].clears, ops[i].sparse) : 0;
   if (err) {
     r->failed = rest_of_piece(ops, n, i);
   } else {

@@ -64,11 +64,8 @@ int vm_drv_discard(struct vm_ctx *c, uint64_t slab, uint64_t offset, uint64_t by
   return CALL(VMEM_INJECT_SLAB, &c->driver->slab_calls, c->be->discard(c->bes, slab, offset, bytes));
 }
 
-uint64_t vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device) {
-  uint64_t unused, total = 0;
-  int err = 0;
-  VM_UNDO(err = CALL(0, NULL, c->be->mem_info(c->bes, location, device, &unused, &total)));
-  return err || !total ? UINT64_MAX : total;
+int vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
+  return CALL(0, NULL, c->be->mem_info(c->bes, location, device, free_bytes, total_bytes));
 }
 
 static int alias_map(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint64_t addr, uint64_t priv) {

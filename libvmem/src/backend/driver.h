@@ -19,6 +19,8 @@ struct vm_driver {
   uint64_t segments;      /* pieces of all reservations as the back end sees them, holes included */
   uint64_t mappings;      /* live map calls in reservations */
   uint64_t aliases;       /* the same of slabs' own mappings */
+  uint64_t large_entries; /* live entries of 2 MiB in reservations */
+  uint64_t splits, joins; /* of them, since the context was opened */
   struct vm_room planned; /* the most that unfinished plans add to these */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
@@ -33,8 +35,8 @@ int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uin
                        uint64_t *slab);
 int vm_drv_slab_destroy(struct vm_ctx *c, uint64_t slab, uint64_t bytes);
 int vm_drv_discard(struct vm_ctx *c, uint64_t slab, uint64_t offset, uint64_t bytes);
-/* All physical memory of a location, whoever has it; UINT64_MAX = the driver does not say. */
-uint64_t vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device);
+/* Physical memory of a location: free, and all, whoever has it. */
+int vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
 int vm_drv_map(struct vm_ctx *c, const struct vm_bind_op *op);
 int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse);
 int vm_drv_remap(struct vm_ctx *c, const struct vm_bind_op *op);

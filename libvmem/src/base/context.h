@@ -45,6 +45,7 @@ struct vm_ctx {
   uint32_t chunk_units; /* granules in 2 MiB, at least 1 */
   unsigned chunk_shift; /* its log2 */
   bool large_pages;     /* 2 MiB are more than a granule, and pages of them have slabs of their own */
+  bool large_entries;   /* the other slabs may have entries of 2 MiB too (VMEM_OPEN_LARGE_ENTRIES) */
   uint32_t tag;         /* in every handle of this context */
 
   uint32_t pins; /* under the registry's lock */

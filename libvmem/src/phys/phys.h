@@ -29,6 +29,7 @@ struct vm_slab {
   uint64_t priv, bytes;   /* immutable */
   uint32_t units, chunks; /* immutable; a chunk is 2 MiB */
   uint32_t index;         /* immutable; in vm_phys.slabs */
+  bool large;             /* immutable: of the driver's pages of 2 MiB; a chunk may have one entry of that size */
   struct vm_pool *pool;   /* immutable */
   uint64_t grow_id;
   bool odd;                   /* on its way back to the driver: in which epoch that began */

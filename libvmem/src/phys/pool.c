@@ -319,21 +319,59 @@ static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out
   return false;
 }
 
+/* Units of a run at `place` that come before its first whole block. */
+static uint32_t head_of(const struct vm_ctx *c, const struct vm_place *place) {
+  return (c->chunk_units - place->offset) & (c->chunk_units - 1);
+}
+
+/* How many of the `len` free units that follow the last run are taken: without large entries, all. With them a run does
+ * not go on where that would keep blocks of addresses from having one: it lies at another offset than they do, or the
+ * rest of a block is not free. */
+static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, uint32_t unit, uint32_t len, uint32_t n,
+                             const struct vm_place *place) {
+  uint32_t cu = c->chunk_units, head = head_of(c, place), whole;
+  if (!s->large || s->pool->large) return len;
+  if ((unit & (cu - 1)) != place->offset) return head < len ? head : len; /* 0 at the first page of a block */
+  if (len <= head) return len;
+  whole = head + ((len - head) & ~(cu - 1));
+  if (len < n) return whole;
+  /* Its last block is begun: where it grows page by page, into a chunk that is empty. */
+  return place->spread && whole < len && s->chunk_free[(unit + len - 1) >> c->chunk_shift] < cu ? whole : len;
+}
+
+/* After the last run, where that is free: how many units. */
+static uint32_t fits_behind(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
+                            const struct vm_place *place) {
+  const struct vm_slab *s = place->slab;
+  uint32_t unit = place->unit, max, len;
+  if (!s || s->pool != p || s->evacuating || unit >= s->units || unit & (align - 1) || !vm_bit(s->free_map, unit))
+    return 0;
+  max = s->units - unit < n ? s->units - unit : n;
+  len = vm_bits_run(s->free_map, unit, max, true) & ~(align - 1);
+  return continuation(c, s, unit, len, n, place) & ~(align - 1);
+}
+
+/* For large entries: the longest part of a run of n units whose whole blocks lie as their addresses do, or what comes
+ * before its first whole block. */
+static struct vm_run take_blocks(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
+                                 const struct vm_place *place) {
+  uint32_t cu = c->chunk_units, head = head_of(c, place), behind = fits_behind(c, p, n, align, place);
+  struct vm_run r = {NULL, 0, 0};
+  if (behind && behind >= head) return take_units(c, place->slab, place->unit, behind);
+  if (find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
+  for (uint32_t blocks = (n - head) / cu; blocks; blocks /= 2)
+    if (find_fit(p, head + blocks * cu, cu, place->offset, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
+  if (head && find_fit(p, head, cu, place->offset, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
+  return (struct vm_run){NULL, 0, 0};
+}
+
 /* Among what can be taken at once. */
 static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                                 const struct vm_place *place) {
-  uint32_t cu = c->chunk_units;
+  uint32_t cu = c->chunk_units, behind;
   struct vm_run r = {NULL, 0, 0};
   if (c->info->one_page_slabs) return find_page_slab(p, align, &r) ? take_units(c, r.slab, r.unit, r.n) : r;
-  if (place->slab) {
-    struct vm_slab *s = place->slab;
-    uint32_t unit = place->unit;
-    if (s->pool == p && !s->evacuating && unit < s->units && (unit & (align - 1)) == 0 && vm_bit(s->free_map, unit)) {
-      uint32_t max = s->units - unit < n ? s->units - unit : n;
-      uint32_t len = vm_bits_run(s->free_map, unit, max, true) & ~(align - 1);
-      if (len) return take_units(c, s, unit, len);
-    }
-  }
+  if ((behind = fits_behind(c, p, n, align, place))) return take_units(c, place->slab, place->unit, behind);
   if (n >= cu && cu > align && find_fit(p, n, cu, place->offset, LEVEL_EMPTY, &r))
     return take_units(c, r.slab, r.unit, r.n);
   if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
@@ -342,11 +380,35 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
   return (struct vm_run){NULL, 0, 0};
 }
 
+/* Where large entries may come about, now or by growth page by page. What has yet to be zeroed is as good for that. */
+static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint32_t *n, uint32_t align,
+                                      const struct vm_place *place) {
+  uint32_t head = head_of(c, place);
+  bool blocks = *n >= head + c->chunk_units;
+  struct vm_slab *s = place->slab;
+  struct vm_run r = {NULL, 0, 0};
+  if (s && s->pool == p && !s->evacuating && place->unit < s->units && vm_bit(s->soil_map, place->unit)) {
+    uint32_t rest = c->chunk_units - (place->unit & (c->chunk_units - 1));
+    s->merged = true;
+    vm_pool_cleaned(c, s, place->unit, rest < s->units - place->unit ? rest : s->units - place->unit);
+  }
+  for (int again = 0; again < 2 && (blocks || place->spread); again++) {
+    uint32_t behind = blocks ? 0 : fits_behind(c, p, *n, align, place);
+    if (behind) return take_units(c, s, place->unit, behind);
+    if (blocks && (r = take_blocks(c, p, *n, align, place)).n) return r;
+    if (!blocks && find_empty_chunk(c, p, place->offset, *n, &r)) return take_units(c, r.slab, r.unit, r.n);
+    if (!merge_soiled(c, p)) break;
+  }
+  if (blocks && head) *n = head; /* the blocks are looked for again, without what comes before them */
+  return (struct vm_run){NULL, 0, 0};
+}
+
 struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t want, uint32_t align,
                            const struct vm_place *place) {
   uint32_t n = want > UINT32_MAX / 4 ? UINT32_MAX / 4 & ~(align - 1) : (uint32_t)want;
   struct vm_run r = {NULL, 0, 0};
-  if (p->free_units >= align) r = take_ready(c, p, n, align, place);
+  if (c->large_entries && !p->large) r = take_for_entries(c, p, &n, align, place);
+  if (!r.n && p->free_units >= align) r = take_ready(c, p, n, align, place);
   if (!r.n && merge_soiled(c, p)) r = take_ready(c, p, n, align, place);
   return r;
 }

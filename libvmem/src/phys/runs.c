@@ -28,6 +28,7 @@ int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t a
                  uint32_t *nout, uint64_t *missing) {
   struct vm_run *runs = NULL, *v;
   struct vm_place place = {0};
+  uint64_t taken = 0;
   uint32_t n = 0;
   *missing = 0;
   while (units) {
@@ -40,7 +41,9 @@ int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t a
     }
     runs = v;
     units -= r.n;
+    taken += r.n;
     place = (struct vm_place){.slab = r.slab, .unit = r.unit + r.n};
+    if (c->large_entries) place.offset = taken & (c->chunk_units - 1); /* who maps it is likely to begin at a block */
   }
   *out = runs;
   *nout = n;

@@ -17,6 +17,8 @@ struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes
   s->bytes = bytes;
   s->pool = p;
   s->units = units;
+  if (c->large_entries && p->location != VMEM_HOST && page_size < LARGE_PAGE) page_size = LARGE_PAGE;
+  s->large = c->large_pages && page_size >= LARGE_PAGE && !(bytes & (LARGE_PAGE - 1));
   s->chunks = chunks;
   s->elevel = -1;
   s->free_map = s->maps;

@@ -287,8 +287,9 @@ static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
 /* Of what is more than there is, nothing is taken: others would lack it meanwhile. Asked only where the answer costs
  * little beside the memory. */
 static int there_is(struct vm_ctx *c, const struct vm_pool *p, uint64_t bytes) {
-  uint64_t all = bytes > MAX_SLAB ? vm_drv_memory(c, p->location, p->device) : UINT64_MAX;
-  if (bytes <= all) return 0;
+  uint64_t unused, all = UINT64_MAX;
+  if (bytes > MAX_SLAB) VM_UNDO(vm_drv_memory(c, p->location, p->device, &unused, &all));
+  if (!all || bytes <= all) return 0; /* 0: the driver does not say */
   return vm_fail_at(-ENOMEM, 0, bytes, all, "%llu bytes are more than all memory there, %llu",
                     (unsigned long long)bytes, (unsigned long long)all);
 }

@@ -56,17 +56,20 @@ static int check_reserved(const struct vmem_op *op, size_t i) {
 
 int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w) {
   static const uint32_t allowed[] = {
-      [VMEM_OP_MAP] = VMEM_OP_READONLY | VMEM_OP_CONSUME | VMEM_OP_REPLACE,
+      [VMEM_OP_MAP] = VMEM_OP_READONLY | VMEM_OP_CONSUME | VMEM_OP_REPLACE | VMEM_OP_SPLIT,
       [VMEM_OP_POPULATE] = VMEM_OP_DIRTY | VMEM_OP_SPREAD | VMEM_OP_COPY,
-      [VMEM_OP_UNMAP] = VMEM_OP_HOLES,
+      [VMEM_OP_UNMAP] = VMEM_OP_HOLES | VMEM_OP_SPLIT,
       [VMEM_OP_FILL] = VMEM_OP_HOLES,
+      [VMEM_OP_JOIN] = VMEM_OP_HOLES,
   };
   uint64_t count = op->count ? op->count : 1, span;
   int err;
   *w = (struct vm_want){.op = op, .count = count};
-  if (op->op < VMEM_OP_MAP || op->op > VMEM_OP_FILL) return vm_fail(-EINVAL, "unknown operation %u", op->op);
+  if (op->op < VMEM_OP_MAP || op->op > VMEM_OP_JOIN) return vm_fail(-EINVAL, "unknown operation %u", op->op);
   if (op->flags & ~allowed[op->op])
     return vm_fail(-EINVAL, "flags 0x%x do not go with operation %u", op->flags & ~allowed[op->op], op->op);
+  if (op->op == VMEM_OP_MAP && (op->flags & (VMEM_OP_SPLIT | VMEM_OP_REPLACE)) == VMEM_OP_SPLIT)
+    return vm_fail(-EINVAL, "VMEM_OP_SPLIT without VMEM_OP_REPLACE: a map splits nothing");
   if (op->op != VMEM_OP_MAP && op->offset_stride)
     return vm_fail_at(-EINVAL, op->addr, op->bytes, 0, "offset_stride %llu does not go with operation %u",
                       (unsigned long long)op->offset_stride, op->op);

@@ -19,6 +19,11 @@ void vm_plan_clear(struct vm_plan *p) {
   free(p->sources.v);
   free(p->replaced.v);
   free(p->replaces.v);
+  free(p->cuts.v);
+  free(p->kept.v);
+  free(p->groups.v);
+  free(p->group_segs.v);
+  free(p->joins.v);
   free(p->fills.v);
   free(p->consumed.v);
   free(p->ops);
@@ -50,6 +55,13 @@ static void release(struct vm_ctx *c, const struct vm_list *pieces) {
   }
 }
 
+static void release_segs(struct vm_ctx *c, const struct vm_list *segs) {
+  for (size_t i = 0; i < segs->n; i++) {
+    const struct vm_seg *seg = VM_AT(*segs, struct vm_seg, i);
+    vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
+  }
+}
+
 /* ---- replaces ---------------------------------------------------------------------------------- */
 
 /* Segments of a piece are neighbours in the list. */
@@ -63,8 +75,8 @@ static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size
 /* The ptes of a segment name its units from now on; what they named loses its references. They are busy with this plan
  * while the lock is dropped for that. */
 static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
-  uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | PTE_CALL;
   struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
+  uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | vm_call_marks(c, seg->addr, r);
   uint64_t a = seg->addr;
   if (a == piece->addr) flags |= PTE_START;
   while (r.n) {
@@ -74,7 +86,7 @@ static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const stru
     a += vm_bytes(c, old.n);
     r.unit += old.n;
     r.n -= old.n;
-    flags &= PTE_READONLY;
+    flags &= PTE_READONLY | PTE_LARGE;
   }
 }
 
@@ -86,11 +98,6 @@ static void commit_replaces(struct vm_ctx *c, struct vm_plan *p) {
   }
   for (size_t i = 0; i < p->replaced.n; i++) {
     struct vm_piece *piece = VM_AT(p->replaced, struct vm_piece, i);
-    if (p->same) {
-      vm_ptes_one_call(c, piece->space, piece->addr, piece->bytes);
-      vm_ptes_release(c, piece->space, piece->addr, piece->bytes);
-      continue;
-    }
     vm_ptes_detach(c, piece->space, piece->addr, piece->bytes);
     for (; in_piece(p, piece, seg); seg++) take_over(c, piece, VM_AT(p->replaces, struct vm_seg, seg));
     vm_ptes_commit(c, piece->space, piece->addr, piece->bytes);
@@ -115,11 +122,23 @@ static void take_back_replaces(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
+/* ---- joins ------------------------------------------------------------------------------------- */
+
+static void commit_joins(struct vm_ctx *c, struct vm_plan *p) {
+  for (size_t i = 0; i < p->joins.n; i++) {
+    const struct vm_seg *seg = VM_AT(p->joins, struct vm_seg, i);
+    struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
+    vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
+    if (vm_is_whole(c, seg->addr, r)) c->driver->joins += vm_ptes_entries(c, seg->space, seg->addr, seg->bytes, true);
+    vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
+  }
+}
+
 /* ---- the whole --------------------------------------------------------------------------------- */
 
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
-  bool gives = p->unmaps.n || (p->replaced.n && !p->same) || p->release;
+  bool gives = p->unmaps.n || p->replaced.n || p->release;
   pthread_mutex_lock(&c->lock);
   end_reservations(c, p);
   if (p->event) { /* first: below the lock is dropped */
@@ -135,6 +154,8 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   vm_phys_note_peak(c);
   vm_virt_note_peak(c);
   release(c, &p->fills);
+  vm_split_commit(c, p);
+  commit_joins(c, p);
   commit_replaces(c, p);
   for (i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *piece = VM_AT(p->unmaps, struct vm_piece, i);
@@ -142,7 +163,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   }
   for (i = 0; i < p->consumed.n; i++) vm_hdl_drop(c, &c->phys->hdls[*VM_AT(p->consumed, uint32_t, i)]);
   if (p->release) vm_hdl_drop(c, &c->phys->hdls[p->release]);
-  c->batches += !p->same;
+  c->batches += !p->only_joins;
   pthread_mutex_unlock(&c->lock);
   vm_plan_clear(p);
   if (gives) vm_pool_settle(c);
@@ -186,6 +207,8 @@ void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p) {
   }
   release(c, &p->unmaps);
   release(c, &p->fills);
+  release_segs(c, &p->kept);
+  release_segs(c, &p->joins);
   for (i = 0; i < p->consumed.n; i++) c->phys->hdls[*VM_AT(p->consumed, uint32_t, i)].busy = false;
   if (p->release) c->phys->hdls[p->release].busy = false;
 }

@@ -32,7 +32,8 @@ struct survey {
 struct evacuation {
   struct vm_ctx *c;
   struct vm_move move;
-  bool stays; /* the slab: a page of it is in use, or there is no room for them */
+  bool stays;    /* the slab: a page of it is in use, or there is no room for them */
+  bool no_block; /* none for an entry: there may be for the pages of others */
   struct vm_plan plan;
 };
 
@@ -188,7 +189,7 @@ static int count_references(struct vm_ctx *c, const struct vm_slab *s, const str
   return 0;
 }
 
-/* New places for n units from `unit` on. A large page's stays whole. Where there are none, the slab stays. */
+/* New places for n units from `unit` on. A block that is to stay whole is one. Where there are none, the slab stays. */
 static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t align) {
   struct vm_list *taken = &e->move.taken;
   while (n) {
@@ -198,6 +199,7 @@ static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t
     if (!r->n) {
       taken->n--;
       e->stays = true;
+      e->no_block = align > 1 && !e->move.from->pool->large;
       return 0;
     }
     for (uint32_t i = 0; i < r->n; i++) e->move.to[unit + i] = (struct vm_moved){r->slab, r->unit + i};
@@ -207,29 +209,55 @@ static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t
   return 0;
 }
 
-static int take_all(struct evacuation *e) {
+/* The chunks of a slab that move as wholes: large pages, and what an entry of that size shows somewhere. */
+static uint64_t *whole_chunks(struct evacuation *e, const struct survey *survey) {
+  struct vm_ctx *c = e->c;
+  struct vm_slab *s = e->move.from;
+  uint64_t *whole = vm_calloc(c, s->chunks / 64 + 1, sizeof(*whole));
+  size_t n;
+  const struct reference *shown = references_to(&survey->shown, s->index, &n);
+  for (uint32_t u = 0; whole && s->pool->large && u < s->units; u++)
+    if (s->refs[u]) vm_bits_set(whole, u >> c->chunk_shift, 1, true);
+  for (size_t i = 0; whole && i < n; i++) {
+    struct vm_space *space;
+    const struct vm_pte *p = still_shown(c, &shown[i], &space);
+    if (p && p->flags & PTE_LARGE) vm_bits_set(whole, p->unit >> c->chunk_shift, 1, true);
+  }
+  return whole;
+}
+
+static int take_all(struct evacuation *e, const struct survey *survey) {
   struct vm_slab *s = e->move.from;
   uint32_t chunk = e->c->chunk_units;
-  int err = 0;
+  uint64_t *whole = whole_chunks(e, survey);
+  int err = whole ? 0 : -ENOMEM;
   for (uint32_t u = 0; u < s->units && !err && !e->stays;) {
     uint32_t n = 0;
-    if (s->pool->large) {
+    if (vm_bit(whole, u >> e->c->chunk_shift)) {
       uint32_t end = u + chunk < s->units ? u + chunk : s->units;
-      bool used = false;
-      for (uint32_t i = u; i < end; i++) used |= s->refs[i] != 0;
-      if (used) err = take_places(e, u, end - u, end - u);
+      err = take_places(e, u, end - u, end - u);
       u = end;
       continue;
     }
-    while (u + n < s->units && s->refs[u + n]) n++;
+    while (u + n < s->units && s->refs[u + n] && !vm_bit(whole, (u + n) >> e->c->chunk_shift)) n++;
     if (n) err = take_places(e, u, n, 1);
     u += n ? n : 1;
   }
+  free(whole);
   return err;
 }
 
 static bool follows(const struct vm_moved *a, const struct vm_moved *b) {
   return a->slab == b->slab && a->unit + 1 == b->unit;
+}
+
+/* Whether a call for the run may take one more granule, at `addr`: none has both large entries and small ones, and what
+ * small ones map stays so. */
+static bool may_grow(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr, const struct vm_seg *seg,
+                     struct vm_run run, bool large) {
+  run.n++;
+  if (large) return addr & (LARGE_PAGE - 1) || p->flags & PTE_LARGE;
+  return !(p->flags & PTE_LARGE) && !vm_is_whole(c, seg->addr, run);
 }
 
 /* Every stretch of addresses that shows the slab becomes a piece, every run of its new pages a driver call. */
@@ -238,6 +266,7 @@ static int plan_addresses(struct evacuation *v, const struct survey *survey) {
   struct vm_piece *piece = NULL;
   struct vm_seg *seg = NULL;
   struct vm_run run = {0};
+  bool large = false;
   size_t n;
   const struct reference *e = references_to(&survey->shown, v->move.from->index, &n);
   for (size_t i = 0; i < n; i++) {
@@ -251,15 +280,14 @@ static int plan_addresses(struct evacuation *v, const struct survey *survey) {
     flags = p->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0;
     if (!piece || piece->space != space || piece->addr + piece->bytes != addr) {
       if (!(piece = VM_PUSH(c, &v->plan.replaced, struct vm_piece))) return -ENOMEM;
-      *piece = (struct vm_piece){addr, 0, space, 0};
+      *piece = (struct vm_piece){addr, 0, space, 0, false};
       seg = NULL;
     }
     if (seg && (seg->flags != flags || !follows(&(struct vm_moved){run.slab, run.unit + run.n - 1}, to))) seg = NULL;
-    if (seg) {
-      run.n++;
-      if (vm_one_call(c, seg->addr, run) < run.n) seg = NULL; /* a large page begins or ends here */
-    }
+    if (seg && !may_grow(c, p, addr, seg, run, large)) seg = NULL;
+    if (seg) run.n++;
     if (!seg) {
+      large = p->flags & PTE_LARGE;
       if (!(seg = VM_PUSH(c, &v->plan.replaces, struct vm_seg))) return -ENOMEM;
       *seg = (struct vm_seg){addr, 0, space, to->slab, to->unit, flags};
       run = (struct vm_run){to->slab, to->unit, 1};
@@ -348,8 +376,8 @@ static int prepare(struct evacuation *v, struct vm_slab *s, const struct survey 
   if (!(v->move.to = vm_calloc(c, s->units, sizeof(*v->move.to)))) return -ENOMEM;
   v->move.from = s;
   vm_pool_set_aside(s);
-  err = take_all(v);
-  *full = v->stays;
+  err = take_all(v, survey);
+  *full = v->stays && !v->no_block;
   if (err || v->stays) return err;
   err = plan_addresses(v, survey);
   if (!err) err = plan_handles(v, survey);

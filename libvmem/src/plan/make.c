@@ -61,12 +61,13 @@ static struct vm_seg seg_of(const struct maker *m, const struct vm_piece *piece,
                          r.unit,       m->w.op->flags & VMEM_OP_READONLY ? VMEM_MAP_READONLY : 0};
 }
 
-/* Marks one run at the piece's end. Its units hold a reference for these ptes already; those of ptes that were not
- * marked are given back. */
+/* Marks one run at the piece's end, which is one call. Its units hold a reference for these ptes already; those of ptes
+ * that were not marked are given back. */
 static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr + piece->bytes;
-  uint32_t flags = PTE_CALL | (piece->bytes ? 0 : PTE_START) | (m->w.op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
+  uint32_t flags = vm_call_marks(c, addr, r) | (piece->bytes ? 0 : PTE_START) |
+                   (m->w.op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
   uint32_t marked = 0;
   struct vm_seg *seg = VM_PUSH(c, &m->p->maps, struct vm_seg);
   int err = seg ? 0 : -ENOMEM;
@@ -78,6 +79,21 @@ static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bo
   if (!err && !claim_dirty(m, r, zero)) err = -ENOMEM;
   if (marked < r.n) vm_units_put(c, r.slab, r.unit + marked, r.n - marked);
   return err;
+}
+
+/* Marks a run that was taken, which may be several calls. */
+static int mark_taken(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
+  struct vm_ctx *c = m->c;
+  while (r.n) {
+    struct vm_run call = {r.slab, r.unit, vm_one_call(c, piece->addr + piece->bytes, r)};
+    int err = mark_run(m, piece, call, zero);
+    r.unit += call.n;
+    r.n -= call.n;
+    if (!err) continue;
+    vm_units_put(c, r.slab, r.unit, r.n);
+    return err;
+  }
+  return 0;
 }
 
 static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes) {
@@ -97,7 +113,7 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
       return -ENOMEM;
     }
     m->taken[m->w.pool - c->phys->pools] += r.n;
-    if ((err = mark_run(m, piece, r, zero))) return err;
+    if ((err = mark_taken(m, piece, r, zero))) return err;
     place.slab = r.slab;
     place.unit = r.unit + r.n;
   }
@@ -188,18 +204,6 @@ static int copy_piece(struct maker *m, uint64_t addr, uint64_t src, uint64_t byt
   return 0;
 }
 
-/* The driver unmaps some pages only as a whole. */
-static int check_whole_pages(struct vm_ctx *c, const struct vm_piece *piece) {
-  uint64_t end = piece->addr + piece->bytes, page, size;
-  if (!vm_space_cuts_page(c, piece->space, piece->addr, &page, &size) &&
-      !vm_space_cuts_page(c, piece->space, end, &page, &size))
-    return 0;
-  return vm_fail_at(-EINVAL, piece->addr, piece->bytes, size,
-                    "0x%llx + %llu bytes cuts the page of %llu bytes at 0x%llx, which %s cannot unmap in parts",
-                    (unsigned long long)piece->addr, (unsigned long long)piece->bytes, (unsigned long long)size,
-                    (unsigned long long)page, c->be->name);
-}
-
 /* UNMAP and FILL: marks what is live in [addr, addr + bytes). */
 static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_t bytes, bool fill) {
   struct vm_ctx *c = m->c;
@@ -214,7 +218,7 @@ static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_
       continue;
     }
     if (!(piece = VM_PUSH(c, fill ? &m->p->fills : &m->p->unmaps, struct vm_piece))) return -ENOMEM;
-    *piece = (struct vm_piece){a, 0, s, fill ? (uint32_t)m->w.op->value : 0};
+    *piece = (struct vm_piece){a, 0, s, fill ? (uint32_t)m->w.op->value : 0, false};
     n = vm_bytes(c, vm_ptes_hold(c, s, a, end - a));
     piece->bytes = n;
     for (uint64_t b = a; fill && b < a + n; b += c->granule)
@@ -223,7 +227,7 @@ static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_
     a += n;
     p = a < end ? vm_pte(c, s, a) : NULL;
     if (a < end && !((m->w.op->flags & VMEM_OP_HOLES) && (!p || !p->flags))) return vm_pte_not_live(c, p, a);
-    if (!fill && (err = check_whole_pages(c, piece))) return err;
+    if (!fill && (err = vm_split_note(c, m->p, piece, m->w.op->flags & VMEM_OP_SPLIT))) return err;
   }
   return 0;
 }
@@ -240,9 +244,10 @@ static int do_piece(struct maker *m, uint64_t addr, uint64_t offset, uint64_t sr
     if (!(m->space = vm_space_range(c, addr, op->bytes, m->w.page_size, &err))) return err;
   if (op->op == VMEM_OP_UNMAP || op->op == VMEM_OP_FILL)
     return mark_live(m, m->space, addr, op->bytes, op->op == VMEM_OP_FILL);
+  if (op->op == VMEM_OP_JOIN) return vm_plan_join(c, m->p, m->space, addr, op->bytes, op->flags & VMEM_OP_HOLES);
   if (replace && (err = vm_access_check(c, addr, op->bytes))) return err;
   if (!(piece = VM_PUSH(c, replace ? &m->p->replaced : &m->p->mapped, struct vm_piece))) return -ENOMEM;
-  *piece = (struct vm_piece){addr, 0, m->space, 0};
+  *piece = (struct vm_piece){addr, 0, m->space, 0, false};
   if (op->op == VMEM_OP_POPULATE) {
     err = populate_piece(m, piece, op->bytes);
     return err || !(op->flags & VMEM_OP_COPY) ? err : copy_piece(m, addr, src, vm_source_bytes(op));
@@ -251,7 +256,7 @@ static int do_piece(struct maker *m, uint64_t addr, uint64_t offset, uint64_t sr
   m->w.hdl->pending++;
   m->w.hdl->pins += replace;
   err = map_piece(m, piece, op->bytes, offset);
-  return err || !replace ? err : check_whole_pages(c, piece);
+  return err || !replace ? err : vm_split_note(c, m->p, piece, op->flags & VMEM_OP_SPLIT);
 }
 
 /* The caller's reference goes with the batch: no other plan may count on it. */
@@ -281,7 +286,7 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
   m->space = NULL;
   count = m->w.count;
   most = count < 4096 ? count : 4096;
-  if (!vm_list_reserve(c, pieces_of(m->p, op), sizeof(struct vm_piece), most)) return -ENOMEM;
+  if (op->op != VMEM_OP_JOIN && !vm_list_reserve(c, pieces_of(m->p, op), sizeof(struct vm_piece), most)) return -ENOMEM;
   if (op->op == VMEM_OP_POPULATE && !vm_list_reserve(c, &m->p->maps, sizeof(struct vm_seg), most)) return -ENOMEM;
   if (op->flags & VMEM_OP_COPY) {
     struct vm_access *source = VM_PUSH(c, &m->p->sources, struct vm_access);
@@ -312,9 +317,10 @@ static void add_cuts(struct vm_ctx *c, struct vm_room *room, const struct vm_pie
 
 /* A map adds its run and the hole after it; an unmap adds a piece at each end that cuts a run. */
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p) {
-  uint64_t mappings = p->maps.n + p->replaces.n;
+  uint64_t mappings = p->maps.n + p->replaces.n + p->kept.n;
   struct vm_room room = {2 * mappings, mappings};
-  bool maps = mappings; /* an unmap that cuts one mapping in two gives memory back: the limit does not stop it */
+  /* An unmap that cuts one mapping in two, or splits an entry, gives memory back: the limit does not stop it. */
+  bool maps = p->maps.n + p->replaces.n;
   int err;
   for (size_t i = 0; i < p->replaced.n; i++) add_cuts(c, &room, VM_AT(p->replaced, struct vm_piece, i));
   for (size_t i = 0; i < p->unmaps.n; i++) add_cuts(c, &room, VM_AT(p->unmaps, struct vm_piece, i));
@@ -359,6 +365,7 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
     p->keep = keep;
     err = vm_want_all(c, ops, n);
     for (size_t i = 0; i < n && !err; i++) err = do_op(&m, &ops[i]);
+    if (!err) err = vm_plan_split(c, p);
     if (!err) err = vm_plan_room(c, p);
     if (!err) sources_begin(c, p);
     if (err) {
@@ -425,7 +432,8 @@ int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p) {
       struct vm_pte *pte = vm_pte(c, s, end);
       if (!pte || !(pte->flags & PTE_MAPPED) || (pte->flags & PTE_START) || pte->handle != vm_hdl_index(c, hdl)) break;
     }
-    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = vm_plan_room(c, p))) {
+    if ((err = mark_live(&m, s, hdl->start_sum, end - hdl->start_sum, false)) || (err = vm_plan_split(c, p)) ||
+        (err = vm_plan_room(c, p))) {
       VM_UNDO(vm_plan_take_back(c, p));
       goto out;
     }

@@ -15,8 +15,13 @@ static void move_ptes(struct vm_ctx *c, struct vm_plan *p) {
     struct vm_space *s = piece->space;
     uint64_t end = piece->addr + piece->bytes, before = vm_space_edges(c, s, piece->addr, piece->bytes);
     for (uint64_t a = piece->addr; a < end; a += c->granule) move_pte(c, s, a, p->move);
-    for (uint64_t a = piece->addr; a < end; a += VM_AT(p->replaces, struct vm_seg, k++)->bytes)
-      vm_ptes_one_call(c, s, a, VM_AT(p->replaces, struct vm_seg, k)->bytes);
+    for (uint64_t a = piece->addr; a < end; k++) {
+      const struct vm_seg *seg = VM_AT(p->replaces, struct vm_seg, k);
+      struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
+      vm_ptes_one_call(c, s, a, seg->bytes);
+      vm_ptes_entries(c, s, a, seg->bytes, vm_is_whole(c, a, r));
+      a += seg->bytes;
+    }
     vm_ptes_release(c, s, piece->addr, piece->bytes);
     vm_space_count_edges(c, s, piece->addr, piece->bytes, before);
   }

@@ -2,7 +2,9 @@
 /* The fills of other batches that a plan must wait for, and its own, which may outlast it. */
 #include "plan/plan.h"
 
-bool vm_plan_only_fills(const struct vm_plan *p) { return !p->maps.n && !p->replaced.n && !p->unmaps.n && p->fills.n; }
+bool vm_plan_only_fills(const struct vm_plan *p) {
+  return !p->maps.n && !p->replaced.n && !p->unmaps.n && !p->joins.n && p->fills.n;
+}
 
 /* Notes the runs behind a range; how many they are. Lock held. */
 static size_t runs_behind(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_run *runs) {
@@ -62,9 +64,9 @@ struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p) {
   struct vm_fill *f;
   if (!c->phys->fills) return NULL;
   /* What vanishes; what shows at a second address; what is written again. */
-  if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) ||
-      (f = behind_segs(c, &p->replaces)) || (p->shows && (f = behind_segs(c, &p->maps))) ||
-      (f = behind_pieces(c, &p->fills)))
+  if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) || (f = behind_segs(c, &p->kept)) ||
+      (f = behind_segs(c, &p->joins)) || (f = behind_segs(c, &p->replaces)) ||
+      (p->shows && (f = behind_segs(c, &p->maps))) || (f = behind_pieces(c, &p->fills)))
     return f;
   for (size_t i = 0; i < p->copies.n && !f; i++) {
     const struct vm_be_copy *copy = VM_AT(p->copies, struct vm_be_copy, i);

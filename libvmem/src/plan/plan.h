@@ -5,9 +5,10 @@
  *   check.c        arguments
  *   make.c         takes pages and marks ptes: everything that can run out of memory
  *   order.c        the fills of other batches that must end first, and its own that may run on
+ *   split.c        large entries of which a batch takes a part
  *   run.c          the driver's calls, or their undo
  *   commit.c       records what was done, or takes back what was made
- *   consolidate.c  vmem_consolidate's plans
+ *   join.c         calls and entries made one: VMEM_OP_JOIN, and vmem_join's plans
  *   compact.c      vmem_compact's, which move pages (move.c)
  */
 #ifndef VMEM_PLAN_H
@@ -27,34 +28,53 @@ struct vm_piece { /* what commit records */
   uint64_t addr, bytes;
   struct vm_space *space;
   uint32_t handle; /* maps: index, 0 = none; fills: the byte */
+  bool grouped;    /* replaces and unmaps: their calls are a group's */
+};
+
+struct vm_cut { /* a large entry of which a piece takes a part */
+  uint64_t block;
+  struct vm_space *space;
+  uint64_t addr, bytes; /* the piece */
+  bool allowed;         /* VMEM_OP_SPLIT */
+};
+
+struct vm_group { /* unmapped by one call, then mapped again in part */
+  uint64_t addr, bytes;
+  struct vm_space *space;
+  size_t segs; /* that many of the plan's group_segs */
 };
 
 struct vm_plan {
-  struct vm_list maps;     /* vm_seg */
-  struct vm_list mapped;   /* vm_piece: they make up these */
-  struct vm_list unmaps;   /* vm_piece, wholly mapped; one driver call each */
-  struct vm_list zeros;    /* vm_run: claimed units, to be zeroed before anything is mapped */
-  struct vm_list copies;   /* vm_be_copy: to maps, or between slabs' own mappings */
-  struct vm_list sources;  /* vm_access: what they read, in use from the plan's completion to its end */
-  struct vm_list replaced; /* vm_piece, wholly mapped: shows other pages afterwards */
-  struct vm_list replaces; /* vm_seg: these pages, in the order of the pieces */
-  struct vm_list fills;    /* vm_piece */
-  struct vm_list consumed; /* uint32_t handle indices */
-  struct vm_bind_op *ops;  /* room for its driver calls, which must not fail for want of heap memory */
-  struct vm_fill *fill;    /* its fills may run on after the commit, as this; NULL = they are waited for */
-  vm_event event;          /* covers its fills and copies; 0 = over */
-  bool filling;            /* its maps are made, and its fills and copies started */
-  bool claims;             /* some of the mapped units are claimed: dirty, and zeroed by this plan */
-  bool zeroing;            /* their zeroing was started */
-  vm_event zero_event;     /* and is over with this */
-  bool zeroed;             /* it is over: they may have been written to since */
-  bool shows;              /* pages of a handle, which by the time it runs may be mapped and filled elsewhere */
-  bool same;               /* the replaces map the same pages again: vmem_consolidate */
-  struct vm_move *move;    /* the replaces show the same contents in other pages: vmem_compact */
-  struct vm_room room;     /* planned (backend/room.c) */
-  uint64_t grow_id;        /* slabs made for this plan; 0 = none */
-  uint64_t keep;           /* free bytes that stay in the pool if the plan is cancelled */
-  uint32_t release;        /* handle that vMemRelease drops with this plan; 0 = none */
+  struct vm_list maps;       /* vm_seg */
+  struct vm_list mapped;     /* vm_piece: they make up these */
+  struct vm_list unmaps;     /* vm_piece, wholly mapped; one driver call each */
+  struct vm_list zeros;      /* vm_run: claimed units, to be zeroed before anything is mapped */
+  struct vm_list copies;     /* vm_be_copy: to maps, or between slabs' own mappings */
+  struct vm_list sources;    /* vm_access: what they read, in use from the plan's completion to its end */
+  struct vm_list replaced;   /* vm_piece, wholly mapped: shows other pages afterwards */
+  struct vm_list replaces;   /* vm_seg: these pages, in the order of the pieces */
+  struct vm_list cuts;       /* vm_cut, in order, each block once */
+  struct vm_list kept;       /* vm_seg: what stays of those blocks */
+  struct vm_list groups;     /* vm_group, in order */
+  struct vm_list group_segs; /* vm_seg: kept ones and replaces, in the order of the groups */
+  struct vm_list joins;      /* vm_seg: mapped already, by several calls or with small entries */
+  struct vm_list fills;      /* vm_piece */
+  struct vm_list consumed;   /* uint32_t handle indices */
+  struct vm_bind_op *ops;    /* room for its driver calls, which must not fail for want of heap memory */
+  struct vm_fill *fill;      /* its fills may run on after the commit, as this; NULL = they are waited for */
+  vm_event event;            /* covers its fills and copies; 0 = over */
+  bool filling;              /* its maps are made, and its fills and copies started */
+  bool claims;               /* some of the mapped units are claimed: dirty, and zeroed by this plan */
+  bool zeroing;              /* their zeroing was started */
+  vm_event zero_event;       /* and is over with this */
+  bool zeroed;               /* it is over: they may have been written to since */
+  bool shows;                /* pages of a handle, which by the time it runs may be mapped and filled elsewhere */
+  bool only_joins;           /* it is no batch: vmem_join */
+  struct vm_move *move;      /* the replaces show the same contents in other pages: vmem_compact */
+  struct vm_room room;       /* planned (backend/room.c) */
+  uint64_t grow_id;          /* slabs made for this plan; 0 = none */
+  uint64_t keep;             /* free bytes that stay in the pool if the plan is cancelled */
+  uint32_t release;          /* handle that vMemRelease drops with this plan; 0 = none */
 };
 
 /* ---- check.c (lock held) ----------------------------------------------------------------------- */
@@ -93,6 +113,15 @@ int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p);
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p);
 
+/* ---- split.c (lock held) ----------------------------------------------------------------------- */
+
+/* A piece that is to vanish or to be replaced is marked: notes large entries that it cuts. -EINVAL for a page that is
+ * whole by definition. */
+int vm_split_note(struct vm_ctx *c, struct vm_plan *p, const struct vm_piece *piece, bool allowed);
+/* All pieces are marked: what stays of those entries becomes busy too. -EINVAL where that was not allowed. */
+int vm_plan_split(struct vm_ctx *c, struct vm_plan *p);
+/* They are split. Before anything else is recorded. */
+void vm_split_commit(struct vm_ctx *c, struct vm_plan *p);
 /* ---- order.c ----------------------------------------------------------------------------------- */
 
 bool vm_plan_only_fills(const struct vm_plan *p);
@@ -152,10 +181,12 @@ struct vm_move {
 /* The pages of the plan have moved. Lock held. */
 void vm_move_commit(struct vm_ctx *c, struct vm_plan *p);
 
-/* ---- consolidate.c, compact.c (lock not held) -------------------------------------------------- */
+/* ---- join.c, compact.c (lock not held) --------------------------------------------------------- */
 
-/* *calls: runs that were mapped anew. */
-int vm_consolidate(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls);
+/* The range is mapped, but for `holes`: what of it is worth a call is marked. Lock held. */
+int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64_t addr, uint64_t bytes, bool holes);
+/* *calls: stretches that were mapped anew. */
+int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls);
 /* Adds to *freed until it is `want`. */
 int vm_compact(struct vm_ctx *c, uint64_t want, uint64_t *freed);
 

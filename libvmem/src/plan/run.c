@@ -2,8 +2,8 @@
 /*
  * Makes a plan's driver calls, then commits or undoes it.
  *
- * Order: zeroing of new pages, maps, copies to them, fills, replaces, unmaps. All but the first and the fills are
- * operations of vm_bind (backend/backend.h). Without fills they take one call of it; with fills
+ * Order: zeroing of new pages, maps, copies to them, fills, replaces, joins, unmaps. All but the first and
+ * the fills are operations of vm_bind (backend/backend.h). Without fills they take one call of it; with fills
  * two, because pages must be mapped before they are filled, and what the undo of a failed fill
  * restores must still be there.
  *
@@ -35,7 +35,8 @@ static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
 }
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
-  size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces);
+  size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + most_maps(c, &p->joins);
+  n += p->kept.n + p->groups.n; /* of back ends whose calls have no limit */
   for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
@@ -47,8 +48,8 @@ static struct vm_bind_op *push(struct calls *b, uint32_t kind, const struct vm_s
   return &b->ops[b->n++];
 }
 
-/* `clears`: see vm_bind_op. */
-static void push_map(struct calls *b, uint32_t kind, const struct vm_seg *s, uint64_t clears) {
+/* Clears a range of so many bytes at `from`: see vm_bind_op. */
+static void push_map(struct calls *b, uint32_t kind, const struct vm_seg *s, uint64_t from, uint64_t clears) {
   uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : s->bytes, n;
   for (uint64_t at = 0; at < s->bytes; at += n, clears = 0) {
     struct vm_bind_op *op;
@@ -57,25 +58,46 @@ static void push_map(struct calls *b, uint32_t kind, const struct vm_seg *s, uin
     op->flags = s->flags;
     op->slab = s->slab->priv;
     op->offset = ((uint64_t)s->unit << b->c->shift) + at;
+    op->from = from;
     op->clears = clears;
   }
 }
 
 static void push_maps(struct calls *b, struct vm_plan *p) {
-  for (size_t i = 0; i < p->maps.n; i++) push_map(b, VM_BIND_MAP, VM_AT(p->maps, struct vm_seg, i), 0);
+  for (size_t i = 0; i < p->maps.n; i++) push_map(b, VM_BIND_MAP, VM_AT(p->maps, struct vm_seg, i), 0, 0);
 }
 
-/* Replaces and unmaps. */
-static void push_takes(struct calls *b, struct vm_plan *p) {
+/* Replaces that are in no group. */
+static void push_replaces(struct calls *b, struct vm_plan *p) {
   const struct vm_piece *piece = p->replaced.v;
   for (size_t i = 0; i < p->replaces.n; i++) {
     struct vm_seg *s = VM_AT(p->replaces, struct vm_seg, i);
     bool first = s->addr == piece->addr;
-    push_map(b, p->same ? VM_BIND_REMAP : VM_BIND_REPLACE, s, first ? piece->bytes : 0);
+    if (!piece->grouped) push_map(b, VM_BIND_REPLACE, s, piece->addr, first ? piece->bytes : 0);
     piece += s->addr + s->bytes == piece->addr + piece->bytes;
+  }
+}
+
+static void push_groups(struct calls *b, struct vm_plan *p) {
+  const struct vm_seg *s = p->group_segs.v;
+  for (size_t i = 0; i < p->groups.n; i++) {
+    const struct vm_group *g = VM_AT(p->groups, struct vm_group, i);
+    if (!g->segs) push(b, VM_BIND_UNMAP, g->space, g->addr, g->bytes);
+    for (size_t k = 0; k < g->segs; k++, s++) push_map(b, VM_BIND_REPLACE, s, g->addr, k ? 0 : g->bytes);
+  }
+}
+
+/* What changes what is mapped: replaces, joins and unmaps. */
+static void push_takes(struct calls *b, struct vm_plan *p) {
+  push_replaces(b, p);
+  push_groups(b, p);
+  for (size_t i = 0; i < p->joins.n; i++) {
+    const struct vm_seg *s = VM_AT(p->joins, struct vm_seg, i);
+    push_map(b, VM_BIND_REMAP, s, s->addr, s->bytes);
   }
   for (size_t i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *gone = VM_AT(p->unmaps, struct vm_piece, i);
+    if (gone->grouped) continue;
     uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : gone->bytes, end = gone->addr + gone->bytes, n;
     for (uint64_t a = gone->addr; a < end; a += n) {
       n = end - a < most ? end - a : most;
@@ -97,7 +119,13 @@ static void quarantine(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
 /* Runs what was pushed. What a failure leaves in an unknown state is quarantined. */
 static int run(struct calls *b) {
   int err = b->n ? vm_bind(b->c, b->ops, b->n, &b->r) : 0;
-  for (size_t i = b->r.done; err && i < b->r.done + b->r.lost; i++) quarantine(b->c, b->ops[i].addr, b->ops[i].bytes);
+  for (size_t i = b->r.done; err && i < b->r.done + b->r.lost; i++) {
+    const struct vm_bind_op *op = &b->ops[i];
+    if (b->c->be->bind || op->kind != VM_BIND_REPLACE)
+      quarantine(b->c, op->addr, op->bytes);
+    else if (op->clears) /* all of what was unmapped, of which these operations may map a part */
+      quarantine(b->c, op->from, op->clears);
+  }
   return err;
 }
 
@@ -133,7 +161,7 @@ static void put_back(struct undo *u, struct vm_bind_op op) {
   u->ops[u->n++] = op;
 }
 
-/* The run that was mapped at addr, as the ptes say: what maps it again. */
+/* The run that was mapped at addr, as the ptes say: what maps it again, with the same entries. 0 bytes: it is lost. */
 static struct vm_bind_op run_before(struct vm_ctx *c, const struct vm_bind_op *op, uint64_t addr, uint64_t bytes) {
   struct vm_bind_op run = {.kind = VM_BIND_MAP, .addr = addr, .priv = op->priv, .sparse = op->sparse};
   uint64_t most = c->info->bind_bytes;
@@ -142,46 +170,54 @@ static struct vm_bind_op run_before(struct vm_ctx *c, const struct vm_bind_op *o
   pthread_mutex_lock(&c->lock);
   s = vm_space_find(c, addr);
   pte = vm_pte(c, s, addr);
-  run.bytes = vm_space_run(c, s, addr, most && most < bytes ? most : bytes);
-  run.slab = c->phys->slabs[pte->slab]->priv;
-  run.offset = (uint64_t)pte->unit << c->shift;
-  run.flags = pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0;
-  vm_ptes_one_call(c, s, addr, run.bytes);
+  if (!(pte->flags & PTE_QUARANTINED)) {
+    run.bytes = vm_space_call(c, s, addr, most && most < bytes ? most : bytes);
+    run.slab = c->phys->slabs[pte->slab]->priv;
+    run.offset = (uint64_t)pte->unit << c->shift;
+    run.flags = pte->flags & PTE_READONLY ? VMEM_MAP_READONLY : 0;
+    vm_ptes_one_call(c, s, addr, run.bytes);
+  }
   pthread_mutex_unlock(&c->lock);
   return run;
 }
 
-/* Maps what the ptes name in [op->addr, end) again; in the first `shown` bytes something else is mapped now. */
-static void map_again(struct undo *u, const struct vm_bind_op *op, uint64_t end, uint64_t shown) {
-  bool in_place = u->c->be->bind;
-  uint64_t a = op->addr;
-  if (shown && !in_place) {
-    flush(u);
-    if (vm_drv_unmap(u->c, a, shown, op->sparse)) {
-      undo_failed(u, a, shown);
-      a += shown;
-    }
+/* Unmaps what n operations have mapped, each stretch at once. */
+static void clear(struct undo *u, const struct vm_bind_op *ops, size_t n) {
+  flush(u);
+  for (size_t i = 0, k; i < n; i = k) {
+    uint64_t bytes = ops[i].bytes;
+    for (k = i + 1; k < n && ops[k].addr == ops[i].addr + bytes; k++) bytes += ops[k].bytes;
+    if (vm_drv_unmap(u->c, ops[i].addr, bytes, ops[i].sparse)) undo_failed(u, ops[i].addr, bytes);
   }
-  while (a < end) {
-    struct vm_bind_op run = run_before(u->c, op, a, end - a);
-    if (shown && in_place) run.kind = VM_BIND_REMAP;
-    put_back(u, run);
-    a += run.bytes;
+}
+
+/* Maps what the ptes name in [addr, end) again; kind: whether over something else. */
+static void map_again(struct undo *u, const struct vm_bind_op *op, uint64_t addr, uint64_t end, uint32_t kind) {
+  while (addr < end) {
+    struct vm_bind_op run = run_before(u->c, op, addr, end - addr);
+    run.kind = kind;
+    if (run.bytes) put_back(u, run);
+    addr += run.bytes ? run.bytes : u->c->granule;
   }
 }
 
 static void undo_calls(struct undo *u, const struct calls *b) {
   for (size_t i = b->r.done + b->r.bare; i;) {
     const struct vm_bind_op *op = &b->ops[--i];
-    uint64_t end = op->addr + op->bytes, shown;
+    uint64_t end = op->addr + op->bytes;
+    size_t last = i;
     if (op->kind == VM_BIND_MAP) {
-      put_back(u, (struct vm_bind_op){VM_BIND_UNMAP, 0, op->addr, op->bytes, 0, 0, op->priv, 0, op->sparse});
+      put_back(u, (struct vm_bind_op){VM_BIND_UNMAP, 0, op->addr, op->bytes, 0, 0, op->priv, 0, op->sparse, 0});
     } else if (op->kind == VM_BIND_UNMAP) {
-      map_again(u, op, end, 0);
+      map_again(u, op, op->addr, end, VM_BIND_MAP);
     } else { /* a piece at a time: its old pages may be larger than the new ones */
-      shown = i < b->r.done ? end : b->ops[b->r.done].addr;
       while (!op->clears) op = &b->ops[--i];
-      map_again(u, op, end, shown - op->addr);
+      if (u->c->be->bind) {
+        map_again(u, op, op->addr, end, VM_BIND_REMAP);
+        continue;
+      }
+      clear(u, op, (last < b->r.done ? last + 1 : b->r.done) - i);
+      map_again(u, op, op->from, op->from + op->clears, VM_BIND_MAP);
     }
   }
   flush(u);

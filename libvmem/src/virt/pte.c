@@ -82,20 +82,18 @@ bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
   }
   *page = addr & ~(LARGE_PAGE - 1);
   *bytes = LARGE_PAGE;
-  if (addr == *page || !c->phys->slabs[p->slab]->pool->large || *page < s->base ||
-      s->base + s->bytes - *page < LARGE_PAGE)
-    return false;
-  if ((p->unit & (c->chunk_units - 1)) != vm_units(c, addr - *page)) return false;
-  /* What two calls have mapped has no entry that covers both. */
-  for (uint64_t a = *page + c->granule; a < *page + LARGE_PAGE; a += c->granule)
-    if (!live(p = vm_pte(c, s, a)) || p->flags & PTE_CALL || !joined(vm_pte(c, s, a - c->granule), p)) return false;
-  return true;
+  return addr != *page && *page >= s->base && vm_is_entry(c, s, *page);
+}
+
+bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
+  const struct vm_pte *p = vm_pte(c, s, addr);
+  return live(p) && p->flags & PTE_LARGE;
 }
 
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max) {
   struct vm_pte *prev = vm_pte(c, s, addr);
   uint64_t a = addr, end = addr + max;
-  uint32_t state = prev ? prev->flags & ~(PTE_START | PTE_CALL) : 0;
+  uint32_t state = prev ? prev->flags & ~PTE_MARKS : 0;
   if (end > s->base + s->bytes || end < addr) end = s->base + s->bytes;
   for (;;) {
     struct vm_pte *p;
@@ -110,7 +108,7 @@ uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint6
     a += c->granule;
     if (a >= end) break;
     p = vm_pte(c, s, a);
-    if (!joined(prev, p) || (p ? p->flags & ~(PTE_START | PTE_CALL) : 0) != state) break;
+    if (!joined(prev, p) || (p ? p->flags & ~PTE_MARKS : 0) != state) break;
     prev = p;
   }
   return (a < end ? a : end) - addr;
@@ -142,12 +140,27 @@ struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t add
 
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
   uint32_t page = c->chunk_units, at = (uint32_t)vm_units(c, addr) & (page - 1), rest = (page - at) & (page - 1);
-  if (!r.slab->pool->large || at != (r.unit & (page - 1))) return r.n;
+  if (!r.slab->large || at != (r.unit & (page - 1))) return r.n;
   if (rest) return rest < r.n ? rest : r.n;
   return r.n < page ? r.n : r.n & ~(page - 1);
 }
 
+uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max) {
+  const struct vm_pte *p = vm_pte(c, s, addr);
+  uint64_t n = vm_space_run(c, s, addr, max), next = vm_round_up(addr + 1, LARGE_PAGE);
+  bool large = p->flags & PTE_LARGE;
+  for (; c->large_pages && next < addr + n; next += LARGE_PAGE)
+    if (vm_is_entry(c, s, next) != large) n = next - addr;
+  /* What small entries map would get a large one. */
+  if (!large && vm_is_whole(c, addr, (struct vm_run){c->phys->slabs[p->slab], p->unit, (uint32_t)vm_units(c, n)}))
+    n -= c->granule;
+  return n;
+}
+
 /* ---- changing it ------------------------------------------------------------------------------- */
+
+/* A call's marks at one of its granules. */
+static uint32_t marks_at(uint64_t addr, uint32_t flags) { return addr & (LARGE_PAGE - 1) ? flags & ~PTE_LARGE : flags; }
 
 int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle, uint32_t flags,
                  uint32_t *marked) {
@@ -162,7 +175,7 @@ int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_
         *marked += i;
         return vm_pte_taken(c, &p[i], addr);
       }
-      p[i] = (struct vm_pte){r.slab->index, r.unit + *marked + i, handle, flags | PTE_BUSY};
+      p[i] = (struct vm_pte){r.slab->index, r.unit + *marked + i, handle, marks_at(addr, flags) | PTE_BUSY};
       flags &= ~(PTE_START | PTE_CALL); /* of the first */
     }
   }
@@ -175,7 +188,7 @@ struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr
   struct vm_run old = {c->phys->slabs[first->slab], first->unit, 0};
   old.n = vm_space_units(c, s, addr, addr + vm_bytes(c, r.n), 0);
   for (uint32_t i = 0; i < old.n; i++, addr += c->granule, flags &= ~(PTE_START | PTE_CALL))
-    *vm_pte(c, s, addr) = (struct vm_pte){r.slab->index, r.unit + i, handle, flags | PTE_BUSY};
+    *vm_pte(c, s, addr) = (struct vm_pte){r.slab->index, r.unit + i, handle, marks_at(addr, flags) | PTE_BUSY};
   return old;
 }
 
@@ -214,6 +227,22 @@ static void set_call(struct vm_ctx *c, struct vm_pte *p, bool first) {
   p->flags = first ? p->flags | PTE_CALL : p->flags & ~PTE_CALL;
 }
 
+static void count_entry(struct vm_ctx *c, const struct vm_space *s, bool more) {
+  if (s->large) c->driver->large_entries += more ? 1 : -1ull;
+}
+
+uint64_t vm_ptes_entries(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, bool large) {
+  uint64_t changed = 0;
+  if (!c->large_pages) return 0;
+  for (uint64_t a = vm_round_up(addr, LARGE_PAGE); a + LARGE_PAGE <= addr + bytes; a += LARGE_PAGE) {
+    if (vm_is_entry(c, s, a) == large) continue;
+    vm_pte(c, s, a)->flags ^= PTE_LARGE;
+    count_entry(c, s, large);
+    changed++;
+  }
+  return changed;
+}
+
 /* What follows a range that was changed, where it is mapped. */
 static struct vm_pte *behind(struct vm_ctx *c, struct vm_space *s, uint64_t end) {
   struct vm_pte *p = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
@@ -235,6 +264,7 @@ void vm_ptes_commit(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_
       p->flags = (p->flags & ~PTE_BUSY) | PTE_MAPPED;
       if (p->flags & PTE_START) vm_hdl_mapping(c, p->handle, a, true);
       if (p->flags & PTE_CALL) c->driver->mappings++;
+      if (p->flags & PTE_LARGE) count_entry(c, s, true);
     }
   }
   vm_space_count_edges(c, s, addr, bytes, before);
@@ -260,7 +290,8 @@ void vm_ptes_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_
       if (!(p->flags & PTE_MAPPED)) continue;
       if (p->flags & PTE_START) vm_hdl_mapping(c, p->handle, a, false);
       if (p->flags & PTE_CALL) c->driver->mappings--;
-      p->flags &= ~(PTE_MAPPED | PTE_START | PTE_CALL);
+      if (p->flags & PTE_LARGE) count_entry(c, s, false);
+      p->flags &= ~(PTE_MAPPED | PTE_MARKS);
       units++;
     }
   }
@@ -289,6 +320,10 @@ void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t
 }
 
 void vm_ptes_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
+  uint64_t page, size;
+  /* The rest of what was one entry is mapped again by others. */
+  if (vm_space_cuts_page(c, s, addr, &page, &size)) vm_ptes_entries(c, s, page, size, false);
+  if (vm_space_cuts_page(c, s, addr + bytes, &page, &size)) vm_ptes_entries(c, s, page, size, false);
   vm_ptes_detach(c, s, addr, bytes);
   for (uint64_t a = addr; a < addr + bytes; a += c->granule) {
     struct vm_pte *p = vm_pte(c, s, a);

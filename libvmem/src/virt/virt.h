@@ -24,8 +24,12 @@ enum {
   PTE_START = 1u << 2, /* first granule of a mapping */
   PTE_CALL = 1u << 3,  /* first granule of a driver call */
   PTE_READONLY = 1u << 4,
-  PTE_QUARANTINED = 1u << 5 /* state unknown after a failed undo; stays until close */
+  PTE_QUARANTINED = 1u << 5, /* state unknown after a failed undo; stays until close */
+  PTE_LARGE = 1u << 6        /* first granule of a block: 2 MiB on their boundary, mapped by one entry, of which
+                                the driver unmaps and replaces no part */
 };
+
+#define PTE_MARKS (PTE_START | PTE_CALL | PTE_LARGE) /* where something begins: no part of a granule's state */
 
 struct vm_pte {
   uint32_t slab; /* index in vm_phys.slabs */
@@ -42,6 +46,7 @@ struct vm_space {
   uint64_t base, bytes; /* immutable */
   uint64_t priv;        /* immutable, the back end's */
   uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
+  bool large;           /* immutable: the driver has large entries here; else PTE_LARGE are pages of the core alone */
   bool freeing;
   bool gone;                          /* all but its addresses went back to the driver: only vMemFree takes it */
   uint64_t mapped, busy, quarantined; /* granules */
@@ -97,20 +102,34 @@ uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr
 struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Whether a boundary at addr would cut a run in two. */
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
-/* Whether a boundary at addr, in the space or at its end, would cut a page that the driver maps as a whole; the address
- * and the size of the page. */
+/* Whether a boundary at addr, in the space or at its end, would cut what the driver maps and unmaps as a whole; its
+ * address and its size. */
 bool vm_space_cuts_page(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t *page, uint64_t *bytes);
 /* Bytes from addr on, at most max, with one run behind them (same slab, neighbours, same protection), or nothing. */
 uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
 /* Granules from addr on whose ptes name units that follow one another, with the same flags of `mask`. */
 uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);
-/* The first units of a run that are one driver call at addr. The whole large pages of a run that lie on a boundary of
- * their size are calls of their own: they get entries of that size, and the rest must not. */
+/* Whether a call that maps the run at addr gets large entries: the driver takes the largest that divide address, offset
+ * and length, one size for the whole call. */
+static inline bool vm_is_whole(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
+  return r.slab->large && !((vm_units(c, addr) | r.unit | r.n) & (c->chunk_units - 1));
+}
+/* The first units of a run that are one driver call at addr: what lies before its whole blocks, all of these, or the
+ * rest. */
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
+/* What marks the ptes of such a call: see vm_ptes_name. */
+static inline uint32_t vm_call_marks(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
+  return PTE_CALL | (vm_is_whole(c, addr, r) ? PTE_LARGE : 0);
+}
+/* Bytes from addr on, at most max, that one driver call may map again with the entries they have. */
+uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
+/* Whether the granule is the first of a large entry. */
+bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 
 /* ---- pte.c: changing it ------------------------------------------------------------------------ */
 
-/* Free ptes of [addr, addr + r.n) name the run's units, busy. *marked: granules; all, or those before the failure. */
+/* Free ptes of [addr, addr + r.n) name the run's units, busy. *marked: granules; all, or those before the failure. Of
+ * `flags` PTE_START and PTE_CALL are the first granule's, PTE_LARGE that of each block. */
 int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle, uint32_t flags,
                  uint32_t *marked);
 /* Busy ptes, from addr on, name the run's units instead, for as long as what they named before follows one another:
@@ -129,6 +148,8 @@ void vm_ptes_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_
 void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* The range is one driver call now. */
 void vm_ptes_one_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
+/* Its whole blocks have large entries now, or small ones; how many had others before. */
+uint64_t vm_ptes_entries(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, bool large);
 void vm_ptes_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* The context's and the space's count of pieces, after a change of a range that had `before` of them. */
 void vm_space_count_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, uint64_t before);

@@ -19,7 +19,6 @@ PROGRAMS = ROOT / "tests" / "kernel" / "c"
 
 # Kinds of GPUs that the software GPU cannot be.
 NOT_PLAYED = {
-    "UVM_VMEM_GPU_COHERENT",
     "UVM_VMEM_GPU_CONFIDENTIAL",
     "UVM_VMEM_GPU_NO_64K",
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import check_patches
 import driver_patches
 import pytest
-from check_patches import Clone, check_clone, check_letters, check_on
+from check_patches import Clone, check_clone, check_contracts, check_letters, check_on
 from driver_patches import (
     PATCHES,
     ambiguous_hunks,
@@ -21,7 +21,10 @@ from driver_patches import (
     series_folder,
     series_for,
 )
+from driver_source import driver_source
 from kernel_common import KernelBuildError
+from module_source import DEFAULT_VERSION
+from uvm_contracts import digest, known_texts
 
 FOLDERS = sorted(path for path in PATCHES.iterdir() if path.is_dir())
 
@@ -97,17 +100,63 @@ def test_no_version_is_served_twice() -> None:
         ("580.159.04", "580.105.08"),
         ("595.45.04", "580.105.08"),
         ("595.50.01", "580.105.08"),
+        ("540.10", "535.261.03"),
+        ("610.43.02", "580.105.08"),
+        ("620.10", "580.105.08"),
     ],
 )
 def test_a_version_finds_its_series(version: str, folder: str) -> None:
     assert series_folder(version).name == folder
 
 
-@pytest.mark.parametrize("version", ["470.10.01", "530.41.03", "540.10", "600.10.01"])
-def test_a_branch_without_series_is_told(version: str) -> None:
-    message = rf"no patches for driver {re.escape(version)}: there are some for branches 535, 545,"
+@pytest.mark.parametrize("version", ["470.10.01", "530.41.03"])
+def test_a_version_before_all_series_is_told(version: str) -> None:
+    message = rf"no patches for driver {re.escape(version)}: the oldest with some is 535\.43\.02"
     with pytest.raises(KernelBuildError, match=message):
         series_for(version)
+
+
+@pytest.fixture
+def newest(tmp_path: Path, patch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of one series, of version 595.45.04."""
+    folder = tmp_path / "patches" / "595.45.04"
+    folder.mkdir(parents=True)
+    patch.rename(folder / patch.name)
+    table = {"595.45.04": {"built": [], "applies": ["595.45.04"]}}
+    monkeypatch.setattr(driver_patches, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(driver_patches, "series_table", lambda: table)
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_newer_driver_gets_the_newest_series(tree: Path) -> None:
+    (tree / "nvidia-uvm/uvm.c").write_text("int more;\n" + FILE)
+    driver_patches.apply_series("610.57.04", tree)
+    assert "int ours;\n" in (tree / "nvidia-uvm/uvm.c").read_text()
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize(
+    ("content", "hunk"),
+    [
+        (FILE.replace("int two;", "long two;"), "nvidia-uvm/uvm.c, hunk 1 fits no place"),
+        (FILE + FILE, "nvidia-uvm/uvm.c, hunk 1 fits 2 places"),
+        (None, "there is no nvidia-uvm/uvm.c"),
+    ],
+)
+def test_a_newer_driver_that_it_does_not_fit_is_refused_by_hunk(
+    tree: Path, content: str | None, hunk: str
+) -> None:
+    file = tree / "nvidia-uvm/uvm.c"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    with pytest.raises(KernelBuildError) as error:
+        driver_patches.apply_series("610.57.04", tree)
+    said = str(error.value)
+    assert "driver 610.57.04 is not supported: no series was made for it" in said
+    assert f"595.45.04, does not fit:\n    0001-a.patch: {hunk}" in said
+    assert content is None or file.read_text() == content
 
 
 def test_a_version_that_nothing_fits_is_refused_by_name(tree: Path) -> None:
@@ -144,7 +193,7 @@ def test_context_that_fits_nearly_is_refused(tree: Path, patch: Path, line: str)
 def test_a_hunk_that_fits_twice_is_found(tree: Path, patch: Path) -> None:
     assert ambiguous_hunks(patch, tree) == []
     (tree / "nvidia-uvm/uvm.c").write_text(FILE + FILE)
-    assert ambiguous_hunks(patch, tree) == ["0001-a.patch: nvidia-uvm/uvm.c, hunk 1"]
+    assert ambiguous_hunks(patch, tree) == ["0001-a.patch: nvidia-uvm/uvm.c, hunk 1 fits 2 places"]
 
 
 def test_a_patch_that_adds_a_file_is_refused(tree: Path, patch: Path) -> None:
@@ -164,9 +213,60 @@ def test_the_check_finds_what_is_wrong(
     assert "does not apply" in check_on(tree, "535.261.03")[-1]
 
 
+TABLES = """\
+static bool put(int *tree,
+                int size)
+{
+    if (size) { // of a page
+        return true; /* yes */
+    }
+    return false;
+}
+
+static void other(void)
+{
+}
+"""
+
+
+def test_digest_is_of_what_is_compiled() -> None:
+    text = digest(TABLES, "put")
+    assert text
+    assert digest(TABLES.replace(" // of a page", "").replace("    ", "  "), "put") == text
+    assert digest(TABLES.replace("if (size)", "if (!size)"), "put") != text
+    assert digest(TABLES.replace("other(void)", "other(int)"), "put") == text
+    assert digest(TABLES, "pu") is None
+    assert digest(TABLES, "tree") is None
+
+
+def test_what_the_module_relies_on_is_as_it_was_read(tmp_path: Path) -> None:
+    version = DEFAULT_VERSION
+    try:
+        source = driver_source(version)
+    except KernelBuildError as error:
+        pytest.skip(str(error).splitlines()[0])
+    assert check_contracts(source, version) == []
+    # A version in which get_ptes would write what others have written.
+    (tmp_path / "nvidia-uvm").mkdir()
+    text = (source / "nvidia-uvm/uvm_mmu.c").read_text(encoding="utf-8")
+    early = "    if (range->page_size != UVM_PAGE_SIZE_512M)\n        return NV_OK;\n"
+    assert early in text
+    (tmp_path / "nvidia-uvm/uvm_mmu.c").write_text(text.replace(early, ""), encoding="utf-8")
+    (problem,) = check_contracts(tmp_path, version)
+    assert problem.startswith(f"{version}: map_remap of uvm_mmu.c is not as in any version")
+
+
+def test_contracts_name_versions_that_are_served() -> None:
+    served = {v for known in driver_patches.series_table().values() for v in known["applies"]}
+    for texts in known_texts().values():
+        assert texts
+        for versions in texts.values():
+            assert set(versions.split(" to ")) <= served
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Clone:
-    """A repository like NVIDIA's, with three tags of the branches served and three others."""
+    """A repository like NVIDIA's, with four tags of the branches served and two others."""
     path = tmp_path / "clone"
 
     def git(*words: str) -> None:
@@ -180,7 +280,7 @@ def clone(tmp_path: Path) -> Clone:
         "535.98": FILE,
         "535.104.05": "int more;\n" + FILE,
         "570.86.15": FILE.replace("one", "1"),
-        "600.10.01": FILE,
+        "610.10.01": FILE.replace("two", "2"),
         "not-a-version": FILE,
     }
     for version, content in versions.items():
@@ -214,8 +314,9 @@ def test_every_public_version_is_in_the_table_or_found(
     table = {"535.98": {"built": [], "applies": applies}}
     monkeypatch.setattr(check_patches, "PATCHES", tmp_path / "patches")
     monkeypatch.setattr(check_patches, "series_table", lambda: table)
-    assert clone.versions() == ["535.98", "535.104.05", "570.86.15"]
-    expected = {"570.86.15: no series fits"} | ({problem} if problem else set())
+    assert clone.versions() == ["535.98", "535.104.05", "570.86.15", "610.10.01"]
+    expected = {f"{one}: no series fits" for one in ("570.86.15", "610.10.01")}
+    expected |= {problem} if problem else set()
     assert set(check_clone(clone)) == expected
 
 
@@ -229,7 +330,7 @@ def test_two_series_for_one_version_are_found(
     monkeypatch.setattr(check_patches, "PATCHES", tmp_path / "patches")
     monkeypatch.setattr(check_patches, "series_table", lambda: table)
     found = check_clone(clone)
-    assert [one.partition(":")[0] for one in found] == ["535.98", "535.104.05", "570.86.15"]
+    assert [one.partition(":")[0] for one in found] == clone.versions()
     assert "both fit" in found[0]
 
 

@@ -19,6 +19,7 @@ static uint64_t done_ticket;
 static struct uvm_vmem_query limits;
 
 static void build(void) {
+  if (set_parameter("uvm_vmem_gpu_limit_mb", 0)) hopeless("a parameter of the driver", -EINVAL); /* ENOSPC is wanted */
   const uint8_t *gpu = world_open(&W, 1)->uuid[0];
   uint32_t gone;
   OK(vm_query(W.uvm, gpu, &limits));

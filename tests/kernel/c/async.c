@@ -3,8 +3,10 @@
  * When a call may return, and what may be reused when: the engine of the GPU is stopped in between and what
  * happened so far is looked at. "Did not return" is seen by a wait that can be too short, never too long.
  */
+#define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -422,6 +424,72 @@ static void gpu_goes_with_a_bind_in_flight(void) {
   world_close(&W);
 }
 
+/* Threads on one processor, and one that leaves them nothing of it. */
+enum { OURS, THEIRS };
+
+static int only_on(int processor) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(processor, &set);
+  return sched_setaffinity(0, sizeof(set), &set) ? -errno : 0;
+}
+
+static int bind_there(void) {
+  int result = only_on(THEIRS);
+  return result ? result : vm_map(W.uvm, RES, RES, the_object, 0, 4, 0);
+}
+
+static volatile bool enough;
+
+static int takes_it_all(void) {
+  struct sched_param first = {.sched_priority = 1};
+  int result = only_on(THEIRS);
+  if (!result && sched_setscheduler(0, SCHED_FIFO, &first)) result = -errno;
+  while (!result && !enough) continue;
+  return result;
+}
+
+static bool let_it_have_all(bool on) {
+  FILE *file = fopen("/proc/sys/kernel/sched_rt_runtime_us", "w");
+  if (!file) return false;
+  fputs(on ? "-1" : "950000", file);
+  return fclose(file) == 0;
+}
+
+/* The GPU has done what a BIND sent, and the BIND has not seen it yet: the GPU stays until it has. */
+static void gpu_goes_while_a_bind_waits(void) {
+  struct call bind, gone, hog;
+  cpu_set_t before;
+  if (sysconf(_SC_NPROCESSORS_ONLN) <= THEIRS) SKIP("needs two processors");
+  OK(sched_getaffinity(0, sizeof(before), &before));
+  OK(only_on(OURS));
+  world_open(&W, 1);
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(16), 16, UVM_VMEM_RESERVE_EAGER));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
+  call_start(&bind, bind_there);
+  sleep_ms(2 * A_WHILE); /* it sleeps now, and for 10 ms at a time */
+  call_start(&gone, unregister_it);
+  enough = false;
+  CHECK(let_it_have_all(true));
+  call_start(&hog, takes_it_all);
+  sleep_ms(A_WHILE);
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  for (unsigned tries = 0; tries < 100 && !gone.returned && !bind.returned; tries++) sleep_ms(50);
+  bool early = gone.returned && !bind.returned;
+  enough = true;
+  if (early) {
+    printf("the GPU left before a BIND that waits for it\n"); /* and which may wait for ever */
+    exit(1);
+  }
+  OK(call_join(&hog));
+  CHECK(let_it_have_all(false));
+  OK(call_join(&bind));
+  OK(call_join(&gone));
+  world_close(&W);
+  OK(sched_setaffinity(0, sizeof(before), &before));
+}
+
 static int create_one(void) {
   return vm_create(W.uvm, W.uuid[0], 16, 4, 0, &the_object);
 }
@@ -622,6 +690,7 @@ static void end_with_binds_in_flight(void) {
 
 MAIN(TEST(a_ticket), TEST(no_ticket), TEST(calls_wait_for_the_gpu), TEST(a_wait_ends_with_its_time),
      TEST(not_reused_before_the_invalidate), TEST(released_during_a_bind), TEST(zeroed_after_the_last_write),
-     TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight), TEST(create_without_a_place_for_its_handle),
+     TEST(host_memory_waits), TEST(gpu_goes_with_a_bind_in_flight), TEST(gpu_goes_while_a_bind_waits),
+     TEST(create_without_a_place_for_its_handle),
      TEST(bind_without_a_place_for_its_result), TEST(published_last), TEST(order), TEST(too_many_tickets),
      TEST(free_with_a_bind_in_flight), TEST(end_with_binds_in_flight))

@@ -561,7 +561,23 @@ static void all_or_nothing(void) {
   world_close(&w);
 }
 
+/* The tables above a reservation stay for its neighbour: what it mapped is reused only after a membar all the same. */
+static void reused_after_a_membar(void) {
+  struct world w;
+  uint32_t large[2];
+  world_open(&w, 1);
+  for (unsigned i = 0; i < 2; i++) {
+    OK(vm_reserve(w.uvm, w.uuid[0], RES + i * MIB(16), MIB(8), 16, UVM_VMEM_RESERVE_BIG));
+    OK(vm_create(w.uvm, w.uuid[0], 21, 1, 0, &large[i]));
+    OK(vm_map(w.uvm, RES + i * MIB(16), RES + i * MIB(16), large[i], 0, 1, 0));
+  }
+  OK(vm_release(w.uvm, large[0]));
+  OK(vm_free(w.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  OK(gpu_check(&w, 0, RES + MIB(16), MIB(2), 0, 0));
+  world_close(&w);
+}
+
 MAIN(TEST(query), TEST(map_move_unmap), TEST(page_sizes), TEST(alignment), TEST(holes), TEST(mixed_sizes), TEST(memory_is_zero_again),
      TEST(read_only), TEST(sparse), TEST(replace), TEST(big_pages), TEST(host_memory),
      TEST(host_memory_in_big), TEST(tables_come_late), TEST(eager), TEST(contiguous),
-     TEST(statistics), TEST(released_while_mapped), TEST(all_or_nothing))
+     TEST(statistics), TEST(released_while_mapped), TEST(all_or_nothing), TEST(reused_after_a_membar))

@@ -26,6 +26,9 @@
 #define CGROUP_TABLES "uvm_vmem_cgroup_tables_limit_mb"
 #define USER_HOST "uvm_vmem_user_host_limit_mb"
 #define CGROUP_HOST "uvm_vmem_cgroup_host_limit_mb"
+#define TOTAL_TABLES "uvm_vmem_total_tables_limit_mb"
+#define TOTAL_HOST "uvm_vmem_total_host_limit_mb"
+#define GPU_TOTAL "uvm_vmem_gpu_limit_mb"
 
 static struct world W;
 static uint32_t the_object, the_other;
@@ -41,7 +44,7 @@ static int write_file(const char *path, const char *text) {
 
 /* As the module was loaded. */
 static void defaults(void) {
-  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST};
+  static const char *const names[] = {USER_TABLES, CGROUP_TABLES, USER_HOST, CGROUP_HOST, TOTAL_TABLES, TOTAL_HOST, GPU_TOTAL};
   char path[96];
   for (size_t i = 0; i < ARRAY_SIZE(names); i++) {
     snprintf(path, sizeof(path), "/sys/module/nvidia_uvm/parameters/%s", names[i]);
@@ -298,7 +301,7 @@ static void limit_of_a_user(void) {
     struct world own;
     world_open(&own, 1);
     if (setuid(1000)) _exit(100);
-    _exit(vm_reserve(own.uvm, own.uuid[0], RES, GIB(64), 16, 0) != 0);
+    _exit(vm_reserve(own.uvm, own.uuid[0], RES, LARGE, 16, 0) != 0);
   }
   int result = wait_for(child);
   defaults();
@@ -315,14 +318,15 @@ static long parameter_now(const char *name) {
   return atol(text);
 }
 
-/* By default there are limits but those of one descriptor, and they follow the machine's memory: 1/32 of it for page
- * tables, half of it for pinned host memory. */
+/* By default there are limits but those of one descriptor, and they follow the machine's memory and the GPU's: 1/32 for
+ * a user's page tables, half for a user's pinned host memory, 15/16 for the GPU's memory. */
 static void limits_are_on(void) {
   static const struct {
     const char *name;
     long value;
   } limits[] = {{"uvm_vmem_limit_mb", 0}, {"uvm_vmem_host_limit_mb", 0}, {USER_TABLES, -1},
-                {CGROUP_TABLES, -1},      {USER_HOST, -1},               {CGROUP_HOST, -1}};
+                {CGROUP_TABLES, -1},      {USER_HOST, -1},               {CGROUP_HOST, -1},
+                {TOTAL_TABLES, -1},       {TOTAL_HOST, -1},              {GPU_TOTAL, -1}};
   for (size_t i = 0; i < ARRAY_SIZE(limits); i++) EQ(parameter_now(limits[i].name), limits[i].value);
   struct uvm_vmem_stat s;
   struct sysinfo machine;
@@ -354,6 +358,72 @@ static void limits_are_on(void) {
   EQ(s.out_host_bytes, pinned);
   CHECK(pinned <= memory / 2 && pinned > memory / 2 - MIB(16));
   world_close(&w);
+  world_open(&w, 1);
+  pinned = 0;
+  for (unsigned pages = 256; pages; pages /= 4) {
+    while ((error = vm_create(w.uvm, w.uuid[0], 21, pages, 0, &object)) == 0) pinned += pages * MIB(2);
+  }
+  EQ(error, -EDQUOT);
+  EQ(pinned, w.vidmem_bytes / 16 * 15);
+  world_close(&w);
+}
+
+/* The next user may have what is left of the machine's, whatever he himself may have. */
+static int takes_host_memory(unsigned chunks) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    uint32_t host;
+    world_open(&own, 1);
+    if (setuid(1000)) _exit(100);
+    _exit(-vm_create(own.uvm, own.uuid[0], 21, chunks, UVM_VMEM_CREATE_HOST, &host));
+  }
+  return wait_for(child);
+}
+
+static int takes_tables(uint64_t length) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    struct world own;
+    world_open(&own, 1);
+    if (setuid(1000)) _exit(100);
+    _exit(-vm_reserve(own.uvm, own.uuid[0], RES, length, 16, 0));
+  }
+  return wait_for(child);
+}
+
+/* What all users pin, and what all descriptors pin of a GPU, has limits of its own. */
+static void limit_of_all(void) {
+  struct world a, b;
+  uint32_t object, host, more;
+  defaults();
+  world_open(&b, 1); /* is closed last */
+  OK(furnish(&a, &object));
+  OK(set_parameter(TOTAL_HOST, 8));
+  OK(vm_create(a.uvm, a.uuid[0], 21, 3, UVM_VMEM_CREATE_HOST, &host));
+  int fits = takes_host_memory(1), above = takes_host_memory(2);
+  EQ(fits, 0);
+  EQ(above, EDQUOT);
+  OK(vm_release(a.uvm, host));
+  OK(takes_host_memory(4));
+  OK(set_parameter(TOTAL_TABLES, 1));
+  EQ(fill_a_megabyte(&a, object), -EDQUOT);
+  EQ(takes_tables(LARGE), EDQUOT);
+  OK(vm_free(a.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  OK(takes_tables(LARGE));
+  OK(set_parameter(GPU_TOTAL, 8));
+  OK(vm_create(a.uvm, a.uuid[0], 21, 2, 0, &more)); /* furnish() has 4 MB */
+  EQ(vm_create(b.uvm, b.uuid[0], 16, 1, 0, &host), -EDQUOT);
+  OK(vm_release(a.uvm, more));
+  OK(vm_create(b.uvm, b.uuid[0], 21, 2, 0, &host));
+  EQ(vm_create(a.uvm, a.uuid[0], 21, 1, 0, &more), -EDQUOT);
+  OK(vm_create(a.uvm, a.uuid[0], 21, 1, UVM_VMEM_CREATE_HOST, &more));
+  world_close(&a);
+  OK(vm_create(b.uvm, b.uuid[0], 21, 2, 0, &more));
+  world_close(&b);
+  defaults();
 }
 
 /* ---- cgroups -------------------------------------------------------------------------------------- */
@@ -434,6 +504,19 @@ static int reserve_in(const char *cgroup) {
   return wait_for(child);
 }
 
+/* What the cgroup refuses is not kept from the user, who has room for it. */
+static void refused_by_the_cgroup(void) {
+  const uint64_t most = GIB(16384); /* of which two are nearly 1 MB */
+  struct world roots, w;
+  world_open(&roots, 1);
+  for (unsigned i = 1; i < 3; i++) OK(vm_reserve(roots.uvm, roots.uuid[0], i * most, most, 16, 0));
+  world_open(&w, 1);
+  OK(setuid(1000));
+  for (unsigned i = 0; i < 8; i++) EQ(vm_reserve(w.uvm, w.uuid[0], most, most, 16, 0), -EDQUOT);
+  for (unsigned i = 1; i < 3; i++) OK(vm_free(roots.uvm, i * most, 0));
+  OK(vm_reserve(w.uvm, w.uuid[0], most, most, 16, 0));
+}
+
 /* Whoever is not root has both limits; what is left is given back by the end of the process. */
 static void below_the_users(void) {
   struct world w;
@@ -481,6 +564,11 @@ static void limit_of_a_cgroup(void) {
   defaults();
   EQ(result, 0);
   EQ(user, 0);
+  OK(set_parameter(CGROUP_TABLES, 1));
+  OK(set_parameter(USER_TABLES, 1));
+  result = in_cgroup("a", refused_by_the_cgroup);
+  defaults();
+  EQ(result, 0);
   OK(set_parameter(CGROUP_TABLES, 1));
   result = in_cgroup("a", moves_away);
   defaults();
@@ -599,8 +687,17 @@ static int create_pages(void) { return vm_create(W.uvm, W.uuid[0], 16, 64, 0, &t
 static int free_mapped(void) { return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP); }
 static int reserve_eager(void) { return vm_reserve(W.uvm, W.uuid[0], RES + GIB(512), MIB(64), 16, UVM_VMEM_RESERVE_EAGER); }
 
-/* A page of host memory whose mapping is being taken away. */
+/* Memory whose mapping is being taken away. */
 static int release_host(void) { return vm_release(W.uvm, the_other); }
+static int release_gpu(void) { return vm_release(W.uvm, the_other); }
+
+/* A batch without a wait of its own, which takes the last mapping of released memory away. */
+static int bind_the_last(void) {
+  struct uvm_vmem_op op = op_unmap(RES + MIB(4), 32, 0);
+  uint64_t ticket;
+  int result = vm_bind(W.uvm, RES, &op, 1, NULL, &ticket);
+  return result ? result : vm_wait(W.uvm, ticket, FOREVER);
+}
 
 /* What others do that needs each of the locks, and the GPU for nothing. */
 static int others(void) {
@@ -615,7 +712,8 @@ static const struct {
   const char *name;
   int (*run)(void);
 } waiters[] = {{"BIND, new tables", bind_first_touch}, {"BIND", bind_steady},        {"CREATE", create_pages},
-               {"RESERVE, eager", reserve_eager},      {"RELEASE", release_host},    {"FREE", free_mapped}};
+               {"RESERVE, eager", reserve_eager},      {"RELEASE", release_host},    {"FREE", free_mapped},
+               {"RELEASE of GPU memory", release_gpu}, {"BIND, the last of a chunk", bind_the_last}};
 
 /* The engine stands still: a call waits for it, others need not wait for that call. */
 static void no_lock_while_the_gpu_works(void) {
@@ -623,16 +721,20 @@ static void no_lock_while_the_gpu_works(void) {
   for (size_t i = 0; i < ARRAY_SIZE(waiters); i++) {
     struct call waiter, other;
     uint64_t ticket = 0;
-    uint32_t host;
+    uint32_t host, chunk;
     OK(furnish(&W, &the_object));
     OK(vm_create(W.uvm, W.uuid[0], 16, 4, UVM_VMEM_CREATE_HOST, &host));
     OK(vm_map(W.uvm, RES, RES, the_object, 0, 8, 0));
     OK(vm_map(W.uvm, RES, RES + MIB(1), host, 0, 4, 0));
+    OK(vm_create(W.uvm, W.uuid[0], 21, 1, 0, &chunk));
+    OK(vm_map(W.uvm, RES, RES + MIB(4), chunk, 0, 1, 0));
+    if (waiters[i].run == bind_the_last) OK(vm_release(W.uvm, chunk));
     OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
-    if (waiters[i].run == release_host) {
-      struct uvm_vmem_op op = op_unmap(RES + MIB(1), 4, 0);
+    if (waiters[i].run == release_host || waiters[i].run == release_gpu) {
+      const bool in_host = waiters[i].run == release_host;
+      struct uvm_vmem_op op = op_unmap(RES + (in_host ? MIB(1) : MIB(4)), in_host ? 4 : 32, 0);
       OK(vm_bind(W.uvm, RES, &op, 1, NULL, &ticket));
-      the_other = host;
+      the_other = in_host ? host : chunk;
     }
     call_start(&waiter, waiters[i].run);
     sleep_ms(A_WHILE);
@@ -721,6 +823,7 @@ static void many_slots(void) {
     uint32_t object;
     world_open(&W, 1);
     OK(set_parameter(USER_TABLES, 0));
+    OK(set_parameter(TOTAL_TABLES, 0));
     OK(vm_reserve(W.uvm, W.uuid[0], RES, slots * SLOT, 16, 0));
     OK(vm_create(W.uvm, W.uuid[0], 16, 64, 0, &object));
     for (unsigned i = 0; i < slots; i += ARRAY_SIZE(ops)) {
@@ -1013,7 +1116,6 @@ static void killed_calls(void) {
   }
 }
 
-MAIN(TEST(limits_are_on), TEST(what_counts), TEST(limit_of_a_user), TEST(whose_limit), TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup),
-     TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind), TEST(locks_are_let_go), TEST(many_slots),
-     TEST(sparse_slots_share),
-     TEST(waiting_sleeps), TEST(killed_calls))
+MAIN(TEST(limits_are_on), TEST(what_counts), TEST(limit_of_a_user), TEST(limit_of_all), TEST(whose_limit),
+     TEST(limit_of_a_cgroup), TEST(charged_to_the_cgroup), TEST(no_lock_while_the_gpu_works), TEST(uvm_free_waits_for_a_bind),
+     TEST(locks_are_let_go), TEST(many_slots), TEST(sparse_slots_share), TEST(waiting_sleeps), TEST(killed_calls))

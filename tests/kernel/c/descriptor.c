@@ -452,10 +452,11 @@ static void refused_kind(void) {
   struct world w;
   uint32_t handle;
   const char *kind = getenv("KIND");
-  if (!kind) SKIP("needs another kind of GPU (kind=virtual, KIND=virtual; mig, integrated)");
+  if (!kind) SKIP("needs another kind of GPU (kind=virtual, KIND=virtual; mig, integrated, coherent)");
   const uint32_t refusal = !strcmp(kind, "virtual") ? UVM_VMEM_GPU_VIRTUAL
                            : !strcmp(kind, "mig")   ? UVM_VMEM_GPU_MIG
-                                                    : UVM_VMEM_GPU_INTEGRATED;
+                           : !strcmp(kind, "coherent") ? UVM_VMEM_GPU_COHERENT
+                                                       : UVM_VMEM_GPU_INTEGRATED;
   world_open(&w, 1);
   OK(vm_query(w.uvm, w.uuid[0], &q));
   EQ(q.out_gpu_refusal, refusal);

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include "abi.h"
 #include "kcheck.h"
@@ -86,6 +87,69 @@ static void fatal_faults(void) {
   OK(gpu_check(&W, 0, RES, 6 * UNIT, 0, 0));
   OK(vm_map(W.uvm, RES, RES + 20 * UNIT, object, 7, 1, 0));
   OK(softgpu_touch(W.dev, W.c.space[0], RES + 20 * UNIT, true));
+  world_close(&W);
+  close(log);
+}
+
+/* A process's name cannot end a line, nor look like two words. (/dev/kmsg shows a backslash as \x5c.) */
+static void name_in_the_log(void) {
+  uint32_t object;
+  int log = log_open(), status = -1;
+  CHECK(log >= 0);
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    failures_here = 0;
+    prctl(PR_SET_NAME, "a\nb \033c");
+    world_open(&W, 1);
+    bool good = vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0) == 0 && vm_create(W.uvm, W.uuid[0], 16, 8, 0, &object) == 0 &&
+                softgpu_uvm_register_channel(&W.c, 0) == 0;
+    if (good) faults(log, RES + MIB(3), false, -EFAULT, (const char *const[]){" (a\\x5c012b\\x5c040\\x5c033c): read at ", NULL});
+    fflush(stdout);
+    _exit(!good || failures_here);
+  }
+  EQ(waitpid(child, &status, 0), child);
+  EQ(status, 0);
+  close(log);
+}
+
+static void *closes(void *unused) {
+  (void)unused;
+  close(W.c.uvm);
+  return NULL;
+}
+
+/* The descriptor is closed while UVM services a fault that came before: the log says nothing of the reservation's
+ * contents, which are being taken apart. */
+static void fault_at_the_end(void) {
+  struct softgpu_injected injected = {0};
+  char line[2048];
+  pthread_t thread;
+  uint32_t object;
+  int log = log_open();
+  CHECK(log >= 0);
+  world_open_as(&W, 1, softgpu_client_open_shared); /* else the end of the address space comes first */
+  OK(vm_reserve(W.uvm, W.uuid[0], RES, MIB(64), 16, 0));
+  OK(vm_create(W.uvm, W.uuid[0], 16, 8, 0, &object));
+  OK(vm_map(W.uvm, RES, RES, object, 0, 1, 0));
+  OK(vm_release(W.uvm, object));
+  OK(softgpu_uvm_register_channel(&W.c, 0));
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_QUIET));
+  EQ(softgpu_touch(W.dev, W.c.space[0], RES + UNIT, false), -EFAULT);
+  OK(softgpu_inject(W.dev, "PmaFreePages", 0, 0, 0, 0, 3000000));
+  OK(pthread_create(&thread, NULL, closes, NULL));
+  for (unsigned tries = 0; tries < 500 && !injected.out_calls; tries++) {
+    sleep_ms(20);
+    OK(softgpu_injected(W.dev, &injected));
+  }
+  CHECK(injected.out_calls); /* memory of the reservation is being freed */
+  OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
+  bool said = log_line(log, "nvidia-uvm: vmem: ", line, sizeof(line));
+  OK(softgpu_inject_clear(W.dev));
+  OK(pthread_join(thread, NULL));
+  CHECK(said);
+  if (!strstr(line, "there: a batch is under way")) fail("it looked at what is being freed: %s", line);
+  W.c.uvm = -1;
   world_close(&W);
   close(log);
 }
@@ -390,5 +454,5 @@ static void tracepoints(void) {
   world_close(&W);
 }
 
-MAIN(TEST(fatal_faults), TEST(dump_of_a_reservation), TEST(list_of_reservations), TEST(selections), TEST(busy),
-     TEST(under_fire), TEST(tracepoints))
+MAIN(TEST(fatal_faults), TEST(name_in_the_log), TEST(fault_at_the_end), TEST(dump_of_a_reservation),
+     TEST(list_of_reservations), TEST(selections), TEST(busy), TEST(under_fire), TEST(tracepoints))

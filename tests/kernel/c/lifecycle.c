@@ -161,6 +161,7 @@ static void memory_runs_out(void) {
   uint32_t more;
   unsigned n = 0;
   int result = 0;
+  OK(set_parameter("uvm_vmem_gpu_limit_mb", 0));
   world_open(&w, 1);
   OK(vm_reserve(w.uvm, w.uuid[0], RES, GIB(64), 16, 0));
   OK(vm_create(w.uvm, w.uuid[0], 16, 8, 0, &more));
@@ -463,6 +464,25 @@ static void forged_generations(void) {
   world_close(&w);
 }
 
+/* A descriptor's indices come round after 32 objects: handles only ever grow, and old ones say that they are old. */
+static void indices_come_round(void) {
+  enum { OBJECTS = 100 };
+  uint32_t handle[OBJECTS], kept;
+  struct world w;
+  world_open(&w, 1);
+  OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &kept));
+  for (unsigned i = 0; i < OBJECTS; i++) {
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, 0, &handle[i]));
+    if (handle[i] <= (i ? handle[i - 1] : kept)) fail("handle 0x%x after 0x%x", handle[i], i ? handle[i - 1] : kept);
+    OK(vm_release(w.uvm, handle[i]));
+  }
+  for (unsigned i = 0; i < OBJECTS; i++) EQ(vm_release(w.uvm, handle[i]), -ESTALE);
+  EQ(vm_release(w.uvm, handle[OBJECTS - 1] + 1), -ENOENT);
+  EQ(vm_release(w.uvm, kept - 1), -ENOENT); /* no handle came before the first */
+  OK(vm_release(w.uvm, kept));
+  world_close(&w);
+}
+
 /* After 2^INDEX_BITS objects an index comes again: the old handle with it does not name the new object. */
 static void handles_come_round(void) {
   struct world w;
@@ -521,5 +541,6 @@ static void no_index_is_left(void) {
 
 MAIN(TEST(two_clients), TEST(the_address_space_goes), TEST(the_gpu_goes), TEST(uvm_free_of_our_range),
      TEST(uvm_map_on_our_range), TEST(memory_runs_out), TEST(contiguous_allocation), TEST(managed_memory_gives_way),
-     TEST(unregister_under_fire), TEST(suspended), TEST(suspended_under_fire), TEST(forged_generations), TEST(handles_come_round),
+     TEST(unregister_under_fire), TEST(suspended), TEST(suspended_under_fire), TEST(forged_generations),
+     TEST(indices_come_round), TEST(handles_come_round),
      TEST(no_index_is_left))

@@ -158,7 +158,7 @@ static void do_create(struct actor *a) {
     if (!flags && below(a, 2)) flags = UVM_VMEM_CREATE_CONTIGUOUS;
   }
   int result = vm_create(a->w->uvm, a->w->uuid[0], shift, pages, flags, &handle);
-  if (result == -ENOSPC) return;
+  if (result == -ENOSPC || result == -EDQUOT) return;
   if (result) {
     WRONG(a, "CREATE: %s", strerror(-result));
     return;

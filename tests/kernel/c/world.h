@@ -63,7 +63,7 @@ static inline void sleep_ms(unsigned ms) {
   nanosleep(&t, NULL);
 }
 
-static inline struct world *world_open(struct world *w, unsigned gpus) {
+static inline struct world *world_open_as(struct world *w, unsigned gpus, int (*client_open)(struct softgpu_client *, unsigned)) {
   struct softgpu_info info;
   int dev = softgpu_open();
   if (dev < 0) hopeless("open /dev/softgpu", dev);
@@ -73,7 +73,7 @@ static inline struct world *world_open(struct world *w, unsigned gpus) {
     if (result) hopeless("counters", result);
   }
   close(dev);
-  int result = softgpu_client_open(&w->c, gpus);
+  int result = client_open(&w->c, gpus);
   if (result) hopeless("a client of the driver", result);
   w->uvm = w->c.uvm;
   w->dev = w->c.dev;
@@ -88,6 +88,10 @@ static inline struct world *world_open(struct world *w, unsigned gpus) {
   if (version) fclose(version);
   worlds_open++;
   return w;
+}
+
+static inline struct world *world_open(struct world *w, unsigned gpus) {
+  return world_open_as(w, gpus, softgpu_client_open);
 }
 
 /* The records that the model kept of what went wrong on a GPU. */

@@ -281,7 +281,7 @@ static void promoted(void) {
   CHECK(range.flags & VMEM_RANGE_LARGE);
   for (uint64_t i = 0; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
   EQ(vMemUnmap(vm, va + MIB(2) + PAGE, PAGE), -EINVAL);
-  OK(vmem_consolidate(vm, va, MIB(6), &calls));
+  OK(vmem_join(vm, va, MIB(6), &calls));
   OK(vMemUnmap(vm, va + MIB(1), MIB(4))); /* with parts of small ones on both sides */
   for (uint64_t i = 0; i < 16; i++) EQ(GET(va + i * PAGE + 9), i);
   for (uint64_t i = 80; i < 96; i++) EQ(GET(va + i * PAGE + 9), i);
@@ -385,6 +385,13 @@ static void gpu_fails(void) {
   OK(vmem_close(vm));
 }
 
+static int limit_of_gpu_memory(const char *mb) {
+  FILE *file = fopen("/sys/module/nvidia_uvm/parameters/uvm_vmem_gpu_limit_mb", "w");
+  if (!file) return -errno;
+  fputs(mb, file);
+  return fclose(file) ? -errno : 0;
+}
+
 static void no_memory(void) {
   vmem_t vm = open_vm(0);
   struct vmem_error e = {.size = sizeof(e)};
@@ -394,6 +401,11 @@ static void no_memory(void) {
   OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "4294967296 bytes are more than all memory there, 268435456"));
   EQ(vMemCreate(vm, MIB(256), NULL, &h), -ENOMEM);
+  OK(vmem_get_error(&e));
+  CHECK(strstr(e.text, "an administrator's limit on pinned pages")); /* 15/16, by default */
+  OK(limit_of_gpu_memory("0"));
+  EQ(vMemCreate(vm, MIB(256), NULL, &h), -ENOMEM);
+  OK(limit_of_gpu_memory("-1"));
   OK(vmem_get_error(&e));
   CHECK(strstr(e.text, "no physical memory left"));
   CHECK(strstr(e.text, "CREATE of "));

@@ -38,17 +38,17 @@ int nvUvmInterfaceMini(struct mini_info *info);
 """
 
 NVIDIA = """\
-// SPDX-License-Identifier: MIT OR GPL-2.0
+// SPDX-License-Identifier: {words}
 #include <linux/module.h>
 #include "mini.h"
 
 int nvUvmInterfaceMini(struct mini_info *info)
-{
+{{
     return info->value;
-}
+}}
 EXPORT_SYMBOL(nvUvmInterfaceMini);
 
-MODULE_LICENSE("Dual MIT/GPL");
+MODULE_LICENSE("{licence}");
 MODULE_VERSION(NV_VERSION_STRING);
 """
 
@@ -93,8 +93,10 @@ def write_driver(
     *,
     fields: str = "int value;",
     patched: bool = True,
+    proprietary: bool = False,
 ) -> Path:
     """Writes a driver source; other `fields` give the exported symbol another version."""
+    licence, words = ("NVIDIA", "none") if proprietary else ("Dual MIT/GPL", "MIT OR GPL-2.0")
     files = {
         "Kbuild": KBUILD.format(version=version),
         "Makefile": MAKEFILE,
@@ -102,7 +104,7 @@ def write_driver(
         "common/inc/mini.txt": "\n",
         "nvidia/nvidia.Kbuild": NVIDIA_KBUILD,
         "nvidia/mini.h": HEADER.format(fields=fields),
-        "nvidia/nv.c": NVIDIA,
+        "nvidia/nv.c": NVIDIA.format(licence=licence, words=words),
         "nvidia-uvm/nvidia-uvm.Kbuild": UVM_KBUILD,
         "nvidia-uvm/uvm.c": UVM.format(parameter=PARAMETER if patched else ""),
     }

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import module_kbuild
 import module_source
 import pytest
-from kernel_common import KernelBuildError
+from kernel_common import KernelBuildError, write_if_changed
 from kernel_headers import KernelHeaders
 from machines import VERSION, Lay, found
 from mini_driver import make_driver, write_driver
@@ -154,6 +157,48 @@ def test_the_installed_drivers_own(machine: System, headers: KernelHeaders, plac
     source = choose_source(machine, headers.release)
     assert (source.tree, source.version) == (tree, VERSION)
     assert "DKMS" in source.origin
+
+
+def test_the_proprietary_flavour(
+    machine: System, tmp_path: Path, headers: KernelHeaders, staged: Path, installed: Path
+) -> None:
+    tree = write_driver(machine.root / f"usr/src/nvidia-{VERSION}", proprietary=True)
+    for given in ("", str(tree)):
+        with pytest.raises(KernelBuildError, match=r"usr/src/.* is of .*proprietary .*Turing"):
+            choose_source(machine, headers.release, given)
+    module = read_module(installed / "nvidia.ko")
+    proprietary = replace(module, info={**module.info, "license": ["NVIDIA"]})
+    with pytest.raises(BuildError, match=r"nvidia\.ko is of .*proprietary .*GPL-only"):
+        build_uvm(staged, headers.build, headers.source, proprietary)
+    assert not (staged / "build.log").exists()
+
+
+def test_scripts_of_the_drivers_makefile_can_be_run(tmp_path: Path) -> None:
+    tree = write_driver(tmp_path / "driver")
+    (tree / "pahole.sh").write_text("#!/bin/sh\n", encoding="utf-8")
+    new = tmp_path / "new"
+    new.mkdir()
+    module_source.copy_parts(tree, new)
+    for name in ("conftest.sh", "pahole.sh"):
+        content = (new / name).read_bytes()
+        write_if_changed(tmp_path / "tree" / name, content)
+        assert os.access(tmp_path / "tree" / name, os.X_OK)
+
+
+def test_no_type_information_is_asked_for(
+    staged: Path, headers: KernelHeaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, str] = {}
+
+    def make(tree: Path, variables: dict[str, str], jobs: int) -> None:
+        seen.update(variables)
+        raise BuildError("seen")
+
+    monkeypatch.setattr(module_kbuild, "run_make", make)
+    with pytest.raises(BuildError, match="seen"):
+        build_uvm(staged, headers.build, headers.source, None)
+    assert "-g0" in seen["KCFLAGS"]
+    assert seen["CONFIG_DEBUG_INFO_BTF_MODULES"] == ""
 
 
 def test_loaded_driver_counts_more_than_installed_ones(

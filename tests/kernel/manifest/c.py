@@ -57,7 +57,9 @@ PROGRAMS = [
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
     Test(
-        name="diagnose", program="diagnose", allow=(r"nvidia-uvm: vmem: process \d+ \(diagnose\)",)
+        name="diagnose",
+        program="diagnose",
+        allow=(r"nvidia-uvm: vmem: process \d+ \((diagnose|a\\012b\\040\\033c)\)",),
     ),
     Test(name="failnth", program="failnth", uvm_args=TABLES_IN_GPU, timeout=300),
 ]
@@ -145,11 +147,12 @@ HEAVY = [
             args=["refused_kind", f"KIND={kind}"],
             module_args=f"kind={kind}",
             uvm_args=args,
-            long=kind != "virtual",
+            long=kind not in ("virtual", "coherent"),
         )
         for kind, args in (
             ("virtual", ""),
             ("mig", ""),
+            ("coherent", "uvm_page_table_location=sys"),
             ("integrated", "uvm_page_table_location=sys"),
         )
     ),

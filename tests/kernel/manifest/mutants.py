@@ -96,6 +96,19 @@ TESTS = [
     mutant("waits_locked", "bounds", ["no_lock_while_the_gpu_works"], r"BIND kept others waiting"),
     mutant("freed_locked", "bounds", ["no_lock_while_the_gpu_works"], r"FREE kept others waiting"),
     mutant(
+        "chunk_freed_locked",
+        "bounds",
+        ["no_lock_while_the_gpu_works"],
+        r"(RELEASE of GPU memory|BIND, the last of a chunk) kept others waiting",
+        vidmem=2048,
+    ),
+    mutant("forgotten_in_one_hold", "basic", ["map_move_unmap"], r"Assert failed", kind="debug"),
+    mutant("all_not_limited", "bounds", ["limit_of_all"], r"above is 0|EDQUOT", vidmem=2048),
+    mutant(
+        "gpu_not_limited", "bounds", ["limit_of_all"], r"vm_create.* is 0 .*not -122", vidmem=2048
+    ),
+    mutant("refused_stays_charged", "bounds", ["limit_of_a_cgroup"], r"vm_reserve.* is -122"),
+    mutant(
         "claim_not_awaited", "bounds", ["uvm_free_waits_for_a_bind"], r"early is|BUG|Oops|error:"
     ),
     mutant("sparse_cleared", "bounds", ["sparse_slots_share"], r"gap at|softgpu: error"),
@@ -160,6 +173,14 @@ TESTS = [
         module_args="kind=mig",
     ),
     mutant(
+        "coherent_taken",
+        "descriptor",
+        ["refused_kind", "KIND=coherent"],
+        r"out_gpu_refusal is 0",
+        module_args="kind=coherent",
+        uvm_args="uvm_page_table_location=sys",
+    ),
+    mutant(
         "outputs_of_failures", "abi_matrix", ["outputs_of_a_failure"], r"the struct has changed"
     ),
     mutant("wait_after_error", "lost", ["push_dies"], r"vm_wait.* is 0 .*not -5", **FAILING_GPU),
@@ -206,6 +227,7 @@ TESTS = [
         ["handles_come_round", "INDEX_BITS=6"],
         r"handle != first|not -116",
     ),
+    mutant("wrap_not_counted", "lifecycle", ["indices_come_round"], r"handle 0x\w+ after|not -116"),
     mutant(
         "unpublished_leaked",
         "lifecycle",
@@ -240,7 +262,7 @@ TESTS = [
     # uvm_vmem_stat.c
     mutant("stat_of_all_gpus", "peers", ["apart"], r"out_(created|mapped)_bytes is", **TWO_GPUS),
     mutant("proc_for_everybody", "kill", ["proc_is_for_root"], r"status is"),
-    mutant("command_not_escaped", "kill", ["proc_shows_the_living"], r"line \d+ of|command"),
+    mutant("command_not_escaped", "diagnose", ["name_in_the_log"], r"no \".*x5c012"),
     mutant(
         "list_unlocked",
         "kill",
@@ -264,6 +286,7 @@ TESTS = [
     ),
     mutant("wait_not_killable", "async", ["end_with_binds_in_flight"], r"left is false"),
     # uvm_vmem_debug.c
+    mutant("close_not_claimed", "diagnose", ["fault_at_the_end"], r"looked at what is being freed"),
     mutant("dump_of_another", "diagnose", ["selections"], r"999999"),
     mutant("batch_not_noted", "diagnose", ["list_of_reservations"], r"1 of thread"),
     # uvm_vmem_bind.c, uvm_vmem_table.c, headers
@@ -273,6 +296,11 @@ TESTS = [
     mutant(
         "second_gpu_not_written", "peers", ["one_reservation_on_both"], r"is 0 .*not", **TWO_GPUS
     ),
+    mutant(
+        "gpu_leaves_a_bind", "async", ["gpu_goes_while_a_bind_waits"], r"the GPU left before a BIND"
+    ),
+    mutant("cached_everywhere", "basic", ["host_memory"], r"memory of aperture \d is cached"),
+    mutant("big_without_membar", "basic", ["reused_after_a_membar"], r"no membar followed"),
     mutant("pin_missing", "async", ["released_during_a_bind"], r"out_objects is|BUG|error"),
     mutant(
         "object_end_not_checked",

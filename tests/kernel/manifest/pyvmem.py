@@ -106,7 +106,7 @@ TESTS = [
     # docs/compatibility.md's column uvm is made from its record.
     _python(
         "features",
-        "vmem probe && vmem selftest --samples 0 --json /tmp/report.json &&"
+        "vmem probe && vmem selftest --backend uvm --samples 0 --json /tmp/report.json &&"
         " vmem features --json /tmp/features.json && cat /tmp/features.json",
     ),
     _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0, long=True),

@@ -99,7 +99,15 @@ static bool side(struct sg_channel *channel, bool physical, bool sys, bool peer,
 
 static bool dst_side(struct sg_channel *channel, const struct sg_transfer *t, u64 done, u64 *n, struct sg_place *out)
 {
-	return side(channel, t->dst_physical, t->dst_sys, t->dst_peer, t->dst_peer_id, t->dst + done, n, out);
+	u64 frame;
+
+	if (!side(channel, t->dst_physical, t->dst_sys, t->dst_peer, t->dst_peer_id, t->dst + done, n, out))
+		return false;
+	if (t->dst_physical && out->where == SG_VID)
+		for (frame = out->pa >> SOFTGPU_FRAME_SHIFT; frame <= (out->pa + *n - 1) >> SOFTGPU_FRAME_SHIFT; frame++)
+			if (frame < out->gpu->frames && !out->gpu->frame[frame].mappings)
+				sg_membars_reused(out->gpu, frame);
+	return true;
 }
 
 static bool src_side(struct sg_channel *channel, const struct sg_transfer *t, u64 done, u64 *n, struct sg_place *out)

@@ -174,7 +174,6 @@ void nvUvmInterfaceStopChannel(void *channel, NvBool immediate)
 	struct sg_user_channel *user = channel;
 
 	mutex_lock(&model.lock);
-	sg_faults_forget(user->gpu, user);
 	user->space = NULL; /* it may go before the channel */
 	mutex_unlock(&model.lock);
 }

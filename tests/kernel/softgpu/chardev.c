@@ -244,7 +244,7 @@ static long do_hold(struct file *file, void *argument)
 
 	if (!gpu)
 		return -ENOENT;
-	if (h->op > SOFTGPU_HOLD_WAIT)
+	if (h->op > SOFTGPU_HOLD_QUIET)
 		return -EINVAL;
 	if (h->op == SOFTGPU_HOLD_WAIT) {
 		left = wait_event_killable_timeout(gpu->wait, READ_ONCE(gpu->held), msecs_to_jiffies(h->timeout_ms));

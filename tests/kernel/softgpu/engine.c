@@ -293,7 +293,8 @@ static int engine(void *data)
 		if (gpu->held)
 			wake_up_all(&gpu->wait);
 		mutex_unlock(&model.lock);
-		sg_faults_interrupt(gpu);
+		if (READ_ONCE(gpu->hold) != SOFTGPU_HOLD_QUIET)
+			sg_faults_interrupt(gpu);
 		if (gpu->held)
 			wait_event_timeout(gpu->wait, !READ_ONCE(gpu->held) || kthread_should_stop(), HZ / 10);
 		if (progress)

@@ -185,8 +185,11 @@ static void tlb_invalidate(struct sg_channel *channel, bool targeted)
 			sg_error(gpu, SOFTGPU_ERROR_UNORDERED, root.pa, 0,
 				 "channel %u: TLB invalidate while page table entries are still being written", channel->id);
 	}
-	if (a & OP_A_SYSMEMBAR)
+	sg_membars_invalidated(gpu);
+	if (a & OP_A_SYSMEMBAR) {
 		gpu->count.membar_sys++;
+		sg_membars_done(gpu, true);
+	}
 	if (targeted) {
 		u64 bytes = SG_PAGE_4K << FIELD_GET(OP_A_SIZE, a);
 
@@ -211,6 +214,7 @@ static void mem_op(struct sg_channel *channel)
 			channel->gpu->count.membar_sys++;
 		else
 			channel->gpu->count.membar_gpu++;
+		sg_membars_done(channel->gpu, FIELD_GET(OP_C_MEMBAR_TYPE, c) == MEMBAR_SYS);
 		break;
 	case OP_TLB_INVALIDATE:
 		tlb_invalidate(channel, false);

@@ -65,6 +65,7 @@ struct sg_frame {
 	u64 word;           /* contents of the parts that are not backed, in each 64 bits */
 	void **part;        /* NULL or SG_SUBPAGES pointers, each NULL or 4 KB */
 	u32 mappings;       /* PTEs of user spaces that map a part of it */
+	u64 cleared[SOFTGPU_MAX_GPUS]; /* when each GPU lost a translation to it (membars.c) */
 	u16 tables;         /* live tables that lie in it (tables.c) */
 	u8 poison;          /* `word` is the poison: never written */
 	u8 cpu_mapped;      /* its backing must stay where it is */
@@ -100,6 +101,7 @@ struct sg_entry {
 	u8 aperture;     /* LEAF: SOFTGPU_APERTURE_*; TABLE: _VID or _SYS */
 	u8 peer;         /* LEAF, aperture peer */
 	bool read_only;
+	bool cached;     /* LEAF: in the GPU's L2 */
 	bool no_small;   /* INVALID in a table of 64 KB entries: the small table is not looked at */
 	u64 pa;          /* of the page or of the table */
 	u64 page_size;   /* LEAF */
@@ -173,13 +175,26 @@ void sg_tables_scan(struct sg_space *space, struct softgpu_scan *scan);
 /* A TLB invalidate of entries of this level and below. */
 void sg_tables_invalidated(struct softgpu *gpu, struct sg_root root, u8 max_level, u64 start, u64 last);
 
+/* ---- membars (membars.c) --------------------------------------------------------------------------- */
+
+struct sg_membars {
+	u64 clock;
+	u64 invalidated;            /* the last TLB invalidate */
+	u64 own_until, peers_until; /* invalidates up to here were followed by a membar that waits for accesses to such memory */
+};
+
+void sg_membars_cleared(struct softgpu *by, struct softgpu *owner, u64 frame);
+void sg_membars_invalidated(struct softgpu *by);
+void sg_membars_done(struct softgpu *by, bool sys);
+void sg_membars_reused(struct softgpu *owner, u64 frame);
+
 /* ---- readers (readers.c) --------------------------------------------------------------------------- */
 
 /* A unit as a reader sees it. */
 struct sg_sight {
 	enum sg_entry_kind kind; /* never TABLE */
 	u8 aperture, peer;       /* LEAF */
-	bool read_only;
+	bool read_only, cached;
 	u64 pa;                  /* of the unit */
 	u64 page_size;           /* of the entry; 0: absent */
 };
@@ -403,6 +418,7 @@ struct softgpu {
 	void *evict_data;
 
 	struct sg_tlb tlb;
+	struct sg_membars membars;
 	struct list_head channels;
 	u32 next_channel;
 	u64 live_tables;           /* of user spaces */

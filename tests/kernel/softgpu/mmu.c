@@ -21,7 +21,7 @@
 #define PDE_APERTURE_VID     1
 
 /* Version 2 */
-#define V2_PTE_VOL        BIT_ULL(3)     /* of an invalid entry: sparse */
+#define V2_PTE_VOL        BIT_ULL(3)     /* not cached; of an invalid entry: sparse */
 #define V2_PTE_PRIVILEGE  BIT_ULL(5)     /* of an invalid 64 KB entry: ignore the 4 KB table */
 #define V2_PTE_READ_ONLY  BIT_ULL(6)
 #define V2_ADDRESS_SYS    GENMASK_ULL(53, 8)
@@ -38,6 +38,7 @@
 #define V3_PCF_SPARSE       1
 #define V3_PCF_NO_VALID_4KB 3
 #define V3_PCF_READ_ONLY    BIT(2)       /* set in all PCF values of a valid entry that are RO */
+#define V3_PCF_UNCACHED     BIT(0)       /* the same for UNCACHED */
 #define V3_PCF_REGULAR_RW_ATOMIC_UNCACHED_ACE    0x01
 #define V3_PCF_REGULAR_RO_NO_ATOMIC_CACHED_ACE   0x0c
 #define V3_PTE_KIND_SHIFT   8
@@ -91,6 +92,7 @@ static void decode_ver2(u8 level, u8 half, u64 raw, struct sg_entry *out)
 		out->aperture = leaf_aperture(raw);
 		out->peer = FIELD_GET(V2_PEER, raw);
 		out->read_only = raw & V2_PTE_READ_ONLY;
+		out->cached = !(raw & V2_PTE_VOL);
 		out->page_size = leaf_size(level, half);
 		if (out->aperture == SOFTGPU_APERTURE_SYS)
 			out->pa = FIELD_GET(V2_ADDRESS_SYS, raw) << V2_ADDRESS_SHIFT;
@@ -127,6 +129,7 @@ static void decode_ver3(u8 level, u8 half, u64 raw, struct sg_entry *out)
 		out->aperture = leaf_aperture(raw);
 		out->peer = FIELD_GET(V3_PEER, raw);
 		out->read_only = pcf & V3_PCF_READ_ONLY;
+		out->cached = !(pcf & V3_PCF_UNCACHED);
 		out->page_size = leaf_size(level, half);
 		out->pa = raw & (out->aperture == SOFTGPU_APERTURE_VID ? V3_ADDRESS_VID : V3_ADDRESS);
 		return;

@@ -116,6 +116,7 @@ static void wipe(struct softgpu *gpu, u64 frame)
 		sg_error(gpu, SOFTGPU_ERROR_FREED_MAPPED, pa, f->mappings, "frame %llx freed while %u live entries map it", pa, f->mappings);
 	if (f->tables && !gpu->lost && !gpu->died)
 		sg_error(gpu, SOFTGPU_ERROR_TABLE_FREED, pa, f->tables, "frame %llx freed while it holds %u live tables", pa, f->tables);
+	sg_membars_reused(gpu, frame);
 	sg_frame_poison(gpu, pa);
 }
 

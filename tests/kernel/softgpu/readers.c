@@ -10,7 +10,8 @@
  * Rules (uvm_vmem_ioctl.h), for the reservations that a BIND in flight works on:
  *   - what no BIND in flight names does not change (SOFTGPU_ERROR_GAP);
  *   - what one names changes once, from the old translation to the new one (SOFTGPU_ERROR_NEITHER). Only where a slot's
- *     2 MB page becomes a table, or a table a 2 MB page, it is absent in between; a sparse unit not even there.
+ *     2 MB page becomes a table, or a table a 2 MB page, it is absent in between; a sparse unit not even there;
+ *   - what one maps is cached by the GPU if it is its own memory, and else not (SOFTGPU_ERROR_CACHED), as UVM has it.
  *
  * The driver's tracepoints tell: uvm_vmem_bind_op comes before anything is written, uvm_vmem_bind_sent when all is in
  * the rings, uvm_vmem_bind when the call returns. A BIND is in flight until the engine has passed what was put into the
@@ -21,6 +22,7 @@
 #include <linux/file.h>
 #include <linux/module.h>
 #include <linux/notifier.h>
+#include <linux/ptrace.h>
 #include <linux/sched.h>
 #include <linux/sched/task_stack.h>
 #include <linux/slab.h>
@@ -320,8 +322,8 @@ static int next_state(unsigned long state, u8 level, const struct sg_sight *befo
 
 void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after)
 {
+	bool named = false, good = false, cached_wrong = false;
 	struct bind *bind, *last = NULL;
-	bool named = false, good = false;
 	u32 kind;
 
 	spin_lock(&lock);
@@ -348,12 +350,19 @@ void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_s
 	}
 	if (last)
 		units_seen++;
-	if (!last || good || last->reports == REPORTS_MAX) {
+	if (good)
+		cached_wrong = after->kind == SG_ENTRY_LEAF && after->cached != (after->aperture == SOFTGPU_APERTURE_VID);
+	if (!last || (good && !cached_wrong) || last->reports == REPORTS_MAX) {
 		spin_unlock(&lock);
 		return;
 	}
 	last->reports++;
 	spin_unlock(&lock);
+	if (cached_wrong) {
+		sg_error(space->gpu, SOFTGPU_ERROR_CACHED, va, 0, "entry at %llx: memory of aperture %u is %scached", va, after->aperture,
+			 after->cached ? "" : "not ");
+		return;
+	}
 	kind = named ? SOFTGPU_ERROR_NEITHER : SOFTGPU_ERROR_GAP;
 	sg_error(space->gpu, kind, va, 0, "%s at %llx: %s (%llx) becomes %s (%llx)", named ? "neither old nor new" : "gap", va,
 		 sg_entry_name(before->kind), before->pa, sg_entry_name(after->kind), after->pa);

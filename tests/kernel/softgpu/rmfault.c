@@ -149,10 +149,15 @@ void sg_faults_replay(struct softgpu *gpu)
 	for (i = 0; i < SG_WAITING_FAULTS; i++) {
 		if (!gpu->waiting[i].channel)
 			continue;
-		if (faults_now(&gpu->waiting[i], &read_only))
-			fault_put(gpu, &gpu->waiting[i], read_only);
-		else
+		if (!gpu->waiting[i].channel->space) {
+			/* stopped: its context is taken off the GPU, but what it waited for may have faulted once more before */
+			fault_put(gpu, &gpu->waiting[i], false);
 			waiting_end(gpu, i);
+		} else if (faults_now(&gpu->waiting[i], &read_only)) {
+			fault_put(gpu, &gpu->waiting[i], read_only);
+		} else {
+			waiting_end(gpu, i);
+		}
 	}
 }
 

@@ -86,7 +86,11 @@ MODULE_PARM_DESC(p2p, "peers: nvlink (UVM enables them itself), pcie (on request
 
 static char *kind = "";
 module_param(kind, charp, 0444);
-MODULE_PARM_DESC(kind, "what the GPUs say they are: virtual (SR-IOV), mig (one partition of all), integrated (no memory)");
+MODULE_PARM_DESC(kind, "what the GPUs say they are: virtual (SR-IOV), mig (one partition of all), integrated (no memory), "
+		       "coherent (the CPU has their memory too)");
+
+/* Where the CPU would see a coherent GPU's memory: nothing looks there before the GPU has a NUMA node. */
+#define COHERENT_WINDOW (1ull << 46)
 
 static bool is_kind(const char *name)
 {
@@ -223,6 +227,10 @@ NV_STATUS nvUvmInterfaceGetGpuInfo(const NvProcessorUuid *uuid, const UvmGpuClie
 	info->computeClass = gpu->arch->compute_class;
 	info->subdeviceCount = 1;
 	info->smcEnabled = is_kind("mig");
+	if (is_kind("coherent")) {
+		info->systemMemoryWindowStart = COHERENT_WINDOW;
+		info->systemMemoryWindowSize = gpu->vidmem;
+	}
 	info->virtMode = is_kind("virtual") ? UVM_VIRT_MODE_SRIOV_STANDARD : UVM_VIRT_MODE_NONE;
 	info->maxTpcPerGpcCount = gpu->arch->tpcs_per_gpc;
 	info->gpcCount = GPCS;

@@ -269,6 +269,8 @@ struct softgpu_counters {
 #define SOFTGPU_ERROR_LEAK          28 /* left over at unload */
 #define SOFTGPU_ERROR_GAP           29 /* a BIND in flight changes what it does not name; address: virtual */
 #define SOFTGPU_ERROR_NEITHER       30 /* what a BIND names was neither as before nor as after it; address: virtual */
+#define SOFTGPU_ERROR_NO_MEMBAR     32 /* frame reused while accesses through an old translation may be under way; address: physical */
+#define SOFTGPU_ERROR_CACHED        33 /* entry of a reservation: other memory than the GPU's is cached, or its own is not */
 #define SOFTGPU_ERROR_RESIZED       31 /* an entry becomes a table or a 2 MB page while TLBs may hold the other */
 
 #define SOFTGPU_FAULT_RECORDS 32
@@ -339,6 +341,7 @@ struct softgpu_call {
  *   NOW         before the next word
  *   INVALIDATE  before the next TLB invalidate
  *   PUSH        before the next push
+ *   QUIET       nowhere, but faults in the buffer raise no interrupt meanwhile
  * Where it stands already does not count: with the same op again it goes on to the next such place.
  * WAIT waits until it stands there: ETIMEDOUT after timeout_ms. out_held: 1 if it stands. The hold ends when the
  * descriptor that asked for it is closed.
@@ -348,6 +351,7 @@ struct softgpu_call {
 #define SOFTGPU_HOLD_INVALIDATE 2
 #define SOFTGPU_HOLD_PUSH       3
 #define SOFTGPU_HOLD_WAIT       4
+#define SOFTGPU_HOLD_QUIET      5
 
 struct softgpu_hold {
 	__u32 gpu;

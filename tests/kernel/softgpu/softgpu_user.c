@@ -334,6 +334,10 @@ const char *softgpu_fault_name(unsigned kind) {
     return "neither old nor new during a BIND";
   case SOFTGPU_ERROR_RESIZED:
     return "entry of another size while TLBs may hold the old one";
+  case SOFTGPU_ERROR_NO_MEMBAR:
+    return "reused before a membar";
+  case SOFTGPU_ERROR_CACHED:
+    return "cached against the rules";
   case SOFTGPU_ERROR_BAD_FREE:
     return "free of an RM object that does not exist";
   case SOFTGPU_ERROR_LEAK:
@@ -473,10 +477,15 @@ static int uvm_call(int uvm, unsigned long number, void *params, const uint32_t 
   return result ? result : (int)*status;
 }
 
-int softgpu_uvm_initialize(int uvm) {
-  struct uvm_initialize p = {.flags = 0};
+static int initialize(int uvm, bool shared) {
+  enum { MULTI_PROCESS_SHARING_MODE = 2 }; // UVM_INIT_FLAGS_MULTI_PROCESS_SHARING_MODE
+  struct uvm_initialize p = {.flags = shared ? MULTI_PROCESS_SHARING_MODE : 0};
 
   return uvm_call(uvm, UVM_INITIALIZE, &p, &p.status);
+}
+
+int softgpu_uvm_initialize(int uvm) {
+  return initialize(uvm, false);
 }
 
 int softgpu_uvm_initialize_mm(int uvm) {
@@ -617,7 +626,7 @@ int softgpu_uvm_free(struct softgpu_client *client, uint64_t base, uint64_t leng
   }
 }
 
-int softgpu_client_open(struct softgpu_client *client, unsigned gpus) {
+static int client_open(struct softgpu_client *client, unsigned gpus, bool shared) {
   int result;
 
   memset(client, 0, sizeof(*client));
@@ -632,14 +641,11 @@ int softgpu_client_open(struct softgpu_client *client, unsigned gpus) {
   if (result < 0)
     goto fail;
   client->uvm = result;
-  result = softgpu_uvm_initialize(client->uvm);
-  if (result)
-    goto fail;
-  result = softgpu_uvm_initialize_mm(client->uvm);
-  if (result < 0)
-    goto fail;
-  client->mm = result;
-  result = 0;
+  result = initialize(client->uvm, shared);
+  if (!result && !shared) {
+    client->mm = softgpu_uvm_initialize_mm(client->uvm);
+    result = client->mm < 0 ? client->mm : 0;
+  }
   for (unsigned gpu = 0; !result && gpu < gpus; gpu++) {
     struct softgpu_info info;
 
@@ -659,6 +665,14 @@ int softgpu_client_open(struct softgpu_client *client, unsigned gpus) {
 fail:
   softgpu_client_close(client);
   return result;
+}
+
+int softgpu_client_open(struct softgpu_client *client, unsigned gpus) {
+  return client_open(client, gpus, false);
+}
+
+int softgpu_client_open_shared(struct softgpu_client *client, unsigned gpus) {
+  return client_open(client, gpus, true);
 }
 
 void softgpu_client_close(struct softgpu_client *client) {

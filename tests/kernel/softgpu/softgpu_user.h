@@ -91,6 +91,8 @@ struct softgpu_client {
 
 /* Opens everything for the first `gpus` gpus. > 0: NV_STATUS. On failure nothing is left open. */
 int softgpu_client_open(struct softgpu_client *client, unsigned gpus);
+/* The same with UVM_INIT_FLAGS_MULTI_PROCESS_SHARING_MODE: the address space lives until the descriptor is closed. */
+int softgpu_client_open_shared(struct softgpu_client *client, unsigned gpus);
 /* Closes the descriptors, without unregistering: what a process's end does. */
 void softgpu_client_close(struct softgpu_client *client);
 

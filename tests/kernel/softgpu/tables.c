@@ -101,9 +101,13 @@ static void leaf_count(struct sg_space *space, const struct sg_entry *leaf, int 
 	u64 first, last, f;
 
 	space->gpu->live_ptes += sign;
-	if (leaf_frames(space, leaf, &gpu, &first, &last))
-		for (f = first; f <= last; f++)
-			gpu->frame[f].mappings += sign;
+	if (!leaf_frames(space, leaf, &gpu, &first, &last))
+		return;
+	for (f = first; f <= last; f++) {
+		gpu->frame[f].mappings += sign;
+		if (sign < 0)
+			sg_membars_cleared(space->gpu, gpu, f);
+	}
 }
 
 static void table_enter(struct sg_space *space, bool sys, u64 pa, u8 level, u8 half, u64 va);
@@ -238,6 +242,9 @@ void sg_tables_drop_root(struct sg_space *space)
 		table_leave(root);
 	if (!list_empty(&space->tables))
 		sg_error(space->gpu, SOFTGPU_ERROR_MODEL, space->root.pa, 0, "tables left without a root");
+	/* which is the resource manager's work, with all that belongs to it */
+	sg_membars_invalidated(space->gpu);
+	sg_membars_done(space->gpu, true);
 }
 
 static void count_word(struct table *t, u32 i, u64 raw)
@@ -269,6 +276,7 @@ static void sight_of(const struct sg_entry *entry, u64 va, struct sg_sight *out)
 		out->aperture = entry->aperture;
 		out->peer = entry->peer;
 		out->read_only = entry->read_only;
+		out->cached = entry->cached;
 		out->page_size = entry->page_size;
 		out->pa = (entry->pa & ~(entry->page_size - 1)) | (va & (entry->page_size - 1));
 	} else if (entry->kind == SG_ENTRY_SPARSE) {

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/available.h"
 #include "base/error.h"
 
 int gpu_enter(const struct gpu *g, uint32_t index, struct gpu_scope *scope) {
@@ -59,28 +60,13 @@ int gpu_enable_peers(const struct gpu *g) {
   return 0;
 }
 
-int gpu_host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes) {
-  unsigned long long available = 0, total = 0;
-  char line[128];
-  FILE *f = fopen("/proc/meminfo", "re");
-  if (!f) return vm_fail(-EIO, "/proc/meminfo: %s", strerror(errno));
-  while (fgets(line, sizeof(line), f)) {
-    sscanf(line, "MemTotal: %llu", &total);
-    sscanf(line, "MemAvailable: %llu", &available);
-  }
-  fclose(f);
-  *free_bytes = available << 10;
-  *total_bytes = total << 10;
-  return 0;
-}
-
 int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
   size_t free_size = 0, total_size = 0;
   struct gpu_scope scope;
   uint32_t index = 0;
   gpu_result r;
   int err;
-  if (location == VMEM_HOST) return gpu_host_mem_info(free_bytes, total_bytes);
+  if (location == VMEM_HOST) return vm_available_now(free_bytes, total_bytes);
   if (location == VMEM_PEER) {
     err = gpu_find(g, device, &index);
     if (err) return err;

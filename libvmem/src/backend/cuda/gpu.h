@@ -67,9 +67,6 @@ int gpu_enable_peers(const struct gpu *g);
 
 int gpu_mem_info(const struct gpu *g, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes);
 
-/* Of host memory; needs no GPU. */
-int gpu_host_mem_info(uint64_t *free_bytes, uint64_t *total_bytes);
-
 /* Fills the device fields of *info. */
 void gpu_describe(const struct gpu *g, struct vmem_info *info);
 

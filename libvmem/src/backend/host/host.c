@@ -9,6 +9,9 @@
  * the kernel may let a map call reach one VMA above the limit, and then refuses every mmap, those of the undo
  * included: spare mappings are given up for them.
  *
+ * A GPU's driver maps a slab of pages of 2 MiB with entries of that size where it can, and then changes none in part.
+ * So does this one (entries.h): what works here works there.
+ *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
  * has ended. A fork waits for calls that have made a mapping and not yet said so.
  */
@@ -19,10 +22,11 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include "backend/backend.h"
+#include "backend/host/entries.h"
+#include "base/available.h"
 #include "base/clock.h"
 #include "base/context.h"
 #include "base/fd.h"
@@ -37,8 +41,12 @@ struct gap {
   uint64_t offset, bytes;
 };
 
+/* A slab is its offset in the file; the last bit says that it is of pages of 2 MiB. */
+#define LARGE_SLAB 1u
+
 struct host {
   int fd;
+  uint64_t granule;
   struct host *next; /* in `process` */
 
   /* under process.memory */
@@ -51,18 +59,16 @@ struct host {
   uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
   uint64_t next_count;                                 /* ns: not before, for a refusal */
   bool recount_due;
+  struct host_entries entries;
   void *spares[SPARES]; /* a page each, never used; NULL: given up */
   bool spares_lack;     /* atomic: some are given up */
 };
 
 /* ---- the process ------------------------------------------------------------------------------ */
 
-enum source { MEMINFO, GROUP_MAX, GROUP_CURRENT, MAPS, MAX_MAPS, SOURCES };
+enum source { MAPS, MAX_MAPS, SOURCES };
 
 static const char *const source_paths[SOURCES] = {
-    [MEMINFO] = "/proc/meminfo",
-    [GROUP_MAX] = "/sys/fs/cgroup/memory.max",
-    [GROUP_CURRENT] = "/sys/fs/cgroup/memory.current",
     [MAPS] = "/proc/self/maps",
     [MAX_MAPS] = "/proc/sys/vm/max_map_count",
 };
@@ -71,9 +77,10 @@ static const char *const source_paths[SOURCES] = {
 static struct {
   pthread_mutex_t forks; /* held by a fork; what follows */
   struct host *first;
-  int sources[SOURCES];     /* open while a context is, for the process may run out of descriptors; -1: there is none */
-  pthread_mutex_t memory;   /* what is promised to all; `forks` may be taken in it */
-  pthread_mutex_t counting; /* MAPS is read by one thread */
+  int sources[SOURCES]; /* open while a context is, for the process may run out of descriptors; -1: there is none */
+  struct vm_available *available; /* the same of others; read in `memory` */
+  pthread_mutex_t memory;         /* what is promised to all; `forks` may be taken in it */
+  pthread_mutex_t counting;       /* MAPS is read by one thread */
 } process = {
     .forks = PTHREAD_MUTEX_INITIALIZER, .memory = PTHREAD_MUTEX_INITIALIZER, .counting = PTHREAD_MUTEX_INITIALIZER};
 
@@ -97,6 +104,9 @@ static void release_forks(void) {
 }
 
 static void close_sources(void) {
+  struct vm_available *available = process.available;
+  process.available = NULL;
+  vm_available_close(available);
   for (size_t i = 0; i < SOURCES; i++)
     if (process.sources[i] >= 0) close(process.sources[i]);
 }
@@ -128,7 +138,9 @@ static int open_sources(void) {
       return vm_fail(-ENOMEM, "%s: %s", source_paths[i], strerror(-err));
     }
   }
-  return 0;
+  int err = vm_available_open("", &process.available);
+  if (err) close_sources();
+  return err;
 }
 
 /* Makes the context's file, which a child will close. */
@@ -174,22 +186,6 @@ static bool read_number(enum source from, const char *format, unsigned long long
     line++;
   }
   return true;
-}
-
-/* Bytes that this process may still take, by the machine's count and by its control group's. */
-static uint64_t memory_available(void) {
-  unsigned long long kib, max, now;
-  struct sysinfo all;
-  uint64_t avail = UINT64_MAX;
-  if (read_number(MEMINFO, "MemAvailable: %llu", &kib))
-    avail = (uint64_t)kib << 10;
-  else if (!sysinfo(&all)) /* caches that could be dropped are not in it */
-    avail = ((uint64_t)all.freeram + all.bufferram) * all.mem_unit;
-  if (read_number(GROUP_MAX, "%llu", &max) && read_number(GROUP_CURRENT, "%llu", &now)) {
-    uint64_t left = max > now ? max - now : 0;
-    if (left < avail) avail = left;
-  }
-  return avail;
 }
 
 static uint64_t count_vmas(void) {
@@ -322,6 +318,29 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
+/* Slabs are promises until touched: bytes that are still promised, to all contexts. */
+static uint64_t promised(void) {
+  uint64_t all = 0;
+  for (struct host *h = process.first; h; h = h->next) {
+    struct stat st;
+    uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
+    if (h->slab_bytes > resident) all += h->slab_bytes - resident;
+  }
+  return all;
+}
+
+/* What this process may still take, of which `open_promises` are spoken for; exact only below these and `enough`. In
+ * `memory`. */
+static uint64_t available(uint64_t enough, uint64_t *open_promises, uint64_t *total) {
+  uint64_t bytes;
+  hold_forks();
+  *open_promises = promised();
+  if (enough > UINT64_MAX - *open_promises) enough = UINT64_MAX - *open_promises;
+  vm_available_read(process.available, enough + *open_promises, &bytes, total);
+  release_forks();
+  return bytes;
+}
+
 /* ---- open, close ------------------------------------------------------------------------------ */
 
 static uint64_t page_sizes(void) {
@@ -343,6 +362,7 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
     free(h);
     return err;
   }
+  h->granule = granule;
   pthread_mutex_init(&h->lock, NULL);
   take_spares(h);
   host_recount(h, 0);
@@ -353,8 +373,8 @@ static int host_open(const struct vmem_open_opts *o, struct vm_be_info *info, vo
   info->all_page_sizes = sizes;
   info->pub.slab_size = SLAB_SIZE;
   info->pub.max_segments = h->max_vmas;
-  if (o->max_mappings) {
-    info->pub.caps |= VMEM_CAP_CONSOLIDATE;
+  if (o->max_mappings || o->flags & VMEM_OPEN_LARGE_ENTRIES) {
+    info->pub.caps |= VMEM_CAP_JOIN;
     info->table = &host_counted;
   }
   snprintf(info->pub.device_name, sizeof(info->pub.device_name), "host memory");
@@ -371,17 +391,20 @@ static void host_close(void *be) {
   note(h, 0);
   leave(h);
   pthread_mutex_destroy(&h->lock);
+  free(h->entries.v);
   free(h->gaps);
   free(h);
 }
 
 static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free_bytes, uint64_t *total_bytes) {
-  struct sysinfo all;
+  uint64_t open_promises, left;
   (void)be;
   (void)location;
   (void)device;
-  *free_bytes = memory_available();
-  *total_bytes = sysinfo(&all) ? 0 : (uint64_t)all.totalram * all.mem_unit;
+  pthread_mutex_lock(&process.memory);
+  left = available(UINT64_MAX, &open_promises, total_bytes);
+  pthread_mutex_unlock(&process.memory);
+  *free_bytes = left > open_promises ? left - open_promises : 0;
   return 0;
 }
 
@@ -426,11 +449,18 @@ static int host_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags
   return 0;
 }
 
+static void drop_entries(struct host *h, uint64_t addr, uint64_t bytes) {
+  pthread_mutex_lock(&h->lock);
+  host_entries_drop(&h->entries, addr, bytes);
+  pthread_mutex_unlock(&h->lock);
+}
+
 static int host_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {
-  (void)be;
   (void)priv;
   (void)gone;
-  return munmap(at(addr), bytes) ? vm_fail_at(-EIO, addr, bytes, 0, "munmap: %s", strerror(errno)) : 0;
+  if (munmap(at(addr), bytes)) return vm_fail_at(-EIO, addr, bytes, 0, "munmap: %s", strerror(errno));
+  drop_entries(be, addr, bytes);
+  return 0;
 }
 
 static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
@@ -442,41 +472,59 @@ static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
   return vm_fail_at(err == -ENOMEM ? -ENOMEM : -EIO, addr, bytes, 0, "mmap: %s", strerror(-err));
 }
 
+/* What a call that maps `large` entries, or small ones or nothing, does to those that were there. */
+static int change_entries(struct host *h, uint64_t addr, uint64_t bytes, bool large) {
+  int err;
+  pthread_mutex_lock(&h->lock);
+  err = host_entries_check(&h->entries, addr, bytes);
+  if (!err && large)
+    err = host_entries_add(&h->entries, addr, bytes);
+  else if (!err)
+    host_entries_drop(&h->entries, addr, bytes);
+  pthread_mutex_unlock(&h->lock);
+  return err;
+}
+
+static int check_entries(struct host *h, uint64_t addr, uint64_t bytes) {
+  int err;
+  pthread_mutex_lock(&h->lock);
+  err = host_entries_check(&h->entries, addr, bytes);
+  pthread_mutex_unlock(&h->lock);
+  return err;
+}
+
 static int host_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
-  int err = blank(be, addr, bytes, sparse);
-  return err ? map_failed(be, addr, bytes, err) : 0;
+  int err = check_entries(be, addr, bytes);
+  if (err) return err;
+  if ((err = blank(be, addr, bytes, sparse))) return map_failed(be, addr, bytes, err);
+  drop_entries(be, addr, bytes);
+  return 0;
 }
 
 static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags,
                     bool sparse) {
   struct host *h = be;
-  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE);
+  int prot = PROT_READ | (flags & VMEM_MAP_READONLY ? 0 : PROT_WRITE), err;
+  bool large = slab & LARGE_SLAB && !((addr | bytes | offset) & (HOST_ENTRY - 1));
   recount_if_due(h);
+  if ((err = change_entries(h, addr, bytes, large))) return err;
   if (__atomic_load_n(&h->spares_lack, __ATOMIC_RELAXED)) take_spares(h);
-  if (share(h, at(addr), bytes, prot, slab + offset, sparse ? PROT_READ : PROT_NONE) == MAP_FAILED)
-    return map_failed(h, addr, bytes, -errno);
+  slab &= ~(uint64_t)LARGE_SLAB;
+  if (share(h, at(addr), bytes, prot, slab + offset, sparse ? PROT_READ : PROT_NONE) == MAP_FAILED) {
+    err = errno;
+    drop_entries(h, addr, bytes);
+    return map_failed(h, addr, bytes, -err);
+  }
   return 0;
 }
 
-/* mmap replaces what was there. */
+/* mmap would replace what was there at once; a GPU's driver unmaps it first. */
 static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
-  return host_map(be, addr, bytes, slab, offset, flags, false);
+  int err = host_unmap(be, addr, bytes, false);
+  return err ? err : host_map(be, addr, bytes, slab, offset, flags, false);
 }
 
 /* ---- memory ----------------------------------------------------------------------------------- */
-
-/* Slabs are promises until touched: bytes that are still promised, to all contexts. */
-static uint64_t promised(void) {
-  uint64_t all = 0;
-  hold_forks();
-  for (struct host *h = process.first; h; h = h->next) {
-    struct stat st;
-    uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
-    if (h->slab_bytes > resident) all += h->slab_bytes - resident;
-  }
-  release_forks();
-  return all;
-}
 
 /* Where the file has a gap, or it grows. */
 static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
@@ -538,26 +586,26 @@ static void leave_gap(struct host *h, uint64_t offset, uint64_t bytes) {
 static int host_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device,
                             uint64_t *slab) {
   struct host *h = be;
-  uint64_t avail, open_promises;
+  uint64_t avail, open_promises, total;
   int err;
-  (void)page_size;
   (void)location;
   (void)device;
   pthread_mutex_lock(&process.memory);
-  avail = memory_available();
-  open_promises = promised();
+  avail = available(bytes, &open_promises, &total);
   if (avail < open_promises || avail - open_promises < bytes)
     err = vm_fail_at(-ENOMEM, 0, bytes, avail, "%llu bytes of host memory: %llu available, %llu of them promised",
                      (unsigned long long)bytes, (unsigned long long)avail, (unsigned long long)open_promises);
   else
     err = find_gap(h, bytes, slab);
   if (!err) h->slab_bytes += bytes;
+  if (!err && page_size >= HOST_ENTRY && h->granule < HOST_ENTRY && !(bytes & (HOST_ENTRY - 1))) *slab |= LARGE_SLAB;
   pthread_mutex_unlock(&process.memory);
   return err;
 }
 
 static int host_discard(void *be, uint64_t slab, uint64_t offset, uint64_t bytes) {
   struct host *h = be;
+  slab &= ~(uint64_t)LARGE_SLAB;
   while (fallocate(h->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)(slab + offset), (off_t)bytes))
     if (errno != EINTR) return vm_fail_at(-EIO, 0, bytes, 0, "punching a hole: %s", strerror(errno));
   return 0;
@@ -569,7 +617,7 @@ static int host_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   if (err) return err;
   pthread_mutex_lock(&process.memory);
   h->slab_bytes -= bytes;
-  leave_gap(h, slab, bytes);
+  leave_gap(h, slab & ~(uint64_t)LARGE_SLAB, bytes);
   pthread_mutex_unlock(&process.memory);
   return 0;
 }
@@ -614,6 +662,6 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
-/* With a limit on mappings, which is for programs that try out what they do elsewhere: a call counts here too, so
- * consolidating saves something, while the kernel joins neighbours by itself. */
+/* With a limit on mappings or with large entries, which are for programs that try out what they do elsewhere: calls and
+ * entries count here too, so joining saves something, while the kernel joins neighbours by itself. */
 static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -5,8 +5,10 @@
  *
  * Sources: NVIDIA's open kernel modules (github.com/NVIDIA/open-gpu-kernel-modules, MIT licensed).
  * Sizes, the offsets of what follows a change, and numbers were compared with those headers,
- * compiled, at each of the 146 tags from 530.30.02 to 595.45.04. The layouts are public but not
- * promised stable. What changed within that span:
+ * compiled, at each of the 146 tags from 530.30.02 to 595.45.04. From 610.43.02 to 620.6 they are
+ * those of gVisor's table (pkg/sentry/devices/nvproxy/version.go, google/gvisor, August 2026), which its
+ * own checker compares with the headers of each driver: none of the structures, classes and numbers that
+ * stock uses changed after 590.44.01. The layouts are public but not promised stable. What changed:
  *
  *   first tag   change                                                  header
  *   530.30.02   the mapping's page size follows the alignment           uvm_map_external.c
@@ -46,7 +48,40 @@ static inline bool nv_before(struct nv_version v, unsigned major, unsigned minor
   return v.minor != minor ? v.minor < minor : v.patch < patch;
 }
 
-enum { NV_FIRST_BRANCH = 530, NV_LAST_BRANCH = 595 };
+/* How the layouts of a branch are known, and from which versions. A driver of any other branch is tried with
+ * care (rm.h). scripts/readme_branches.py writes this table into docs/compatibility.md. */
+enum nv_evidence { NV_TABLE = 1 /* gVisor's */, NV_SOURCES /* NVIDIA's */, NV_RUN /* sources, and hardware */ };
+static const struct nv_branch {
+  unsigned major;
+  enum nv_evidence evidence;
+  const char *versions;
+} nv_branches[] = {
+    {530, NV_SOURCES, "530.30.02 to 530.41.03"},
+    {535, NV_SOURCES, "535.43.02 to 535.288.01"},
+    {545, NV_SOURCES, "545.23.06 to 545.29.06"},
+    {550, NV_SOURCES, "550.40.07 to 550.163.01"},
+    {555, NV_SOURCES, "555.42.02 to 555.58.02"},
+    {560, NV_SOURCES, "560.28.03 to 560.35.03"},
+    {565, NV_SOURCES, "565.57.01 to 565.77"},
+    {570, NV_SOURCES, "570.86.15 to 570.211.01"},
+    {575, NV_SOURCES, "575.51.02 to 575.64.05"},
+    {580, NV_RUN, "run 580.159.04, read 580.65.06 to 580.142"},
+    {590, NV_SOURCES, "590.44.01 to 590.48.01"},
+    {595, NV_SOURCES, "595.44.02 to 595.45.04"},
+    {610, NV_TABLE, "610.43.02, 610.57.04"},
+    {615, NV_TABLE, "615.15, 615.62"},
+    {620, NV_TABLE, "620.6"},
+};
+enum { NV_BRANCHES = sizeof(nv_branches) / sizeof(nv_branches[0]) };
+#define NV_FIRST_BRANCH (nv_branches[0].major)
+#define NV_LAST_BRANCH (nv_branches[NV_BRANCHES - 1].major)
+
+/* NULL: unknown. */
+static inline const struct nv_branch *nv_branch_of(struct nv_version v) {
+  for (unsigned i = 0; i < NV_BRANCHES; i++)
+    if (nv_branches[i].major == v.major) return &nv_branches[i];
+  return NULL;
+}
 
 struct nv_abi {
   uint32_t alloc_bytes;          /* of struct nvos64 */
@@ -299,7 +334,8 @@ enum {
   UVM_MM_INITIALIZE = 75,
   UVM_INITIALIZE = 0x30000001 /* uvm_linux_ioctl.h */
 };
-/* nvstatuscodes.h */
+/* nvstatuscodes.h; but for the first, which no driver returns: what a status is before each call */
+#define NV_UNTOUCHED 0x76776d6du
 enum {
   NV_OK = 0,
   NV_ERR_BUSY_RETRY = 0x03,

@@ -51,15 +51,19 @@ struct nvidia_range {
 
 /* Initialises *n with nothing open. */
 void nvidia_init(struct nvidia *n);
-/* Opens everything but uvm_fd, with CUDA. On failure nvidia_close undoes what was done. */
-int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts);
+/* Opens everything but uvm_fd, with CUDA. `trial`, if any, is called for a driver of an unknown branch before
+ * anything is asked of it. On failure nvidia_close undoes what was done. */
+int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts, int (*trial)(const struct nvidia *n));
 /* Holds the node of devices[index], whose uuid and name are set, and makes its RM device. */
 int nvidia_open_device(struct nvidia *n, uint32_t index);
 void nvidia_close(struct nvidia *n);
 /* One of UVM's ioctls. ioctl's return value says whether the driver took the call; *status, inside
  * the structure, says whether the call succeeded. */
-int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status, uint64_t addr,
-                    uint64_t bytes, const char *what);
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t size, uint32_t *status,
+                    uint64_t addr, uint64_t bytes, const char *what);
+/* The same for a structure with a field `status`. */
+#define NVIDIA_UVM_CALL(n, request, p, addr, bytes)                                                                    \
+  nvidia_uvm_call(n, request, p, sizeof(*(p)), &(p)->status, addr, bytes, #request)
 /* Index in n->devices; -EINVAL when the ordinal is not one of the context's. */
 int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
 
@@ -78,6 +82,8 @@ void nvidia_uvm_users(char *text, size_t size);
 
 /* Does what nvidia_open does, and makes n->uvm_fd. Devices are numbered as the driver lists its cards. */
 int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts);
+/* Its part for devices whose uuids are set: makes n->uvm_fd, and registers them. */
+int nvidia_register_own(struct nvidia *n);
 int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, uint64_t *total_bytes);
 
 /* ---- addresses.c: addresses ---- */

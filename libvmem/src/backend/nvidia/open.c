@@ -18,8 +18,7 @@ static int explain_no_device(struct rm *rm, int err) {
   int nodes = 0;
 
   if (nvidia_check_uvm_node()) return nvidia_check_uvm_node();
-  memset(cards, 0, sizeof(cards));
-  if (rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CARD_INFO, sizeof(cards)), cards)) return err;
+  if (rm_cards(rm, cards)) return err;
   for (int i = 0; i < NV_MAX_CARDS; i++) {
     if (!cards[i].valid) continue;
     snprintf(node, sizeof(node), "/dev/nvidia%u", cards[i].minor_number);
@@ -72,14 +71,14 @@ int nvidia_open_device(struct nvidia *n, uint32_t index) {
   return err ? err : refuse_vgpu(&n->rm, d->object, d->name);
 }
 
-static int open_cuda_device(struct nvidia *n, uint32_t index) {
+static int take_cuda_device(struct nvidia *n, uint32_t index) {
   const struct gpu_device *d = &n->base.gpu->devices[index];
   if (d->mig) return vm_fail(-ENODEV, "device %d (%s) is a MIG instance, not supported", d->ordinal, d->name);
   if (d->mps) return vm_fail(-ENODEV, "device %d (%s) is shared through MPS, not supported", d->ordinal, d->name);
   n->devices[index].ordinal = d->ordinal;
   memcpy(n->devices[index].uuid, d->uuid.bytes, sizeof(n->devices[index].uuid));
   memcpy(n->devices[index].name, d->name, sizeof(n->devices[index].name));
-  return nvidia_open_device(n, index);
+  return 0;
 }
 
 void nvidia_init(struct nvidia *n) {
@@ -100,14 +99,17 @@ void nvidia_close(struct nvidia *n) {
   pthread_mutex_destroy(&n->va_lock);
 }
 
-int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts) {
-  int err = rm_open(&n->rm, opts->flags & VMEM_OPEN_FORCE);
+int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts, int (*trial)(const struct nvidia *n)) {
+  int err = rm_open(&n->rm);
   if (err) return err;
   err = gpu_open(opts->devices, opts->num_devices, &n->base.gpu);
   if (err) return err == -ENODEV || err == -EIO ? explain_no_device(&n->rm, err) : err;
   n->num_devices = n->base.gpu->num_devices;
-  err = refuse_confidential(&n->rm);
-  for (uint32_t i = 0; i < n->num_devices && !err; i++) err = open_cuda_device(n, i);
+  for (uint32_t i = 0; i < n->num_devices && !err; i++) err = take_cuda_device(n, i);
+  if (!err && n->rm.careful && trial) err = trial(n);
+  if (!err) err = rm_client(&n->rm);
+  if (!err) err = refuse_confidential(&n->rm);
+  for (uint32_t i = 0; i < n->num_devices && !err; i++) err = nvidia_open_device(n, i);
   /* UVM maps one GPU's memory on another only between peers. */
   if (!err && n->num_devices > 1) err = gpu_enable_peers(n->base.gpu);
   return err;
@@ -122,8 +124,8 @@ int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index) {
   return vm_fail(-EINVAL, "device %d is not one of the context's %u devices", ordinal, n->num_devices);
 }
 
-int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t *status, uint64_t addr,
-                    uint64_t bytes, const char *what) {
-  int err = rm_call(n->uvm_fd, request, params, status);
+int nvidia_uvm_call(const struct nvidia *n, unsigned long request, void *params, uint32_t size, uint32_t *status,
+                    uint64_t addr, uint64_t bytes, const char *what) {
+  int err = rm_call(&n->rm, n->uvm_fd, request, params, size, status);
   return err ? rm_fail_errno(err, addr, bytes, what) : rm_fail(*status, addr, bytes, what);
 }

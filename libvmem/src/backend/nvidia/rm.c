@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -15,19 +16,66 @@ enum { FIRST_HANDLE = 0xcaf00001 };
 
 static bool is_suspended(uint32_t status) { return status == NV_ERR_BUSY_RETRY || status == NV_ERR_GPU_NOT_FULL_POWER; }
 
-int rm_call(int fd, unsigned long request, void *arg, uint32_t *status) {
+int rm_ioctl(int fd, unsigned long request, void *arg) {
   struct vm_patience patience = {0};
   int err;
-  for (;;) {
-    err = ioctl(fd, request, arg) ? -errno : 0;
-    if (err == -EINTR) continue;
-    if (err ? err != -EAGAIN : !status || !is_suspended(*status)) return err;
-    if (!vm_again(&patience)) return err;
-    if (status) *status = NV_OK;
-  }
+  do err = ioctl(fd, request, arg) ? -errno : 0;
+  while (err == -EINTR || (err == -EAGAIN && vm_again(&patience)));
+  return err;
 }
 
-int rm_ioctl(int fd, unsigned long request, void *arg) { return rm_call(fd, request, arg, NULL); }
+static int call(int fd, unsigned long request, void *arg, uint32_t *status) {
+  struct vm_patience patience = {0};
+  int err;
+  if (!status) return rm_ioctl(fd, request, arg);
+  do {
+    *status = NV_UNTOUCHED;
+    err = rm_ioctl(fd, request, arg);
+  } while (!err && is_suspended(*status) && vm_again(&patience));
+  return err || *status != NV_UNTOUCHED ? err : -RM_UNTOUCHED;
+}
+
+/* A structure on its way to a driver that may have another: it ends where LARGEST bytes do. */
+enum { LARGEST = sizeof(struct uvm_map_256), BEHIND = 16 << 10 };
+struct guarded {
+  uint8_t bytes[LARGEST + BEHIND];
+};
+
+static void *guard(struct guarded *g, const void *arg, uint32_t bytes) {
+  memset(g, 0, sizeof(*g));
+  return memcpy(&g->bytes[LARGEST - bytes], arg, bytes);
+}
+
+/* False: something was written behind it. */
+static bool unguard(const struct guarded *g, void *arg, uint32_t bytes) {
+  const uint8_t *behind = &g->bytes[LARGEST];
+  memcpy(arg, &g->bytes[LARGEST - bytes], bytes);
+  return !behind[0] && !memcmp(behind, behind + 1, BEHIND - 1);
+}
+
+static int call_guarded(int fd, unsigned long request, void *arg, uint32_t bytes, uint32_t *status) {
+  struct guarded g;
+  uint8_t *copy = guard(&g, arg, bytes);
+  size_t at = status ? (size_t)((uint8_t *)status - (uint8_t *)arg) : 0;
+  int err = call(fd, request, copy, status ? (uint32_t *)(void *)(copy + at) : NULL);
+  return unguard(&g, arg, bytes) || (err && err != -RM_UNTOUCHED) ? err : -RM_BEHIND;
+}
+
+int rm_call(const struct rm *rm, int fd, unsigned long request, void *arg, uint32_t bytes, uint32_t *status) {
+  return rm->careful ? call_guarded(fd, request, arg, bytes, status) : call(fd, request, arg, status);
+}
+
+/* The same for a structure with the address of another in *inner. */
+static int call_nested(const struct rm *rm, unsigned long request, void *arg, uint32_t bytes, uint32_t *status,
+                       uint64_t *inner, uint32_t inner_bytes) {
+  void *ours = (void *)(uintptr_t)*inner;
+  struct guarded g;
+  int err;
+  if (!rm->careful || !ours) return rm_call(rm, rm->fd, request, arg, bytes, status);
+  *inner = (uint64_t)(uintptr_t)guard(&g, ours, inner_bytes);
+  err = rm_call(rm, rm->fd, request, arg, bytes, status);
+  return unguard(&g, ours, inner_bytes) || err ? err : -RM_BEHIND;
+}
 
 static bool under_wsl(void) {
   struct utsname u;
@@ -63,7 +111,7 @@ static int read_version(struct rm *rm) {
   struct nv_api_version query = {.cmd = NV_API_VERSION_QUERY};
   char line[256] = "", *save = NULL;
   FILE *f;
-  if (rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CHECK_VERSION_STR, sizeof(query)), &query) == 0) {
+  if (call_guarded(rm->fd, NV_IOCTL(NV_ESC_CHECK_VERSION_STR, sizeof(query)), &query, sizeof(query), NULL) == 0) {
     query.text[sizeof(query.text) - 1] = 0;
     if (parse_version(query.text, &rm->version)) {
       memcpy(rm->version_text, query.text, sizeof(rm->version_text));
@@ -84,15 +132,32 @@ static int read_version(struct rm *rm) {
                           "version");
 }
 
-static int check_version(const struct rm *rm, bool force) {
-  if (rm->version.major < NV_FIRST_BRANCH && !force)
-    return vm_fail(-ENODEV, "driver %s is too old: %d or later is needed", rm->version_text, NV_FIRST_BRANCH);
-  if (rm->version.major > NV_LAST_BRANCH && !force)
+static int check_version(struct rm *rm) {
+  const char *wish = getenv("VMEM_UNKNOWN_DRIVER");
+  bool refuse = wish && strcmp(wish, "refuse") == 0;
+  if (wish && *wish && !refuse && strcmp(wish, "try"))
+    return vm_fail(-EINVAL, "VMEM_UNKNOWN_DRIVER is \"%.32s\": expected \"try\" or \"refuse\"", wish);
+  if (rm->version.major < NV_FIRST_BRANCH)
+    return vm_fail(-ENODEV, "driver %s is too old: %u or later is needed", rm->version_text, NV_FIRST_BRANCH);
+  rm->careful = !nv_branch_of(rm->version);
+  if (rm->careful && refuse)
     return vm_fail(-ENODEV,
-                   "driver %s is newer than the newest whose layouts were checked (%d): "
-                   "VMEM_OPEN_FORCE tries it all the same",
-                   rm->version_text, NV_LAST_BRANCH);
+                   "driver %s is of a branch that this library does not know (%u to %u), and "
+                   "VMEM_UNKNOWN_DRIVER=refuse",
+                   rm->version_text, NV_FIRST_BRANCH, NV_LAST_BRANCH);
   return 0;
+}
+
+void rm_describe(const struct rm *rm, char *text, size_t size) {
+  const struct nv_branch *branch = nv_branch_of(rm->version);
+  text[0] = 0;
+  if (rm->careful)
+    snprintf(text, size,
+             "driver %s is of a branch that this library does not know (%u to %u): it is used with the layouts of %u, "
+             "and with care",
+             rm->version_text, NV_FIRST_BRANCH, NV_LAST_BRANCH, NV_LAST_BRANCH);
+  else if (branch && branch->evidence == NV_TABLE)
+    snprintf(text, size, "driver %s, whose layouts are known from gVisor's table alone", rm->version_text);
 }
 
 /* Returns an errno for the ioctl, the RM's own status in *status. */
@@ -107,35 +172,50 @@ static int alloc_raw(struct rm *rm, uint32_t parent, uint32_t class_id, void *pa
   int err;
   if (rm->abi.alloc_bytes == sizeof(struct nvos64_530)) {
     struct nvos64_530 old = {a.root, a.parent, a.object, a.class_id, a.params, 0, 0, 0};
-    err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(old)), &old, &old.status);
+    err = call_nested(rm, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(old)), &old, sizeof(old), &old.status, &old.params, bytes);
     a.object = old.object;
     a.status = old.status;
   } else {
-    err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(a)), &a, &a.status);
+    err = call_nested(rm, NV_IOCTL(NV_ESC_RM_ALLOC, sizeof(a)), &a, sizeof(a), &a.status, &a.params, bytes);
   }
   *object = a.object;
   *status = a.status;
   return err;
 }
 
-int rm_open(struct rm *rm, bool force) {
-  uint32_t status = 0;
-  int err;
+static void start(struct rm *rm) {
   memset(rm, 0, sizeof(*rm));
   rm->fd = -1;
   atomic_init(&rm->next_handle, FIRST_HANDLE);
+}
+
+int rm_open(struct rm *rm) {
+  int err;
+  start(rm);
   err = rm_open_node("/dev/nvidiactl", &rm->fd);
-  if (err) return err;
-  err = read_version(rm);
-  if (!err) err = check_version(rm, force);
-  if (!err) {
+  if (!err) err = read_version(rm);
+  if (!err) err = check_version(rm);
+  if (err)
+    rm_close(rm);
+  else
     rm->abi = nv_abi_for(rm->version);
-    err = alloc_raw(rm, 0, NV01_ROOT_CLIENT, NULL, 0, &rm->client, &status);
-    err = err ? rm_fail_errno(err, 0, 0, "the RM's client allocation")
-              : rm_fail(status, 0, 0, "the RM's client allocation");
-  }
-  if (err) rm_close(rm);
   return err;
+}
+
+int rm_open_again(struct rm *rm, const struct rm *before) {
+  start(rm);
+  rm->version = before->version;
+  memcpy(rm->version_text, before->version_text, sizeof(rm->version_text));
+  rm->abi = before->abi;
+  rm->careful = before->careful;
+  return rm_open_node("/dev/nvidiactl", &rm->fd);
+}
+
+int rm_client(struct rm *rm) {
+  static const char what[] = "the RM's client allocation";
+  uint32_t status = 0;
+  int err = alloc_raw(rm, 0, NV01_ROOT_CLIENT, NULL, 0, &rm->client, &status);
+  return err ? rm_fail_errno(err, 0, 0, what) : rm_fail(status, 0, 0, what);
 }
 
 void rm_close(struct rm *rm) {
@@ -155,15 +235,21 @@ int rm_alloc(struct rm *rm, uint32_t parent, uint32_t class_id, void *params, ui
 
 int rm_free(struct rm *rm, uint32_t parent, uint32_t object) {
   struct nvos00 f = {.root = rm->client, .parent = parent, .object = object};
-  int err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_FREE, sizeof(f)), &f, &f.status);
+  int err = rm_call(rm, rm->fd, NV_IOCTL(NV_ESC_RM_FREE, sizeof(f)), &f, sizeof(f), &f.status);
   return err ? rm_fail_errno(err, 0, 0, "the RM's free") : rm_fail(f.status, 0, 0, "the RM's free");
 }
 
 int rm_control(struct rm *rm, uint32_t object, uint32_t cmd, void *params, uint32_t bytes, const char *what) {
   struct nvos54 c = {
       .client = rm->client, .object = object, .cmd = cmd, .params = (uint64_t)(uintptr_t)params, .params_size = bytes};
-  int err = rm_call(rm->fd, NV_IOCTL(NV_ESC_RM_CONTROL, sizeof(c)), &c, &c.status);
+  int err = call_nested(rm, NV_IOCTL(NV_ESC_RM_CONTROL, sizeof(c)), &c, sizeof(c), &c.status, &c.params, bytes);
   return err ? rm_fail_errno(err, 0, 0, what) : rm_fail(c.status, 0, 0, what);
+}
+
+int rm_cards(const struct rm *rm, struct nv_card_info cards[NV_MAX_CARDS]) {
+  const uint32_t bytes = NV_MAX_CARDS * sizeof(cards[0]);
+  memset(cards, 0, bytes);
+  return rm_call(rm, rm->fd, NV_IOCTL(NV_ESC_CARD_INFO, bytes), cards, bytes, NULL);
 }
 
 int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu) {
@@ -173,8 +259,7 @@ int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu) {
   memcpy(info.uuid, uuid, 16);
   err = rm_control(rm, rm->client, NV0000_GET_UUID_INFO, &info, sizeof(info), "looking the GPU up by its UUID");
   if (err) return err;
-  memset(cards, 0, sizeof(cards));
-  err = rm_ioctl(rm->fd, NV_IOCTL(NV_ESC_CARD_INFO, sizeof(cards)), cards);
+  err = rm_cards(rm, cards);
   if (err) return rm_fail_errno(err, 0, 0, "listing the cards");
   for (int i = 0; i < NV_MAX_CARDS; i++)
     if (cards[i].valid && cards[i].gpu_id == info.gpu_id) {

@@ -1,5 +1,11 @@
 /* SPDX-License-Identifier: MIT */
-/* rm.h - a client of NVIDIA's resource manager (RM), through /dev/nvidiactl. */
+/*
+ * rm.h - a client of NVIDIA's resource manager (RM), through /dev/nvidiactl.
+ *
+ * Nothing in an answer is believed without a look. A status is set beforehand to what no driver returns, and must
+ * have changed. With a driver of an unknown branch, structures may differ, so each goes to it as a copy with zeros
+ * behind: a longer one of the driver reads fields of 0, and what it writes behind ours is noticed.
+ */
 #ifndef VMEM_RM_H
 #define VMEM_RM_H
 
@@ -13,6 +19,7 @@ struct rm {
   struct nv_version version;
   char version_text[64];
   struct nv_abi abi;
+  bool careful; /* the driver is of an unknown branch */
   atomic_uint next_handle;
 };
 
@@ -24,17 +31,27 @@ struct rm_gpu {
 /* ioctl, repeated after EINTR and, as retry.h says, while the driver is suspended. 0 or a negative errno, nothing
  * recorded. */
 int rm_ioctl(int fd, unsigned long request, void *arg);
-/* The same, where the driver may also report it in *status, inside the structure. */
-int rm_call(int fd, unsigned long request, void *arg, uint32_t *status);
+/* The same for a structure of NVIDIA's, with the driver's result in *status, inside it (NULL: it has none). Also
+ * -RM_UNTOUCHED and -RM_BEHIND. */
+int rm_call(const struct rm *rm, int fd, unsigned long request, void *arg, uint32_t bytes, uint32_t *status);
+enum { RM_UNTOUCHED = 5001, RM_BEHIND };
 
 /* Opens a device node read-write, close-on-exec. -ENODEV or -EACCES naming the node. */
 int rm_open_node(const char *path, int *fd);
 
-/* Opens the control node, reads the driver's version, makes a client. force: take unknown versions.
- */
-int rm_open(struct rm *rm, bool force);
+/* Opens the control node and reads the driver's version; -ENODEV for one that is too old, and for one of an unknown
+ * branch where VMEM_UNKNOWN_DRIVER=refuse is in the environment. */
+int rm_open(struct rm *rm);
+/* The same, with a version that was read before. */
+int rm_open_again(struct rm *rm, const struct rm *before);
+/* Makes a client. On failure rm_close is still the caller's. */
+int rm_client(struct rm *rm);
 void rm_close(struct rm *rm);
+/* What a user should know of the driver, "" = nothing. */
+void rm_describe(const struct rm *rm, char *text, size_t size);
 
+/* All of the machine, one by one; an errno, nothing recorded. */
+int rm_cards(const struct rm *rm, struct nv_card_info cards[NV_MAX_CARDS]);
 int rm_find_gpu(struct rm *rm, const uint8_t uuid[16], struct rm_gpu *gpu);
 
 /* *object gets a new handle. On failure the error is recorded with the RM's status. */

@@ -19,8 +19,7 @@ static int find_cards(struct nvidia *n, const int32_t *ordinals) {
   int32_t ordinal = 0;
   uint32_t found = 0;
   int err;
-  memset(cards, 0, sizeof(cards));
-  err = rm_ioctl(n->rm.fd, NV_IOCTL(NV_ESC_CARD_INFO, sizeof(cards)), cards);
+  err = rm_cards(&n->rm, cards);
   if (err) return rm_fail_errno(err, 0, 0, "listing the cards");
   for (int i = 0; i < NV_MAX_CARDS; i++) {
     struct nv0000_uuid_from_id id = {.gpu_id = cards[i].gpu_id, .flags = NV0000_UUID_BINARY};
@@ -75,11 +74,11 @@ static int register_device(struct nvidia *n, uint32_t index) {
   if (err) return err;
   find_name(n, d);
   memcpy(gpu.uuid, d->uuid, sizeof(gpu.uuid));
-  err = nvidia_uvm_call(n, UVM_REGISTER_GPU, &gpu, &gpu.status, 0, 0, "UVM_REGISTER_GPU");
+  err = NVIDIA_UVM_CALL(n, UVM_REGISTER_GPU, &gpu, 0, 0);
   if (err) return err;
   memcpy(va.uuid, d->uuid, sizeof(va.uuid));
   va.va_space = d->va_space;
-  return nvidia_uvm_call(n, UVM_REGISTER_GPU_VASPACE, &va, &va.status, 0, 0, "UVM_REGISTER_GPU_VASPACE");
+  return NVIDIA_UVM_CALL(n, UVM_REGISTER_GPU_VASPACE, &va, 0, 0);
 }
 
 /* GPUs that NVLink joins are peers from their registration on, and UVM refuses to be told so again. Whether
@@ -91,7 +90,7 @@ static int enable_peers(struct nvidia *n) {
       int err;
       memcpy(p.a, n->devices[i].uuid, sizeof(p.a));
       memcpy(p.b, n->devices[k].uuid, sizeof(p.b));
-      err = nvidia_uvm_call(n, UVM_ENABLE_PEER_ACCESS, &p, &p.status, 0, 0, "UVM_ENABLE_PEER_ACCESS");
+      err = NVIDIA_UVM_CALL(n, UVM_ENABLE_PEER_ACCESS, &p, 0, 0);
       if (err && p.status != NV_ERR_INVALID_DEVICE) return err;
     }
   return 0;
@@ -103,7 +102,7 @@ static int tie_to_memory(struct nvidia *n) {
   struct uvm_mm_initialize mm = {.uvm_fd = n->uvm_fd};
   int err = rm_open_node(UVM_NODE, &n->mm_fd);
   if (err) return err;
-  err = rm_ioctl(n->mm_fd, UVM_MM_INITIALIZE, &mm);
+  err = rm_call(&n->rm, n->mm_fd, UVM_MM_INITIALIZE, &mm, sizeof(mm), &mm.status);
   if (err) return rm_fail_errno(err, 0, 0, "UVM_MM_INITIALIZE");
   if (mm.status != NV_WARN_NOTHING_TO_DO) return rm_fail(mm.status, 0, 0, "UVM_MM_INITIALIZE");
   close(n->mm_fd);
@@ -111,18 +110,23 @@ static int tie_to_memory(struct nvidia *n) {
   return 0;
 }
 
-int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts) {
+int nvidia_register_own(struct nvidia *n) {
   struct uvm_initialize init = {.flags = UVM_INIT_DISABLE_HMM};
-  int32_t first = 0;
-  int err = rm_open(&n->rm, opts->flags & VMEM_OPEN_FORCE);
-  if (err) return err;
-  n->num_devices = opts->num_devices ? opts->num_devices : 1;
-  err = find_cards(n, opts->num_devices ? opts->devices : &first);
-  if (!err) err = rm_open_node(UVM_NODE, &n->uvm_fd);
-  if (!err) err = nvidia_uvm_call(n, UVM_INITIALIZE, &init, &init.status, 0, 0, "UVM_INITIALIZE");
+  int err = rm_open_node(UVM_NODE, &n->uvm_fd);
+  if (!err) err = NVIDIA_UVM_CALL(n, UVM_INITIALIZE, &init, 0, 0);
   if (!err) err = tie_to_memory(n);
   for (uint32_t i = 0; i < n->num_devices && !err; i++) err = register_device(n, i);
   return err ? err : enable_peers(n);
+}
+
+int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts) {
+  int32_t first = 0;
+  int err = rm_open(&n->rm);
+  if (!err) err = rm_client(&n->rm);
+  if (err) return err;
+  n->num_devices = opts->num_devices ? opts->num_devices : 1;
+  err = find_cards(n, opts->num_devices ? opts->devices : &first);
+  return err ? err : nvidia_register_own(n);
 }
 
 int nvidia_own_mem_info(struct nvidia *n, uint32_t index, uint64_t *free_bytes, uint64_t *total_bytes) {

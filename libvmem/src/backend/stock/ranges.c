@@ -8,15 +8,14 @@
 
 int ext_create(const struct nvidia *s, uint64_t addr, uint64_t bytes) {
   struct uvm_create_range p = {.base = addr, .length = bytes};
-  return nvidia_uvm_call(s, UVM_CREATE_EXTERNAL_RANGE, &p, &p.status, addr, bytes, "UVM_CREATE_EXTERNAL_RANGE");
+  return NVIDIA_UVM_CALL(s, UVM_CREATE_EXTERNAL_RANGE, &p, addr, bytes);
 }
 
 int ext_free(const struct nvidia *s, uint64_t addr, uint64_t bytes) {
   struct uvm_free_580 with_length = {.base = addr, .length = bytes};
   struct uvm_free_590 p = {.base = addr};
-  if (s->rm.abi.free_has_length)
-    return nvidia_uvm_call(s, UVM_FREE, &with_length, &with_length.status, addr, bytes, "UVM_FREE");
-  return nvidia_uvm_call(s, UVM_FREE, &p, &p.status, addr, bytes, "UVM_FREE");
+  if (s->rm.abi.free_has_length) return NVIDIA_UVM_CALL(s, UVM_FREE, &with_length, addr, bytes);
+  return NVIDIA_UVM_CALL(s, UVM_FREE, &p, addr, bytes);
 }
 
 static void fill_records(const struct nvidia *s, struct uvm_gpu_record *records, uint32_t type) {
@@ -30,6 +29,7 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
             uint32_t mapping_type) {
   const struct uvm_map_head head = {addr, bytes, offset};
   const struct uvm_map_tail tail = {s->num_devices, s->rm.fd, s->rm.client, memory, 0};
+  static const char what[] = "UVM_MAP_EXTERNAL_ALLOCATION";
   uint32_t status;
   int err;
   if (s->rm.abi.map_records == 256) {
@@ -38,18 +38,15 @@ int ext_map(const struct nvidia *s, uint64_t addr, uint64_t bytes, uint32_t memo
     p.head = head;
     fill_records(s, p.gpus, mapping_type);
     p.tail = tail;
-    err =
-        nvidia_uvm_call(s, UVM_MAP_EXTERNAL_ALLOCATION, &p, &p.tail.status, addr, bytes, "UVM_MAP_EXTERNAL_ALLOCATION");
+    err = nvidia_uvm_call(s, UVM_MAP_EXTERNAL_ALLOCATION, &p, sizeof(p), &p.tail.status, addr, bytes, what);
     status = p.tail.status;
   } else {
     struct uvm_map_32 p;
-
     memset(&p, 0, sizeof(p));
     p.head = head;
     fill_records(s, p.gpus, mapping_type);
     p.tail = tail;
-    err =
-        nvidia_uvm_call(s, UVM_MAP_EXTERNAL_ALLOCATION, &p, &p.tail.status, addr, bytes, "UVM_MAP_EXTERNAL_ALLOCATION");
+    err = nvidia_uvm_call(s, UVM_MAP_EXTERNAL_ALLOCATION, &p, sizeof(p), &p.tail.status, addr, bytes, what);
     status = p.tail.status;
   }
   if (status == NV_ERR_INSUFFICIENT_RESOURCES) {
@@ -72,7 +69,7 @@ static int each_device(const struct nvidia *s, uint64_t addr, uint64_t bytes, un
     memcpy(p.uuid, s->devices[i].uuid, sizeof(p.uuid));
     if (i > 0) /* what was begun is carried through */
       vm_undo_begin();
-    err = nvidia_uvm_call(s, request, &p, &p.status, addr, bytes, what);
+    err = nvidia_uvm_call(s, request, &p, sizeof(p), &p.status, addr, bytes, what);
     if (i > 0) vm_undo_end();
     if (err && i > 0)
       return vm_fail_at(-ENOTRECOVERABLE, addr, bytes, 0, "%s was done on %u of %u devices only", what, i,

@@ -65,7 +65,7 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
     err = vm_fail_at(-EOPNOTSUPP, 0, s->granule, SMALLEST_GRANULE,
                      "granule of %llu bytes: the GPU's smallest page is 4 KiB", (unsigned long long)s->granule);
   else
-    err = nvidia_open(s, opts);
+    err = nvidia_open(s, opts, stock_trial);
   if (!err) err = find_uvm(s);
   if (err) {
     stock_close(s);
@@ -74,13 +74,15 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   gpu_describe(s->base.gpu, &info->pub);
   memcpy(info->pub.driver, s->rm.version_text, sizeof(info->pub.driver));
   info->pub.caps = VMEM_CAP_ALIAS | VMEM_CAP_READONLY | VMEM_CAP_HOST_PAGES | VMEM_CAP_VISIBLE | VMEM_CAP_PLAIN |
-                   VMEM_CAP_CONSOLIDATE | (s->granule >= 64 << 10 ? VMEM_CAP_SPARSE : 0) |
+                   VMEM_CAP_JOIN | (s->granule >= 64 << 10 ? VMEM_CAP_SPARSE : 0) |
                    (s->num_devices > 1 ? VMEM_CAP_PEER : 0);
   info->pub.granule = s->granule;
   info->pub.page_sizes = s->granule;
   for (uint64_t size = s->granule; size <= LARGEST_PAGE; size <<= 1) info->pub.page_sizes |= size;
   info->all_page_sizes = 2 * LARGEST_PAGE - SMALLEST_GRANULE;
   info->how = " through UVM";
+  rm_describe(&s->rm, info->about, sizeof(info->about));
+  info->unproved = s->rm.careful;
   info->pub.slab_size = DEFAULT_SLAB;
   info->most_mappings = STOCK_MAX_MAPPINGS / s->num_devices;
   info->pub.max_mappings = info->most_mappings / 2; /* other processes draw from the same handles */

@@ -30,6 +30,11 @@ int ext_unmap(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 /* Reads give zeros, writes are dropped. Multiples of 64 KiB. Replaces what overlaps. */
 int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
+/* ---- trial.c: a driver of an unknown branch, in a child process ---- */
+
+/* 0, or the error that says what it did otherwise. */
+int stock_trial(const struct nvidia *n);
+
 /* ---- reserve.c: reservations ---- */
 
 int stock_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,

@@ -130,7 +130,7 @@ static int bind_one(void *be, struct vm_bind_op op) {
 }
 
 int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, 0, sparse});
+  return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, 0, sparse, 0});
 }
 
 /* A whole reservation may be more than one call takes. */
@@ -140,7 +140,7 @@ int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   int err = 0;
   for (uint64_t at = 0; at < bytes && !err; at += n) {
     n = bytes - at < most ? bytes - at : most;
-    err = bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr + at, n, 0, 0, 0, 0, sparse});
+    err = bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr + at, n, 0, 0, 0, 0, sparse, 0});
   }
   return err;
 }

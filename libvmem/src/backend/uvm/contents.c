@@ -3,6 +3,7 @@
 #include <errno.h>
 
 #include "backend/uvm/uvm.h"
+#include "base/available.h"
 #include "base/error.h"
 
 /* Weak: a definition elsewhere replaces it. */
@@ -25,7 +26,7 @@ int uvm_own_mem_info(void *be, uint32_t location, int32_t device, uint64_t *free
   struct uvm *u = be;
   uint32_t index = 0;
   int err = 0;
-  if (location == VMEM_HOST) return gpu_host_mem_info(free_bytes, total_bytes);
+  if (location == VMEM_HOST) return vm_available_now(free_bytes, total_bytes);
   if (location == VMEM_PEER) err = nvidia_find(&u->nv, device, &index);
   return err ? err : nvidia_own_mem_info(&u->nv, index, free_bytes, total_bytes);
 }

@@ -41,6 +41,9 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   if (devices > 1 && (devices > u->query.out_max_gpus || !(u->query.out_capabilities & UVM_VMEM_CAP_MULTI_GPU)))
     return vm_fail_at(-EOPNOTSUPP, 0, devices, u->query.out_max_gpus,
                       "%u devices: the driver maps a reservation on %u at most", devices, u->query.out_max_gpus);
+  if (opts->flags & VMEM_OPEN_LARGE_ENTRIES && granule < SLOT)
+    return vm_fail_at(-EOPNOTSUPP, 0, granule, SLOT,
+                      "VMEM_OPEN_LARGE_ENTRIES: the patched driver gives entries of 2 MiB to large pages alone");
   u->nv.granule = granule;
   u->shift = (unsigned)__builtin_ctzll(granule);
   u->object_bytes = (uint64_t)u->query.out_max_create_pages << u->shift;
@@ -64,7 +67,7 @@ static int trial(struct nvidia *n, void *arg) {
 
 static int open_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
   uint64_t addr;
-  int err = nvidia_open(&u->nv, opts);
+  int err = nvidia_open(&u->nv, opts, NULL);
   if (!err) err = nvidia_host_range(SLOT, SLOT, &addr);
   if (err) return err;
   err = nvidia_find_uvm(&u->nv, trial, &addr);
@@ -112,6 +115,7 @@ static const struct vm_backend without_cuda;
 
 static void describe(const struct uvm *u, struct vm_be_info *info) {
   uint64_t granule = u->nv.granule;
+  char driver[160];
   info->pub.num_devices = u->nv.num_devices;
   for (uint32_t i = 0; i < u->nv.num_devices; i++)
     memcpy(info->pub.uuid[i], u->nv.devices[i].uuid, sizeof(info->pub.uuid[i]));
@@ -129,7 +133,10 @@ static void describe(const struct uvm *u, struct vm_be_info *info) {
   info->bind_bytes = u->bind_bytes;
   info->no_contents = !u->nv.base.gpu && !u->contents;
   info->all_page_sizes = u->query.out_page_sizes;
-  snprintf(info->patched, sizeof(info->patched), "patched driver, ABI %u: ", u->query.out_abi_version);
+  rm_describe(&u->nv.rm, driver, sizeof(driver));
+  snprintf(info->about, sizeof(info->about), "patched driver, ABI %u%s%s", u->query.out_abi_version,
+           driver[0] ? "; " : "", driver);
+  info->unproved = u->nv.rm.careful;
   info->table = u->nv.base.gpu ? NULL : &without_cuda;
 }
 

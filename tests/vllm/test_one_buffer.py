@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: what only the newest vLLM has: one buffer, in which layers may lie block by block.
+"""Description: one buffer for all layers, in which they may lie block by block (from 0.29 on).
 
 Its attention on the CPU takes layers one after the other alone, so the views are looked at here.
 """
@@ -11,17 +11,14 @@ import torch
 import vllm
 from packaging.version import Version
 
+from pyvmem.vllm.allocation import place
 from pyvmem.vllm.geometry import runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
-from pyvmem.vllm.versions import adapter_of
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        Version(vllm.__version__) < Version("0.32"),
-        reason=f"vllm {vllm.__version__} has a buffer for each layer",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    Version(vllm.__version__) < Version("0.29"),
+    reason=f"vllm {vllm.__version__} has a buffer for each layer",
+)
 
 BLOCKS, PAGE = 64, 8192  # of vLLM: bytes of a block in a layer
 
@@ -54,12 +51,10 @@ def test_a_block_is_where_the_books_say(layout: str) -> None:
         made.append(KVMemory(open_context("host", 0, 4096, 1 << 20), blocks, sizes))
         return made[0]
 
-    zeros = torch.zeros
-    views = adapter_of(vllm.__version__).make(
-        allocate_kv_cache, open_memory, config, torch.device("cpu"), KVCacheLayout[layout]
-    )
-    assert torch.zeros is zeros
-    assert allocate_kv_cache.__globals__["torch"] is torch
+    config, answers = place(config, open_memory)
+    with answers:
+        views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[layout])
+    answers.check()
     (memory,) = made
     (kind,) = memory.geometry.classes
     assert (kind.tensors, kind.block_bytes) == ((1, 2 * PAGE) if outermost else (2, PAGE))
@@ -71,4 +66,5 @@ def test_a_block_is_where_the_books_say(layout: str) -> None:
     assert {float(views[name][5].max()) for name in "ab"} == {1.0, 2.0}
     assert {float(views[name][5].min()) for name in "ab"} == {1.0, 2.0}
     views.clear()
+    del answers
     memory.close()

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Description: vmem_consolidate maps again, once per run, what was mapped page by page; and its failures. */
+/* Description: vmem_join maps again, once per run, what was mapped page by page; and its failures. */
 #include "api/api.h"
 #include "check.h"
 
@@ -53,16 +53,16 @@ static void one_call_per_run(void) {
   uint64_t calls = 0;
   grow();
   EQ(stats_of(vm).mappings, 17);
-  OK(vmem_consolidate(vm, va, MIB(64), &calls));
+  OK(vmem_join(vm, va, MIB(64), &calls));
   EQ(calls, 2);
   EQ(stats_of(vm).mappings, 3);
   EQ(remaps, 2);
   CHECK(intact());
   OK(vmem_check(vm));
-  OK(vmem_consolidate(vm, va, MIB(64), &calls)); /* nothing left to do */
+  OK(vmem_join(vm, va, MIB(64), &calls)); /* nothing left to do */
   EQ(calls, 0);
   OK(vMemUnmap(vm, va + 3 * PAGE, PAGE)); /* cuts a call in two, still one call per run */
-  OK(vmem_consolidate(vm, va, MIB(64), &calls));
+  OK(vmem_join(vm, va, MIB(64), &calls));
   EQ(calls, 0);
   OK(vmem_close(vm));
 }
@@ -70,9 +70,9 @@ static void one_call_per_run(void) {
 static void part_of_a_run(void) {
   uint64_t calls = 0;
   grow();
-  OK(vmem_consolidate(vm, va + 2 * PAGE, 3 * PAGE, &calls));
+  OK(vmem_join(vm, va + 2 * PAGE, 3 * PAGE, &calls));
   EQ(calls, 1);
-  OK(vmem_consolidate(vm, va, 8 * PAGE, &calls)); /* the calls before, in and behind that part */
+  OK(vmem_join(vm, va, 8 * PAGE, &calls)); /* the calls before, in and behind that part */
   EQ(calls, 1);
   CHECK(intact());
   OK(vmem_check(vm));
@@ -83,11 +83,11 @@ static void failure_maps_again(void) {
   uint64_t calls;
   grow();
   fail_remap = 1;
-  EQ(vmem_consolidate(vm, va, MIB(64), &calls), -EIO);
+  EQ(vmem_join(vm, va, MIB(64), &calls), -EIO);
   EQ(stats_of(vm).quarantined_bytes, 0);
   CHECK(intact());
   OK(vmem_check(vm));
-  OK(vmem_consolidate(vm, va, MIB(64), &calls));
+  OK(vmem_join(vm, va, MIB(64), &calls));
   OK(vmem_close(vm));
 }
 
@@ -96,7 +96,7 @@ static void lost(void) {
   grow();
   fail_remap = 1;
   OK(vmem_inject(vm, VMEM_INJECT_MAP, 1, 1, EIO)); /* the map that should repair it */
-  EQ(vmem_consolidate(vm, va, MIB(64), &calls), -ENOTRECOVERABLE);
+  EQ(vmem_join(vm, va, MIB(64), &calls), -ENOTRECOVERABLE);
   OK(vmem_inject(vm, 0, 0, 0, 0));
   EQ(stats_of(vm).quarantined_bytes, 8 * PAGE);
   EQ(vMemUnmap(vm, va, PAGE), -ENOTRECOVERABLE);
@@ -107,7 +107,7 @@ static void lost(void) {
 static int while_read;
 
 static int fake_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
-  while_read = vmem_consolidate(vm, va, MIB(64), NULL);
+  while_read = vmem_join(vm, va, MIB(64), NULL);
   return vm_backend_host.read(be, dst, addr, bytes);
 }
 
@@ -119,7 +119,7 @@ static void beside_a_read(void) {
   OK(vmem_read(vm, &b, va + 3 * PAGE, 1));
   EQ(while_read, -EBUSY);
   EQ(remaps, 0);
-  OK(vmem_consolidate(vm, va, MIB(64), NULL));
+  OK(vmem_join(vm, va, MIB(64), NULL));
   OK(vmem_check(vm));
   OK(vmem_close(vm));
 }

@@ -1,0 +1,36 @@
+/* SPDX-License-Identifier: MIT */
+/*
+ * available.h - memory that this process may still take: the machine's, and that of its control group and of every
+ * group above it, version 1 or 2. The only place that asks.
+ *
+ * Of a group: its limit less its usage, plus the page cache that reclaim gets back at once. When a charge exceeds a
+ * group's limit, the kernel reclaims from that group and those below it, and kills only if that is not enough. It takes
+ * clean pages of files, active or not, and in version 2 slab caches. It does not count on dirty pages and pages under
+ * writeback, which wait for a disk. Locked pages, and those of tmpfs (ours, too), are not on the lists of files.
+ *
+ * memory.high is taken for a limit: beyond it every allocation is throttled. Swap counts for nothing, as in the
+ * machine's MemAvailable: a swapped page would stop a step. memory.min and memory.low of groups beside this one, which
+ * keep their cache from being reclaimed, are not looked at.
+ */
+#ifndef VMEM_BASE_AVAILABLE_H
+#define VMEM_BASE_AVAILABLE_H
+
+#include <stdint.h>
+
+/* The open files. They stay open, for a process may run out of descriptors. */
+struct vm_available;
+
+/* `root` is put before every path: "" but in tests. -ENOMEM recorded where descriptors or heap memory are short; what
+ * is not there is left out. */
+int vm_available_open(const char *root, struct vm_available **out);
+void vm_available_close(struct vm_available *a);
+
+/* As of now: limits may have changed and the process moved since. *free_bytes is exact only below `enough`: files that
+ * take the kernel long are left unread where they would not change the answer. *total_bytes is what there could be if
+ * nothing else were using memory. Not thread-safe. */
+void vm_available_read(struct vm_available *a, uint64_t enough, uint64_t *free_bytes, uint64_t *total_bytes);
+
+/* All of it, for who asks seldom. */
+int vm_available_now(uint64_t *free_bytes, uint64_t *total_bytes);
+
+#endif

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""Attention's time by the size of page-table entries, the cache's size and layers in a tensor.
+
+A decode step reads every page of a layer's tensors once a layer. A tensor that g layers share is
+swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 GiB of entries of
+64 KB: a sweep beyond that misses at every page, for less data the more layers share it. Entries of
+2 MB reach the whole card.
+
+Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from math import log2
+
+__all__ = ["LARGE_ENTRY", "MEASURED_GROUPS", "attention_time"]
+
+LARGE_ENTRY = 2 << 20
+"""Bytes of a page that one large entry of the GPU's page table maps."""
+
+_Curve = tuple[tuple[float, float], ...]
+
+# Layers in a tensor: GiB that a layer's attention sweeps, and the time over that from cudaMalloc
+# memory with a tensor per layer.
+_SMALL: dict[int, _Curve] = {
+    1: ((0.25, 1.00), (0.5, 1.01), (0.75, 1.01), (1.5, 1.02), (2.0, 1.02)),
+    4: ((1.0, 1.01), (2.0, 1.09), (3.0, 1.09), (6.0, 1.10), (8.0, 1.11)),
+    8: ((2.0, 1.01), (4.0, 1.13), (6.0, 1.13), (12.0, 1.88), (16.0, 1.89)),
+    16: ((4.0, 1.02), (8.0, 1.21), (12.0, 3.59), (24.0, 3.67), (32.0, 3.67)),
+    32: ((8.0, 1.05), (16.0, 6.40), (24.0, 6.52), (48.0, 6.74), (64.0, 6.78)),
+}
+_LARGE = {1: 1.0, 4: 1.02, 8: 1.02, 16: 1.02, 32: 1.02}
+
+MEASURED_GROUPS = max(_SMALL)
+"""Most layers in a tensor that were measured."""
+
+
+def attention_time(page_size: int, group_size: int, num_layers: int, footprint: int) -> float:
+    """Decode attention's time over that from cudaMalloc memory with a tensor per layer.
+
+    Args:
+        page_size: bytes; 2 MB and more are mapped by large entries, less by entries of 64 KB.
+        group_size: layers that share a tensor.
+        num_layers: of the model, all that keep something.
+        footprint: bytes of keys and values that a step reads: of a full card its whole budget.
+
+    Returns:
+        1.0 is no cost. Linear between the measurements, constant beyond them.
+    """
+    if page_size >= LARGE_ENTRY:
+        return _between([(log2(group), time) for group, time in _LARGE.items()], log2(group_size))
+    sweep = footprint * group_size / num_layers / 2**30
+    curves = [(log2(group), _between(curve, sweep)) for group, curve in _SMALL.items()]
+    return _between(curves, log2(group_size))
+
+
+def _between(points: _Curve | list[tuple[float, float]], at: float) -> float:
+    """Linear interpolation of (x, y) by ascending x; the first or last y outside."""
+    after = bisect_left(points, (at,))
+    if after == 0:
+        return points[0][1]
+    if after == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[after - 1], points[after]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)

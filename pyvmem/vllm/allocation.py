@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""vLLM's KV tensors on memory of ours, without a function of vLLM's replaced.
+
+vLLM's worker allocates its KV tensors inside a context that it asks its own method
+`_maybe_get_memory_pool_context` for, each by one `torch.zeros` of bytes. The worker of the pool
+answers with `Answers`, a mode of torch that gives tensors of ours for those calls. How many there
+are depends on the version:
+
+    0.26 to 0.28   one a layer, or one for a few layers that share it (`KVCacheTensor.shared_by`)
+    from 0.29 on   one for all layers, placed in it by strides (`KVCacheTensor.layer_stride`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from pyvmem.vllm.memory import KVMemory
+
+__all__ = ["Answers", "OpenMemory", "place"]
+
+OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
+"""Makes the memory: of this many blocks, for tensors of these sizes in bytes."""
+
+
+class Answers(TorchFunctionMode):
+    """While it is entered, `torch.zeros` of bytes gives `tensors`, one after the other.
+
+    Calls for other sizes or types are torch's own.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__()
+        self._left = list(tensors)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and self._left and kwargs.get("dtype") is torch.int8:
+            size = args[0] if args else kwargs.get("size")
+            if size in (self._left[0].nbytes, (self._left[0].nbytes,)):
+                return self._left.pop(0)
+        return func(*args, **kwargs)
+
+    def check(self) -> None:
+        """Compares what was asked for with what there was.
+
+        Raises:
+            RuntimeError: vLLM allocates in another way, and uses memory of its own.
+        """
+        if self._left:
+            raise RuntimeError(
+                f"VMEM_VLLM=1: this vllm did not allocate {len(self._left)} of its KV tensors by "
+                "torch.zeros in the context that its worker asks for"
+            )
+
+
+def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
+    """Memory for the KV tensors of a `KVCacheConfig`.
+
+    Returns:
+        The configuration, in which layers may have moved apart, and what answers vLLM.
+
+    Raises:
+        NotImplementedError: an arrangement in which a block's bytes are not together.
+    """
+    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    if not tensors:
+        return kv_cache_config, Answers([])
+    if not hasattr(tensors[0], "layer_stride"):
+        packed = [one.size for one in tensors if one.block_stride > 0][:1]
+        sizes, left = [], packed
+        for one in tensors:  # in vLLM's order; packed layers share one tensor
+            if one.block_stride <= 0:
+                sizes.append(one.size)
+            elif left:
+                sizes.append(left.pop())
+        memory = open_memory(blocks, sizes)
+        return kv_cache_config, Answers([memory.tensor(size) for size in sizes])
+    if any(getattr(one, "host_resident", False) for one in tensors):
+        raise NotImplementedError("VMEM_VLLM=1 does not work with KV tensors in host memory")
+    if all(one.block_stride * blocks == one.size for one in tensors):  # a block of all layers
+        memory = open_memory(blocks, [tensors[0].size])
+    else:
+        memory, tensors = _regions(tensors, blocks, open_memory)
+    buffer = memory.buffer()
+    tensors = [dataclasses.replace(one, size=buffer.nbytes) for one in tensors]
+    return dataclasses.replace(kv_cache_config, kv_cache_tensors=tensors), Answers([buffer])
+
+
+def _regions(
+    tensors: Sequence[Any], blocks: int, open_memory: OpenMemory
+) -> tuple[KVMemory, list[Any]]:
+    """A region for each layer; they move apart, so that each begins at a page boundary."""
+    strides = {one.layer_stride for one in tensors}
+    together = all(one.block_stride * blocks == one.layer_stride for one in tensors)
+    if len(strides) != 1 or not together:
+        raise NotImplementedError(
+            "VMEM_VLLM=1 does not work with a KV cache whose layers are "
+            f"{sorted(strides)} bytes and whose blocks are "
+            f"{sorted({one.block_stride for one in tensors})} bytes apart, {blocks} of them; "
+            "VLLM_KV_CACHE_LAYOUT=BLHNC keeps a block together"
+        )
+    (region,) = strides
+    memory = open_memory(blocks, [region] * (tensors[0].size // region))
+    span = memory.span(0)
+    return memory, [
+        dataclasses.replace(one, offset=one.offset // region * span, layer_stride=span)
+        for one in tensors
+    ]

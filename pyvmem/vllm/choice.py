@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT
+"""Which pages the pool takes, and which of vLLM's layouts it would rather have.
+
+Small pages cost time where much is mapped, and large ones cost memory where little is:
+
+                                       64 KB entries               2 MB entries
+    attention, up to 8 GiB mapped      1.00 of cudaMalloc's time   1.00
+    beyond, a tensor for each layer    1.01 to 1.07                1.00
+    beyond, all layers in one          3.4 to 6.3                  1.00
+    held at rest                       what lives                  two pages a tensor more
+
+The times are of an H100 and an H200 (benchmarks/kernels). Between 8 and 16 GiB they begin to
+differ, so 8 GiB is the bound.
+
+From 0.32 on all layers of a block may lie together. Where that is a multiple of 2 MB, a block is a
+few large pages of its own: nothing is shared, nothing has to move, and one call maps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyvmem.units import format_bytes
+from pyvmem.vllm.geometry import Geometry
+
+__all__ = ["LARGE", "SMALL", "choose_page", "prefer_layouts"]
+
+SMALL, LARGE = 64 << 10, 2 << 20
+_FAST = 8 << 30  # bytes mapped up to which small pages cost no time
+_PART = 32  # two pages in each tensor may be this part of what can be mapped
+
+
+def choose_page(
+    num_blocks: int, sizes: Sequence[int], most: int, asked: int, limit: int | None
+) -> tuple[int, str]:
+    """The page size for KV tensors, and why.
+
+    Args:
+        num_blocks: of every tensor.
+        sizes: bytes of each tensor.
+        most: bytes that can be mapped at a time.
+        asked: what ``VMEM_PAGE_SIZE`` says; 0: nothing.
+        limit: ``VMEM_LIMIT``.
+
+    Raises:
+        ValueError: a page of that size in every tensor is more than the limit.
+    """
+    if asked:
+        together = asked * len(sizes)
+        if limit is not None and together > limit:
+            raise ValueError(
+                f"VMEM_PAGE_SIZE={asked}: a page in each of {len(sizes)} KV tensors is {together} "
+                f"bytes, which is more than VMEM_LIMIT={limit}"
+            )
+        return asked, "VMEM_PAGE_SIZE says so"
+    large = Geometry.of(num_blocks, LARGE, sizes)
+    if all(one.block_bytes % LARGE == 0 for one in large.classes):
+        return LARGE, "a block fills them"
+    pages = sum(large.page_bytes(kind) for kind in range(len(large.classes)))
+    text = f"up to {format_bytes(most)} can be mapped"
+    if most <= _FAST:
+        return SMALL, f"{text}, and up to {format_bytes(_FAST)} small pages cost no time"
+    if 2 * pages * _PART > most:
+        return SMALL, f"{text}, of which a page of 2 MB in every tensor is {format_bytes(pages)}"
+    cost = "3.4 to 6.3 times" if len(sizes) == 1 else "up to 1.07 times"
+    return LARGE, f"{text}, and pages of 64 KB would make attention take {cost} as long"
+
+
+def prefer_layouts(found: Sequence[str], layers: Sequence[int], asked: int) -> list[str]:
+    """vLLM's layouts, the one first that keeps a block's layers together, where that fits.
+
+    Args:
+        found: names, vLLM's favourite first.
+        layers: bytes of a block in each layer.
+        asked: what ``VMEM_PAGE_SIZE`` says; 0: nothing.
+    """
+    together = sum(layers)
+    fits = len(set(layers)) == 1 and together % LARGE == 0 and asked in (0, LARGE)
+    return sorted(found, key=lambda name: name != "BLHNC") if fits else list(found)

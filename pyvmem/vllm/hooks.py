@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: MIT
+"""All that the pool uses of vLLM beside its options: names, how they are used, and why.
+
+    replaced     a function of vLLM's, or of an object of vLLM's, gives way to one of ours
+    overridden   by a method of our worker or scheduler, which calls vLLM's
+    called       by us
+    read         an attribute
+
+`missing` looks for them in vLLM's source without importing it, so that an unknown version can be
+tried, and a release compared with the one before (`scripts/vllm_hooks.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import Path as ZipPath
+
+__all__ = ["HOOKS", "Hook", "Source", "missing"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A name of vLLM's.
+
+    Attributes:
+        module: below ``vllm``.
+        name: of a function, a class, or a member of a class.
+        use: replaced, overridden, called or read.
+        why: what for.
+        takes: parameters that we name, or count on in this order.
+        calls: what its code must call for us to be asked.
+    """
+
+    module: str
+    name: str
+    use: str
+    why: str
+    takes: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+
+
+_POOL, _MANAGER = "v1.core.block_pool", "v1.core.kv_cache_manager"
+_BLOCKS, _SCHEDULER = "v1.core.kv_cache_utils", "v1.core.sched.scheduler"
+_WORKER, _SLEEP = "v1.worker.gpu_worker", "device_allocator.sleep_mode_backend"
+_TENSORS = "v1.kv_cache_interface"
+
+
+def _members(module: str, owner: str, use: str, why: str, *names: str) -> list[Hook]:
+    return [Hook(module, f"{owner}.{name}", use, why) for name in names]
+
+
+HOOKS = (
+    # ---- how an engine gets the pool
+    Hook(
+        *("engine.arg_utils", "EngineArgs.create_engine_config", "replaced"),
+        "no option says that a configuration is to be checked and completed",
+    ),
+    Hook(
+        *("v1.executor.abstract", "Executor.__init__", "replaced"),
+        "a configuration made by hand passes here, before any worker starts",
+        takes=("vllm_config",),
+    ),
+    Hook("config.parallel", "ParallelConfig.worker_cls", "read", "the option of our worker"),
+    Hook("config.scheduler", "SchedulerConfig.scheduler_cls", "read", "that of our scheduler"),
+    Hook("config.scheduler", "SchedulerConfig.async_scheduling", "read", "which of the two"),
+    Hook("config.vllm", "VllmConfig.instance_id", "read", "by which ranks are found"),
+    # ---- the worker
+    Hook(
+        *(_WORKER, "Worker.init_device", "overridden"),
+        "it demands that memory of the whole cache's size be free",
+    ),
+    Hook(
+        *(_WORKER, "Worker.initialize_from_config", "overridden"),
+        "KV tensors are placed",
+        takes=("kv_cache_config",),
+        calls=("self._maybe_get_memory_pool_context",),
+    ),
+    Hook(
+        *(_WORKER, "Worker._maybe_get_memory_pool_context", "overridden"),
+        "KV tensors and weights are allocated in the context that it returns",
+        takes=("tag",),
+    ),
+    Hook(_WORKER, "Worker.compile_or_warm_up_model", "overridden", "its blocks are lent memory"),
+    Hook(
+        *(_WORKER, "Worker.execute_model", "overridden"),
+        "a step brings its number and releases",
+        takes=("scheduler_output",),
+    ),
+    Hook(_WORKER, "Worker.sample_tokens", "overridden", "the end of a step's launch"),
+    Hook(_WORKER, "Worker.shutdown", "overridden", "memory goes back"),
+    Hook("v1.worker.cpu_worker", "CPUWorker", "overridden", "the same on a CPU"),
+    *_members(
+        *(_TENSORS, "KVCacheConfig", "read", "which tensors there are to place"),
+        *("num_blocks", "kv_cache_tensors", "kv_cache_groups", "has_mamba_layers"),
+    ),
+    *_members(_TENSORS, "KVCacheTensor", "read", "how blocks lie in it", "size", "block_stride"),
+    # ---- the scheduler
+    *_members(
+        *(_SCHEDULER, "Scheduler", "overridden"),
+        "to hold the keeper's lock, number steps, and see what they take",
+        *("schedule", "update_from_output", "finish_requests", "reset_prefix_cache"),
+    ),
+    Hook(_SCHEDULER, "Scheduler.set_pause_state", "overridden", "a paused engine keeps no reserve"),
+    Hook(_SCHEDULER, "Scheduler.shutdown", "overridden", "the keeper ends"),
+    Hook("v1.core.sched.async_scheduler", "AsyncScheduler", "overridden", "the same, ahead"),
+    *_members(
+        *(_SCHEDULER, "Scheduler", "read", "what the next step may take"),
+        *("running", "waiting", "max_num_scheduled_tokens", "max_num_running_reqs"),
+        *("get_num_unfinished_requests", "kv_cache_manager"),
+    ),
+    *_members(
+        *(_SCHEDULER, "Scheduler", "called"),
+        "prefixes that are evicted while no step comes are published",
+        "kv_event_publisher",
+    ),
+    *_members(
+        *("v1.core.sched.output", "SchedulerOutput", "read", "what a step computes"),
+        *("total_num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),
+    ),
+    *_members("v1.request", "Request", "read", "what it takes", "is_prefill_chunk", "num_tokens"),
+    # ---- blocks
+    Hook(
+        *(_POOL, "BlockPool.get_new_blocks", "replaced"),
+        "blocks have memory before they are taken",
+        takes=("num_blocks",),
+    ),
+    Hook(
+        *(_POOL, "BlockPool.get_num_free_blocks", "replaced"),
+        "in a step with few free blocks the answer is ours",
+    ),
+    Hook(_POOL, "BlockPool.reset_prefix_cache", "replaced", "blocks without memory are not in use"),
+    Hook(
+        *(_POOL, "BlockPool.get_usage", "replaced"),
+        "a part of what can be had, not of what can be addressed",
+    ),
+    Hook(
+        *(_POOL, "BlockPool._maybe_evict_cached_block", "called"),
+        "a prefix is given up",
+        takes=("block",),
+    ),
+    *_members(
+        *(_POOL, "BlockPool", "read", "blocks by number, and which are free"),
+        *("blocks", "num_gpu_blocks", "free_block_queue"),
+    ),
+    *_members(
+        *(_BLOCKS, "FreeKVCacheBlockQueue", "called"),
+        "blocks without memory leave it, those that have some return",
+        *("popleft", "remove", "prepend_n"),
+    ),
+    *_members(
+        *(_BLOCKS, "FreeKVCacheBlockQueue", "read", "idle blocks are at its head"),
+        *("num_free_blocks", "fake_free_list_head", "fake_free_list_tail"),
+    ),
+    *_members(
+        *(_BLOCKS, "KVCacheBlock", "read", "whether a block is used, cached or idle"),
+        *("block_id", "ref_cnt", "is_null", "block_hash", "next_free_block"),
+    ),
+    Hook(
+        *(_MANAGER, "KVCacheManager.get_computed_blocks", "replaced"),
+        "vLLM is about to admit a request",
+    ),
+    Hook(
+        *(_MANAGER, "KVCacheManager.allocate_slots", "replaced"),
+        "which request takes blocks",
+        takes=("request", "num_new_computed_tokens"),
+        calls=("self.coordinator.get_num_blocks_to_allocate",),
+    ),
+    Hook(
+        *("v1.core.kv_cache_coordinator", "KVCacheCoordinator.get_num_blocks_to_allocate"),
+        "replaced",
+        "how many it takes",
+        takes=("request_id", "num_tokens", "new_computed_blocks"),
+    ),
+    Hook(_MANAGER, "KVCacheManager.take_events", "called", "for the publisher"),
+    # ---- sleep
+    Hook(
+        *(_SLEEP, "SleepModeBackendFactory.register_backend", "called"),
+        "weights sleep by ours",
+        takes=("name", "module_path", "class_name"),
+    ),
+    Hook(_SLEEP, "SleepModeBackend.suspend", "overridden", "the same", takes=("level",)),
+    Hook(_SLEEP, "SleepModeBackend.resume", "overridden", "the same", takes=("tags",)),
+)
+
+_Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+
+
+class Source:
+    """vLLM's source, read and not imported.
+
+    Args:
+        root: the package's folder, or that in a wheel (`zipfile.Path`).
+    """
+
+    def __init__(self, root: Path | ZipPath) -> None:
+        self._root = root
+        self._text = functools.cache(self._read)
+        self._tree = functools.cache(self._parse)
+
+    def _read(self, module: str) -> str:
+        path = self._root
+        for part in module.split("."):
+            path = path / part if (path / part).is_dir() else path / f"{part}.py"
+        path = path / "__init__.py" if path.is_dir() else path
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def _parse(self, module: str) -> ast.Module:
+        return ast.parse(self._text(module))
+
+    def find(self, module: str, name: str) -> tuple[str, _Node] | None:
+        """The module and the node that define a name; a class's member also in its bases."""
+        owner, _, member = name.partition(".")
+        for node in self._tree(module).body:
+            if isinstance(node, _Node) and owner in _names(node):
+                if not member or not isinstance(node, ast.ClassDef):
+                    return (module, node) if not member else None
+                return self._member(module, node, member)
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == owner and node.module.startswith("vllm."):
+                        rest = f"{alias.name}.{member}" if member else alias.name
+                        return self.find(node.module.removeprefix("vllm."), rest)
+        return None
+
+    def _member(self, module: str, owner: ast.ClassDef, name: str) -> tuple[str, _Node] | None:
+        for node in owner.body:
+            if isinstance(node, _Node) and name in _names(node):
+                return module, node
+        for one in ast.walk(owner):  # self.name = ..., mostly in __init__
+            if isinstance(one, ast.Assign | ast.AnnAssign) and f"self.{name}" in _names(one):
+                return module, one
+        for base in owner.bases:
+            if isinstance(base, ast.Name):
+                found = self.find(module, f"{base.id}.{name}")
+                if found is not None:
+                    return found
+        return None
+
+    def segment(self, module: str, node: ast.AST) -> str:
+        """The text of what `find` found."""
+        return ast.get_source_segment(self._text(module), node) or ""
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                yield ast.unparse(one)
+
+
+def missing(source: Source) -> list[str]:
+    """What a version of vLLM lacks of `HOOKS`, in words."""
+    lacks = []
+    for hook in HOOKS:
+        found = source.find(hook.module, hook.name)
+        if found is None:
+            lacks.append(f"{hook.name} (vllm.{hook.module})")
+            continue
+        node = found[1]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            given = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+            given += [one.arg for one in arguments.kwonlyargs]
+            order = [given.index(name) for name in hook.takes if name in given]
+            if len(order) < len(hook.takes) or order != sorted(order):
+                lacks.append(f"{hook.name}({', '.join(hook.takes)}) (vllm.{hook.module})")
+        called = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+        lacks += [f"the call of {one} in {hook.name}" for one in hook.calls if one not in called]
+    return lacks

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: MIT
+"""Idle blocks, by group: the blocks that share pages.
+
+    group 4   | used | used | prefix | idle |     fullest: its idle block is handed out first
+    group 7   | idle | used | idle   | idle |
+    group 9   | idle | idle | idle   | idle |     its pages hold nothing, and can be given back
+
+Memory comes and goes by whole pages. So idle blocks of the fullest group go out first: full groups
+stay full, and others run empty. Groups lie in buckets by how many idle blocks they have, with a bit
+for each bucket that is not empty; nothing here depends on how many groups there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
+
+__all__ = ["IdleBlocks"]
+
+
+class IdleBlocks:
+    """A set of blocks, from which the fullest groups are taken first.
+
+    Args:
+        unit: block b belongs to group ``b * unit[0] // unit[1]``.
+    """
+
+    def __init__(self, unit: tuple[int, int]) -> None:
+        self._size, self._page = unit
+        self._of: dict[int, dict[int, None]] = {}  # by group; dicts, since they keep an order
+        self._buckets: list[dict[int, None]] = [{} for _ in range(-(-unit[1] // unit[0]) + 1)]
+        self._some = 0  # bit n: bucket n is not empty
+        self._count = 0
+
+    @property
+    def one_block(self) -> bool:
+        """Whether every block has pages of its own."""
+        return len(self._buckets) == 2
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._of.get(block * self._size // self._page, ())
+
+    def __iter__(self) -> Iterator[int]:
+        for blocks in self._of.values():
+            yield from blocks
+
+    def group(self, group: int) -> Collection[int]:
+        """The idle blocks of a group."""
+        return self._of.get(group, {}).keys()
+
+    def groups(self) -> Iterable[int]:
+        """Those with an idle block."""
+        return self._of.keys()
+
+    def _refile(self, group: int, before: int, now: int) -> None:
+        buckets = self._buckets
+        if before:
+            del buckets[before][group]
+            if not buckets[before]:
+                self._some &= ~(1 << before)
+        if now:
+            buckets[now][group] = None
+            self._some |= 1 << now
+        self._count += now - before
+
+    def add(self, blocks: Iterable[int]) -> None:
+        """Blocks that became idle; those that were idle stay so."""
+        for block in blocks:
+            group = block * self._size // self._page
+            own = self._of.setdefault(group, {})
+            if block not in own:
+                own[block] = None
+                self._refile(group, len(own) - 1, len(own))
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Blocks that are idle no longer.
+
+        Raises:
+            KeyError: one that was not idle.
+        """
+        for block in blocks:
+            group = block * self._size // self._page
+            own = self._of[group]
+            del own[block]
+            self._refile(group, len(own) + 1, len(own))
+            if not own:
+                del self._of[group]
+
+    def take(self, count: int, spare: Collection[int] = ()) -> list[int]:
+        """Removes up to `count` blocks, of the fullest groups first, and names them.
+
+        Args:
+            count: blocks.
+            spare: groups to take nothing from.
+        """
+        found: list[int] = []
+        some = self._some
+        while some and len(found) < count:
+            number = (some & -some).bit_length() - 1
+            some &= some - 1
+            groups = reversed(self._buckets[number])
+            open_to_all = (one for one in groups if one not in spare) if spare else groups
+            for group in list(islice(open_to_all, count - len(found))):
+                own = self._of[group]
+                for _ in range(min(number, count - len(found))):
+                    found.append(own.popitem()[0])
+                self._refile(group, number, len(own))
+                if not own:
+                    del self._of[group]
+                if len(found) == count:
+                    break
+        return found

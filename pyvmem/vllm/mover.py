@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""Which prefixes move, so that pages run empty.
+
+Pages that hold few prefixes and nothing that a request uses are *victims*. What they hold moves to
+idle blocks of fuller pages: vLLM copies blocks as part of a step, or the ranks do it when none
+comes. The prefix then has another block, at the same place in the order of eviction, and a request
+that hits it notices nothing.
+
+    choose          names victims that fit elsewhere, those with least to copy first
+    pick, done      the next copies, and their record in vLLM's pool; or `undo`
+
+The pages of a victim are idle blocks' from then on, and go as all idle ones do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyvmem.vllm.backing import Backing
+from pyvmem.vllm.idle import IdleBlocks
+
+__all__ = ["MOST", "Mover"]
+
+MOST = 64  # copies at a time: 150 MB with 36 layers of 64 KB
+
+
+class Mover:
+    """Moves prefixes of one engine. Its lock is held wherever this is called.
+
+    Args:
+        pool: vLLM's.
+        backing: which blocks have memory.
+        idle: which of them are idle.
+
+    Attributes:
+        victims: groups to be emptied, the next one first.
+        moved: prefixes so far.
+    """
+
+    def __init__(self, pool: Any, backing: Backing, idle: IdleBlocks) -> None:
+        self.pool = pool
+        self.backing = backing
+        self.idle = idle
+        self.victims: list[int] = []
+        self.moved = 0
+        self._spare: set[int] = set()  # groups in which nothing is put
+
+    def _contents(self, group: int) -> list[int]:
+        """The blocks that keep a group's page."""
+        idle, backed = self.idle, self.backing.is_backed
+        return [b for b in self.backing.geometry.touching(group) if backed(b) and b not in idle]
+
+    def _may_move(self, blocks: list[int]) -> bool:
+        found = [self.pool.blocks[one] for one in blocks]
+        return all(one.block_hash is not None and not one.ref_cnt for one in found)
+
+    def forget(self) -> None:
+        """Nothing is to be moved any more."""
+        self.victims, self._spare = [], set()
+
+    def choose(self, groups: int) -> int:
+        """Names up to so many victims; returns the bytes that they will give back.
+
+        Full groups, and empty ones, take no part.
+        """
+        self.forget()
+        if self.idle.one_block:
+            return 0
+        candidates: list[tuple[int, int]] = []
+        places = 0
+        for group in self.idle.groups():
+            contents = self._contents(group)
+            if not contents:
+                self._spare.add(group)
+                continue
+            places += len(self.idle.group(group))
+            if self._may_move(contents):
+                candidates.append((len(contents), group))
+        for copies, group in sorted(candidates):
+            places -= len(self.idle.group(group)) + copies
+            if places < 0 or len(self.victims) >= groups:
+                break
+            self.victims.append(group)
+        self._spare.update(self.victims)
+        return len(self.victims) * self.backing.geometry.group_bytes
+
+    def pick(self) -> list[tuple[int, int]]:
+        """Up to `MOST` copies, from a block to a block; the places are not idle any more."""
+        found: list[tuple[int, int]] = []
+        leaving: set[int] = set()
+        while self.victims and len(found) < MOST:
+            contents = [one for one in self._contents(self.victims[0]) if one not in leaving]
+            if self._may_move(contents):
+                sources = contents[: MOST - len(found)]
+                places = self.idle.take(len(sources), self._spare)
+                if len(places) < len(sources):  # handed out since
+                    self.idle.add(places)
+                    self.victims.clear()
+                    break
+                found += zip(sources, places, strict=True)
+                leaving.update(sources)
+                if len(sources) < len(contents):
+                    break
+            self.victims.pop(0)
+        return found
+
+    def done(self, copies: list[tuple[int, int]]) -> None:
+        """The copies are under way, before anything that reads or writes these blocks."""
+        queue, blocks = self.pool.free_block_queue, self.pool.blocks
+        for source, place in copies:
+            src, dst = blocks[source], blocks[place]
+            queue.remove(dst)
+            # It takes the other's place in the order of eviction.
+            dst.prev_free_block, dst.next_free_block = src.prev_free_block, src.next_free_block
+            dst.prev_free_block.next_free_block = dst
+            dst.next_free_block.prev_free_block = dst
+            self.pool.move_block_hashes(src, dst)
+            queue.prepend_n([src])
+        self.idle.add(source for source, _ in copies)
+        self.moved += len(copies)
+
+    def undo(self, copies: list[tuple[int, int]]) -> None:
+        """The copies were not made."""
+        self.idle.add(place for _, place in copies)
+        self.forget()

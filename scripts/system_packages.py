@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: MIT
+"""The parts of the system that set-up needs, and the packages that have them.
+
+Each package manager is a row: how it installs, and its distributions' names for each part. The
+first one that is here is used. What it installs from is never changed: no source is added, no key.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = [
+    "MANAGERS",
+    "PARTS",
+    "Manager",
+    "fail",
+    "has_probes",
+    "install",
+    "install_debian_packages",
+    "manager",
+    "missing",
+    "quiet",
+    "say",
+]
+
+# Every part that a package can supply, in words.
+PARTS = {
+    "compiler": "gcc",
+    "make": "make",
+    "libc": "the C library's headers (stdio.h)",
+    "pip": "Python's module ensurepip, or pip",
+    "python": "Python's headers (Python.h)",
+    "probes": "the header of USDT probes (sys/sdt.h)",
+}
+
+
+def say(text: str) -> None:
+    """Prints one line at once, also into a pipe."""
+    print(f"setup: {text}", flush=True)
+
+
+def fail(text: str) -> NoReturn:
+    """Ends the program with a message."""
+    sys.exit(f"setup: {text}")
+
+
+def quiet(command: Sequence[str], *, show: bool) -> bool:
+    """Whether a command succeeds; what it says is shown when it does not, if `show`."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+        text=True,
+        check=False,
+    )
+    if done.returncode and show:
+        print(done.stdout, flush=True)
+    return done.returncode == 0
+
+
+@dataclass(frozen=True)
+class Manager:
+    """A package manager.
+
+    Attributes:
+        install: the command before the packages' names.
+        names: a package for each part; {python} is "python3", or "python3.12" where that is not
+            the system's python3; {minor} is 12.
+        refresh: what fetches package lists where installing does not.
+    """
+
+    install: tuple[str, ...]
+    names: dict[str, str]
+    refresh: tuple[str, ...] = ()
+
+    def packages(self, parts: Sequence[str]) -> list[str]:
+        """The packages of the parts, for the Python that runs this."""
+        minor = sys.version_info[1]
+        of_system = Path("/usr/bin/python3").resolve().name == f"python3.{minor}"
+        python = "python3" if of_system else f"python3.{minor}"
+        names = [self.names[part].format(python=python, minor=minor) for part in parts]
+        return list(dict.fromkeys(names))
+
+
+APT = Manager(
+    ("apt-get", "install", "-y", "--no-install-recommends"),
+    {
+        "compiler": "gcc",
+        "make": "make",
+        "libc": "libc6-dev",
+        "pip": "{python}-venv",
+        "python": "{python}-dev",
+        "probes": "systemtap-sdt-dev",
+    },
+    ("apt-get", "update"),
+)
+MANAGERS = (
+    APT,
+    Manager(
+        ("dnf", "install", "-y", "--setopt=install_weak_deps=False"),
+        {
+            "compiler": "gcc",
+            "make": "make",
+            "libc": "glibc-devel",
+            "pip": "{python}-libs",
+            "python": "{python}-devel",
+            "probes": "systemtap-sdt-devel",
+        },
+    ),
+    Manager(
+        ("zypper", "--non-interactive", "install", "--no-recommends"),
+        {
+            "compiler": "gcc",
+            "make": "make",
+            "libc": "glibc-devel",
+            "pip": "python3{minor}-base",
+            "python": "python3{minor}-devel",
+            "probes": "systemtap-sdt-devel",
+        },
+    ),
+    Manager(
+        ("pacman", "-S", "--needed", "--noconfirm"),
+        {
+            "compiler": "gcc",
+            "make": "make",
+            "libc": "glibc",
+            "pip": "python",
+            "python": "python",
+            "probes": "systemtap",
+        },
+    ),
+)
+
+
+def manager() -> Manager | None:
+    """The package manager of this system; None: there is none that is known here."""
+    return next((one for one in MANAGERS if shutil.which(one.install[0])), None)
+
+
+def missing() -> list[str]:
+    """The parts that are not here and without which nothing can be built."""
+    found = [] if shutil.which("gcc") else ["compiler"]
+    found += [] if shutil.which("make") else ["make"]
+    found += [] if Path("/usr/include/stdio.h").exists() else ["libc"]
+    of_python = []
+    if not any(map(importlib.util.find_spec, ("ensurepip", "pip"))):
+        of_python.append("pip")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        of_python.append("python")
+    if of_python and sysconfig.get_config_var("prefix") != "/usr":
+        what = " and ".join(PARTS[part] for part in of_python)
+        fail(
+            f"{sys.executable} lacks {what}, and is no Python that a package of the system adds to"
+        )
+    return found + of_python
+
+
+def has_probes() -> bool:
+    """Whether the header of USDT probes is here; without it the library is built without them."""
+    folders = (Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu"))
+    return any((folder / "sys" / "sdt.h").exists() for folder in folders)
+
+
+def privileged(command: Sequence[str], *, ask: bool) -> list[str] | None:
+    """The command as root; None where that cannot be had (`ask`: a password may be asked for)."""
+    if os.geteuid() == 0:
+        return list(command)
+    if not shutil.which("sudo"):
+        return None
+    # Asking for a password needs a terminal.
+    if ask and sys.stdin.isatty():
+        return ["sudo", *command]
+    return ["sudo", "-n", *command] if quiet(["sudo", "-n", "true"], show=False) else None
+
+
+def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = False) -> bool:
+    """Installs packages; whether they are there.
+
+    Args:
+        useful: nothing needs them: no password is asked for, and False is returned where they
+            cannot be installed. Else the program ends with the command that would do it.
+    """
+    say(f"missing packages: {' '.join(packages)}")
+    wanted = [*tool.install, *packages]
+    command = privileged(wanted, ask=not useful)
+    if command is None:
+        if useful:
+            return False
+        fail(f"not root. Run this as root, then this script again:\n  {shlex.join(wanted)}")
+    say("installing them")
+    if quiet(command, show=not (useful or tool.refresh)):
+        return True
+    if tool.refresh:
+        say("that failed; once more with fresh package lists")
+        refresh = privileged(tool.refresh, ask=not useful) or tool.refresh
+        if quiet(refresh, show=not useful) and quiet(command, show=not useful):
+            return True
+    if not useful:
+        fail(f"packages could not be installed: {' '.join(packages)}")
+    return False
+
+
+def install(parts: Sequence[str], *, useful: bool = False) -> bool:
+    """Installs the packages that have parts of the system, as `install_packages` does."""
+    tool = manager()
+    if tool is not None:
+        return install_packages(tool, tool.packages(parts), useful=useful)
+    if useful:
+        return False
+    known = ", ".join(one.install[0] for one in MANAGERS)
+    what = "; ".join(PARTS[part] for part in parts)
+    fail(f"this system has none of {known}: install {what}; then run this again")
+
+
+def install_debian_packages(packages: Sequence[str]) -> None:
+    """Installs what only Debian's names are known of here: tools of tests and of packaging."""
+    if not shutil.which(APT.install[0]):
+        names = " ".join(packages)
+        fail(f"no apt-get here: install what Debian calls {names}, then run this again")
+    install_packages(APT, packages)

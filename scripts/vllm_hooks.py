@@ -1,0 +1,101 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""What a version of vLLM changed where pyvmem uses it.
+
+    python scripts/vllm_hooks.py 0.32.0 0.33.0          # downloads both wheels
+    python scripts/vllm_hooks.py 0.32.0 vllm.whl --diff
+
+A version is a number, a wheel, or the folder of the package. Exit status 1: the second one lacks
+something, and pyvmem refuses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import vllm_setup
+from environment import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from pyvmem.vllm.hooks import HOOKS, Hook, Source, missing
+
+__all__ = ["changes", "main", "open_source"]
+
+
+def open_source(version: str, folder: Path) -> Source:
+    """The source of a version; a wheel that has to be downloaded comes into `folder`."""
+    path = Path(version)
+    if path.is_dir():
+        return Source(path)
+    if path.suffix != ".whl":
+        target = folder / version
+        target.mkdir(exist_ok=True)
+        wheel = vllm_setup.download(f"vllm=={version}", target)
+        if wheel is None:
+            raise SystemExit(f"vllm {version} cannot be had")
+        path = wheel
+    return Source(zipfile.Path(path, "vllm/"))
+
+
+def parameters(node: ast.AST) -> str:
+    """Of a function, as they are written."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return f"({ast.unparse(node.args)})"
+    return ""
+
+
+def changes(hook: Hook, before: Source, after: Source, *, diff: bool = False) -> Iterator[str]:
+    """What differs between two versions in what a hook names, in lines."""
+    old, new = (source.find(hook.module, hook.name) for source in (before, after))
+    if old is None or new is None:
+        if (old is None) != (new is None):
+            yield "gone" if new is None else "new"
+        return
+    if old[0] != new[0]:
+        yield f"moved from vllm.{old[0]} to vllm.{new[0]}"
+    if isinstance(old[1], ast.ClassDef) and isinstance(new[1], ast.ClassDef):
+        return  # its members are hooks of their own
+    if parameters(old[1]) != parameters(new[1]):
+        yield f"{parameters(old[1])} -> {parameters(new[1])}"
+    was, is_now = before.segment(*old).splitlines(), after.segment(*new).splitlines()
+    lines = list(difflib.unified_diff(was, is_now, "before", "after", lineterm="", n=2))
+    count = sum(line[0] in "+-" for line in lines[2:])
+    if count:
+        yield f"{count} lines differ"
+        if diff:
+            yield from lines[2:]
+
+
+def main() -> int:
+    """Prints the changes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("before")
+    parser.add_argument("after")
+    parser.add_argument("--diff", action="store_true", help="show the lines, too")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = (open_source(one, Path(folder)) for one in (chosen.before, chosen.after))
+        same = 0
+        for hook in HOOKS:
+            found = list(changes(hook, before, after, diff=chosen.diff))
+            same += not found
+            if found:
+                print(f"{hook.name} ({hook.use}: {hook.why})")
+                print("".join(f"    {line}\n" for line in found), end="")
+        print(f"{same} of {len(HOOKS)} are the same")
+        lacks = missing(after)
+    for one in lacks:
+        print(f"missing in {chosen.after}: {one}")
+    return 1 if lacks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: MIT
+"""Description: scripts/vllm_hooks.py says what a version of vLLM changed where pyvmem uses it."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import vllm_hooks
+
+from pyvmem.vllm.hooks import HOOKS, Hook, Source
+
+BEFORE = {
+    "a.py": "class A:\n    x: int = 0\n"
+    "    def f(self, b):\n        return b\n    def g(self): pass\n",
+}
+AFTER = {
+    "a.py": "from vllm.c import Base\nclass A(Base):\n    x: int = 0\n"
+    "    def f(self, b, c=1):\n        return b + c\n",
+    "c.py": "class Base:\n    def g(self): pass\n",
+}
+
+
+def source(root: Path, files: dict[str, str]) -> Source:
+    root.mkdir()
+    for name, text in files.items():
+        (root / name).write_text(text, "utf-8")
+    return Source(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("A", []),
+        ("A.x", []),
+        ("A.f", ["(self, b) -> (self, b, c=1)", "4 lines differ"]),
+        ("A.g", ["moved from vllm.a to vllm.c"]),
+        ("A.h", []),
+    ],
+)
+def test_changes(tmp_path: Path, name: str, found: list[str]) -> None:
+    before, after = source(tmp_path / "0", BEFORE), source(tmp_path / "1", AFTER)
+    hook = Hook("a", name, "read", "")
+    assert list(vllm_hooks.changes(hook, before, after)) == found
+    shown = list(vllm_hooks.changes(hook, before, after, diff=True))
+    assert ("+        return b + c" in shown) == (name == "A.f")
+    gone = list(vllm_hooks.changes(hook, before, Source(tmp_path)))
+    assert gone == ([] if name == "A.h" else ["gone"])
+
+
+def test_a_version_that_lacks_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here a wheel that has nothing at all."""
+    source(tmp_path / "vllm", BEFORE)
+    with zipfile.ZipFile(tmp_path / "after.whl", "w") as wheel:
+        wheel.writestr("vllm/__init__.py", "")
+    words = ["vllm_hooks.py", str(tmp_path / "vllm"), str(tmp_path / "after.whl")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert vllm_hooks.main() == 1
+    said = capsys.readouterr().out
+    assert f"{len(HOOKS)} of {len(HOOKS)} are the same" in said
+    assert f"missing in {tmp_path / 'after.whl'}: Scheduler.schedule (vllm.v1.core.sched" in said

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: MIT
+"""Description: which page size and layout the vLLM pool takes for which model, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyvmem.vllm.choice import LARGE, SMALL, choose_page, prefer_layouts
+from pyvmem.vllm.settings import Settings
+from pyvmem.vllm.worker import ElasticWorker
+
+pytest.importorskip("torch")
+
+G = 1 << 30
+LLAMA = [64 << 10] * 32  # Llama-3-8B: bytes of a block of 16 tokens in each layer
+QWEN = [64 << 10] * 36  # Qwen3-4B
+
+
+@pytest.mark.parametrize(
+    ("block", "most", "page", "text"),
+    [
+        (LLAMA, 48 * G, LARGE, "up to 48.0G can be mapped, and .* attention take up to 1.07"),
+        (QWEN, 9 * G, LARGE, "up to 1.07 times"),
+        (QWEN, 8 * G, SMALL, "up to 8.0G can be mapped, and up to 8.0G small pages cost no time"),
+        (QWEN, 1 * G, SMALL, "small pages cost no time"),
+        ([sum(LLAMA)], 48 * G, LARGE, "a block fills them"),
+        ([sum(LLAMA)], 1 * G, LARGE, "a block fills them"),
+        ([sum(QWEN)], 48 * G, LARGE, "attention take 3.4 to 6.3 times"),
+        ([sum(QWEN)], 1 * G, SMALL, "cost no time"),
+        ([16 << 10] * 80, 40 * G, LARGE, "up to 1.07 times"),  # Llama-3-70B on four GPUs
+        ([4 << 10] * 126, 9 * G, SMALL, "of which a page of 2 MB in every tensor is 252.0M"),
+    ],
+)
+def test_page(block: list[int], most: int, page: int, text: str) -> None:
+    blocks = 60 * G // sum(block)
+    found, why = choose_page(blocks, [one * blocks for one in block], most, 0, None)
+    assert found == page
+    assert re.search(text, why), why
+
+
+def test_what_the_variable_says_is_taken() -> None:
+    sizes = [one * 1000 for one in QWEN]
+    assert choose_page(1000, sizes, 60 * G, 128 << 10, None)[0] == 128 << 10
+    assert choose_page(1000, sizes, 1 * G, LARGE, 72 << 20)[0] == LARGE
+    text = (
+        r"VMEM_PAGE_SIZE=2097152: a page in each of 36 KV tensors is 75497472 bytes, which is "
+        r"more than VMEM_LIMIT=75497471"
+    )
+    with pytest.raises(ValueError, match=text):
+        choose_page(1000, sizes, 1 * G, LARGE, (72 << 20) - 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "asked", "first"),
+    [
+        (LLAMA, 0, "BLHNC"),
+        (LLAMA, LARGE, "BLHNC"),
+        (LLAMA, SMALL, "LBNHC"),  # pages of 64 KB would make that layout slow
+        (QWEN, 0, "LBNHC"),  # 2.25 MB
+        ([1 << 20, 2 << 20, 1 << 20], 0, "LBNHC"),  # kinds of layers: vLLM packs them
+    ],
+)
+def test_layout(layers: list[int], asked: int, first: str) -> None:
+    found = ["LBNHC", "LBHNC", "BLHNC"]
+    preferred = prefer_layouts(found, layers, asked)
+    assert preferred[0] == first
+    assert sorted(preferred) == sorted(found)
+    assert [one for one in preferred if one != first] == [one for one in found if one != first]
+    assert prefer_layouts(found[:2], layers, asked) == found[:2]
+
+
+# ---- the worker ----------------------------------------------------------------------------------
+
+
+class Base:
+    """As much of vLLM's worker as asks for layouts."""
+
+    rank = 0
+    device = SimpleNamespace(type="cpu", index=None)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return ["LBNHC", "LBHNC", "BLHNC"]
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {str(i): SimpleNamespace(page_size_bytes=one) for i, one in enumerate(LLAMA)}
+
+
+class Worker(ElasticWorker, Base):
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+
+def test_the_worker_names_the_layout_that_suits_the_pool_first() -> None:
+    assert Worker(Settings()).get_supported_kv_cache_layouts() == ["BLHNC", "LBNHC", "LBHNC"]
+    mixed = Worker(Settings())
+    specs = [SimpleNamespace(page_size_bytes=one, window=i % 2) for i, one in enumerate(LLAMA)]
+    mixed.get_kv_cache_spec = lambda: dict(enumerate(specs))  # type: ignore[method-assign,assignment,return-value]
+    assert mixed.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLHNC"]
+    asked = Worker(Settings(page_size=SMALL))
+    assert asked.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLHNC"]
+
+
+@pytest.mark.parametrize(
+    ("block", "settings", "page", "text"),
+    [
+        (SMALL, Settings(), SMALL, "2 KV tensors on pages of 64.0K: up to 1.0M can be mapped"),
+        (LARGE, Settings(), LARGE, "2 KV tensors on pages of 2.0M: a block fills them"),
+        (SMALL, Settings(page_size=LARGE), LARGE, "pages of 2.0M: VMEM_PAGE_SIZE says so"),
+        (SMALL, Settings(page_size=4096), 4096, "pages of 4.0K: VMEM_PAGE_SIZE says so"),
+    ],
+)
+def test_the_worker_takes_these_pages_and_says_so(
+    caplog: pytest.LogCaptureFixture, block: int, settings: Settings, page: int, text: str
+) -> None:
+    with caplog.at_level("INFO", "vllm.vmem"):
+        memory = Worker(dataclasses.replace(settings, backend="host"))._open(8, [8 * block] * 2)
+    assert memory.geometry.page_size == page
+    assert [one for one in caplog.messages if text in one]
+    memory.close()
+
+
+def test_a_page_size_that_the_limit_excludes() -> None:
+    settings = Settings(backend="host", page_size=LARGE, limit=3 << 20)
+    with pytest.raises(ValueError, match="VMEM_PAGE_SIZE=2097152: a page in each of 2 KV tensors"):
+        Worker(settings)._open(8, [8 * SMALL] * 2)

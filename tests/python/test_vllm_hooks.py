@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: MIT
+"""Description: what the pool uses of vLLM is looked for in its source; KV tensors are placed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pyvmem.vllm.hooks import HOOKS, Hook, Source, missing
+
+
+def write(root: Path, hooks: list[Hook]) -> None:
+    """A package in which these names stand, and no others."""
+    modules: dict[str, dict[str, list[Hook]]] = defaultdict(lambda: defaultdict(list))
+    for hook in hooks:
+        owner, _, member = hook.name.partition(".")
+        modules[hook.module][owner] += [hook] if member else []
+    for module, owners in modules.items():
+        lines = []
+        for owner, members in owners.items():
+            lines.append(f"class {owner}:\n    pass")
+            for hook in members:
+                member = hook.name.partition(".")[2]
+                if hook.use == "read":
+                    lines.append(f"    {member}: int = 0")
+                else:
+                    takes = ", ".join(("self", *hook.takes))
+                    calls = "; ".join(f"{one}()" for one in hook.calls) or "pass"
+                    lines.append(f"    def {member}({takes}, **other):\n        {calls}")
+        path = root / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def test_nothing_is_missing_where_everything_is(tmp_path: Path) -> None:
+    write(tmp_path, list(HOOKS))
+    assert missing(Source(tmp_path)) == []
+
+
+@pytest.mark.parametrize("gone", HOOKS, ids=lambda one: one.name)
+def test_each_name_is_missed(tmp_path: Path, gone: Hook) -> None:
+    write(tmp_path, [one for one in HOOKS if one is not gone])
+    owner = gone.name.partition(".")[0]
+    class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in HOOKS)
+    assert class_alone or missing(Source(tmp_path)) == [f"{gone.name} (vllm.{gone.module})"]
+
+
+@pytest.mark.parametrize("hook", [one for one in HOOKS if one.takes], ids=lambda one: one.name)
+def test_each_parameter_is_missed(tmp_path: Path, hook: Hook) -> None:
+    for takes in {hook.takes[1:], hook.takes[::-1]} - {hook.takes}:
+        other = Hook(hook.module, hook.name, hook.use, hook.why, takes, hook.calls)
+        write(tmp_path, [other if one is hook else one for one in HOOKS])
+        text = f"{hook.name}({', '.join(hook.takes)}) (vllm.{hook.module})"
+        assert missing(Source(tmp_path)) == [text]
+
+
+@pytest.mark.parametrize("hook", [one for one in HOOKS if one.calls], ids=lambda one: one.name)
+def test_a_call_is_missed(tmp_path: Path, hook: Hook) -> None:
+    other = Hook(hook.module, hook.name, hook.use, hook.why, hook.takes)
+    write(tmp_path, [other if one is hook else one for one in HOOKS])
+    assert missing(Source(tmp_path)) == [f"the call of {hook.calls[0]} in {hook.name}"]
+
+
+def test_a_name_in_a_base_an_attribute_and_a_wheel(tmp_path: Path) -> None:
+    files = {
+        "vllm/a.py": "from vllm.b.c import Base as Old\nclass Here(Old):\n    x, y = 1, 2\n",
+        "vllm/b/__init__.py": "",
+        "vllm/b/c.py": "class Base:\n    def __init__(self):\n        self.found: int = 1\n"
+        "    @property\n    def old(self): return self.found\n",
+        "vllm/d/__init__.py": "from vllm.b.c import Base\ndef f(a): pass\n",
+    }
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text, "utf-8")
+    for root in (tmp_path / "vllm", zipfile.Path(tmp_path / "vllm.whl", "vllm/")):
+        source = Source(root)
+        for module, name, where in (
+            *(("a", "Here.found", "b.c"), ("a", "Here.old", "b.c"), ("a", "Here.y", "a")),
+            *(("d", "Base.found", "b.c"), ("d", "f", "d"), ("a", "Here", "a")),
+        ):
+            found = source.find(module, name)
+            assert found is not None
+            assert found[0] == where
+        for module, name in (("a", "Here.z"), ("a", "Old.z"), ("nowhere", "x"), ("d", "f.x")):
+            assert source.find(module, name) is None
+        module, node = source.find("d", "f") or ("", None)
+        assert node is not None
+        assert source.segment(module, node) == "def f(a): pass"
+
+
+# ---- where KV tensors lie ------------------------------------------------------------------------
+
+
+@dataclass
+class Tensor:
+    """A `KVCacheTensor` from 0.29 on."""
+
+    size: int
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+    host_resident: bool = False
+
+
+@dataclass
+class Before:
+    """A `KVCacheTensor` up to 0.28."""
+
+    size: int
+    block_stride: int = 0
+
+
+@dataclass
+class Config:
+    """A `KVCacheConfig`."""
+
+    num_blocks: int
+    kv_cache_tensors: list[Any]
+
+
+@pytest.fixture
+def opened() -> Any:
+    """Makes memory on the host, and keeps what was asked for."""
+    pytest.importorskip("torch")
+    from pyvmem.vllm.memory import KVMemory, open_context
+
+    made: list[Any] = []
+
+    def open_memory(blocks: int, sizes: list[int]) -> Any:
+        made.append(KVMemory(open_context("host", 0, 4096, 1 << 20), blocks, sizes))
+        return made[-1]
+
+    yield SimpleNamespace(open=open_memory, made=made)
+    for one in made:
+        one.close()
+
+
+BLOCKS = 4
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ([Tensor(64, 16, 4), Tensor(64, 16, 4, host_resident=True)], "KV tensors in host memory"),
+        ([Tensor(64, 32, 2)], r"layers are \[32\] bytes and whose blocks are \[2\] bytes apart, 4"),
+        ([Tensor(64, 16, 4), Tensor(64, 32, 8)], r"layers are \[16, 32\] bytes .*BLHNC"),
+    ],
+)
+def test_arrangements_that_are_refused(opened: Any, tensors: list[Any], text: str) -> None:
+    from pyvmem.vllm.allocation import place
+
+    with pytest.raises(NotImplementedError, match=text):
+        place(Config(BLOCKS, tensors), opened.open)
+    assert opened.made == []
+
+
+def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
+    """Layers have tensors of their own, or share one; what else vLLM asks for is torch's."""
+    torch = pytest.importorskip("torch")
+    from pyvmem.vllm.allocation import place
+
+    packed, own = Before(BLOCKS * 8192, 8192), Before(BLOCKS * 4096)
+    config = Config(BLOCKS, [own, packed, packed, Before(BLOCKS * 4096)])
+    same, answers = place(config, opened.open)
+    assert same is config
+    (memory,) = opened.made
+    assert [one.tensors for one in memory.geometry.classes] == [2, 1]
+    with answers:
+        other = torch.zeros(own.size, dtype=torch.int32)
+        small = torch.zeros(8, dtype=torch.int8)
+        first = torch.zeros(own.size, dtype=torch.int8, device="cpu")
+        second = torch.zeros(size=(packed.size,), dtype=torch.int8)
+    with pytest.raises(RuntimeError, match="did not allocate 1 of its KV tensors"):
+        answers.check()
+    with answers:
+        third = torch.zeros(own.size, dtype=torch.int8)
+        after = torch.zeros(own.size, dtype=torch.int8)
+    answers.check()
+    spaces = [one.addr for one in memory._reservations]
+    assert [first.data_ptr(), second.data_ptr()] == spaces
+    assert third.data_ptr() == spaces[0] + memory.span(0)
+    ours = {one.data_ptr() for one in (first, second, third)}
+    assert not ours & {one.data_ptr() for one in (other, small, after)}
+    del first, second, third
+
+
+def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
+    torch = pytest.importorskip("torch")
+    from pyvmem.vllm.allocation import place
+
+    layer = BLOCKS * 4096
+    config = Config(BLOCKS, [Tensor(3 * layer, layer, 4096), Tensor(3 * layer, layer, 4096, layer)])
+    moved, answers = place(config, opened.open)
+    (memory,) = opened.made
+    span = memory.span(0)
+    assert span > layer
+    assert [(one.size, one.layer_stride, one.offset) for one in moved.kv_cache_tensors] == [
+        (3 * span, span, 0),
+        (3 * span, span, span),
+    ]
+    assert config.kv_cache_tensors[0].layer_stride == layer, "the caller's own is as it was"
+    with answers:
+        buffer = torch.zeros(3 * span, dtype=torch.int8, device=torch.device("cpu"))
+    answers.check()
+    assert buffer.data_ptr() == memory._reservations[0].addr
+    del buffer
+
+
+def test_one_buffer_of_whole_blocks_stays(opened: Any) -> None:
+    pytest.importorskip("torch")
+    from pyvmem.vllm.allocation import place
+
+    config = Config(BLOCKS, [Tensor(2 * BLOCKS * 4096, 4096, 8192)])
+    placed, answers = place(config, opened.open)
+    (kind,) = opened.made[0].geometry.classes
+    assert (kind.tensors, kind.block_bytes) == (1, 8192)
+    assert placed.kv_cache_tensors[0].layer_stride == 4096
+    del answers
+
+
+def test_a_model_without_kv_tensors(opened: Any) -> None:
+    from pyvmem.vllm.allocation import place
+
+    config = Config(1, [])
+    placed, answers = place(config, opened.open)
+    answers.check()
+    assert placed is config
+    assert opened.made == []

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: MIT
+"""Description: prefixes move while requests hit them, and tokens are stock vLLM's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_engine import Open, Tokens, answer, at_rest, check, elastic_of, expected, prompts, stock
+
+__all__ = ["expected", "stock"]
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_moves_in_every_step(
+    start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """As many as there are places for; holes come from prefixes that are evicted at random."""
+    wanted, draw = expected(model), random.Random(1)
+    with start(model, VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
+        elastic = elastic_of(llm)
+        begin_step = elastic.begin_step
+
+        def moving() -> Any:
+            free = [one for one in elastic._free() if one.block_hash is not None]
+            gone = draw.sample(free, len(free) // 6)
+            elastic.pool.evict_blocks({one.block_id for one in gone})
+            elastic.mover.choose(1000)
+            return begin_step()
+
+        monkeypatch.setattr(elastic, "begin_step", moving)
+        for _ in range(4):
+            assert answer(llm, prompts()) == wanted
+            check(llm)
+        assert elastic.mover.moved > 20
+        assert elastic.hits > 0
+        monkeypatch.undo()
+        # At rest the ranks copy. What moved then is hit as well.
+        at_rest(llm)
+        assert answer(llm, prompts()) == wanted
+        at_rest(llm)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: MIT
+"""Description: what the pool maps, moves and holds, on vLLM's own scheduler and block pool.
+
+Everything is counted; there is no model and no clock. A block that does not hold the tokens which
+its request computed fails the step that reads it (pool_model).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from pool_model import Open, Pool, open_pool
+
+from pyvmem.bench.vllm_loads import Load, idle_footprint
+
+__all__ = ["open_pool"]
+
+PAGE, LARGE = 64 << 10, 2 << 20
+BLOCK_BYTES = 36 * PAGE  # of Qwen3-4B: a block of 16 tokens in 36 layers
+
+
+def spread(pool: Pool) -> float:
+    return pool.mapped() / pool.live()
+
+
+def steady(count: int, length: int, tokens: int, most: int) -> Load:
+    """Requests of one length, no two alike."""
+    draw = random.Random(3)
+    prompts = [[draw.randrange(3, 500) for _ in range(length)] for _ in range(count)]
+    return Load(prompts, [tokens] * count, [0.0] * count, most)
+
+
+@pytest.mark.parametrize(("page", "most", "maps"), [(PAGE, 1.0, 500), (LARGE, 1.1, 100)])
+def test_an_engine_that_becomes_idle(open_pool: Open, page: int, most: float, maps: int) -> None:
+    """kvcached's workload, prefixes capped: what a prefix leaves serves the next request.
+
+    Runs of pages are mapped for the peak, and not for each request: 1,200 of them take 43,000
+    blocks one after the other.
+    """
+    cap = 1000
+    with opened_for_idle(open_pool, page, cap) as pool:
+        pool.run(idle_footprint(1200, 1000, 96))
+        assert pool.rank.maps < maps
+        assert pool.rank.copies < 500
+        pool.rest()
+        assert pool.live() == (1 + cap) * BLOCK_BYTES
+        assert spread(pool) <= most
+        assert pool.rank.maps < maps
+        assert pool.rank.unmaps < 20 * maps
+        before = pool.rank.copies, pool.rank.unmaps
+        pool.rest()
+        assert (pool.rank.copies, pool.rank.unmaps) == before, "nothing is left to do"
+        assert pool.scheduler.reset_prefix_cache()
+        pool.rest()
+        assert pool.mapped() == 36 * page, "the null block's page"
+
+
+def opened_for_idle(open_pool: Open, page: int, cap: int) -> Any:
+    return open_pool(blocks=16_000, page=page, VMEM_PREFIX=str(cap * BLOCK_BYTES))
+
+
+def test_a_steady_load_moves_nothing(open_pool: Open) -> None:
+    """Once the first seconds are over, in which a large step is remembered."""
+    with open_pool(blocks=8_000, page=LARGE, VMEM_PREFIX=str(500 * BLOCK_BYTES)) as pool:
+        load = steady(600, 300, 60, 32)
+        todo = list(zip(load.prompts, load.tokens, strict=True))
+
+        def steps(count: int) -> None:
+            for number in range(count):
+                if pool.scheduler.get_num_unfinished_requests() < 32 and number % 3 == 0:
+                    pool.add(*todo.pop())
+                pool.step()
+
+        steps(800)
+        counts = pool.rank.copies, pool.rank.maps, pool.rank.unmaps
+        pool.rank.asked.clear()
+        steps(600)
+        assert set(pool.rank.asked) == {("poll", False)}, "and no step waits for a rank"
+        assert pool.elastic.used_blocks() > 300
+        assert (pool.rank.copies, pool.rank.maps, pool.rank.unmaps) == counts
+
+
+@pytest.mark.parametrize("heads", [8, 3], ids=["whole", "straddling"])
+def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> None:
+    """Prefixes are not evicted while others' pages have room for them."""
+    with open_pool(blocks=6_000, page=LARGE, heads=heads, VMEM_IDLE="3600") as pool:
+        elastic = pool.elastic
+        pool.run(idle_footprint(150, 1000, 32))
+        cached = elastic._cached_bytes()
+        hashes = len(elastic.pool.cached_block_hash_to_block)
+        # Every second prefix goes: the pages are half empty.
+        with elastic.lock:
+            some = [b.block_id for b in elastic._free() if b.block_hash is not None][::2]
+            elastic.pool.evict_blocks(set(some))
+            elastic._put_first(some)
+        loose = sum(map(len, elastic._pages())) * elastic.backing.geometry.block_bytes
+        mapped, group = pool.mapped(), elastic.backing.geometry.group_bytes
+        wanted = loose + 3 * group
+        elastic.quota.limit = elastic.quota.used - wanted
+        pool.rest(2)
+        assert pool.mapped() <= mapped - wanted
+        assert 0 < pool.rank.copies <= 3 * len(elastic.backing.geometry.touching(1))
+        assert pool.rank.calls > 0
+        assert len(elastic.pool.cached_block_hash_to_block) == hashes - len(some)
+        assert elastic._cached_bytes() == cached - len(some) * elastic.backing.geometry.block_bytes
+        # Now more than moving can give: the least recently used go.
+        elastic.quota.limit = elastic.least
+        pool.rest(8)
+        assert pool.mapped() <= elastic.least
+        assert len(elastic.pool.cached_block_hash_to_block) < hashes - len(some)
+
+
+def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
+    """And what runs empty is unmapped with a later step, or the copy would find nothing."""
+    with open_pool(blocks=6_000, page=LARGE, VMEM_IDLE="3600", VMEM_RESERVE="0") as pool:
+        elastic = pool.elastic
+        pool.run(idle_footprint(150, 1000, 32))
+        elastic.pool.evict_blocks({b.block_id for b in list(elastic._free())[::2]})
+        elastic._put_first(sorted(elastic.idle))
+        for _ in range(4):
+            pool.add([5] * 30, 200)
+        pool.step()
+        calls, mapped = pool.rank.calls, pool.mapped()
+        loose = sum(map(len, elastic._pages())) * elastic.backing.geometry.block_bytes
+        wanted = loose + 4 * elastic.backing.geometry.group_bytes
+        elastic.quota.limit = elastic.quota.used - wanted
+        hashes = len(elastic.pool.cached_block_hash_to_block)
+        for _ in range(150):
+            pool.step()
+        assert len(pool.scheduler.running) == 4
+        assert (pool.rank.calls, pool.rank.copies > 0) == (calls, True)
+        assert pool.mapped() <= mapped - wanted
+        assert len(elastic.pool.cached_block_hash_to_block) >= hashes
+
+
+@pytest.mark.parametrize("heads", [8, 3], ids=["whole", "straddling"])
+@pytest.mark.parametrize("seed", range(2))
+def test_moves_in_every_step(
+    open_pool: Open, monkeypatch: pytest.MonkeyPatch, heads: int, seed: int
+) -> None:
+    """Whatever moves, requests read what they computed; prompts begin alike, some are aborted."""
+    from vllm.v1.request import RequestStatus
+
+    draw = random.Random(seed)
+    begin = [draw.randrange(3, 500) for _ in range(300)]
+    limit = str(1100 * heads * 8192 * 4)
+    with open_pool(
+        blocks=3_000, page=LARGE // 4, heads=heads, layers=4, batched=256, VMEM_LIMIT=limit
+    ) as pool:
+        elastic, mover = pool.elastic, pool.elastic.mover
+        monkeypatch.setattr(elastic.__class__, "_is_spread", lambda self, now: True)
+        moved = 0
+        for number in range(300):
+            own = [draw.randrange(3, 500) for _ in range(draw.choice([1, 15, 16, 40, 200, 500]))]
+            pool.add(begin[: draw.choice([0, 16, 100, 300])] + own, draw.randrange(1, 60))
+            for _ in range(draw.randrange(1, 6)):
+                mover.choose(draw.choice([0, 1, 4, 1000]))
+                before = mover.moved
+                pool.step()
+                moved += mover.moved - before
+                assert elastic.backing.check() == []
+            if draw.random() < 0.1:
+                running = [one.request_id for one in pool.scheduler.running]
+                if running:
+                    pool.scheduler.finish_requests(
+                        [draw.choice(running)], RequestStatus.FINISHED_ABORTED
+                    )
+            if draw.random() < 0.1:
+                with elastic.lock:
+                    elastic._shrink(draw.choice([1, 10, 100]) << 20)
+            assert free_queue(pool) == elastic.pool.free_block_queue.num_free_blocks, number
+        while pool.scheduler.get_num_unfinished_requests():
+            pool.step()
+        assert moved > 20
+        assert elastic.hits > 0
+        pool.rest()
+        assert elastic.used_blocks() == 0
+
+
+def free_queue(pool: Pool) -> int:
+    """Length of vLLM's queue, whose links are sound; idle blocks in it are those of the books."""
+    queue = pool.elastic.pool.free_block_queue
+    forward = list(pool.elastic._free())
+    backward = []
+    block = queue.fake_free_list_tail.prev_free_block
+    while block is not queue.fake_free_list_head:
+        backward.append(block)
+        block = block.prev_free_block
+    assert forward == backward[::-1]
+    idle = {one.block_id for one in forward if one.block_hash is None}
+    assert idle == set(pool.elastic.idle)
+    assert all(pool.elastic.backing.is_backed(one.block_id) for one in forward)
+    return len(forward)
+
+
+def test_a_rank_that_has_yet_to_launch_the_last_step(open_pool: Open) -> None:
+    """Nothing moves before, and all of it afterwards."""
+    with open_pool(blocks=4_000, page=LARGE, VMEM_PREFIX=str(300 * BLOCK_BYTES)) as pool:
+        pool.run(idle_footprint(60, 1000, 24))
+        launched, pool.rank.launched = pool.rank.launched, pool.rank.launched - 1
+        copies = pool.rank.copies
+        pool.rest()
+        assert (pool.rank.copies, pool.elastic.mover.victims) == (copies, [])
+        held = pool.mapped()
+        pool.rank.launched = launched
+        pool.rest()
+        assert pool.rank.copies > copies
+        assert pool.mapped() < held
+
+
+def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
+    """A request whose neighbours have ended keeps one page, and the next one joins it there."""
+    with open_pool(blocks=2_000, page=LARGE, prefixes=False, VMEM_IDLE="3600") as pool:
+        pool.run(steady(16, 250, 40, 16))
+        long = pool.add([5] * 40, 100)
+        pool.step()
+        (ids,) = pool.scheduler.kv_cache_manager.get_block_ids(long)
+        pages = {one // 32 for one in ids}
+        other = pool.add([7] * 40, 100)
+        pool.step()
+        (others,) = pool.scheduler.kv_cache_manager.get_block_ids(other)
+        assert {one // 32 for one in others} <= pages
