@@ -83,7 +83,8 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._rows.hold(batch, max(self.tokens, self._rows.length))
         # A storage of these slots alone, all of which have pages: models write states themselves,
         # and of what it writes torch's compiler may copy the whole storage.
-        view = torch.from_dlpack(self._rows.state(self._index, name)[:batch].detach())
+        with torch.inference_mode(False):  # code outside inference mode may write it, too
+            view = torch.from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":
             self.conv_states[0], self.is_conv_states_initialized[0] = view, True
         else:
