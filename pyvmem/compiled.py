@@ -95,11 +95,13 @@ _library.define(
 )
 
 
+@torch.no_grad()
 def _write(order: torch.Tensor, owner: torch.Tensor, part: int, given: list[torch.Tensor]) -> None:
     found: _Owner = holder(owner)
     found.run_write(part, given)
 
 
+@torch.no_grad()
 def _attend(
     order: torch.Tensor,
     owner: torch.Tensor,
