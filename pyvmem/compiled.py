@@ -86,7 +86,8 @@ def holder(ticket: torch.Tensor) -> Any:
 _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
 )
-_library = torch.library.Library("pyvmem", "DEF")
+_torch_library: Any = torch.library  # much of it has no types
+_library = _torch_library.Library("pyvmem", "DEF")
 _library.define("write(Tensor(a!) order, Tensor owner, int part, Tensor[] given) -> ()", tags=_TAGS)
 _library.define(
     "attend(Tensor(a!) order, Tensor owner, int part, Tensor[] given, float? scale, SymInt width)"

@@ -238,7 +238,8 @@ class Attention:
         if is_compiling():
             given = [batch.ticket, q, *(() if up is None else up)]
             width = self._widths[layer] if up is None else up.value.shape[1]
-            return compiled.attend(ORDER, self._ticket, layer, given, scale, width)
+            out: torch.Tensor = compiled.attend(ORDER, self._ticket, layer, given, scale, width)
+            return out
         return self._attend(q, layer, batch, scale, up)
 
     def _attend(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
@@ -84,7 +85,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         # A storage of these slots alone, all of which have pages: models write states themselves,
         # and of what it writes torch's compiler may copy the whole storage.
         with torch.inference_mode(False):  # code outside inference mode may write it, too
-            view = torch.from_dlpack(self._rows.state(self._index, name)[:batch].detach())
+            view = from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":
             self.conv_states[0], self.is_conv_states_initialized[0] = view, True
         else:
