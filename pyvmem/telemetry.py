@@ -444,18 +444,26 @@ class Server(Closable):
         class Handler(BaseHTTPRequestHandler):
             timeout = 10  # of a client that sends nothing
 
+            def do_HEAD(self) -> None:
+                """As GET, without the text."""
+                self._answer()
+
             def do_GET(self) -> None:
                 """Answers one of the two."""
+                self.wfile.write(self._answer())
+
+            def _answer(self) -> bytes:
+                """Sends all but the text, and returns that."""
                 kind, make = answers.get(self.path.partition("?")[0], ("", None))
                 if make is None:
                     self.send_error(404, f"only {' and '.join(answers)}")
-                    return
+                    return b""
                 body = make().encode()
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                return body
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing: a library does not print."""

@@ -10,7 +10,8 @@
 A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
 gathered; a paged kernel takes a slot with the trivial block table 0, 1, 2, ... What a kernel reads
 past a request's length is known (`KERNELS`), and a call that could read an unmapped row is refused.
-`attention` does the same in one call.
+`attention` does the same in one call. In code that `torch.compile` compiles, `Attention.write` and
+the call are operators (`pyvmem.compiled`), which record no gradient.
 
 Layers may differ, in a `pyvmem.kvcache.LayeredCache`: in heads, head size, window, or in keeping a
 latent (MLA); kernels are chosen per form of layer. Needs torch.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pyvmem import compiled
 from pyvmem.attention import latent
 from pyvmem.attention.batch import Batch, OverRead, Part, Run
 from pyvmem.attention.kernels import (
@@ -38,6 +40,7 @@ from pyvmem.attention.kernels import (
 from pyvmem.attention.latent import UpProjections
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.scales import FP8, quantised, scales_of
+from pyvmem.compiled import ORDER, Writer, is_compiling
 from pyvmem.expect import expect
 from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
 
@@ -62,8 +65,8 @@ __all__ = [
 class _Layer(NamedTuple):
     """Tensors ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and the form's number."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Writer
+    v: Writer
     form: int
 
 
@@ -117,6 +120,8 @@ class Attention:
             None if form is None else _layer(cache, number, form, self._forms)
             for number, form in enumerate(forms)
         ]
+        self._widths = [0 if form is None else form.v_head_dim for form in forms]
+        self._ticket = compiled.ticket(self)
 
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
         """Checks a step's lengths; the same batch serves all layers. See `Batch`.
@@ -164,6 +169,15 @@ class Attention:
         Raises:
             InvalidArgument: another shape, type or device.
         """
+        if is_compiling():
+            rows = [key] if value is None else [key, value]
+            compiled.write(ORDER, self._ticket, layer, [batch.ticket, *rows])
+        else:
+            self._write(layer, key, value, batch)
+
+    def _write(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor | None, batch: Batch
+    ) -> None:
         one = self._layer(layer)
         latent = self._forms[one.form].latent
         if latent != (value is None):
@@ -171,16 +185,27 @@ class Attention:
         self._check_batch(batch)
         where = (batch.slots, batch.positions)
         rows = [("key", key, one.k)] + ([] if value is None else [("value", value, one.v)])
-        for name, new, tensor in rows:
-            self._check(name, new, (batch.tokens, *tensor.shape[2:]))
-        for at, (_, new, tensor) in enumerate(rows):
-            if self._scales is None:
-                tensor[where] = new
-            else:
+        for name, new, to in rows:
+            self._check(name, new, (batch.tokens, *to.tensor.shape[2:]))
+        for at, (_, new, to) in enumerate(rows):
+            if self._scales is not None:
                 scales = self._scales[layer]
-                made = quantised(new, scales.value if at else scales.key)
-                # Indexing does not support 8-bit floats.
-                tensor.view(torch.uint8)[where] = made.view(torch.uint8)
+                new = quantised(new, scales.value if at else scales.key)
+            to.put(new, where)
+
+    def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None:
+        """The work of the operator ``pyvmem::write``."""
+        batch, key, *value = given
+        self._write(part, key, value[0] if value else None, compiled.holder(batch))
+
+    def run_attend(
+        self, part: int, given: Sequence[torch.Tensor], scale: float | None
+    ) -> torch.Tensor:
+        """The work of the operator ``pyvmem::attend``."""
+        batch, q, *up = given
+        return self._attend(
+            q, part, compiled.holder(batch), scale, UpProjections(*up) if up else None
+        )
 
     def __call__(
         self,
@@ -210,8 +235,23 @@ class Attention:
         Raises:
             InvalidArgument: another shape, type or device.
         """
+        if is_compiling():
+            given = [batch.ticket, q, *(() if up is None else up)]
+            width = self._widths[layer] if up is None else up.value.shape[1]
+            out: torch.Tensor = compiled.attend(ORDER, self._ticket, layer, given, scale, width)
+            return out
+        return self._attend(q, layer, batch, scale, up)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        batch: Batch,
+        scale: float | None,
+        up: UpProjections | None,
+    ) -> torch.Tensor:
         one = self._layer(layer)
-        k, v = one.k, one.v
+        k, v = one.k.tensor, one.v.tensor
         expect("q", q, torch.Tensor)
         heads = q.shape[1] if q.ndim == 3 else 1
         self._check_batch(batch)
@@ -232,7 +272,7 @@ class Attention:
 
     def _check_up(self, layer: int, one: _Layer, heads: int, up: UpProjections) -> int:
         """Elements of a head's query, of which the last are rotary."""
-        form, slots = self._forms[one.form], one.k.shape
+        form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
             raise invalid(f"layer {layer} is no latent of one head, so it has no up-projections")
         expect("up", up, UpProjections)
@@ -287,7 +327,7 @@ class Attention:
 def _layer(cache: KVCache, number: int, form: Form, forms: Sequence[Form]) -> _Layer:
     k = cache.k(number)
     v = k[..., : form.v_head_dim] if form.latent else cache.v(number)
-    return _Layer(k, v, forms.index(form))
+    return _Layer(Writer(k), Writer(v), forms.index(form))
 
 
 def attention(

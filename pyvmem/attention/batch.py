@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pyvmem.attention.reads import EXACT, Blocks, Reads
+from pyvmem.compiled import ticket
 from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache.config import invalid
 
@@ -81,6 +82,7 @@ class Batch:
         parts, reqids, q_lens, kv_lens: as given.
         kernel, reads: the first part's.
         tokens: new tokens, all requests together; max_q, max_kv: the largest lengths.
+        ticket: stands for the batch in compiled code.
 
     Raises:
         InvalidArgument: lengths that do not fit together, more tokens than a slot has pages for, or
@@ -105,6 +107,7 @@ class Batch:
         self.made: dict[Any, Any]  # what kernels derived from these lengths, for all layers
         self._tables: dict[Blocks, torch.Tensor] = {}
         self._set(reqids, q_lens, kv_lens)
+        self.ticket = ticket(self)
 
     def advance(self, reqids: Sequence[int], kv_lens: Sequence[int]) -> None:
         """Sets other lengths, with as many new tokens per request, in the same tensors.

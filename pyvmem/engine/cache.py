@@ -73,6 +73,7 @@ class RequestCache(Closable):
         self._generations = count_up()
         self._most_spaces = _FEW
         self._lock = reentrant_lock()  # guards the namespaces
+        cache.users.add(self)
 
     @classmethod
     def open(

@@ -26,10 +26,13 @@ from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import check_arguments
-from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded
+from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded, invalid
 from pyvmem.reentry import when_collected
 
 __all__ = ["VMemCache", "drafting"]
+
+_VIEWED = frozenset({"gpt_neox_japanese"})
+"""Types of models whose code joins the dimensions of cached keys by `view`."""
 
 # Any: the same to a type checker with and without transformers.
 _Cache: Any = cache_utils.Cache
@@ -61,6 +64,10 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         context: a context to share; it must outlive the cache.
         budget: memory of that context to share with other caches, such as a draft model's
             (`drafting`); it must outlive the cache.
+        contiguous: models get copies of the past, which cost what `DynamicCache` costs, for code
+            that calls `view` on it: heads of one token lie side by side here, so no view joins
+            batch and heads. None: as the model's type in transformers needs; code of your own or
+            from the Hub that does so needs True.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 
@@ -81,6 +88,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         backend: str | None = None,
         context: Context | None = None,
         budget: Budget | None = None,
+        contiguous: bool | None = None,
         **options: Any,
     ) -> None:
         if not hasattr(config, "get_text_config"):
@@ -91,7 +99,13 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         max_cache_len = bounded("max_cache_len", max_cache_len, 1, LONGEST)
         shapes = layer_shapes(text)
         check_arguments(options, GIVEN, shapes, context, backend, budget)
-        settings = Settings(text, max_batch_size, max_cache_len, backend, context, options, budget)
+        if contiguous is None:
+            contiguous = text.model_type in _VIEWED
+        elif not isinstance(contiguous, bool):
+            raise invalid(f"contiguous = {contiguous!r:.80}; wanted True, False or None")
+        settings = Settings(
+            text, max_batch_size, max_cache_len, backend, context, options, budget, contiguous
+        )
         rows = Rows(settings)
         if not any(isinstance(shape, LayerShape) for shape in shapes):
             raise NotSupported("VMemCache: no layer has keys and values", op="VMemCache")
@@ -128,6 +142,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             backend=settings.backend,
             context=settings.context,
             budget=settings.budget,
+            contiguous=settings.contiguous,
             **settings.options,
         )
         memo[id(self)] = other

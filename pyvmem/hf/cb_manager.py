@@ -102,7 +102,15 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
                 f"continuous batching holds {longest}",
                 limit=longest,
             )
+        # A fork leaves the prompt's last token to the answers: of one token nothing would be left
+        # to compute first, and a batch of nothing ends every request.
+        alone = state.num_children if prompt == 1 else 0
+        state.num_children -= alone
         add(state)
+        for number in range(alone):
+            answer = state.create_equivalent_initial_request()
+            answer.request_id = f"{state.request_id}__child#{number}"  # as transformers names forks
+            add(answer)
 
     scheduler.add_waiting_request = checked
 

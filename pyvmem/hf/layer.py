@@ -11,7 +11,7 @@ from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
 from pyvmem.hf.ancestry import Ancestry
-from pyvmem.hf.rows import Rows, TakesRows, move_rows
+from pyvmem.hf.rows import Rows, TakesRows, move_rows, uncompiled
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemLayer"]
@@ -46,6 +46,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 
+    @uncompiled
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Takes a slot for every row of ``[batch, num_kv_heads, any, head_dim]``."""
         self._rows.open(self._index, key_states, value_states)
@@ -57,12 +58,13 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self.is_initialized = True
         self._show()
 
+    @uncompiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns all, as views.
 
-        With a sliding window: all that one of them sees.
+        With a sliding window: all that one of them sees. Of a cache with `contiguous`: copies.
 
         Raises:
             InvalidArgument: another batch size, shape, type or device, or more tokens than the
@@ -85,7 +87,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._v[:batch].index_copy_(1, where, value_states.transpose(1, 2))
         self._length = last
         shown = self._show()
-        return self._view(self._offset(first)) if self._window else shown
+        found = self._view(self._offset(first)) if self._window else shown
+        if self._rows.settings.contiguous:
+            return found[0].contiguous(), found[1].contiguous()
+        return found
 
     def _offset(self, length: int) -> int:
         """The first row that a token after `length` of them sees."""
@@ -144,6 +149,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """The most tokens of a row."""
         return self._rows.settings.max_length
 
+    @uncompiled
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
 
@@ -168,6 +174,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         if self._length > length:
             self._rows.check_window(self._index, length, self._first())
 
+    @uncompiled
     def reset(self) -> None:
         """Empties the layer; with the last layer the slots become free, their pages stay."""
         self.forget()

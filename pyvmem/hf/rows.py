@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pyvmem.compiled import apart
 from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import Handed, handed_over, stored_shapes
@@ -23,10 +24,17 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import cache_of
 from pyvmem.kvcache.config import AHEAD_TOKENS, Shape, classes_of, invalid
 
-__all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows"]
+__all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows", "uncompiled"]
 
 GIVEN = ("dtype", "max_batch", "max_seq_len")
 """Fields of `KVCacheConfig` that are no option of a plug: they come from its own arguments."""
+
+
+uncompiled = apart(
+    "a VMemCache maps memory when it is called, and its rows are written in place: compile the "
+    "model without fullgraph=True, which leaves these calls out"
+)
+"""Around whatever maps pages, or reads or writes tensors with holes (see `pyvmem.compiled`)."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Settings:
         context: shared with others; None: the cache's own.
         options: other fields of `KVCacheConfig`.
         budget: memory that other caches of the context share.
+        contiguous: `update` returns copies.
     """
 
     text: Any
@@ -49,6 +58,7 @@ class Settings:
     context: Context | None
     options: dict[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
+    contiguous: bool = False
 
 
 class TakesRows:
@@ -73,16 +83,19 @@ class TakesRows:
         """Row i becomes what row ``source[i]`` was; copies only what the two do not share."""
         raise NotImplementedError
 
+    @uncompiled
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was."""
         self._take(beam_idx.tolist())
 
+    @uncompiled
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other."""
         if self.is_initialized:
             self._rows.check_count(self.batch_size * operator.index(repeats))
             self._take([row for row in range(self.batch_size) for _ in range(repeats)])
 
+    @uncompiled
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order; numbers or a mask."""
         if self.is_initialized:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
-from pyvmem.hf.rows import Rows, TakesRows
+from pyvmem.hf.rows import Rows, TakesRows, uncompiled
 from pyvmem.kvcache.config import invalid
 
 __all__ = ["VMemState"]
@@ -42,6 +43,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """Whether it has slots."""
         return hasattr(self, "batch_size")
 
+    @uncompiled
     def lazy_initialization(
         self,
         conv_states: torch.Tensor | None = None,
@@ -66,9 +68,24 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
                 self.dtype, self.device = new.dtype, new.device
             self._show(name, new.shape[0])
 
+    @uncompiled
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As transformers' own, in the slots."""
+        taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
+        return taken
+
+    @uncompiled
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As transformers' own, in the slots."""
+        taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
+        return taken
+
     def _show(self, name: str, batch: int) -> None:
         self._rows.hold(batch, max(self.tokens, self._rows.length))
-        view = self._rows.state(self._index, name)[:batch]
+        # A storage of these slots alone, all of which have pages: models write states themselves,
+        # and of what it writes torch's compiler may copy the whole storage.
+        with torch.inference_mode(False):  # code outside inference mode may write it, too
+            view = from_dlpack(self._rows.state(self._index, name)[:batch].detach())
         if name == "conv":
             self.conv_states[0], self.is_conv_states_initialized[0] = view, True
         else:
@@ -119,6 +136,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             op="VMemCache",
         )
 
+    @uncompiled
     def reset(self) -> None:
         """Empties the layer; with the last layer the slots become free, their pages stay."""
         self.forget()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import math
 import operator
+import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem._native import backend_names
 from pyvmem.closing import MustClose
 from pyvmem.context import Context
-from pyvmem.errors import NotSupported
+from pyvmem.errors import Busy, NotSupported
 from pyvmem.expect import expect
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import integrity, manager, waits
@@ -237,6 +238,10 @@ class KVCache(MustClose):
     how to undo changes of its own records: `Journal.undo`, `Journal.keep`, `Journal.keep_dict`,
     `Journal.on_abort`."""
 
+    users: weakref.WeakSet[Any]
+    """Objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: while one of
+    them has any, the cache is not closed."""
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -258,6 +263,7 @@ class KVCache(MustClose):
     def _begin(self, manager: Manager) -> None:
         """Takes over the manager and its groups."""
         self._manager = manager
+        self.users = weakref.WeakSet()
         try:
             manager.make()
             self._open = manager.open
@@ -1202,13 +1208,21 @@ class KVCache(MustClose):
             stream: the last work on slots that are still taken, as in `free_reqid`.
 
         Raises:
-            Busy: tensors of the cache are alive; nothing changed, and the cache can still be used.
+            Busy: tensors of the cache are alive, or requests of a `pyvmem.engine.RequestCache`;
+                nothing changed, and the cache can still be used.
             BadHandle: the descriptor of an `FdEvent` is closed; likewise.
         """
         check(stream)
         with self.lock, self.journal:
             if self._closed:
                 return
+            count = sum(len(user.requests) for user in list(self.users))
+            if count:
+                raise Busy(
+                    f"{count} requests of a RequestCache live; close that first",
+                    errno=errno.EBUSY,
+                    op="KVCache.close",
+                )
             for view in self.caches:
                 view.drop()
             self._manager.close(stream)

@@ -429,6 +429,7 @@ class ParallelKVCache(MustClose):
         )
         self._cache = cache = KVCache.over(manager)
         self.lock, self.journal = manager.lock, manager.journal
+        self.users = cache.users
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
         self.layer_views, self.budget = cache.layer_views, cache.budget

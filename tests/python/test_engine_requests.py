@@ -591,15 +591,19 @@ def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_close_after_the_cache_is_closed(host: Context, swapped: bool) -> None:
+def test_the_cache_is_not_closed_under_requests(host: Context, swapped: bool) -> None:
     cache = RequestCache(KVCache(small_config(host.info.granule), host))
     request = computed(cache, PROMPT)
     if swapped:
         cache.swap_out(request)
-    kv(cache).close()
+    with pytest.raises(Busy, match="1 requests of a RequestCache live"):
+        kv(cache).close()
+    assert cache.requests == [request]
     cache.close()
     assert request.state is State.ENDED
     assert cache.requests == []
+    kv(cache).close()
+    cache.close()
 
 
 # ---- forks and swapping --------------------------------------------------------------------------

@@ -20,10 +20,17 @@ pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 from kvcache_helpers import full_queue
 from serve_helpers import one_thread, tiny_model
 from test_hf_cache import DIM, HEADS, LAYERS, device_of, make, prompts
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import (
+    DynamicCache,
+    GPTNeoXJapaneseConfig,
+    GPTNeoXJapaneseForCausalLM,
+    LlamaConfig,
+    StaticCache,
+)
 
 import pyvmem
 from pyvmem import InvalidArgument
+from pyvmem.hf import VMemCache
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.needs_tensors
@@ -198,3 +205,39 @@ def test_no_graph_leaves_the_cache_in_a_copy_or_stays_after_a_reset(
             assert not any(tensor.requires_grad for tensor in other.kvcache.tensors)
         cache.reset()
         assert not any(tensor.requires_grad for tensor in cache.kvcache.tensors)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -> None:
+    config = GPTNeoXJapaneseConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = GPTNeoXJapaneseForCausalLM(config).eval()
+    ids = torch.arange(1, 9).reshape(2, 4)[:rows]
+    way = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "pad_token_id": 0}
+    want = model.generate(ids, **way)
+    with VMemCache(config, 2, 32, context=host) as cache:
+        assert model.generate(ids, **way, past_key_values=cache).equal(want)
+        copied = copy.deepcopy(cache)
+        assert copied._rows.settings.contiguous
+        copied.close()
+    with VMemCache(config, 2, 32, context=host, contiguous=False) as cache:
+        if rows == 1:  # one row is a view
+            assert model.generate(ids, **way, past_key_values=cache).equal(want)
+        keys, values = torch.randn(2, rows, 4, 5, 8)
+        cache.reset()
+        shown = cache.update(keys, values, 0)
+        assert shown[0].data_ptr() == cache.layers[0].keys.data_ptr()
+        del shown
+
+
+def test_contiguous_is_true_false_or_none() -> None:
+    config = LlamaConfig()
+    with pytest.raises(pyvmem.InvalidArgument, match="contiguous = 1; wanted True, False or None"):
+        VMemCache(config, 2, 32, contiguous=1)

@@ -182,12 +182,13 @@ def test_requests_that_all_lack_a_page_are_computed_again(
 
 
 def test_answers_of_a_prompt_of_one_token(model: Any, context: pyvmem.Context) -> None:
-    """Its pass before the fork computes nothing: the token is the answers' first."""
+    """Nothing would be computed before a fork: alone in a batch, too, it has its answers."""
     model, inputs = on(context, model), [[5], [7, 8], [9]]
     how = generation(6, do_sample=True, top_k=1, num_return_sequences=3)
     want = stock(model, inputs, config(), how)
     with vmem_continuous_batching(model, **options(context, max_batch=9)):
         assert answers(model, inputs, config(), how) == want
+        assert answers(model, inputs[:1], config(), how) == want[:3]
 
 
 def test_prefixes_are_shared(model: Any, context: pyvmem.Context) -> None:

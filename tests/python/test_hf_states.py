@@ -95,6 +95,37 @@ def test_the_states_lie_in_the_cache_and_do_not_grow(host: pyvmem.Context) -> No
 
 
 @pytest.mark.parametrize("kind", STATES)
+def test_states_made_in_inference_mode_are_written_outside(host: pyvmem.Context, kind: str) -> None:
+    model = model_of(kind)
+    ids = torch.tensor([[5, 6, 7], [8, 9, 4]])
+
+    def step(past: Any) -> torch.Tensor:
+        return model(input_ids=ids[:, :1], past_key_values=past).logits
+
+    with torch.no_grad():
+        past = DynamicCache(config=model.config)
+        model(input_ids=ids, past_key_values=past)
+        want = step(past)
+    with VMemCache(model.config, 4, 64, context=host) as cache:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache)
+        with torch.no_grad():
+            torch.testing.assert_close(step(cache), want)
+
+
+def test_the_storage_of_a_state_has_no_holes(host: pyvmem.Context) -> None:
+    model = model_of("lfm2")
+    with VMemCache(model.config, 4, 64, context=host) as cache, torch.no_grad():
+        model(input_ids=torch.tensor([[5, 6], [8, 9]]), past_key_values=cache)
+        state = cache.layers[0].conv_states[0]
+        storage = state.untyped_storage()
+        assert storage.nbytes() < state.stride(0) * state.element_size() * 2
+        copied = storage.clone()  # reading a hole ends the process
+        assert torch.empty(0).set_(copied, 0, state.shape, state.stride()).equal(state)
+        del state, storage, copied
+
+
+@pytest.mark.parametrize("kind", STATES)
 def test_a_deep_copy_goes_on_as_the_original(host: pyvmem.Context, kind: str) -> None:
     model, ids = model_of(kind), prompts(2, 40)
     with torch.no_grad(), VMemCache(model.config, 2, 128, context=host) as cache:

@@ -280,6 +280,11 @@ def test_over_http(cache: KVCache) -> None:
         with urllib.request.urlopen(f"{at}/metrics", timeout=20) as answer:
             assert answer.headers["Content-Type"] == telemetry.CONTENT_TYPE
             assert parsed(answer.read().decode()) == parsed(numbers.text())
+        head = urllib.request.Request(f"{at}/metrics", method="HEAD")
+        with urllib.request.urlopen(head, timeout=20) as answer:
+            assert (answer.status, answer.read()) == (200, b"")
+            assert answer.headers["Content-Type"] == telemetry.CONTENT_TYPE
+            assert int(answer.headers["Content-Length"]) > 0
         with urllib.request.urlopen(f"{at}/caches", timeout=20) as answer:
             told = json.load(answer)["a"]
         assert told["stats"]["active_pages"] == 3 * TENSORS

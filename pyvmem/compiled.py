@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: MIT
+"""Rows written from code that `torch.compile` compiles.
+
+A compiler of torch makes a write to a tensor into a new tensor, and the tensor into a copy of the
+new one: of a cache's tensor that reads addresses without pages, and ends the process. So no such
+tensor may enter a compiled graph to be written. A `Writer` holds one, and its `write` compiles to
+an operator that takes the writer's ticket and finds the tensor when it runs:
+
+    keys = Writer(cache.k(layer))           # once, outside compiled code
+
+    @torch.compile
+    def forward(...):
+        keys.write(new, slots, positions)   # new: [tokens, num_kv_heads, head_dim]
+
+`pyvmem.attention.Attention` does the same for its `write` and its call. Not compiled, each costs
+what the plain call costs. Needs torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.compiler import is_compiling
+
+from pyvmem.errors import BadHandle
+from pyvmem.expect import expect
+
+__all__ = ["ORDER", "Writer", "apart", "attend", "is_compiling", "ticket", "write"]
+
+with torch.inference_mode(False):
+    ORDER = torch.zeros((), dtype=torch.int64)
+    """Every operator that writes or reads rows takes it and declares that it changes it.
+
+    Compilers keep such operators in the order of the program. One of your own that reads or writes
+    rows takes it, too: ``@torch.library.custom_op(..., mutates_args=("order",))``. Nothing is ever
+    stored there.
+    """
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Owner(Protocol):
+    """What a ticket stands for; the numbers and tensors are its own to understand."""
+
+    def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None: ...
+
+
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def ticket(owner: Any) -> torch.Tensor:
+    """A tensor that stands for an object in compiled code: its number, as a graph's input.
+
+    The object is held weakly. A number in the code itself would make every other object, such as
+    the next step's batch, another compilation.
+    """
+    number = next(_numbers)
+    _owners[number] = owner
+    with torch.inference_mode(False):
+        return torch.tensor(number)
+
+
+def holder(ticket: torch.Tensor) -> Any:
+    """The object of a ticket.
+
+    Raises:
+        BadHandle: it is gone.
+    """
+    owner = _owners.get(int(ticket))
+    if owner is None:
+        text = "the Writer, Attention or Batch that this code was given is gone"
+        raise BadHandle(text, errno=errno.EBADF, op="pyvmem::write")
+    return owner
+
+
+# ---- operators -----------------------------------------------------------------------------------
+# They find what they work on by host memory, so no CUDA graph may replay them.
+
+_TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
+)
+_torch_library: Any = torch.library  # much of it has no types
+_library = _torch_library.Library("pyvmem", "DEF")
+_library.define("write(Tensor(a!) order, Tensor owner, int part, Tensor[] given) -> ()", tags=_TAGS)
+_library.define(
+    "attend(Tensor(a!) order, Tensor owner, int part, Tensor[] given, float? scale, SymInt width)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+
+
+@torch.no_grad()
+def _write(order: torch.Tensor, owner: torch.Tensor, part: int, given: list[torch.Tensor]) -> None:
+    found: _Owner = holder(owner)
+    found.run_write(part, given)
+
+
+@torch.no_grad()
+def _attend(
+    order: torch.Tensor,
+    owner: torch.Tensor,
+    part: int,
+    given: list[torch.Tensor],
+    scale: float | None,
+    width: int,
+) -> torch.Tensor:
+    out: torch.Tensor = holder(owner).run_attend(part, given, scale)
+    return out.contiguous()
+
+
+def _write_shape(*given: Any) -> None:
+    """Nothing is returned."""
+
+
+def _attend_shape(
+    order: Any, owner: Any, part: Any, given: list[torch.Tensor], scale: Any, width: Any
+) -> torch.Tensor:
+    q = given[1]
+    return q.new_empty((*q.shape[:2], width))
+
+
+_library.impl("write", _write, "CompositeExplicitAutograd")
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("pyvmem::write", _write_shape, lib=_library)
+torch.library.register_fake("pyvmem::attend", _attend_shape, lib=_library)
+
+write = torch.ops.pyvmem.write.default
+attend = torch.ops.pyvmem.attend.default
+
+
+# ---- what engines call ---------------------------------------------------------------------------
+
+
+class Writer:
+    """Writes rows of a cache's tensor, in compiled code or not.
+
+    It keeps the tensor, so `close` it before the cache. In compiled code no gradient is recorded.
+
+    Args:
+        tensor: what `KVCache.k` or `v` returned, ``[max_batch, max_seq_len, ...]``, or a state of
+            `LayeredCache.states`, ``[max_batch, ...]``.
+
+    Attributes:
+        tensor: the same, for reading outside compiled code.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        expect("tensor", tensor, torch.Tensor)
+        self.tensor = tensor
+        # Indexing does not support 8-bit floats.
+        self._bytes = tensor.is_floating_point() and tensor.element_size() == 1
+        self._target = tensor.view(torch.uint8) if self._bytes else tensor
+        self._ticket = ticket(self)
+
+    def write(self, rows: torch.Tensor, *where: torch.Tensor) -> None:
+        """Puts ``rows[i]`` where the indices say, which must have pages.
+
+        Args:
+            rows: in the tensor's type, on its device.
+            where: int64 tensors: each row's slot, and for keys and values its position in the slot.
+        """
+        if is_compiling():
+            write(ORDER, self._ticket, 0, [rows, *where])
+        else:
+            self.put(rows, where)
+
+    def put(self, rows: torch.Tensor, where: Sequence[torch.Tensor]) -> None:
+        """`write` in code that is not compiled."""
+        if self._bytes:
+            rows = rows.to(self.tensor.dtype).view(torch.uint8)
+        self._target[tuple(where)] = rows
+
+    def close(self) -> None:
+        """Drops the tensor, so that the cache can be closed."""
+        self.tensor = self._target = torch.empty(0)
+
+    def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None:
+        """The operator's work."""
+        self.put(given[0], given[1:])
+
+
+def apart(why: str) -> Callable[[_F], _F]:
+    """A decorator: compiled code calls the function between two graphs, uncompiled.
+
+    Args:
+        why: what torch says where ``fullgraph=True`` allows no second graph.
+    """
+    off: Any = torch.compiler.disable
+    # torch 2.6 takes no reason.
+    said = {"reason": why} if "reason" in inspect.signature(off).parameters else {}
+    decorate: Callable[[_F], _F] = off(**said)
+    return decorate
