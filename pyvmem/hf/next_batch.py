@@ -113,8 +113,12 @@ class NextBatch:
 
 
 def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> None:
-    """Closes both; if tensors are still alive elsewhere, the cache stays open and this logs it."""
+    """Closes both; if tensors are still alive elsewhere, the cache stays open and this logs it.
+
+    Requests of the plug that calls it end with the cache.
+    """
     attention.close()
+    cache.users.clear()
     try:
         cache.close(stream)
     except Busy:
