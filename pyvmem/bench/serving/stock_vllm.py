@@ -71,7 +71,8 @@ def serve(
         enable_prefix_caching=False,  # no two of the requests begin alike
     )
     with fleet:
-        fleet.start({_NAME: Plan(False, limit)})
+        # vLLM keeps one block to itself.
+        fleet.start({_NAME: Plan(False, limit + fleet.block_bytes)})
         fleet.order(_NAME, **Load.of(tiny(4), sizes.vocabulary, 0).order())
         answer = fleet.order(_NAME, **load.order())
     times: list[list[float]] = answer["times"]
