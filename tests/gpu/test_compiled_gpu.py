@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "python" / "compiled_cases.py"
 def test_compiled(backend: str, case: str) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), backend, "auto", case],
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path[1:]])},
         capture_output=True,
         text=True,
         timeout=1700,
