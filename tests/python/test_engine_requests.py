@@ -103,6 +103,7 @@ def test_rows_are_apart_from_pages(host: Context) -> None:
         assert cache.prepare({request: 3 * ROWS}) is None
         assert request.length == ROWS
         assert kv(cache).snapshot()[request.slot].seq_len == ROWS
+        eventually(lambda: not any(slot.in_flight for slot in kv(cache).snapshot()))
         grown = kv(cache).stats().grown_pages
         assert cache.extend({request: 2 * ROWS}) is None
         assert kv(cache).stats().grown_pages == grown  # the pages were there
