@@ -158,7 +158,8 @@ def test_a_step_that_is_refused(context: Context) -> None:
         lens[first] = 5 * ROWS
         refused = calls_of(lambda: cache.step(lens))
         assert refused.result == -1
-        assert refused.count <= 50, refused
+        # Where mappings are limited, they are counted with a function more.
+        assert refused.count <= 50 + bool(context.info.max_mappings), refused
 
 
 def shared(context: Context, pages: int, layers: int) -> dict[str, int]:

@@ -344,6 +344,7 @@ def test_eager_pages_are_ready_for_the_next_request(context: Context) -> None:
             assert cache.step(want) == 0
             assert cache.stats().waits == waits, "nothing had to be mapped"
             assert cache.snapshot()[reqid].granted_pages == 2
+        eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         assert cache.stats().grown_pages == 4 * 2 * TENSORS
 
 
