@@ -46,7 +46,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Owner(Protocol):
-    """What a ticket stands for; the numbers and tensors are its own to understand."""
+    """Stands behind a ticket; the numbers and tensors are its own to understand."""
 
     def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None: ...
 

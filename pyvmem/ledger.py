@@ -124,7 +124,7 @@ class LedgerHeld(LedgerError):
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``VMEM_LEDGER`` says that vLLM's engines are in no ledger."""
+    """True if ``VMEM_LEDGER`` says that vLLM's engines are in no ledger."""
     return environment.get("VMEM_LEDGER", "").lower() == "off"
 
 

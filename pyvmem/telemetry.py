@@ -445,7 +445,7 @@ class Server(Closable):
             timeout = 10  # of a client that sends nothing
 
             def do_HEAD(self) -> None:
-                """As GET, without the text."""
+                """Answers as GET does, without the text."""
                 self._answer()
 
             def do_GET(self) -> None:

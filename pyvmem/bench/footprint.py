@@ -78,7 +78,7 @@ TINY = Model(2, 4, 2, 32, (1, 2), (64,), ((32, 64),))
 
 @dataclass
 class _Work:
-    """What is timed: one attention step over all layers, in one layout."""
+    """One attention step over all layers, in one layout, and its samples."""
 
     row: str
     what: str

@@ -52,7 +52,7 @@ class Shortage:
         return "memory" if self.missing else "mappings"
 
     def __str__(self) -> str:
-        """What lacks, in words."""
+        """Names what lacks."""
         if self.slots:
             return f"short of slots: {self.slots} missing; max_batch or other requests limit them"
         if self.missing:

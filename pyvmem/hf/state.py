@@ -70,13 +70,13 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @uncompiled
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As transformers' own, in the slots."""
+        """Does what transformers' own does, in the slots."""
         taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return taken
 
     @uncompiled
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As transformers' own, in the slots."""
+        """Does what transformers' own does, in the slots."""
         taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return taken
 

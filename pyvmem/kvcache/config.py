@@ -108,7 +108,7 @@ def invalid(message: str, *, limit: int = 0, size: int = 0) -> InvalidArgument:
 
 
 def _number(value: Any) -> str:
-    """What to write instead of a string such as "64K"."""
+    """Names the number to write for a string such as "64K"."""
     with contextlib.suppress(ValueError):
         return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
     return ""

@@ -986,7 +986,7 @@ class Pager(Journaled):
 
 
 def _may_fail(job: Growth, ticket: Any) -> bool:
-    """Whether a batch of a growth is unfinished, or has failed and is not undone yet."""
+    """True while a batch of a growth is unfinished, or has failed and is not undone yet."""
     return ticket is not None and (not job.done() or _failed(ticket))
 
 

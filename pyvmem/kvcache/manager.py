@@ -1065,7 +1065,7 @@ def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
 
 
 def _context_has(groups: Sequence[Group], pages: list[int], new: int) -> bool:
-    """Whether the context's pool and its device have what no cache of the budget could give up.
+    """True if the context's pool and its device have what no cache of the budget could give up.
 
     `new`: of the pages of the first group, those that are not its own yet.
     """

@@ -580,7 +580,7 @@ class PrefixCache:
     def wanted(
         self, tokens: Any, leave: int, namespace: Hashable = None
     ) -> tuple[PrefixMatch, int]:
-        """What of a prompt is recorded, and how long it is.
+        """Finds the recorded part of a prompt, and its length.
 
         The match is leased. Raises InvalidArgument for bad tokens, or more than `max_seq_len`, and
         PrefixEvicted for a match that is not recorded any more.

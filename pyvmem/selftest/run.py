@@ -21,7 +21,7 @@ def line(result: Result) -> str:
 
 
 def _usable(context: Context) -> bool:
-    """Whether more checks make sense: one that failed has left nothing broken behind."""
+    """True if more checks make sense: one that failed has left nothing broken behind."""
     try:
         context.check()
     except VMemError:
@@ -42,6 +42,6 @@ def run_checks(context: Context, show: Callable[[Result], None]) -> list[Result]
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """Whether all were run, and none has failed."""
+    """True if all were run, and none has failed."""
     failed = any(result.result == "failed" for result in results)
     return len(results) == len(CHECKS) and not failed

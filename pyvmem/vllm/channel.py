@@ -207,7 +207,7 @@ class LocalRank:
         return lambda: result
 
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
-        """What failed in `KVMemory.grow`, and what is free then."""
+        """Calls `KVMemory.grow`; returns what failed, and what is free then."""
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def drop(self, runs: list[Run]) -> str | None:
@@ -219,7 +219,7 @@ class LocalRank:
         self.memory.release(number, runs, after_step)
 
     def poll(self) -> tuple[list[tuple[int, str]], int | None, int]:
-        """What the scheduler looks at again and again.
+        """Answers what the scheduler asks again and again.
 
         The releases that ended since (`KVMemory.finished`), the bytes that are free, and the
         driver's mappings.
@@ -357,7 +357,7 @@ class Ranks:
         self._answers: dict[int, list[str]] = {}
 
     def _all(self, name: str, argument: Any = None) -> list[Any]:
-        """What each rank answers.
+        """Asks every rank, then collects the answers.
 
         Raises:
             RankLost: a rank has ended; every other one has answered.

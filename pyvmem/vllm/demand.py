@@ -155,7 +155,7 @@ class Demand:
         return count
 
     def _fits(self, count: int) -> bool:
-        """Whether so many blocks are free, or could be backed; if so, vLLM hears that once."""
+        """True if so many blocks are free, or could be backed; if so, vLLM hears that once."""
         free: int = self.pool.free_block_queue.num_free_blocks
         if free >= count:
             return True

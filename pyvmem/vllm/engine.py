@@ -290,7 +290,7 @@ class ElasticEngine:
         self._lacked |= len(self.idle) < count
 
     def could_back(self, count: int) -> bool:
-        """Whether so many bare blocks could get memory now, as far as can be told without trying.
+        """True if so many bare blocks could get memory now, as far as can be told without trying.
 
         Nothing is set aside: another engine may be faster, and then a request is preempted.
         """
@@ -492,7 +492,7 @@ class ElasticEngine:
             self._shrink(excess - self.backing.leaving_bytes)
 
     def _is_spread(self, now: float) -> bool:
-        """Whether what is mapped has been much more than what is live, for long."""
+        """True if what is mapped has been much more than what is live, for long."""
         mapped = self.backing.mapped_bytes - self.backing.leaving_bytes
         live = self._live_blocks() * self.backing.geometry.block_bytes
         if mapped <= _SPREAD * live:

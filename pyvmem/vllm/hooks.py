@@ -272,7 +272,7 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def missing(source: Source) -> list[str]:
-    """What a version of vLLM lacks of `HOOKS`, in words."""
+    """Names what a version of vLLM lacks of `HOOKS`."""
     lacks = []
     for hook in HOOKS:
         found = source.find(hook.module, hook.name)

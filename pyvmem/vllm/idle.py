@@ -34,7 +34,7 @@ class IdleBlocks:
 
     @property
     def one_block(self) -> bool:
-        """Whether every block has pages of its own."""
+        """True if every block has pages of its own."""
         return len(self._buckets) == 2
 
     def __len__(self) -> int:

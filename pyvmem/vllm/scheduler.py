@@ -106,7 +106,7 @@ class _Elastic:
             return result
 
     def _publish_events(self) -> None:
-        """As vLLM does at the end of a step."""
+        """Does what vLLM does at the end of a step."""
         events = self.kv_cache_manager.take_events()  # type: ignore[attr-defined]
         if events:
             batch = KVEventBatch(ts=time.time(), events=events)

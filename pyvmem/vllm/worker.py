@@ -68,7 +68,7 @@ class ElasticWorker:
             self.requested_memory = int(total * asked)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        """Where KV tensors come from; in sleep mode, the weights' pool."""
+        """Returns the context that KV tensors come from; in sleep mode, the weights' pool."""
         if tag == "kv_cache" and self._answers is not None:
             return self._answers
         if not self.vllm_config.model_config.enable_sleep_mode:
