@@ -29,7 +29,19 @@ from kernel_common import (
     tree_digest,
 )
 
-__all__ = ["driver_source", "kernel_open_below", "version_of"]
+__all__ = ["BUILD_PARTS", "driver_source", "kernel_open_below", "version_of"]
+
+# All that a build takes of a kernel-open tree as it is; of nvidia/ it takes the headers and the
+# list of conftests.
+BUILD_PARTS = (
+    "Kbuild",
+    "Makefile",
+    "conftest.sh",
+    "pahole.sh",
+    "header-presence-tests.mk",
+    "common",
+    "nvidia-uvm",
+)
 
 
 def version_of(tree: Path) -> str | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from driver_patches import apply_patch, kernel_files, series_digest, series_for
-from driver_source import driver_source
+from driver_source import BUILD_PARTS, driver_source
 from kernel_common import (
     KERNEL_BUILD,
     ROOT,
@@ -38,16 +38,6 @@ from kernel_reuse import copy_build, keep_conftests, take_conftests
 
 __all__ = ["Tree", "build_tree"]
 
-# Of a driver source only this is needed: nvidia/ for its headers and its list of conftests.
-PARTS = (
-    "Kbuild",
-    "Makefile",
-    "conftest.sh",
-    "pahole.sh",
-    "header-presence-tests.mk",
-    "common",
-    "nvidia-uvm",
-)
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
@@ -130,7 +120,7 @@ def softgpu_folder() -> Path:
 def patched_source(version: str, patches: int | None) -> Path:
     """The sources of a version with its patches, made anew when either has changed."""
     pristine = driver_source(version)
-    wanted = f"{tree_digest(pristine, PARTS)} {series_digest(version)} {patches}\n"
+    wanted = f"{tree_digest(pristine, BUILD_PARTS)} {series_digest(version)} {patches}\n"
     final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")
     stamp = final.with_name(f"{final.name}.stamp")
     with locked(final.with_name(f".{final.name}.lock")):
@@ -202,7 +192,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
         source = patched_source(tree.version, tree.patches)
     else:
         source = driver_source(tree.version)
-    parts = [part for part in PARTS if (source / part).exists()]
+    parts = [part for part in BUILD_PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
     # Like KCFLAGS in make(), which come before this: what is not loaded is not made.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from driver_patches import apply_series
-from driver_source import driver_source, kernel_open_below, version_of
+from driver_source import BUILD_PARTS, driver_source, kernel_open_below, version_of
 from kernel_common import ROOT, KernelBuildError, tree_files, write_if_changed
 from module_elf import KernelModule, ModuleFileError, read_module
 from module_kbuild import NEEDS_OPEN, conftests_only, find_nvidia, installed_nvidia
@@ -19,17 +19,6 @@ __all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage
 
 # What is built where no driver is installed: Debian 12's.
 DEFAULT_VERSION = "535.261.03"
-
-# Of a driver source only this is needed; nvidia/ for its headers and its questions to the kernel.
-PARTS = (
-    "Kbuild",
-    "Makefile",
-    "conftest.sh",
-    "pahole.sh",
-    "header-presence-tests.mk",
-    "common",
-    "nvidia-uvm",
-)
 
 
 @dataclass(frozen=True)
@@ -153,7 +142,7 @@ def stage(source: DriverSource, destination: Path) -> None:
 def copy_parts(tree: Path, new: Path) -> None:
     """Copies what UVM's build needs of a driver source, without what an earlier build left."""
     leftovers = shutil.ignore_patterns("*.o", "*.o_binary", ".*.cmd", "*.mod*", "*.ko", "conftest")
-    for part in PARTS:
+    for part in BUILD_PARTS:
         path = tree / part
         if path.is_dir():
             shutil.copytree(path, new / part, ignore=leftovers)
