@@ -730,14 +730,7 @@ EXPORT int fcntl(int fd, int command, ...) {
   return result;
 }
 
-EXPORT int fcntl64(int fd, int command, ...) {
-  va_list ap;
-  int result;
-  va_start(ap, command);
-  result = do_fcntl(fd, command, va_arg(ap, void *));
-  va_end(ap);
-  return result;
-}
+EXPORT int fcntl64(int fd, int command, ...) __attribute__((alias("fcntl")));
 
 EXPORT int access(const char *path, int mode) {
   return kind_of(path) ? 0 : (int)syscall(SYS_faccessat, AT_FDCWD, path, mode);
