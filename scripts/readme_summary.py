@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README's one table: a row for each question, its number, and the page that has the rest."""
+"""The README's measured tables: three numbers at its top, and a row for each question."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 
 from readme_cache import footprint_times, runs
-from readme_format import RESULTS, Result, rows
+from readme_format import RESULTS, Result, number, rows
 
-__all__ = ["part"]
+__all__ = ["headline", "part"]
 
 NOT_MEASURED = "not measured yet"
 
@@ -79,28 +79,77 @@ def full_card(kind: str, form: str) -> tuple[str, str]:
     return f"{spread(found, form)} times", f"{machines(where)}, {spread(sizes, 'd')} GiB"
 
 
-def vllm() -> tuple[tuple[str, str], tuple[str, str]]:
-    """Throughput of the elastic engine over stock's at each rate; sharing engines' first token."""
-    found, shared = [], []
+def shorter() -> tuple[list[float], list[Result]]:
+    """How many times shorter sharing makes the 99th percentile of the time to the first token."""
+    found = []
     where: list[Result] = []
-    beside: list[Result] = []
-    equal = answers = 0
     for run in runs("vllm"):
         times = rows(run)
         if "share/first/static" in times:
-            late = (times[f"share/first/{arm}"]["p99"] for arm in ("shared", "static"))
-            shared.append(next(late) / next(late))
-            beside.append(run)
+            shared, static = (times[f"share/first/{arm}"]["p99"] for arm in ("shared", "static"))
+            found.append(static / shared)
+            where.append(run)
+    return found, where
+
+
+def sharing() -> tuple[str, str]:
+    """`shorter`, as a range."""
+    found, where = shorter()
+    if not found:
+        return NOT_MEASURED, ""
+    return f"{number(min(found), 2)} to {number(max(found))} times shorter", machines(where)
+
+
+def vllm() -> tuple[str, str]:
+    """Throughput of the elastic engine over stock's at each rate."""
+    found = []
+    where: list[Result] = []
+    equal = answers = 0
+    for run in runs("vllm"):
+        times = rows(run)
         for name, row in times.items():
             if name.startswith("load/rate/") and name.endswith("/elastic"):
                 same = times[name.replace("/rate/", "/same/")]
                 equal, answers = equal + same["value"], answers + same["of"]
                 found.append(row["value"] / times[name.replace("elastic", "stock")]["value"])
                 where.append(run)
+    if not found:
+        return NOT_MEASURED, ""
     same_words = "every answer" if equal == answers else f"{equal:,} of {answers:,} answers"
-    alone = f"{spread(found, '.3f')} times, {same_words} the same" if found else NOT_MEASURED
-    together = f"{spread(shared, '.2g')} times" if shared else NOT_MEASURED
-    return (alone, machines(where)), (together, machines(beside))
+    return f"{spread(found, '.3f')} times, {same_words} the same", machines(where)
+
+
+def at_rest() -> tuple[float, float, float, list[Result]]:
+    """The load with the largest peak: bytes at the peak, bytes at rest, and seconds until then."""
+    most = 0.0, 0.0, 0.0
+    where: list[Result] = []
+    for run in runs("vllm"):
+        times = rows(run)
+        if "load/rest/mapped" in times:
+            ids = ("load/peak", "load/rest/mapped", "load/rest/seconds")
+            here = tuple(times[name]["value"] for name in ids)
+            if here[0] > most[0]:
+                most, where = (here[0], here[1], here[2]), [run]
+    return *most, where
+
+
+def headline() -> list[str]:
+    """Three numbers: what sharing wins, what an idle server gives back, what it costs."""
+    found, shared = shorter()
+    peak, rest, seconds, idle = at_rest()
+    kept, full = vllm_full()
+    engines = max(run["options"]["engines"] for run in shared)
+    page = "benchmarks/vllm/README.md"
+    given_back = f"{peak / 1e9:.1f} GB → {rest / 2**20:.0f} MiB"
+    return [
+        f"| **{number(max(found))} times sooner** | **{given_back}** | **{kept}** |",
+        "| --- | --- | --- |",
+        f"| [first tokens]({page}) (p99) of {engines} vLLM servers that share memory, over servers "
+        f"with an equal part each; {number(min(found), 2)} times at heavier load "
+        f"({machines(shared)}) | of KV cache stay [mapped]({page}) {seconds:.1f} s after the last "
+        f"request ({machines(idle)}) | stock vLLM's [tokens a second]({page}) on a full card, with "
+        f"the same answers ({full}) |",
+    ]
 
 
 def vllm_full() -> tuple[str, str]:
@@ -132,7 +181,6 @@ def counts() -> tuple[str, str]:
 def part(results: list[Result]) -> list[str]:
     """A row for each question."""
     where = machines(results)
-    alone, together = vllm()
     attention = aims(results, lambda name: name.startswith("fa3_") and name.endswith("_random"))
     calls = aims(results, lambda name: name == "map_64K")
     body = [
@@ -180,7 +228,7 @@ def part(results: list[Result]) -> list[str]:
         ),
         (
             "vLLM with the plug-in: tokens a second over those without it",
-            alone,
+            vllm(),
             "benchmarks/vllm/README.md",
         ),
         (
@@ -191,7 +239,7 @@ def part(results: list[Result]) -> list[str]:
         (
             "Several vLLM servers that share a GPU's memory: 99th percentile of the time to the "
             "first token, over servers with an equal part each",
-            together,
+            sharing(),
             "benchmarks/vllm/README.md",
         ),
     ]

@@ -4,10 +4,10 @@
 
 A part lies between `<!-- measured NAME -->` and `<!-- /measured NAME -->`; nothing there is written
 by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from the package itself.
-Every part is in one file, and links in it are made relative to that. The table of branches comes
-from libvmem. patches/kernels.json is made too, and the pictures of benchmarks/vllm. `--check`
-changes nothing and fails where a file does not show what the results say. The parts of
-readme_cache.py are only asked for when there is a result for them.
+Every part is in one file, the headline also on the site's home; links are made relative to that.
+The table of branches comes from libvmem. patches/kernels.json is made too, and the pictures of
+benchmarks/vllm. `--check` changes nothing and fails where a file does not show what the results
+say. The parts of readme_cache.py are only asked for when there is a result for them.
 """
 
 from __future__ import annotations
@@ -449,6 +449,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "metrics": lambda _: readme_metrics.part(),
     "results": lambda _: readme_index.part(),
     "summary": readme_summary.part,
+    "headline": lambda _: readme_summary.headline(),
 }
 
 
@@ -481,8 +482,9 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
     }
     found = [match[1] for text in texts.values() for match in MARKER.finditer(text)]
     for label in parts:
-        if found.count(label) != 1:
-            sys.exit(f"'<!-- {label} -->' is in {found.count(label)} places, not in one")
+        wanted = 2 if label == "measured headline" else 1
+        if found.count(label) != wanted:
+            sys.exit(f"'<!-- {label} -->' is in {found.count(label)} places, not in {wanted}")
 
     def written(path: Path, match: re.Match[str]) -> str:
         label = match[1]
