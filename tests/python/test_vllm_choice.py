@@ -58,20 +58,24 @@ def test_what_the_variable_says_is_taken() -> None:
 @pytest.mark.parametrize(
     ("layers", "asked", "first"),
     [
-        (LLAMA, 0, "BLHNC"),
-        (LLAMA, LARGE, "BLHNC"),
+        (LLAMA, 0, "BLNHC"),
+        (LLAMA, LARGE, "BLNHC"),
         (LLAMA, SMALL, "LBNHC"),  # pages of 64 KB would make that layout slow
         (QWEN, 0, "LBNHC"),  # 2.25 MB
         ([1 << 20, 2 << 20, 1 << 20], 0, "LBNHC"),  # kinds of layers: vLLM packs them
     ],
 )
 def test_layout(layers: list[int], asked: int, first: str) -> None:
-    found = ["LBNHC", "LBHNC", "BLHNC"]
+    found = ["LBNHC", "LBHNC", "BLHNC", "BLNHC"]
     preferred = prefer_layouts(found, layers, asked)
     assert preferred[0] == first
     assert sorted(preferred) == sorted(found)
     assert [one for one in preferred if one != first] == [one for one in found if one != first]
-    assert prefer_layouts(found[:2], layers, asked) == found[:2]
+    assert prefer_layouts(found[:3], layers, asked) == found[:3]
+
+
+def test_layout_keeps_the_order_within_a_layer() -> None:
+    assert prefer_layouts(["LBHNC", "BLNHC", "BLHNC"], LLAMA, 0)[0] == "BLHNC"
 
 
 # ---- the worker ----------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ class Base:
     device = SimpleNamespace(type="cpu", index=None)
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC", "LBHNC", "BLHNC"]
+        return ["LBNHC", "LBHNC", "BLNHC"]
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {str(i): SimpleNamespace(page_size_bytes=one) for i, one in enumerate(LLAMA)}
@@ -96,13 +100,13 @@ class Worker(ElasticWorker, Base):
 
 
 def test_the_worker_names_the_layout_that_suits_the_pool_first() -> None:
-    assert Worker(Settings()).get_supported_kv_cache_layouts() == ["BLHNC", "LBNHC", "LBHNC"]
+    assert Worker(Settings()).get_supported_kv_cache_layouts() == ["BLNHC", "LBNHC", "LBHNC"]
     mixed = Worker(Settings())
     specs = [SimpleNamespace(page_size_bytes=one, window=i % 2) for i, one in enumerate(LLAMA)]
     mixed.get_kv_cache_spec = lambda: dict(enumerate(specs))  # type: ignore[method-assign,assignment,return-value]
-    assert mixed.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLHNC"]
+    assert mixed.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLNHC"]
     asked = Worker(Settings(page_size=SMALL))
-    assert asked.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLHNC"]
+    assert asked.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLNHC"]
 
 
 @pytest.mark.parametrize(
