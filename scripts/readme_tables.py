@@ -31,7 +31,7 @@ from readme_engines import PARTS as ENGINE_PARTS
 from readme_engines import pictures
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
-from pyvmem.bench import vllm_picture
+from vmem_bench import vllm_picture
 
 README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")

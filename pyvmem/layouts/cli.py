@@ -173,7 +173,7 @@ def _table(
     memory: int,
     found: Advice,
 ) -> str:
-    from pyvmem.bench.report import number, table
+    from pyvmem.commands.tables import number, table
 
     tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
     tokens /= sum(one.output for one in requests)

@@ -11,8 +11,9 @@ import readme_cache
 import readme_index
 import readme_tables
 
-from pyvmem.bench import record, vllm_picture
+from pyvmem.bench import record
 from pyvmem.cli import main
+from vmem_bench import vllm_picture
 
 pytest.importorskip("torch")
 COMMANDS = {

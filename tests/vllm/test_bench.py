@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pyvmem.bench.vllm_loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
-from pyvmem.bench.vllm_picture import draw
 from pyvmem.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request
+from vmem_bench.vllm_loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
+from vmem_bench.vllm_picture import draw
 
 
 @pytest.fixture
@@ -155,8 +155,8 @@ def test_rough(bench: Any) -> None:
 
 
 def test_a_deadline_leaves_what_was_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyvmem.bench import vllm_bench
-    from pyvmem.bench.vllm_engines import TimeUp
+    from vmem_bench import vllm_bench
+    from vmem_bench.vllm_engines import TimeUp
 
     def measure(command: Any, part: Any) -> None:
         part.value("one", "row", "elastic", 1, "x")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""The `vmem` command and its subcommands, and what they share."""
