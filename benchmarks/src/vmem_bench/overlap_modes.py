@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.bench.record import Part
+from pyvmem.bench.record import SCALES, Part
 from pyvmem.bench.timing import Samples
 from pyvmem.closing import Closable
 from pyvmem.kvcache import KVCache
@@ -28,6 +28,7 @@ MODES = {
     "async": "mapped in the background",
     "sync": "mapped on the critical path",
 }
+_DRAWN = 500  # iterations of which the times are kept one by one
 SPIKE = 1.2
 OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
 
@@ -258,7 +259,10 @@ class Mode(Closable):
         """Adds the rows known so far."""
         what, name = MODES[self.name], self.name
         times = self.times
-        part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")
+        row = part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")
+        first = [one / SCALES["ms"] for each in times.total.rounds for one in each][:_DRAWN]
+        row["columns"] = ["iteration", "ms"]
+        row["series"] = [[place, round(one, 3)] for place, one in enumerate(first)]
         if len(times.gpu):
             part.time(f"gpu/{name}", f"its forward pass, {what}", name, times.gpu, unit="ms")
         part.value(

@@ -46,6 +46,7 @@ from vmem_bench.vllm_loads import (
     later,
     tiny,
 )
+from vmem_bench.vllm_picture import series
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
 
@@ -414,8 +415,7 @@ def _share(command: Command, part: Part) -> None:
                 _share_rows(part, arm, found[arm])
             for arm, seen in memory_seen.items():
                 most = max((sum(one[2:]) for one in seen), default=0.0)
-                entry = part.value(f"memory/{arm}", "most mapped", arm, most, "bytes")
-                entry["samples"] = seen  # seconds, free bytes of the device, bytes of each engine
+                part.value(f"memory/{arm}", "most mapped", arm, most, "bytes", **series(seen))
 
         book = _Book(command, part, rows)
         kinds: dict[str, dict[str, Plan]] = {}

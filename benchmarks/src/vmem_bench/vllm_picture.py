@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Engines that share memory, drawn: ``python -m vmem_bench.vllm_picture RAW OUT.svg``.
+"""Engines that share memory, drawn: ``python -m vmem_bench.vllm_picture RESULT OUT.svg``.
 
-RAW is the raw file of ``vmem bench vllm --part share``. Needs matplotlib. The file contains a
+RESULT is a file of ``vmem bench vllm --part share``. Needs matplotlib. The picture contains a
 digest of the rows that it shows, since drawings differ between versions of matplotlib.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from pyvmem.paths import existing_file, written
 
-__all__ = ["digest", "draw", "main"]
+__all__ = ["digest", "draw", "main", "series"]
 
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
@@ -23,22 +23,35 @@ _POINTS = 400  # of a line, at most
 _ARMS = ("shared", "static", "alone")
 
 
+def series(seen: list[list[float]]) -> dict[str, Any]:
+    """A line of memory over time, as a row has it: of at most `_POINTS` points.
+
+    Args:
+        seen: seconds from the first request, free bytes of the device, and bytes of each engine.
+    """
+    after = [one for one in seen if one[0] >= 0]
+    points = [[one[0], sum(one[2:]), *one[2:]] for one in after[:: -(-len(after) // _POINTS) or 1]]
+    engines = len(points[0]) - 2 if points else 0
+    names = [f"engine {k}" for k in range(engines)]
+    return {"columns": ["seconds", "bytes mapped", *names], "series": points}
+
+
 def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What is drawn, by id.
 
     Raises:
-        ValueError: the document has no samples of memory.
+        ValueError: the document has no series of memory.
     """
     part = document.get("parts", {}).get("share", {})
     found = {row["id"].removeprefix("share/"): row for row in part.get("rows", ())}
-    if not found.get("memory/shared", {}).get("samples"):
-        raise ValueError("no samples of share/memory/shared: a raw file of --part share has them")
+    if not found.get("memory/shared", {}).get("series"):
+        raise ValueError("no series of share/memory/shared: a run of --part share has one")
     names = ["memory/shared", "capacity", *(f"first/{arm}" for arm in _ARMS)]
     return {name: found[name] for name in names if name in found}
 
 
 def digest(document: dict[str, Any]) -> str:
-    """A digest of all that the picture of a raw file shows."""
+    """A digest of all that the picture of a run shows."""
     return hashlib.sha256(json.dumps(_rows(document)).encode()).hexdigest()
 
 
@@ -48,7 +61,7 @@ def draw(document: dict[str, Any]) -> str:
     Memory is what each engine has mapped, stacked, in the first round of the arm ``shared``.
 
     Raises:
-        ValueError: the document has no such samples.
+        ValueError: the document has no such series.
         ModuleNotFoundError: matplotlib is not installed.
     """
     rows = _rows(document)
@@ -77,8 +90,7 @@ def draw(document: dict[str, Any]) -> str:
 
 
 def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
-    seen = [one for one in rows["memory/shared"]["samples"] if one[0] >= 0]
-    seen = seen[:: -(-len(seen) // _POINTS)]
+    seen = rows["memory/shared"]["series"]
     at = [one[0] for one in seen]
     engines = [[one[2 + k] / _GB for one in seen] for k in range(len(seen[0]) - 2)]
     capacity = rows["capacity"]["value"] / _GB
@@ -95,10 +107,10 @@ def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("raw", type=existing_file)
+    parser.add_argument("result", type=existing_file)
     parser.add_argument("out", type=written)
     args = parser.parse_args()
-    args.out.write_text(draw(json.loads(args.raw.read_text(encoding="utf-8"))), encoding="utf-8")
+    args.out.write_text(draw(json.loads(args.result.read_text(encoding="utf-8"))), encoding="utf-8")
     return 0
 
 

@@ -81,13 +81,11 @@ def _batch(results: Results) -> dict[str, Any]:
 
 
 def _overlap(results: Results) -> dict[str, Any]:
-    raw = Results(results.folder / "raw")["overlap-h200"]
+    one = results["overlap-h200"]
     names = {"sync": "without overlapping", "async": "with overlapping"}
-    points = {}
-    for mode, words in names.items():
-        times = [one for r in raw.row(f"iterations/time/{mode}")["samples"] for one in r]
-        points[words] = [[i, round(time, 3)] for i, time in enumerate(times[:500])]
-    return {"series": points}
+    return {
+        "series": {words: one.row(f"iterations/time/{m}")["series"] for m, words in names.items()}
+    }
 
 
 def _deferred(results: Results) -> dict[str, Any]:
