@@ -103,7 +103,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
     """
     found = graph(types=True)
     order = (
-        *("config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
+        *("checks", "config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
         *("reclaim", "migration", "growth", "sharing", "prefix_tree", "prefix_cache", "budget"),
         *("group", "integrity", "manager", "waits", "cache", "distributed"),
     )

@@ -35,8 +35,8 @@ from pyvmem.closing import Closable
 from pyvmem.context import Context
 from pyvmem.engine import RequestCache, Shortage
 from pyvmem.kvcache import KVCache, KVCacheConfig
-from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.prefix_tree import ID_BYTES, MAX_ID, Match, PrefixTree, TokenIds
+from pyvmem.plumbing.validation import invalid
 from vmem_bench.command import WrongResult
 
 __all__ = [
@@ -97,11 +97,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         with path.open(encoding="utf-8") as lines:
             found = [_prompt(json.loads(line)) for line in lines]
     except OSError as error:
-        raise invalid(f"{path}: {error.strerror}") from None
+        raise invalid(f"{path}: {error.strerror}", op="vmem bench") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise invalid(f"{path}: {type(error).__name__}: {error}") from None
+        raise invalid(f"{path}: {type(error).__name__}: {error}", op="vmem bench") from None
     if not found:
-        raise invalid(f"{path}: no request")
+        raise invalid(f"{path}: no request", op="vmem bench")
     return found
 
 
@@ -119,7 +119,7 @@ def _prompt(row: dict[str, object]) -> Prompt:
 def conversations(count: int, seed: int) -> list[Prompt]:
     """Synthetic prompts: interleaved conversations of several turns after one system prompt."""
     if count < 1:
-        raise invalid(f"count is {count}; it must be at least 1")
+        raise invalid(f"count is {count}; it must be at least 1", op="vmem bench")
     rng = random.Random(seed)
     fresh = iter(range(1, _MAX_HASH))
     open_ones: list[list[int]] = []
@@ -316,7 +316,11 @@ class Blocks:
 
     def __init__(self, block: int, token_bytes: int, budget: int) -> None:
         if not 1 <= block <= TRACE_BLOCK or TRACE_BLOCK % block:
-            raise invalid(f"block is {block}; it must divide {TRACE_BLOCK}", limit=TRACE_BLOCK)
+            raise invalid(
+                f"block is {block}; it must divide {TRACE_BLOCK}",
+                limit=TRACE_BLOCK,
+                op="vmem bench",
+            )
         self.block = block
         self.block_bytes = block * token_bytes
         self.capacity = budget // self.block_bytes
@@ -372,7 +376,10 @@ class Turns(Closable):
 
     def __init__(self, unit: int, budget: int, slots: int, longest: int, common: int) -> None:
         if unit & (unit - 1) or not 1 <= unit <= _HOST_PAGE // 2:
-            raise invalid(f"unit is {unit}; it must be a power of two up to {_HOST_PAGE // 2}")
+            raise invalid(
+                f"unit is {unit}; it must be a power of two up to {_HOST_PAGE // 2}",
+                op="vmem bench",
+            )
         self._unit, self._common = unit, common
         self._stack = ExitStack()
         self._held: dict[int, tuple[int, ...]] = {}  # by slot, the blocks recorded from it

@@ -27,11 +27,12 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.report import part_table
 from pyvmem.bench.timing import Samples, quiet, time_each
 from pyvmem.commands.machine import describe
-from pyvmem.kvcache.config import LayerShape, invalid
 from pyvmem.layouts.cost import Choice, cost
 from pyvmem.layouts.options import add_output, add_workload, count, model_shape, page_name, sizes
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
+from pyvmem.models.shapes import LayerShape
+from pyvmem.plumbing.validation import invalid
 from pyvmem.units import counted
 
 __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "windows"]
@@ -212,7 +213,9 @@ def match(part: Part, count: int, length: int, rounds: int) -> None:
     from vmem_bench.prefix_replay import Units
 
     if count < 1 or length < 200 or rounds < 1:
-        raise invalid("a timed match needs a prefix, a prompt of 200 tokens, and a round")
+        raise invalid(
+            "a timed match needs a prefix, a prompt of 200 tokens, and a round", op="vmem bench"
+        )
     rng = random.Random(1)
     ids = np.array([rng.randrange(128_000) for _ in range(length)], dtype=np.int64)
     tree: PrefixTree[Units] = PrefixTree(32)

@@ -25,9 +25,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.workload import Request
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["Lengths", "Memory", "Outcome", "Pages", "replay"]
 
@@ -139,7 +139,7 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
         InvalidArgument: there is no request, or one does not fit alone.
     """
     if not requests:
-        raise invalid("a replay needs at least one request")
+        raise invalid("a replay needs at least one request", op="vmem bench")
     queue = deque((request.context, request.longest) for request in requests)
     lengths: Lengths = np.zeros(0, np.int64)  # of running requests, in order of admission
     last: Lengths = np.zeros(0, np.int64)  # the length of each in its last iteration
@@ -182,4 +182,8 @@ def replay(requests: Sequence[Request], memory: Memory, token_bytes: int) -> Out
 
 
 def _too_long(tokens: int) -> Exception:
-    return invalid(f"a request of {tokens} tokens does not fit into the memory alone", size=tokens)
+    return invalid(
+        f"a request of {tokens} tokens does not fit into the memory alone",
+        size=tokens,
+        op="vmem bench",
+    )

@@ -19,8 +19,8 @@ from typing import Any
 
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples
-from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.workload import Arrival, Request
+from pyvmem.plumbing.validation import invalid
 from vmem_bench.command import Command, WrongResult
 from vmem_bench.vllm_engines import Fleet, Plan
 from vmem_bench.vllm_loads import Heard, Load
@@ -64,6 +64,7 @@ def filling(
             f"of which {output} are the answer; a prompt needs 16",
             size=each,
             limit=output + 16,
+            op="vmem bench",
         )
     if each > longest:
         raise invalid(
@@ -71,6 +72,7 @@ def filling(
             f"{longest}: take more requests",
             size=each,
             limit=longest,
+            op="vmem bench",
         )
     draw = random.Random(seed)
     spread = min(prompt // 10, longest - each)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.timing import percentile
-from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
+from pyvmem.plumbing.validation import invalid
 
 __all__ = [
     "Heard",
@@ -116,7 +116,10 @@ def arrivals(trace: Path | None, count: int, longest: int) -> list[Arrival]:
         found = read_arrivals(trace)
     found = [one for one in found if one.request.context + one.request.output <= longest][:count]
     if not found:
-        raise invalid(f"no request of {longest} tokens or less in {trace or 'the synthetic ones'}")
+        raise invalid(
+            f"no request of {longest} tokens or less in {trace or 'the synthetic ones'}",
+            op="vmem bench",
+        )
     return at_rate(found, 1.0)
 
 

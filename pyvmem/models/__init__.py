@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Models: the shapes that their layers keep, read from configurations."""

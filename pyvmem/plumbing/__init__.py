@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""Small things that every layer uses."""
