@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import Context, _native
-from pyvmem.bench.machine import describe
+from pyvmem.commands.machine import describe
 from pyvmem.paths import write_text
 from pyvmem.selftest.check import Result
 from pyvmem.selftest.run import line, passed, run_checks

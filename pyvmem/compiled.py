@@ -29,7 +29,7 @@ import torch
 from torch.compiler import is_compiling
 
 from pyvmem.errors import BadHandle
-from pyvmem.expect import expect
+from pyvmem.plumbing.validation import expect
 
 __all__ = ["ORDER", "Writer", "apart", "attend", "is_compiling", "ticket", "write"]
 

@@ -21,11 +21,11 @@ from typing import Any
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
 from pyvmem.closing import Closable
-from pyvmem.expect import expect, unexpected
 from pyvmem.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Pages, Ticket, drop_forgotten
+from pyvmem.plumbing.validation import expect, unexpected
 from pyvmem.reentry import reentrant_lock
 from pyvmem.remains import Remains, end_lost, forget_all
 from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain

@@ -19,12 +19,12 @@ from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, Reentered, VMemError
-from pyvmem.expect import unexpected
 from pyvmem.features import require_page_size
 from pyvmem.info import Caps
 from pyvmem.kvcache.events import record, wait_for_device
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
+from pyvmem.plumbing.validation import unexpected
 from pyvmem.reentry import reentrant_lock
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check
@@ -106,7 +106,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     def __init__(self, context: Context, *, page_size: int = 0, dirty: bool = False) -> None:
         page_size = operator.index(page_size)
         if page_size:
-            require_page_size(context.info, page_size)
+            require_page_size(context.info, page_size, op="VMemResource")
         self._context = context
         self._page = page_size or context.info.granule
         self._dirty = dirty

@@ -9,9 +9,9 @@ import struct
 from typing import Any, Final, NoReturn
 
 from pyvmem import _native
-from pyvmem.expect import expect
 from pyvmem.info import Location
 from pyvmem.pages import Pages
+from pyvmem.plumbing.validation import expect
 
 __all__ = ["OpBatch"]
 

@@ -15,9 +15,9 @@ from pyvmem._native import Outcome
 from pyvmem.array import VirtualArray, torch_tensor
 from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
-from pyvmem.expect import expect
 from pyvmem.info import RangeFlags, RangeInfo
 from pyvmem.pages import Pages
+from pyvmem.plumbing.validation import expect
 from pyvmem.reentry import reentrant_lock
 
 if TYPE_CHECKING:

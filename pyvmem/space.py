@@ -8,9 +8,9 @@ import operator
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.expect import expect
 from pyvmem.info import Inject, RangeInfo
 from pyvmem.pages import Pages
+from pyvmem.plumbing.validation import expect
 
 __all__ = ["AddressSpace"]
 

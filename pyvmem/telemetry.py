@@ -29,11 +29,10 @@ from typing import Any, Protocol, TypeVar
 
 from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess
-from pyvmem.expect import expect, unexpected
 from pyvmem.info import ContextInfo, Stats
-from pyvmem.kvcache.config import bounded, invalid
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.logs import warn
+from pyvmem.plumbing.validation import bounded, expect, invalid, unexpected
 from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
@@ -265,13 +264,13 @@ class Telemetry:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise invalid(f"name = {name!r:.80}: {error.reason}") from None
+            raise invalid(f"name = {name!r:.80}: {error.reason}", op="Telemetry") from None
         if not (hasattr(cache, "context") and callable(getattr(cache, "stats", None))):
             raise unexpected("cache", cache, "a KVCache or another with context and stats()")
         with self._lock:
             self._living(lambda cache: None)
             if name in self._caches:
-                raise invalid(f"a cache named {name!r} is added already")
+                raise invalid(f"a cache named {name!r} is added already", op="Telemetry")
             self._caches[name] = weakref.ref(cache)
 
     def _living(self, read: Callable[[_Cache], _T]) -> list[tuple[str, _Cache, CacheStats, _T]]:
@@ -420,7 +419,7 @@ class Telemetry:
             InvalidArgument: `port` is none.
             OSError: the port cannot be had.
         """
-        port = bounded("port", port, 0, 65535)
+        port = bounded("port", port, 0, 65535, op="Telemetry")
         return Server(self, address, port)
 
 

@@ -4,7 +4,7 @@
 
 Every block of code is run: the Python of a page as one program, block after block; C compiled
 against libvmem; shell commands in an empty folder. A block that cannot run everywhere is followed
-by a line that says what it needs and links to what ran it, a test or a log:
+by a line that says what it needs and links to what ran it, a test, a log or a result:
 
     *Needs a GPU. Log: [h100-bench.log](../benchmarks/results/logs/h100-bench.log).*
 
@@ -41,14 +41,14 @@ TAKEN = (
 )
 README_LINES = 200
 LIBRARY = ROOT / "build" / "lib"
-NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log): (.+?)\*\n", re.S)
+NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log|Result): (.+?)\*\n", re.S)
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 PRINTS = re.compile(r"\n+```text\n(.*?)^```$", re.M | re.S)
 END = "\0"  # printed between blocks
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
-PRIVATE = ("selftest", "bench", "usage.py")  # what is raised there is caught there
+PRIVATE = ("selftest", "bench", "commands", "usage.py")  # what is raised there is caught there
 SECONDS = 120.0  # for one block: far above what any takes, far below for ever
 
 

@@ -51,7 +51,7 @@ def check(folder: Path) -> int:
         print("neither root nor a user name space: no Debian system can be made", flush=True)
         return CANNOT
     (folder / "dist").mkdir()
-    (wheel,) = [path for path in build(folder / "dist", epoch()) if path.suffix == ".whl"]
+    (wheel,) = [path for path in build(folder / "dist", epoch()) if "-abi3-" in path.name]
     for suite, python in PYTHONS.items():
         wheels = folder / suite / "wheels"
         fetch(wheel, python, wheels)

@@ -85,7 +85,7 @@ def prepare(folder: Path, when: int) -> Path:
     tree = folder / f"vmem-{upstream}"
     copy_tracked(tree)
     shutil.rmtree(tree / "packaging" / "debian")
-    # Raw samples of measurements and logs: the packages are built without them.
+    # Measurements and logs: the packages are built without them.
     shutil.rmtree(tree / "benchmarks" / "results", ignore_errors=True)
     make_orig(tree, folder, upstream, when)
     shutil.copytree(FILES, tree / "debian")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes what is published: sdist, wheel, SBOM and checksums, in dist/.
+"""Makes what is published: sdist, wheel, the benchmarks' wheel, SBOM and checksums, in dist/.
 
 The wheel is built from the sdist, so that the sdist is known to be complete. The same commit gives
 the same bytes wherever it is built: times are the commit's (or SOURCE_DATE_EPOCH), owners are root,
@@ -140,6 +140,14 @@ def make_wheel(sdist: Path, folder: Path, when: int) -> Path:
         return Path(shutil.copy(made, folder))
 
 
+def make_bench_wheel(source: Path, folder: Path, when: int) -> Path:
+    """The wheel of pyvmem-bench, from benchmarks/ of a source tree."""
+    call = "import sys, setuptools.build_meta as b; print(b.build_wheel(sys.argv[1]))"
+    run(PYTHON, "-c", call, folder, cwd=source / "benchmarks", SOURCE_DATE_EPOCH=str(when))
+    (made,) = folder.glob("pyvmem_bench-*.whl")
+    return made
+
+
 def platform_tag(wheel: Path) -> str:
     """The oldest manylinux that auditwheel finds a wheel to fit."""
     said = run(PYTHON, "-m", "auditwheel", "show", wheel)
@@ -255,10 +263,11 @@ def build(folder: Path, when: int) -> list[Path]:
         copy_tracked(Path(name))
         sdist = make_sdist(Path(name), folder, when)
         wheel = make_wheel(sdist, folder, when)
+        bench = make_bench_wheel(Path(name), folder, when)
     check_wheel(wheel)
     bom = folder / f"{wheel.name.split('-cp')[0]}.cdx.json"
     bom.write_text(json.dumps(sbom([sdist, wheel], when), indent=2) + "\n", encoding="utf-8")
-    made = [sdist, wheel, bom]
+    made = [sdist, wheel, bench, bom]
     sums = folder / "SHA256SUMS"
     sums.write_text("".join(f"{digest(path)}  {path.name}\n" for path in made), encoding="utf-8")
     return [*made, sums]

@@ -25,6 +25,7 @@ from pathlib import Path
 from system_packages import PARTS, fail, has_probes, install, missing, quiet, say
 
 ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
 BUILD = ROOT / "build"
 VENV = BUILD / "venv"
 STAMPS = BUILD / "stamps"
@@ -169,6 +170,7 @@ def install_requirements(keep_torch: bool) -> None:
 def install_project() -> None:
     """Builds the extension and installs the project, when a source has changed."""
     sources = [ROOT / "pyproject.toml", ROOT / "pyvmem" / "_build.py", VENV / "pyvenv.cfg"]
+    sources.append(BENCHMARKS / "pyproject.toml")
     sources += [ROOT / name for name in ("setup.py", "MANIFEST.in") if (ROOT / name).exists()]
     sources += sorted((ROOT / "libvmem" / "src").rglob("*.[ch]"))
     sources += sorted((ROOT / "libvmem" / "include").glob("*.h"))
@@ -186,7 +188,7 @@ def install_project() -> None:
     # A program that runs has the old file mapped: it must not be written into.
     for old in (ROOT / "pyvmem").glob("_vmem*.so"):
         old.unlink()
-    if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT):
+    if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT, "-e", BENCHMARKS):
         fail("the project could not be built")
     stamp.write_text(digest.hexdigest(), encoding="utf-8")
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from environment import REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCIES, packages
+from environment import BENCHMARKS, REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCIES, packages
 
 __all__ = ["CANNOT", "make"]
 
@@ -41,7 +41,8 @@ def make(
     pins = [REQUIREMENTS / f"{group}.txt" for group in groups]
     version = ask(python, "import sys; print(sys.version)")
     read = [one.read_text(encoding="utf-8") for one in pins]
-    wanted = "\n".join([version, str(ROOT), *read, *more])
+    own = [str(ROOT), str(BENCHMARKS / "src")]
+    wanted = "\n".join([version, *own, *read, *more])
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         return 0
     print(f"setup: making {venv.relative_to(ROOT)} ({size})", flush=True)
@@ -49,7 +50,7 @@ def make(
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         return 1
     # pyvmem too: build/venv has it as a link to this tree, which a path file does not follow.
-    paths = [*map(packages, below), ROOT]
+    paths = [*map(packages, below), *own]
     (packages(venv) / "base.pth").write_text("".join(f"{one}\n" for one in paths), "utf-8")
     pip = [VENV / "bin" / "python", "-m", "pip", "--python", venv / "bin" / "python", "install"]
     pip += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]

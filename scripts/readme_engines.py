@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from readme_cache import runs
-from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
+from readme_format import ROOT, Result, number, rows, table, title
 
 # As benchmarks/serve/README.md names the arms.
 ARMS = (
@@ -245,11 +245,8 @@ def picture_of(run: Result) -> str:
 
 
 def pictures() -> dict[Path, Result]:
-    """The pictures of kept runs with engines that share, and the raw files that they show."""
-    shared = [run for run in runs("vllm") if "share" in run["parts"]]
-    return {
-        ROOT / picture_of(run): load_run(RESULTS / "raw" / Path(run["file"]).name) for run in shared
-    }
+    """The pictures of kept runs with engines that share, and the runs that they show."""
+    return {ROOT / picture_of(run): run for run in runs("vllm") if "share" in run["parts"]}
 
 
 def blocks_table(run: Result) -> Iterator[str]:

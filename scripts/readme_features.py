@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The table of features: the package's own rows, over kept records of probed back ends.
 
-A record is what `vmem features --json` or `vmem selftest --json` wrote. Needs pyvmem to import.
+A record is what `vmem features --json` wrote. Needs pyvmem to import.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ Record = dict[str, Any]
 def records() -> dict[str, Record]:
     """By back end, the newest record of those on the most devices."""
     best: dict[str, Record] = {}
-    for path in [*RESULTS.glob("features-*.json"), *RESULTS.glob("logs/*selftest*.json")]:
+    for path in RESULTS.glob("features-*.json"):
         report: Record = json.loads(path.read_text(encoding="utf-8"))
-        found = [one for one in report.get("backends", [report.get("tested")]) if one]
-        for record in found:
+        for record in report["backends"]:
             if not record.get("usable", True):
                 continue
             record |= {"date": report["date"], "file": path.relative_to(ROOT).as_posix()}

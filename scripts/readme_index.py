@@ -14,11 +14,6 @@ from readme_format import RESULTS, ROOT
 __all__ = ["part"]
 
 LOGS = RESULTS / "logs"
-# Of files that do not say where they come from, what the repository's history tells of it.
-RECOVERED = RESULTS / "recovered.json"
-MARK = "†"  # stands at what is recovered
-# Of runs that did not measure all they were to: what is whole in them, for which they are kept.
-KEPT = RESULTS / "kept.json"
 # Of the logs, which have no other heading: the machines that their names begin with.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
@@ -37,8 +32,7 @@ COMMAND = re.compile(r"^(?:# )?command\s+(.+)$|^# commit [^;\n]*; (.+)$", re.M)
 PARTIAL = re.compile(r"^== (\w[\w-]*): .*\(partial", re.M)
 
 Record = dict[str, Any]
-Origin = dict[str, str]  # commit, date, command
-Kept = dict[str, str]
+Origin = dict[str, str]  # commit (of a driver record, the digest of the module), date, command
 
 
 def machine_of(machine: Record) -> str:
@@ -48,24 +42,18 @@ def machine_of(machine: Record) -> str:
     return f"no GPU, {machine['cores']} cores"
 
 
-def origin_of(path: Path, said: Origin, recovered: dict[str, Origin]) -> tuple[str, str, str]:
-    """Commit, date and command: what a file says itself; what it does not say is marked.
+def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
+    """The cells for commit, date and command.
 
     Raises:
-        ValueError: neither the file nor RECOVERED has one of them, or both have.
+        ValueError: the file does not name its sources and its command.
     """
-    name = path.relative_to(RESULTS).as_posix()
-    more = recovered.get(name, {})
-    if both := sorted(set(said) & set(more)):
-        raise ValueError(f"{name} says its {both[0]} itself: take it out of {RECOVERED.name}")
-    if missing := [one for one in ("commit", "date", "command") if one not in {**said, **more}]:
+    if missing := [one for one in ("commit", "command") if one not in said]:
+        name = path.relative_to(RESULTS).as_posix()
         raise ValueError(f"{name} says no {missing[0]}: see benchmarks/README.md for a log's head")
-    marked = {one: f"{text} {MARK}" for one, text in more.items()}
-    cells = {**said, **marked}
-    command = cells["command"].removesuffix(f" {MARK}").replace("|", "\\|")
+    command = said["command"].replace("|", "\\|")
     ticks = "" if "`" in command else "`"  # one that is described in words has its own
-    end = f" {MARK}" if "command" in more else ""
-    return cells["commit"], cells["date"], f"{ticks}{command}{ticks}{end}"
+    return said["commit"], said.get("date", ""), f"{ticks}{command}{ticks}"
 
 
 def describe(record: Record) -> tuple[str, Origin]:
@@ -85,48 +73,34 @@ def describe(record: Record) -> tuple[str, Origin]:
         name = kind.removeprefix("vmem-bench-").partition("/")[0]
         return machine_of(machine), said | {"command": f"vmem bench {name}"}
     if kind.startswith("vmem-driver-tests"):
-        driver = record["sources"]["driver"]
-        return "software GPU", said | {"command": f"make test-driver DRIVER={driver}"}
+        sources = record["sources"]
+        return "software GPU", {
+            "commit": f"module {sources['module_sha256'][:7]}",
+            "command": f"make test-driver DRIVER={sources['driver']}",
+        }
     if "tool" in record:
         return machine_of(machine), said | {"command": record["tool"]}
-    if "setting" in record:
-        setting = record["setting"]
-        where = f"{setting['device_name']}, driver {setting['driver']}"
-        return where, said | {"command": "vmem serve-demo"}
-    if "patterns" in record:
-        return MACHINES["h100"], said | {"command": "benchmarks/stalls/stalls.py"}
     raise ValueError(f"a record of an unknown kind: {', '.join(list(record)[:5])}")
 
 
 def gaps(record: Record) -> str:
-    """What of a record was not measured and why, or failed; nothing if it is complete."""
+    """What of a record was not measured and why, or failed; nothing if it is complete.
+
+    Raises:
+        ValueError: a part that was broken off or failed: it is run again, or the file goes.
+    """
     words = []
     for what, part in record.get("parts", {}).items():
-        if part.get("status") == "not run" and part.get("rows"):  # written as it went
-            words.append(f"`{what}` broken off")
-        elif part.get("status") in ("partial", "failed"):
-            reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
+        reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
+        broken_off = part.get("status") == "not run" and part.get("rows")  # written as it went
+        if broken_off or part.get("status") == "failed":
+            raise ValueError(f"part {what} {'was broken off' if broken_off else 'failed'}")
+        if part.get("status") == "partial":
             why = "; ".join(short(reason) for reason in list(reasons)[:2]).replace("|", "\\|")
-            words.append(f"`{what}` {part['status']}" + (f": {why}" if why else ""))
+            words.append(f"`{what}` partial" + (f": {why}" if why else ""))
     tests = [one for one in record.get("tests", []) if one["result"] != "ok"]
     words += [f"`{one['name']}` {one['result']}" for one in tests]
     return ", ".join(words)
-
-
-def state_of(path: Path, gap: str, kept: Kept) -> str:
-    """A result's gap with what is whole beside it, for which it is kept.
-
-    Raises:
-        ValueError: a gap, and nothing for which the file is kept, or the other way round.
-    """
-    name = path.relative_to(RESULTS).as_posix()
-    why = kept.get(name, "")
-    if bool(gap) != bool(why):
-        what = "has no gap: take it out of"
-        if gap:
-            what = f"is not complete ({gap}): run it again, remove it, or say what is whole in"
-        raise ValueError(f"{name} {what} {KEPT.name}")
-    return f"{gap}; whole: {why}" if gap else ""
 
 
 def failures(runs: list[Record]) -> str:
@@ -146,7 +120,7 @@ def short(text: str, most: int = 90) -> str:
     return text if len(text) <= most else text[:most].rpartition(" ")[0] + " ..."
 
 
-def row(path: Path, recovered: dict[str, Origin], kept: Kept) -> str:
+def row(path: Path) -> str:
     """A row for one file of results."""
     text = path.read_text(encoding="utf-8")
     said: Origin
@@ -167,12 +141,12 @@ def row(path: Path, recovered: dict[str, Origin], kept: Kept) -> str:
     else:
         record: Record = json.loads(text)
         machine, said = describe(record)
-        state = state_of(path, gaps(record), kept) or "complete"
-    cells = (machine, *origin_of(path, said, recovered), state)
+        state = gaps(record) or "complete"
+    cells = (machine, *origin_of(path, said), state)
     return f"| [{path.name}]({path.relative_to(ROOT).as_posix()}) | " + " | ".join(cells) + " |"
 
 
-def log_row(path: Path, recovered: dict[str, Origin], kept: Kept) -> str:
+def log_row(path: Path) -> str:
     """A row for one log: its machine, its origin, and how it ended.
 
     Raises:
@@ -184,14 +158,14 @@ def log_row(path: Path, recovered: dict[str, Origin], kept: Kept) -> str:
     ends = OUTCOME.findall(text)
     ended = ends[-1].strip(" =").replace("|", "\\|")[:90] if ends else ""
     partial = PARTIAL.findall(text)
-    note = state_of(path, ", ".join(f"`{one}` partial" for one in partial), kept)
+    note = ", ".join(f"`{one}` partial" for one in partial)
     said: Origin = {
         name: (found.group(1) or found.group(2)).strip()
         for name, kind in (("commit", COMMIT), ("date", DATE), ("command", COMMAND))
         if (found := kind.search(text))
     }
     machine = MACHINES[path.stem.partition("-")[0]]
-    cells = (machine, *origin_of(path, said, recovered), ended, note)
+    cells = (machine, *origin_of(path, said), ended, note)
     name = path.relative_to(ROOT).as_posix()
     return f"| [{path.name}]({name}) | " + " | ".join(cells) + " |"
 
@@ -204,33 +178,29 @@ def part() -> list[str]:
             that is the log of a failure.
     """
     if strange := unlisted():
-        raise ValueError(f"{strange[0]}: results are *.json, *.jsonl, raw/*.json and logs/*")
-    recovered: dict[str, Origin] = json.loads(RECOVERED.read_text(encoding="utf-8"))
-    kept: Kept = json.loads(KEPT.read_text(encoding="utf-8"))
-    for listing, names in ((RECOVERED, recovered), (KEPT, kept)):
-        if gone := [name for name in names if not (RESULTS / name).is_file()]:
-            raise ValueError(f"{listing.name} has {gone[0]}, and there is no such file")
-    files = sorted({*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")} - {RECOVERED, KEPT})
-    raw = ", ".join(f"[{p.name}]({p.relative_to(ROOT).as_posix()})" for p in raw_files())
+        raise ValueError(f"{strange[0]}: results are *.json, *.jsonl and logs/*")
     return [
         "| file | machine | commit | date | command | state |",
         "| --- | --- | --- | --- | --- | --- |",
-        *(row(path, recovered, kept) for path in files),
-        "",
-        f"With every sample: {raw}.",
+        *map(row, results()),
         "",
         "| log | machine | commit | date | command | ended with | notes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *(log_row(path, recovered, kept) for path in sorted(LOGS.iterdir()) if path.is_file()),
+        *map(log_row, logs()),
     ]
 
 
+def results() -> list[Path]:
+    """The files of results."""
+    return sorted({*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl")})
+
+
+def logs() -> list[Path]:
+    """The logs."""
+    return sorted(path for path in LOGS.iterdir() if path.is_file())
+
+
 def unlisted() -> list[Path]:
-    """Files below the results that no table has."""
-    listed = {*RESULTS.glob("*.json"), *RESULTS.glob("*.jsonl"), *raw_files(), *LOGS.iterdir()}
+    """Files below the results that no table has; those of raw/, which are not kept, apart."""
+    listed = {*results(), *logs(), *(RESULTS / "raw").glob("*.json")}
     return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)
-
-
-def raw_files() -> list[Path]:
-    """The runs with every sample."""
-    return sorted((RESULTS / "raw").glob("*.json"))

@@ -31,7 +31,7 @@ from readme_engines import PARTS as ENGINE_PARTS
 from readme_engines import pictures
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
-from pyvmem.bench import vllm_picture
+from vmem_bench import vllm_picture
 
 README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")
@@ -187,46 +187,6 @@ def part_verified(results: list[Result]) -> list[str]:
     """The GPUs and drivers of the runs."""
     body = [[r["machine"]["gpu"], r["machine"]["driver"]] for r in results]
     return table(["verified on", "driver"], body)
-
-
-def page_size(size: int) -> str:
-    """A size of pages; nothing for none."""
-    if not size:
-        return ""
-    return f"{size >> 20} MiB" if size >> 20 else f"{size >> 10} KiB"
-
-
-def part_memory(_: list[Result]) -> list[str]:
-    """What one run of the demonstration needed, and would have needed in other layouts."""
-    lines: list[str] = []
-    for path in sorted(RESULTS.glob("demo-*.json")):
-        run: Result = json.loads(path.read_text(encoding="utf-8"))
-        setting = run["setting"]
-        replay = run["memory"]["replay"]
-        ours = replay[0]["mapped_bytes"]
-        body = [
-            [
-                layout["name"],
-                page_size(layout["page_size"]),
-                str(layout["num_tensors"]),
-                number(layout["mapped_bytes"] / 2**20),
-                f"{100 * layout['wasted_bytes'] / layout['mapped_bytes']:.0f} %",
-                number(layout["mapped_bytes"] / ours),
-            ]
-            for layout in replay
-        ]
-        name = path.relative_to(ROOT).as_posix()
-        device = f"on {setting['device_name']}" if setting["driver"] else "with no GPU"
-        lines += [
-            f"Keys and values of {len(run['requests'])} requests, at most "
-            f"{setting['max_batch']} at a time, {setting['model']} in {setting['dtype']}, back end "
-            f"`{setting['backend']}` {device} ([raw]({name})). Peak of the memory that the running "
-            "requests take:",
-            "",
-            *table(["layout", "page", "tensors", "MiB", "of it wasted", "times ours"], body),
-            "",
-        ]
-    return lines[:-1] or ["Not measured yet: `benchmarks/results/` holds no run of the demo."]
 
 
 COUNTS = [
@@ -429,7 +389,6 @@ def part_windows(_: list[Result]) -> list[str]:
 
 
 PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
-    "memory": part_memory,
     "counts": part_counts,
     "workloads": part_workloads,
     "branches": lambda _: readme_branches.part(),
@@ -518,14 +477,14 @@ def main() -> int:
             status = 1
         else:
             path.write_text(wanted, encoding="utf-8")
-    for path, raw in pictures().items():
-        if path.is_file() and vllm_picture.digest(raw) in path.read_text(encoding="utf-8"):
+    for path, run in pictures().items():
+        if path.is_file() and vllm_picture.digest(run) in path.read_text(encoding="utf-8"):
             continue
         if check:
-            print(f"{path.relative_to(ROOT)} does not show {raw['file']}: {AGAIN}")
+            print(f"{path.relative_to(ROOT)} does not show {run['file']}: {AGAIN}")
             status = 1
         else:
-            path.write_text(vllm_picture.draw(raw), encoding="utf-8")
+            path.write_text(vllm_picture.draw(run), encoding="utf-8")
     return status
 
 

@@ -59,7 +59,7 @@ ON_STOCK = (
 C_ON_STOCK = ("bind", "events", "fork", "join", "large", "parts", "unknown_state")
 # They take half a minute each there.
 C_ON_STOCK_LONG = ("async", "batch", "limits", "move", "pool", "stress", "threads", "transfer")
-LINTED = ("pyvmem", "scripts", "tests", "setup.py")
+LINTED = ("pyvmem", "benchmarks", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
 
@@ -185,7 +185,7 @@ def lint(session: Session) -> None:
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
-        [PYTHON, "-m", "mypy", "pyvmem", "scripts"],
+        [PYTHON, "-m", "mypy", "pyvmem", "benchmarks/src", "scripts"],
         [PYTHON, "-m", "mypy", *sorted(ROOT.glob("tests/kernel/*.py"))],
         [VENV / "shellcheck", *scripts],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
@@ -193,10 +193,11 @@ def lint(session: Session) -> None:
         [PYTHON, ROOT / "scripts" / "check_text.py"],
     ]
     failed = []
+    # Where the programs of tests/kernel find the scripts that they build with.
+    path = f"{ROOT / 'scripts'}:{ROOT / 'benchmarks' / 'src'}"
     for command in commands:
         try:
-            # Where the programs of tests/kernel find the scripts that they build with.
-            call(*command, MYPYPATH=str(ROOT / "scripts"))
+            call(*command, MYPYPATH=path)
         except Failed as error:
             failed.append(str(error))
     if failed:
@@ -292,7 +293,8 @@ def vllm(session: Session) -> None:
     if not can("vllm_setup.py"):
         session.skip("vllm: its environment cannot be had here (see above)")
         return
-    call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=str(ROOT))
+    path = f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"
+    call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=path)
     for requirement in vllm_setup.versions() if session.long else []:
         if not can("vllm_setup.py", requirement):
             session.skip(f"{requirement}: its environment cannot be had here (see above)")
@@ -302,7 +304,7 @@ def vllm(session: Session) -> None:
         tests = [f"tests/vllm/test_{one}.py" for one in ("engine", "sleep", "one_buffer")]
         tests += ["-k", "" if newest else "tokens_and_memory or sleep or one_buffer or another"]
         environment = vllm_setup.environment_of(requirement)
-        call(environment / python, "-m", "pytest", *options, *tests, PYTHONPATH=str(ROOT))
+        call(environment / python, "-m", "pytest", *options, *tests, PYTHONPATH=path)
 
 
 def python_fast(session: Session) -> None:
@@ -439,8 +441,8 @@ def wheel(session: Session) -> None:
         pip = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
         twice = ["--check"] if session.long else []
         quiet(PYTHON, ROOT / "scripts" / "dist.py", "--out", folder / "dist", *twice)
-        (built,) = folder.glob("dist/*.whl")
-        print(f"built {built.name}", flush=True)
+        built, bench = sorted(folder.glob("dist/*.whl"))  # pyvmem-..., pyvmem_bench-...
+        print(f"built {built.name}, {bench.name}", flush=True)
         check = (ROOT / "scripts" / "check_wheel.py").resolve()
         for version, python in found.items():
             environment = folder / f"venv-{version}"
@@ -450,6 +452,9 @@ def wheel(session: Session) -> None:
                 continue
             said = quiet(environment / "bin/python", check, cwd=folder)
             print(f"Python {version}: {said}", end="", flush=True)
+            # The benchmarks alone: what they need is imported when they run.
+            quiet(environment / "bin/python", *pip, "install", "-q", "--no-deps", bench)
+            quiet(environment / "bin/vmem", "bench", "capacity", "--help", cwd=folder)
 
 
 def in_new_systems(session: Session, script: str, what: str) -> None:

@@ -41,8 +41,8 @@ from pyvmem.attention.latent import UpProjections
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.scales import FP8, quantised, scales_of
 from pyvmem.compiled import ORDER, Writer, is_compiling
-from pyvmem.expect import expect
-from pyvmem.kvcache.config import PREFILL_TOKENS, invalid
+from pyvmem.kvcache.config import PREFILL_TOKENS
+from pyvmem.plumbing.validation import expect, invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
@@ -107,7 +107,7 @@ class Attention:
         self._device = cache.caches[0].k(0).device
         self._forms = [form for form in dict.fromkeys(forms) if form is not None]
         if not self._forms:
-            raise invalid("no layer of the cache has keys and values")
+            raise invalid("no layer of the cache has keys and values", op="Attention")
         self._caches = [form.caches for form in self._forms]
         self.choices = [choose(form, self._device, kernel) for form in self._forms]
         self.choice = self.choices[0]
@@ -115,7 +115,9 @@ class Attention:
         heads = [1 if one is None else one.keys.config.num_kv_heads for one in forms]
         self._scales = scales_of(scales, heads, self._device) if self._dtype == FP8 else None
         if scales is not None and self._scales is None:
-            raise invalid(f"scales are for keys and values of {FP8}, not {self._dtype}")
+            raise invalid(
+                f"scales are for keys and values of {FP8}, not {self._dtype}", op="Attention"
+            )
         self._layers = [
             None if form is None else _layer(cache, number, form, self._forms)
             for number, form in enumerate(forms)
@@ -181,7 +183,9 @@ class Attention:
         one = self._layer(layer)
         latent = self._forms[one.form].latent
         if latent != (value is None):
-            raise invalid(f"layer {layer} has {'one tensor' if latent else 'values, too'}")
+            raise invalid(
+                f"layer {layer} has {'one tensor' if latent else 'values, too'}", op="Attention"
+            )
         self._check_batch(batch)
         where = (batch.slots, batch.positions)
         rows = [("key", key, one.k)] + ([] if value is None else [("value", value, one.v)])
@@ -258,7 +262,10 @@ class Attention:
         wide = k.shape[3] if up is None else self._check_up(layer, one, heads, up)
         self._check("q", q, (batch.tokens, heads, wide))
         if heads % k.shape[2] or not heads:
-            raise invalid(f"q has {heads} heads; wanted a multiple of the {k.shape[2]} KV heads")
+            raise invalid(
+                f"q has {heads} heads; wanted a multiple of the {k.shape[2]} KV heads",
+                op="Attention",
+            )
         part = batch.parts[one.form]
         run: Any = KERNELS[part.kernel].run
         more = {} if self._scales is None else {"scales": self._scales[layer]}
@@ -274,7 +281,10 @@ class Attention:
         """Elements of a head's query, of which the last are rotary."""
         form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
-            raise invalid(f"layer {layer} is no latent of one head, so it has no up-projections")
+            raise invalid(
+                f"layer {layer} is no latent of one head, so it has no up-projections",
+                op="Attention",
+            )
         expect("up", up, UpProjections)
         key, value = up
         nope, values = (part.shape[1] if part.ndim == 3 else 1 for part in up)
@@ -293,10 +303,10 @@ class Attention:
     def _layer(self, layer: int) -> _Layer:
         layer, last = operator.index(layer), len(self._layers) - 1
         if not 0 <= layer <= last:
-            raise invalid(f"layer {layer} is not between 0 and {last}", limit=last)
+            raise invalid(f"layer {layer} is not between 0 and {last}", limit=last, op="Attention")
         one = self._layers[layer]
         if one is None:
-            raise invalid(f"layer {layer} has no keys and values, so no attention")
+            raise invalid(f"layer {layer} has no keys and values, so no attention", op="Attention")
         return one
 
     def close(self) -> None:
@@ -310,7 +320,8 @@ class Attention:
         if [part.caches for part in batch.parts] != self._caches or batch.kernel not in KERNELS:
             raise invalid(
                 f"a batch of another cache, with kernel {batch.kernel!r}; take one of "
-                "Attention.batch"
+                "Attention.batch",
+                op="Attention",
             )
 
     def _check(self, name: str, rows: torch.Tensor, want: tuple[int, ...]) -> None:
@@ -320,7 +331,8 @@ class Attention:
         if tuple(rows.shape) != want or kind != dtype or rows.device != self._device:
             raise invalid(
                 f"{name} is {tuple(rows.shape)} {kind} on {rows.device}; wanted {want} "
-                f"{dtype} on {self._device}"
+                f"{dtype} on {self._device}",
+                op="Attention",
             )
 
 

@@ -15,7 +15,7 @@ import torch
 from pyvmem.attention.reads import EXACT, Blocks, Reads
 from pyvmem.compiled import ticket
 from pyvmem.errors import InvalidArgument
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import GroupView
@@ -124,7 +124,7 @@ class Batch:
             InvalidArgument: as for a new batch, or another number of requests; nothing changed.
         """
         if len(reqids) != len(self.reqids):
-            raise invalid(f"{len(reqids)} reqids; the batch has {len(self.reqids)}")
+            raise invalid(f"{len(reqids)} reqids; the batch has {len(self.reqids)}", op="Attention")
         kept = (self.reqids, self.kv_lens)
         try:
             self._set(reqids, self.q_lens, kv_lens)
@@ -150,16 +150,21 @@ class Batch:
         if not count or not count == len(self.q_lens) == len(self.kv_lens):
             raise invalid(
                 f"{count} reqids, {len(self.q_lens)} q_lens, {len(self.kv_lens)} kv_lens; there "
-                "must be as many of each, and at least one"
+                "must be as many of each, and at least one",
+                op="Attention",
             )
         if len(set(self.reqids)) != count:
-            raise invalid(f"a reqid stands twice in {self.reqids!r:.80}")
+            raise invalid(f"a reqid stands twice in {self.reqids!r:.80}", op="Attention")
         last = config.max_batch - 1
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):
             if not 0 <= reqid <= last:
-                raise invalid(f"reqid {reqid} is not between 0 and {last}", limit=last)
+                raise invalid(
+                    f"reqid {reqid} is not between 0 and {last}", limit=last, op="Attention"
+                )
             if not 1 <= q_len <= kv_len:
-                raise invalid(f"reqid {reqid}: {q_len} new tokens of {kv_len}", limit=kv_len)
+                raise invalid(
+                    f"reqid {reqid}: {q_len} new tokens of {kv_len}", limit=kv_len, op="Attention"
+                )
         for part in self.parts:
             for cache in part.caches:
                 self._check_ends(part, cache)
@@ -181,6 +186,7 @@ class Batch:
                     f"reqid {reqid}: {kv_len} tokens, but there are pages for {rows}; step the "
                     "cache first",
                     limit=rows,
+                    op="Attention",
                 )
             end = part.reads.end(kv_len, longest)
             if end > rows and not cache.safe_overread:
@@ -204,7 +210,7 @@ class Batch:
                 continue
             text = f"reqid {reqid}: {q_len} new of {kv_len} tokens with a window of {part.window}"
             if EXACT.first(kv_len, q_len, part.window) < there:
-                raise invalid(f"{text}; rows before {there} are gone", limit=there)
+                raise invalid(f"{text}; rows before {there} are gone", limit=there, op="Attention")
             raise OverRead(
                 f"{text}: {part.kernel} may read from row {first} on, and rows before {there} are "
                 f"gone; it needs window_tile of {part.reads.before}",

@@ -3,8 +3,7 @@
 
 Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
 first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
-(ragged) expects the requests without gaps, which slots have: it serves a step of one long prompt,
-which it computes faster than the single-request call does (h200-flashinfer-ragged.log).
+(ragged) expects the requests without gaps, which slots have: it serves a step of one long prompt.
 
 What it reads: both calls for contiguous rows get a view that ends with the request, so no row or
 tile lies past it. The paged call loads row by row below the length (``fa2`` kernels).

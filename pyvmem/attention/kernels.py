@@ -26,7 +26,7 @@ import torch
 from pyvmem.attention import flash, flex, infer, sdpa
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.reads import EXACT, Reads
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
@@ -100,7 +100,7 @@ def overread_rows(kernel: str, device: torch.device) -> int:
     If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
     if kernel not in KERNELS:
-        raise invalid(f"kernel {kernel!r} is none of {', '.join(KERNELS)}")
+        raise invalid(f"kernel {kernel!r} is none of {', '.join(KERNELS)}", op="Attention")
     return KERNELS[kernel].reads(device).past
 
 
@@ -158,10 +158,10 @@ def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") ->
         ]
         if not prefill or not decode:
             whys = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
-            raise invalid(f"no kernel reads these keys and values ({whys})")
+            raise invalid(f"no kernel reads these keys and values ({whys})", op="Attention")
         choice = Choice(prefill[0], found, decode[0])
     elif why := found[kernel] or _why_not_decode(kernel, form, device):
-        raise invalid(f"kernel {kernel} cannot be used: {why}")
+        raise invalid(f"kernel {kernel} cannot be used: {why}", op="Attention")
     else:
         choice = Choice(kernel, found, kernel)
     if str(choice) not in _said:
@@ -180,7 +180,7 @@ def _form_of(cache: KVCache | Form) -> Form:
 def check_name(kernel: str) -> None:
     """Raises InvalidArgument for a name that is no kernel's."""
     if kernel != "auto" and kernel not in KERNELS:
-        raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}")
+        raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}", op="Attention")
 
 
 def _why_not(name: str, form: Form, device: torch.device) -> str:

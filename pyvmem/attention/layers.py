@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pyvmem.kvcache.config import bounded, invalid
+from pyvmem.plumbing.validation import bounded, invalid
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import GroupView, KVCache
@@ -66,7 +66,9 @@ def forms_of(
         raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
     pairs = cache.layer_views()
     if windows is not None and len(windows) != len(pairs):
-        raise invalid(f"windows for {len(windows)} layers, the cache has {len(pairs)}")
+        raise invalid(
+            f"windows for {len(windows)} layers, the cache has {len(pairs)}", op="Attention"
+        )
     forms: list[Form | None] = []
     for layer, pair in enumerate(pairs):
         if pair is None:
@@ -74,10 +76,16 @@ def forms_of(
             continue
         keys, values = pair
         kept = keys.config.window
-        window = kept if windows is None else bounded("a window", windows[layer], 0, 1 << 30)
+        window = (
+            kept
+            if windows is None
+            else bounded("a window", windows[layer], 0, 1 << 30, op="Attention")
+        )
         if kept and not 0 < window <= kept:
             raise invalid(
-                f"layer {layer}: a window of {window}; the cache keeps {kept} tokens", limit=kept
+                f"layer {layer}: a window of {window}; the cache keeps {kept} tokens",
+                limit=kept,
+                op="Attention",
             )
         wide = keys.config.head_dim
         if values is None and not 1 <= v_head_dim <= wide:
@@ -85,6 +93,7 @@ def forms_of(
                 f"layer {layer} has one tensor of {wide} elements a row; give v_head_dim, how many "
                 f"of them, from the first on, are its values, not {v_head_dim}",
                 limit=wide,
+                op="Attention",
             )
         form = (
             Form(keys, keys, wide, v_head_dim, window, latent=True)

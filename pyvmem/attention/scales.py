@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["FP8", "Scales", "quantised", "scales_of"]
 
@@ -56,7 +56,7 @@ def scales_of(
     """
     pairs = [(1.0, 1.0)] * len(heads) if given is None else list(given)
     if len(pairs) != len(heads):
-        raise invalid(f"scales of {len(pairs)} layers, the cache has {len(heads)}")
+        raise invalid(f"scales of {len(pairs)} layers, the cache has {len(heads)}", op="Attention")
     found = []
     for layer, (pair, count) in enumerate(zip(pairs, heads, strict=True)):
         both = []
@@ -65,10 +65,14 @@ def scales_of(
             if scale.numel() not in (1, count):
                 raise invalid(
                     f"layer {layer}: {scale.numel()} scales; wanted one, or one for each of "
-                    f"{count} KV heads"
+                    f"{count} KV heads",
+                    op="Attention",
                 )
             if not bool(((scale > 0) & scale.isfinite()).all()):
-                raise invalid(f"layer {layer}: a scale of {scale.min().item()} is not positive")
+                raise invalid(
+                    f"layer {layer}: a scale of {scale.min().item()} is not positive",
+                    op="Attention",
+                )
             both.append(scale.expand(count).contiguous().to(device))
         found.append(Scales(*both))
     return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyvmem.bench.cumem import CuMem
 from pyvmem.bench.native import DIRTY, HOLES, POPULATE, UNMAP
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import MB, Setting, label
 from pyvmem.bench.timing import Deadline, interleave, quiet, time_block, time_each
+from pyvmem.commands.cumem import CuMem
 
 __all__ = ["run"]
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyvmem.bench.cumem import CuMem
 from pyvmem.bench.native import MAP, UNMAP, Native
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet, time_each
+from pyvmem.commands.cumem import CuMem
 
 __all__ = ["run"]
 

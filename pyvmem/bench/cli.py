@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
 """`vmem bench api`: measures our calls and CUDA's in one process, taking turns.
 
-The other benchmarks have modules of their own, with their own parsers.
+The other benchmarks of `vmem bench` are a distribution of their own, pyvmem-bench (benchmarks/ in
+the repository), which brings the package `vmem_bench`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -21,42 +23,35 @@ from pyvmem.bench import (
     batches,
     busy,
     calls,
-    capacity,
-    deferred,
-    devices,
-    fill,
     live,
-    models,
-    overlap,
-    page,
-    paged,
-    prefix_map,
-    prefixes,
+    outputs,
     report,
-    sharing,
     sizes,
     slots,
     step,
-    swapping,
-    vllm_bench,
 )
 from pyvmem.bench.aims import compute
-from pyvmem.bench.command import backends, conducted, ended, now, put_together
-from pyvmem.bench.cumem import Cuda, CudaUnavailable, CuMem
-from pyvmem.bench.machine import describe
 from pyvmem.bench.merge import merge
 from pyvmem.bench.native import Native
-from pyvmem.bench.paper import command as paper
 from pyvmem.bench.record import Part, Record
-from pyvmem.bench.serving import command as serve
+from pyvmem.bench.running import backends, conducted, ended, now, put_together
 from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
+from pyvmem.commands.cumem import Cuda, CudaUnavailable, CuMem
+from pyvmem.commands.machine import describe
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import positive
 from pyvmem.paths import existing_file, replaced
+from pyvmem.usage import BadUsage
 
-__all__ = ["PARTS", "add_parser", "measure", "run"]
+__all__ = ["OTHERS", "PARTS", "add_parser", "measure", "run"]
+
+OTHERS = (
+    *("capacity", "prefixes", "overlap", "kernels", "deferred", "prefix-map", "fill", "devices"),
+    *("serve", "sharing", "swap", "vllm", "models", "paper"),
+)
+"""The benchmarks of the package `vmem_bench`, which is not a part of this distribution."""
 
 # name: (title, function, seconds it may take)
 PARTS: dict[str, tuple[str, PartFunction, float]] = {
@@ -101,14 +96,38 @@ def _parts(text: str) -> list[str]:
 def add_parser(sub: Any) -> None:
     """Adds `bench` with its benchmarks to the subparsers `sub`."""
     bench = sub.add_parser("bench", help="benchmarks")
-    which = bench.add_subparsers(dest="benchmark", required=True)
-    _add_benchmarks(which)
+    which = bench.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    _add_api(which)
+    try:
+        others = importlib.import_module("vmem_bench.cli")
+    except ModuleNotFoundError as error:
+        if error.name not in ("vmem_bench", "vmem_bench.cli"):
+            raise
+        for name in OTHERS:
+            _add_missing(which, name)
+    else:
+        others.add_parsers(which)
     for parser in which.choices.values():
         if any(option.dest == "out" for option in parser._actions):
-            page.add_options(parser)
+            outputs.add_options(parser)
 
 
-def _add_benchmarks(which: Any) -> None:
+def _add_missing(which: Any, name: str) -> None:
+    """Adds a benchmark that is not installed: whatever its arguments, it says how to get it."""
+    # Without prefix characters, options are arguments like others, and none is refused as unknown.
+    parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=_missing)
+
+
+def _missing(args: argparse.Namespace) -> int:
+    raise BadUsage(
+        f"{args.benchmark} is a benchmark of pyvmem-bench, which is not installed: "
+        "pip install 'pyvmem[bench]', or in a clone of the repository pip install ./benchmarks"
+    )
+
+
+def _add_api(which: Any) -> None:
     api = which.add_parser(
         "api",
         help="our calls beside CUDA's cuMem*",
@@ -140,20 +159,6 @@ def _add_benchmarks(which: Any) -> None:
     )
     api.add_argument("--list", action="store_true", help="list the parts and stop")
     api.set_defaults(run=run)
-    capacity.add_parser(which)
-    prefixes.add_parser(which)
-    overlap.add_parser(which)
-    paged.add_parser(which)
-    deferred.add_parser(which)
-    prefix_map.add_parser(which)
-    fill.add_parser(which)
-    devices.add_parser(which)
-    serve.add_parser(which)
-    sharing.add_parser(which)
-    swapping.add_parser(which)
-    vllm_bench.add_parser(which)
-    models.add_parser(which)
-    paper.add_parser(which)
 
 
 def measure(

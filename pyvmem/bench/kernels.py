@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from pyvmem.bench.cumem import Cuda
+from pyvmem.commands.cumem import Cuda
 
 __all__ = ["PTX", "Kernels"]
 

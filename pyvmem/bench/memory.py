@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pyvmem.bench.machine import meminfo
+from pyvmem.commands.machine import meminfo
 
 __all__ = ["Delta", "KernelMemory"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyvmem.bench.cumem import Cuda, CuMem
 from pyvmem.bench.native import Native
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline, Samples, quiet, time_block, time_each
+from pyvmem.commands.cumem import Cuda, CuMem
 from pyvmem.context import Context
 from pyvmem.info import Caps
 

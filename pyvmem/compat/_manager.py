@@ -14,7 +14,7 @@ from pyvmem.context import Context
 from pyvmem.errors import Busy, OutOfMemory
 from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import CommonPages, KVCache, KVCacheConfig
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Manager:
         self, *, backend: str, device: Any, page_size: int, megacache: bool, **shape: Any
     ) -> None:
         if not page_size:
-            raise invalid("page_size is 0; it must be a power of two")
+            raise invalid("page_size is 0; it must be a power of two", op="vattention")
         group = shape["num_layers"] if megacache else 1
         config = KVCacheConfig(page_size=page_size, group_size=group, **shape)
         if not config.max_seq_len * config.row_bytes % page_size:
@@ -99,6 +99,7 @@ class Manager:
                 f"{layers} layers is {least}",
                 size=max(0, nbytes),
                 limit=least,
+                op="vattention",
             )
         stats = self.cache.stats()
         pages = max(nbytes // least * 2 * layers, stats.total_pages)
@@ -131,7 +132,9 @@ class Manager:
         """Ends a request; does nothing for a free id."""
         index, last = operator.index(reqid), len(self.lengths) - 1
         if not 0 <= index <= last:
-            raise invalid(f"free_batch_idx({index}): ids are 0 to {last}", limit=last)
+            raise invalid(
+                f"free_batch_idx({index}): ids are 0 to {last}", limit=last, op="vattention"
+            )
         if self.common is not None:
             if index not in self.common.idle:  # taken, or a call that gave it back failed
                 self.common.renew(index)
@@ -242,13 +245,16 @@ class Manager:
         lengths = [operator.index(length) for length in seq_lens]
         count, longest = len(self.lengths), self.cache.config.max_seq_len
         if len(lengths) != count:
-            raise invalid(f"seq_lens has {len(lengths)} entries for {count} ids", limit=count)
+            raise invalid(
+                f"seq_lens has {len(lengths)} entries for {count} ids", limit=count, op="vattention"
+            )
         for index, length in enumerate(lengths):
             if not 0 <= length <= longest:
                 raise invalid(
                     f"seq_lens[{index}] is {length}; it must lie between 0 and max_context_length "
                     f"{longest}",
                     limit=longest,
+                    op="vattention",
                 )
         return lengths
 

@@ -19,8 +19,8 @@ from pyvmem.engine.request import Request, State
 from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
-from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork
+from pyvmem.plumbing.validation import invalid
 from pyvmem.reentry import call_part, reentrant_lock
 from pyvmem.streams import check, work_of
 
@@ -106,7 +106,7 @@ class RequestCache(Closable):
         try:
             hash(name)
         except TypeError:
-            raise invalid(f"namespace {name!r:.80} cannot be hashed") from None
+            raise invalid(f"namespace {name!r:.80} cannot be hashed", op="RequestCache") from None
         with self._lock:
             found = self._spaces.get(name)
             if found is None or not found.is_open:
@@ -166,7 +166,7 @@ class RequestCache(Closable):
         check(stream)
         room = operator.index(room)
         if room < 0:
-            raise invalid(f"room is {room}; it must not be negative")
+            raise invalid(f"room is {room}; it must not be negative", op="RequestCache")
         if isinstance(prompt, Prefix):
             return self._admit(prompt, room, stream, reserve)
         with self.match(prompt, namespace) as prefix:
@@ -205,6 +205,7 @@ class RequestCache(Closable):
             raise invalid(
                 f"a prompt of {length} tokens; a slot holds {self.max_seq_len}",
                 limit=self.max_seq_len,
+                op="RequestCache",
             )
         want = min(length + room, self.max_seq_len)
         self._clear_prefix(prefix, stream)
@@ -590,7 +591,7 @@ class RequestCache(Closable):
         if request not in self._requests:
             if request.state is State.ENDED:
                 request.require(State.RUNNING)
-            raise invalid(f"{request!r} is another cache's")
+            raise invalid(f"{request!r} is another cache's", op="RequestCache")
 
     def _require(self, request: Request, state: State) -> None:
         """Raises unless it is a request of this cache in this state."""
@@ -664,6 +665,7 @@ class RequestCache(Closable):
                     raise invalid(
                         f"{length} tokens: {request!r}, and a slot holds at most {longest}",
                         limit=longest,
+                        op="RequestCache",
                     )
         return dict(zip(slots, numbers, strict=True))
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyvmem.context import Context
-from pyvmem.expect import expect
 from pyvmem.info import ContextInfo
 from pyvmem.kvcache import (
     KVCache,
@@ -25,19 +24,7 @@ from pyvmem.kvcache import (
 )
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import (
-    AHEAD_TOKENS,
-    DTYPE_BYTES,
-    Shape,
-    bounded,
-    classes_of,
-    dtype_of,
-    invalid,
-    longest_of,
-    policy_of,
-    real,
-    switched,
-)
+from pyvmem.kvcache.config import AHEAD_TOKENS, policy_of
 from pyvmem.layouts import (
     PAGE_SIZES,
     Advice,
@@ -49,6 +36,9 @@ from pyvmem.layouts import (
     choices,
     generate,
 )
+from pyvmem.models.hf_config import dtype_of, longest_of
+from pyvmem.models.shapes import DTYPE_BYTES, Shape, classes_of
+from pyvmem.plumbing.validation import bounded, expect, invalid, real, switched
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
@@ -75,10 +65,12 @@ class Model:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         if not any(isinstance(one, LayerShape) for one in self.layers):
-            raise invalid("a Model needs at least one layer with keys and values")
+            raise invalid("a Model needs at least one layer with keys and values", op="Model")
         if self.dtype not in DTYPE_BYTES:
-            raise invalid(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        longest = bounded("max_seq_len", self.max_seq_len, 1, 1 << 30)
+            raise invalid(
+                f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}", op="Model"
+            )
+        longest = bounded("max_seq_len", self.max_seq_len, 1, 1 << 30, op="Model")
         object.__setattr__(self, "max_seq_len", longest)
 
     @classmethod
@@ -148,11 +140,11 @@ class Policy:
             ("layers_per_tensor", 1 << 14),
             ("ahead_tokens", 1 << 30),
         ):
-            number = bounded(name, getattr(self, name), int(name == "max_batch"), high)
+            number = bounded(name, getattr(self, name), int(name == "max_batch"), high, op="Policy")
             object.__setattr__(self, name, number)
-        object.__setattr__(self, "promote", switched("promote", self.promote))
+        object.__setattr__(self, "promote", switched("promote", self.promote, op="Policy"))
         expect("options", self.options, Mapping)
-        share = real("memory_share", self.memory_share, 1, positive=True)
+        share = real("memory_share", self.memory_share, 1, positive=True, op="Policy")
         object.__setattr__(self, "memory_share", share)
         # Of them `promote` gives large pages.
         policy_of({"large_page_size": _LARGE, **self.options})
@@ -199,7 +191,9 @@ def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Adv
     if not considered:
         counts = " and ".join(str(config.num_layers) for config in shape.configs())
         raise invalid(
-            f"layers_per_tensor {group} does not divide {counts} layers", limit=shape.largest_group
+            f"layers_per_tensor {group} does not divide {counts} layers",
+            limit=shape.largest_group,
+            op="Policy",
         )
     return advise(shape, requests, max(1, memory), considered, limits)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import BadHandle, Busy, VMemError
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
     from pyvmem.engine.background import Pending
@@ -95,7 +95,7 @@ class Request:
             return BadHandle(text, errno=errno.EBADF, op="Request")
         if now is State.BUSY:
             return Busy(f"{text}: wait for its background call", errno=errno.EBUSY, op="Request")
-        return invalid(text)
+        return invalid(text, op="Request")
 
     def __repr__(self) -> str:
         return f"<Request {self.number}: {self.length} tokens, {self.state.value}>"

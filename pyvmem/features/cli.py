@@ -10,7 +10,7 @@ from typing import Any
 
 from pyvmem import _native
 from pyvmem.arguments import ordinal
-from pyvmem.bench.machine import describe
+from pyvmem.commands.machine import describe
 from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.features.record import Probed, about

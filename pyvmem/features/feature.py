@@ -104,18 +104,20 @@ class Feature:
             raise NotSupported(
                 f"{what}: back end {info.backend} has no {', no '.join(named)}",
                 errno=errno.EOPNOTSUPP,
-                op="KVCache",
+                op=what,
             )
 
 
-def require_page_size(info: BackEnd, size: int, name: str = "page_size") -> None:
+def require_page_size(
+    info: BackEnd, size: int, name: str = "page_size", *, op: str = "KVCache"
+) -> None:
     """Raises InvalidArgument, which names the sizes, where no page can have `size` bytes."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(
             f"{name} {size} is none of this context's ({info.backend}): {sizes}",
             errno=errno.EINVAL,
-            op="KVCache",
+            op=op,
             bytes=size,
         )
 

@@ -21,12 +21,13 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.empty import VMemNothing
 from pyvmem.hf.layer import VMemLayer
 from pyvmem.hf.rows import GIVEN, Rows, Settings
-from pyvmem.hf.shapes import ATTENTION, NO_ATTENTION
 from pyvmem.hf.state import VMemState
 from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_shapes
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import check_arguments
-from pyvmem.kvcache.config import LONGEST, MOST_SLOTS, bounded, invalid
+from pyvmem.kvcache.config import LONGEST, MOST_SLOTS
+from pyvmem.models.hf_config import ATTENTION, NO_ATTENTION
+from pyvmem.plumbing.validation import bounded, invalid
 from pyvmem.reentry import when_collected
 
 __all__ = ["VMemCache", "drafting"]
@@ -95,14 +96,16 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             raise TypeError(f"config: expected a model's configuration, not {config!r:.80}")
         text = config.get_text_config(decoder=True)
         _check_layers(config, text)
-        max_batch_size = bounded("max_batch_size", max_batch_size, 1, MOST_SLOTS)
-        max_cache_len = bounded("max_cache_len", max_cache_len, 1, LONGEST)
+        max_batch_size = bounded("max_batch_size", max_batch_size, 1, MOST_SLOTS, op="VMemCache")
+        max_cache_len = bounded("max_cache_len", max_cache_len, 1, LONGEST, op="VMemCache")
         shapes = layer_shapes(text)
         check_arguments(options, GIVEN, shapes, context, backend, budget)
         if contiguous is None:
             contiguous = text.model_type in _VIEWED
         elif not isinstance(contiguous, bool):
-            raise invalid(f"contiguous = {contiguous!r:.80}; wanted True, False or None")
+            raise invalid(
+                f"contiguous = {contiguous!r:.80}; wanted True, False or None", op="VMemCache"
+            )
         settings = Settings(
             text, max_batch_size, max_cache_len, backend, context, options, budget, contiguous
         )

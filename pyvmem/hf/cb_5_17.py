@@ -16,7 +16,7 @@ import transformers
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_common import FULL, SlotCacheBase
 from pyvmem.hf.cb_options import Options, kept_shapes
-from pyvmem.kvcache.config import classes_of
+from pyvmem.models.shapes import classes_of
 
 __all__ = ["SlotCache"]
 

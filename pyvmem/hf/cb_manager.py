@@ -29,7 +29,7 @@ from pyvmem.hf.cb_options import (
 from pyvmem.hf.latent import UP, absorbed
 from pyvmem.hf.named import NamedRequests
 from pyvmem.hf.shapes import plain_scores
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["ATTENTION", "patch", "unpatch"]
 
@@ -101,6 +101,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
                 f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
                 f"continuous batching holds {longest}",
                 limit=longest,
+                op="vmem_continuous_batching",
             )
         # A fork leaves the prompt's last token to the answers: of one token nothing would be left
         # to compute first, and a batch of nothing ends every request.
@@ -176,7 +177,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         """
         if self._vmem is not None:
             if not len(input_ids):
-                raise invalid("the prompt is empty")
+                raise invalid("the prompt is empty", op="vmem_continuous_batching")
             config = self.model.config.get_text_config()
             longest = request_limits(self._vmem, config, self.continuous_batching_config)[1]
             new = max_new_tokens
@@ -188,6 +189,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
                     f"a prompt of {len(input_ids)} tokens and {new} new ones; max_seq_len is "
                     f"{longest}, which install takes",
                     limit=longest,
+                    op="vmem_continuous_batching",
                 )
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 

@@ -18,11 +18,13 @@ from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
 from pyvmem.hf.rows import GIVEN
-from pyvmem.hf.shapes import plain_rows, row_shapes
+from pyvmem.hf.shapes import row_shapes
 from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of, check_arguments
-from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS, bounded, invalid, switched
+from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS
+from pyvmem.models.hf_config import plain_rows
+from pyvmem.plumbing.validation import bounded, invalid, switched
 
 __all__ = [
     "MAX_SLOTS",
@@ -66,10 +68,19 @@ class Options:
     def __post_init__(self) -> None:
         for name, most in (("max_batch", MOST_SLOTS), ("max_seq_len", LONGEST)):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, bounded(name, value, 1, most))
+                object.__setattr__(
+                    self, name, bounded(name, value, 1, most, op="vmem_continuous_batching")
+                )
         if self.kernel != "auto" and self.kernel not in KERNELS:
-            raise invalid(f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}")
-        object.__setattr__(self, "keep_windows", switched("keep_windows", self.keep_windows))
+            raise invalid(
+                f"kernel {self.kernel!r} is none of auto, {', '.join(KERNELS)}",
+                op="vmem_continuous_batching",
+            )
+        object.__setattr__(
+            self,
+            "keep_windows",
+            switched("keep_windows", self.keep_windows, op="vmem_continuous_batching"),
+        )
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
@@ -160,7 +171,10 @@ def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, 
     slots = options.max_batch or min(cb_config.max_requests_per_batch or MAX_SLOTS, MAX_SLOTS)
     longest = options.max_seq_len or getattr(config, "max_position_embeddings", None)
     if longest is None:
-        raise invalid(f"{type(config).__name__} has no max_position_embeddings; give max_seq_len")
+        raise invalid(
+            f"{type(config).__name__} has no max_position_embeddings; give max_seq_len",
+            op="vmem_continuous_batching",
+        )
     return slots, longest
 
 
@@ -226,7 +240,8 @@ def make_requests(
         if cache.context.cuda_device != ordinal:
             raise invalid(
                 f"the model is on {device}; back end {cache.context.info.backend} has memory of "
-                f"CUDA device {cache.context.cuda_device}"
+                f"CUDA device {cache.context.cuda_device}",
+                op="vmem_continuous_batching",
             )
         return NamedRequests(
             cache,

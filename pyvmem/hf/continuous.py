@@ -27,7 +27,7 @@ from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, check_attention
 from pyvmem.kvcache import KVCache
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
@@ -114,7 +114,8 @@ def install(
         if getattr(model, "_cached_continuous_batching_manager", None) is not None:
             raise invalid(
                 "the model has a manager of continuous batching that was kept; call "
-                "destroy_cached_continuous_batching_manager first"
+                "destroy_cached_continuous_batching_manager first",
+                op="vmem_continuous_batching",
             )
     from pyvmem.hf import cb_manager
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from transformers import cache_utils
 
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemNothing"]
 
@@ -39,7 +39,8 @@ class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
             InvalidArgument: always.
         """
         raise invalid(
-            f"layer {self._index} keeps nothing, as the configuration tells, and was passed keys"
+            f"layer {self._index} keeps nothing, as the configuration tells, and was passed keys",
+            op="VMemCache",
         )
 
     def get_max_length(self) -> int:

@@ -12,7 +12,7 @@ from transformers import cache_utils
 from pyvmem.errors import NotSupported
 from pyvmem.hf.ancestry import Ancestry
 from pyvmem.hf.rows import Rows, TakesRows, move_rows, uncompiled
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemLayer"]
 
@@ -75,7 +75,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             self.lazy_initialization(key_states, value_states)
         batch, new = key_states.shape[0], key_states.shape[-2]
         if batch != self.batch_size:
-            raise invalid(f"a batch of {batch} rows; layer {self._index} has {self.batch_size}")
+            raise invalid(
+                f"a batch of {batch} rows; layer {self._index} has {self.batch_size}",
+                op="VMemCache",
+            )
         assert self._k is not None
         assert self._v is not None
         if not (_fits(key_states, self._k) and _fits(value_states, self._v)):
@@ -160,7 +163,8 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """
         if tokens_to_remove > 0:
             raise invalid(
-                f"crop({tokens_to_remove}): give the tokens to remove as a negative number"
+                f"crop({tokens_to_remove}): give the tokens to remove as a negative number",
+                op="VMemCache",
             )
         if self.is_initialized and tokens_to_remove:
             left = max(0, self._length + tokens_to_remove)

@@ -34,7 +34,7 @@ from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
 from pyvmem.kvcache import KVCache
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 from pyvmem.reentry import when_collected
 
 __all__ = ["NamedRequests"]
@@ -138,7 +138,10 @@ class NamedRequests:
         """
         cache, longest = self._cache, self.max_seq_len
         if tokens > longest:
-            raise invalid(f"request {name}: {tokens} tokens; max_seq_len is {longest}")
+            raise invalid(
+                f"request {name}: {tokens} tokens; max_seq_len is {longest}",
+                op="vmem_continuous_batching",
+            )
         known = self._requests.get(name)
         if known is not None:
             return self._map(known, tokens)
@@ -163,7 +166,7 @@ class NamedRequests:
         """A request that has a slot; raises InvalidArgument for one without."""
         known = self._requests.get(name)
         if known is None:
-            raise invalid(f"request {name} has no slot")
+            raise invalid(f"request {name} has no slot", op="vmem_continuous_batching")
         return known
 
     def _map(self, one: _Request, tokens: int) -> bool:
@@ -274,7 +277,10 @@ class NamedRequests:
         """
         parent = self._held(name)
         if child in self._requests:
-            raise invalid(f"request {child} has a slot already; a fork of {name} needs a new name")
+            raise invalid(
+                f"request {child} has a slot already; a fork of {name} needs a new name",
+                op="vmem_continuous_batching",
+            )
         if not self.can_fork:
             return False
         forked = self._cache.fork(parent.request, 1, tokens, self.stream)

@@ -17,7 +17,7 @@ from pyvmem.engine import Request, RequestCache
 from pyvmem.errors import Busy, OutOfMemory, TooManyBatches
 from pyvmem.hf.shapes import twice
 from pyvmem.kvcache import KVCache
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["NextBatch", "close_quietly"]
 
@@ -88,10 +88,12 @@ class NextBatch:
         """See `NamedRequests.attend`."""
         batch = self._batch
         if batch is None:
-            raise invalid("attend without a batch")
+            raise invalid("attend without a batch", op="vmem_continuous_batching")
         count = batch.tokens
         if q.shape[0] < count:
-            raise invalid(f"{q.shape[0]} tokens; the batch has {count}")
+            raise invalid(
+                f"{q.shape[0]} tokens; the batch has {count}", op="vmem_continuous_batching"
+            )
         if layer in self._seen:
             raise twice(layer)
         self._seen.add(layer)

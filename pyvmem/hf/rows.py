@@ -22,7 +22,9 @@ from pyvmem.hf.shapes import Handed, handed_over, stored_shapes
 from pyvmem.kvcache import GroupView, KVCache, LayeredCache, LayerShape, StateShape
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import cache_of
-from pyvmem.kvcache.config import AHEAD_TOKENS, Shape, classes_of, invalid
+from pyvmem.kvcache.config import AHEAD_TOKENS
+from pyvmem.models.shapes import Shape, classes_of
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["GIVEN", "Rows", "Settings", "TakesRows", "move_rows", "uncompiled"]
 
@@ -77,6 +79,7 @@ class TakesRows:
                 if wrong
                 else "no row is left; use reset",
                 limit=self.batch_size,
+                op="VMemCache",
             )
 
     def _take(self, source: Sequence[int]) -> None:
@@ -106,6 +109,7 @@ class TakesRows:
                 raise invalid(
                     f"rows {rows.tolist()!r:.80} of a batch of {self.batch_size}: {error}",
                     limit=self.batch_size,
+                    op="VMemCache",
                 ) from None
             self._take(chosen)
 
@@ -151,7 +155,8 @@ class Rows:
             raise invalid(
                 f"layer {layer}: keys of {want[0]} heads of {want[1]} elements and values of "
                 f"{want[2]}, {want[3]} on {key.device}; this cache has {have[0]} heads of "
-                f"{have[1]} and {have[2]}, {have[3]} on {_name(mine)}"
+                f"{have[1]} and {have[2]}, {have[3]} on {_name(mine)}",
+                op="VMemCache",
             )
         return cache
 
@@ -177,7 +182,8 @@ class Rows:
         if (have, dtype, mine) != (sizes, _dtype_name(new), _ordinal(new)):
             raise invalid(
                 f"layer {layer}: a {name} state of {sizes}, {_dtype_name(new)} on {new.device}; "
-                f"this cache has {have}, {dtype} on {_name(mine)}"
+                f"this cache has {have}, {dtype} on {_name(mine)}",
+                op="VMemCache",
             )
 
     def _opened(self, layer: int, given: Handed | None, first: torch.Tensor) -> KVCache:
@@ -204,7 +210,8 @@ class Rows:
             cache.close()
             raise invalid(
                 f"the keys are on {first.device}, back end {cache.context.info.backend}'s "
-                f"memory is on {_name(cache.context.cuda_device)}"
+                f"memory is on {_name(cache.context.cuda_device)}",
+                op="VMemCache",
             )
         self.cache = cache
         return cache
@@ -281,6 +288,7 @@ class Rows:
                 f"{length} tokens: the window of {window} of layer {layer} begins in rows that "
                 f"are gone, those before {first}; window_tile is how many can be taken back",
                 limit=self._part(layer).config.window_tile,
+                op="VMemCache",
             )
 
     def check_count(self, count: int) -> None:
@@ -288,7 +296,9 @@ class Rows:
         most = self.settings.max_batch
         if count > most:
             raise invalid(
-                f"a batch of {count} rows; this VMemCache has max_batch_size {most}", limit=most
+                f"a batch of {count} rows; this VMemCache has max_batch_size {most}",
+                limit=most,
+                op="VMemCache",
             )
 
     def hold(self, count: int, length: int) -> None:
@@ -307,6 +317,7 @@ class Rows:
             raise invalid(
                 f"{length} tokens; this VMemCache has max_cache_len {settings.max_length}",
                 limit=settings.max_length,
+                op="VMemCache",
             )
         if count <= self.count and length <= self.length:
             return

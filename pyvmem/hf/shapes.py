@@ -15,11 +15,11 @@ from typing import Any
 
 from pyvmem.errors import NotSupported
 from pyvmem.kvcache import EmptyShape, LayerShape, StateShape, layer_shapes
-from pyvmem.kvcache.config import Shape, invalid
+from pyvmem.models.hf_config import plain_rows
+from pyvmem.models.shapes import Shape
+from pyvmem.plumbing.validation import invalid
 
 __all__ = [
-    "ATTENTION",
-    "NO_ATTENTION",
     "Handed",
     "handed_over",
     "plain_rows",
@@ -40,38 +40,10 @@ def handed_over(key: Any, value: Any) -> Handed:
         InvalidArgument: different numbers of heads.
     """
     if key.shape[1] != value.shape[1]:
-        raise invalid(f"keys of {key.shape[1]} heads and values of {value.shape[1]}")
+        raise invalid(
+            f"keys of {key.shape[1]} heads and values of {value.shape[1]}", op="VMemCache"
+        )
     return key.shape[1], key.shape[3], value.shape[3]
-
-
-ATTENTION = {"full_attention", "sliding_attention", "attention"}
-NO_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp")
-"""Kinds of layers without attention: those with a state, and those that keep nothing."""
-
-
-def plain_rows(config: Any, what: str, *others: str) -> None:
-    """Refuses models whose attention is more than causal, with windows, over the layer's own rows.
-
-    Args:
-        config: of the text model.
-        what: the feature that cannot run others, for the message.
-        *others: kinds of layers that it can also run.
-
-    Raises:
-        NotSupported: layers that attend in chunks, that have a state or keep something else, that
-            use other layers' keys, or capped scores; the text names `what`.
-    """
-    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION - set(others)
-    shared = getattr(config, "num_kv_shared_layers", None)
-    said = ""
-    if kinds:
-        said = f"the model has layers of kind {', '.join(sorted(kinds))}"
-    elif shared:
-        said = f"{shared} of its layers use other layers' keys"
-    elif getattr(config, "attn_logit_softcapping", None):
-        said = "its attention scores are capped"
-    if said:
-        raise NotSupported(f"{what}: {said}", op=what)
 
 
 def plain_scores(what: str, given: Mapping[str, Any]) -> None:
@@ -169,7 +141,8 @@ def _stored_rows(
     if (mine.head_dim, mine.v_head_dim) != (wide, values) or mine.num_kv_heads % heads:
         raise invalid(
             f"layer {layer}: keys of {heads} heads of {wide} and values of {values}; the "
-            f"configuration says {mine.num_kv_heads} of {mine.head_dim} and {mine.v_head_dim}"
+            f"configuration says {mine.num_kv_heads} of {mine.head_dim} and {mine.v_head_dim}",
+            op="VMemCache",
         )
     ranks = mine.num_kv_heads // heads
 

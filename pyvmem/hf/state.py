@@ -12,7 +12,7 @@ from transformers import cache_utils
 
 from pyvmem.errors import NotSupported
 from pyvmem.hf.rows import Rows, TakesRows, uncompiled
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["VMemState"]
 
@@ -114,14 +114,16 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         """
         if tokens_to_remove:
             raise invalid(
-                f"crop({tokens_to_remove}): layer {self._index} has a state, which cannot go back"
+                f"crop({tokens_to_remove}): layer {self._index} has a state, which cannot go back",
+                op="VMemCache",
             )
 
     def check_back(self, length: int) -> None:
         """Raises InvalidArgument, for 0 tokens, too: a state cannot go back."""
         raise invalid(
             f"{length} tokens: layer {self._index} has a state, which cannot go back; compute the "
-            "tokens again after reset"
+            "tokens again after reset",
+            op="VMemCache",
         )
 
     def activate_past_recording(self) -> None:

@@ -24,7 +24,6 @@ from pyvmem._native import backend_names
 from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import Busy, NotSupported
-from pyvmem.expect import expect
 from pyvmem.info import Caps, Location
 from pyvmem.kvcache import integrity, manager, waits
 from pyvmem.kvcache.budget import Budget
@@ -56,6 +55,7 @@ from pyvmem.kvcache.manager import (
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
+from pyvmem.plumbing.validation import expect
 from pyvmem.reentry import call_part
 from pyvmem.reservation import Reservation
 from pyvmem.streams import check, work_of

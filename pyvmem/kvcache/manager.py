@@ -31,7 +31,6 @@ from pyvmem.errors import (
     TooManyMappings,
     VMemError,
 )
-from pyvmem.expect import expect
 from pyvmem.features.table import FORK, HOST_PAGES, PEER_PAGES, SWAP
 from pyvmem.flag import Flag
 from pyvmem.info import Location
@@ -46,6 +45,7 @@ from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
+from pyvmem.plumbing.validation import expect
 from pyvmem.reentry import call_part, reentrant_lock
 from pyvmem.streams import Work, device_ordinal
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.cost import Choice, Cost, cost
 from pyvmem.layouts.entries import MEASURED_GROUPS
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
+from pyvmem.plumbing.validation import invalid
 
 __all__ = [
     "CALL_US",
@@ -133,7 +133,7 @@ def advise(
     costs = [cost(shape, choice, requests, memory_bytes, overread_rows) for choice in considered]
     allowed = [one for one in costs if one.choice.group_size <= limits.max_group]
     if not allowed:
-        raise invalid(f"no layout has groups of {limits.max_group} layers or fewer")
+        raise invalid(f"no layout has groups of {limits.max_group} layers or fewer", op="advise")
     budget = _HIDDEN * limits.iteration_ms
     hidden = [one for one in allowed if mapping_ms(one, limits) <= budget]
     if hidden:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.kvcache.config import invalid
 from pyvmem.layouts.adviser import (
     CALL_US,
     PAGE_SIZES,
@@ -34,6 +33,7 @@ from pyvmem.layouts.options import (
 )
 from pyvmem.layouts.shapes import SHAPES, ModelShape
 from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.plumbing.validation import invalid
 from pyvmem.units import counted
 from pyvmem.usage import BadUsage
 
@@ -60,6 +60,7 @@ def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
             f"{int(memory * reserve)} leave nothing of {memory}; use more ranks",
             size=shape.weight_bytes,
             limit=memory,
+            op="vmem layouts",
         )
     return left
 
@@ -173,7 +174,7 @@ def _table(
     memory: int,
     found: Advice,
 ) -> str:
-    from pyvmem.bench.report import number, table
+    from pyvmem.commands.tables import number, table
 
     tokens = sum((one.context + one.longest) / 2 * one.output for one in requests)
     tokens /= sum(one.output for one in requests)

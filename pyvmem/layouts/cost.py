@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
 
-from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.entries import attention_time
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["Choice", "Cost", "Held", "cost", "held_by", "layouts_of", "page_table_bytes"]
 
@@ -52,9 +52,11 @@ class Choice:
 
     def __post_init__(self) -> None:
         if not 1 <= self.run <= _MAX_RUN or self.run & (self.run - 1):
-            raise invalid(f"run is {self.run}; it must be a power of two up to {_MAX_RUN}")
+            raise invalid(
+                f"run is {self.run}; it must be a power of two up to {_MAX_RUN}", op="cost"
+            )
         if self.page_size < 1:
-            raise invalid(f"page_size is {self.page_size}; it must be positive")
+            raise invalid(f"page_size is {self.page_size}; it must be positive", op="cost")
 
     @property
     def step_bytes(self) -> int:
@@ -221,9 +223,9 @@ def cost(
         InvalidArgument: a group size that does not divide the layers, no request, no memory.
     """
     if not requests:
-        raise invalid("a workload must have at least one request")
+        raise invalid("a workload must have at least one request", op="cost")
     if memory_bytes < 1:
-        raise invalid(f"{memory_bytes} bytes of memory are left for keys and values")
+        raise invalid(f"{memory_bytes} bytes of memory are left for keys and values", op="cost")
     longest = max(request.longest for request in requests)
     layouts = layouts_of(shape, choice, longest, overread_rows)
     grows = [layout for layout in layouts if not layout.state]

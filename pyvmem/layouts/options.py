@@ -8,8 +8,8 @@ import math
 from typing import Any
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.kvcache.config import DTYPE_BYTES
 from pyvmem.layouts.shapes import ModelShape, shape_of
+from pyvmem.models.shapes import DTYPE_BYTES
 from pyvmem.paths import existing_file, replaced
 from pyvmem.units import parse_bytes
 from pyvmem.usage import BadUsage

@@ -7,21 +7,13 @@ import json
 from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.kvcache.config import (
-    DTYPE_BYTES,
-    KVCacheConfig,
-    LayerShape,
-    Shape,
-    StateShape,
-    classes_of,
-    dtype_of,
-    invalid,
-    layer_shapes,
-)
+from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.models.hf_config import config_of, dtype_name, layer_shapes, read_values
+from pyvmem.models.shapes import LayerShape, Shape, StateShape, classes_of
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["SHAPES", "ModelShape", "shape_of"]
 
@@ -70,7 +62,9 @@ class ModelShape:
         configs = self.configs(**overrides)
         if len(configs) > 1 or configs[0].window or configs[0].state:
             raise invalid(
-                f"{self.name}: its layers differ, slide or have a state, which is not computed here"
+                f"{self.name}: its layers differ, slide or have a state, "
+                "which is not computed here",
+                op="ModelShape",
             )
         return configs[0]
 
@@ -110,13 +104,16 @@ class ModelShape:
         layers = self.layers or (LayerShape(self.num_kv_heads, self.head_dim),)
         for layer in layers:
             if isinstance(layer, StateShape) and ranks > 1:
-                raise invalid(f"{self.name}: how ranks share a state is not computed here")
+                raise invalid(
+                    f"{self.name}: how ranks share a state is not computed here", op="ModelShape"
+                )
             if not isinstance(layer, LayerShape):
                 continue
             if ranks < 1 or (layer.v_head_dim and layer.num_kv_heads % ranks):
                 raise invalid(
                     f"{layer.num_kv_heads} KV heads cannot be shared evenly by {ranks} ranks",
                     limit=layer.num_kv_heads,
+                    op="ModelShape",
                 )
         if ranks == 1:
             return self
@@ -187,7 +184,9 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        values = read_values(path)
+    except InvalidArgument as error:
+        raise invalid(f"{path}: {error.args[0]}", op="shape_of") from None
     except (OSError, ValueError, TypeError) as error:
         known = ", ".join(SHAPES)
         why = str(error)
@@ -195,18 +194,18 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
             why = f"{path}: {error.strerror}"
         elif isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
             why = f"{path} is not JSON"
-        raise invalid(f"{model!r} is none of {known}, nor a readable config.json: {why}") from None
-    if not isinstance(values, dict):
-        raise invalid(f"{path}: {type(values).__name__}, where a configuration is an object")
+        raise invalid(
+            f"{model!r} is none of {known}, nor a readable config.json: {why}", op="shape_of"
+        ) from None
     try:
-        config = _config(values)
+        config = config_of(values)
         layers = tuple(layer_shapes(config))
         first = next((one for one in layers if isinstance(one, LayerShape)), None)
         if first is None:
-            raise invalid("no layer has keys and values")
-        own = _dtype(config, dtype)
+            raise invalid("no layer has keys and values", op="shape_of")
+        own = dtype_name(config, dtype)
     except InvalidArgument as error:
-        raise invalid(f"{path}: {error.args[0]}") from None
+        raise invalid(f"{path}: {error.args[0]}", op="shape_of") from None
     plain = LayerShape(first.num_kv_heads, first.head_dim)
     return ModelShape(
         path.resolve().parent.name,
@@ -216,81 +215,3 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
         own,
         layers=() if set(layers) == {plain} else layers,
     )
-
-
-def _number(values: dict[str, Any]) -> Any:
-    """An object of a file; the number, where transformers wrote an infinite one as an object."""
-    return float(values["__float__"]) if set(values) == {"__float__"} else values
-
-
-def _dtype(config: Any, given: str) -> str:
-    """The configuration's type, else the given one; InvalidArgument where neither is there."""
-    try:
-        found = str(dtype_of(config)).removeprefix("torch.")
-    except InvalidArgument:
-        if not given:
-            raise invalid("it names no dtype; give the one of keys and values") from None
-        return given
-    if found not in DTYPE_BYTES:
-        raise invalid(f"dtype {found!r} is not one of {', '.join(DTYPE_BYTES)}")
-    return found
-
-
-_TELLING = (
-    "block_types",
-    "cross_attention_layers",
-    "hybrid_override_pattern",
-    "is_encoder_decoder",
-    "kv_sharing_modes",
-    "layers_block_type",
-    "linear_num_value_heads",
-    "mamba_d_state",
-    "multi_query",
-    "num_kv_shared_layers",
-)
-"""What a file says of layers that are not all alike, in words of its model's own."""
-
-
-def _config(values: dict[str, Any]) -> Any:
-    """The configuration of a ``config.json``.
-
-    transformers' own where it knows the model: a file leaves out what is its class's default, and
-    says in the model's own words which layers slide, have a state or share keys. Else the file's
-    values, where all layers are alike or the file has the kind of each.
-    """
-    known, why = _transformers(values)
-    if known is not None:
-        return known
-    text: dict[str, Any] = values.get("text_config", values)
-    slides = text.get("sliding_window") and text.get("use_sliding_window", True)
-    if not text.get("layer_types"):
-        if slides:
-            raise invalid(
-                f"a sliding_window of {text['sliding_window']} without layer_types; which layers "
-                f"have it, transformers does not tell: {why}"
-            )
-        for name in _TELLING:
-            if text.get(name) or values.get(name):
-                raise invalid(f"{name}: which layers that is, transformers does not tell: {why}")
-    given = values.get("dtype") or values.get("torch_dtype")
-    return SimpleNamespace(**{"dtype": text.get("torch_dtype") or given, **text})
-
-
-def _transformers(values: dict[str, Any]) -> tuple[Any, str]:
-    """transformers' configuration of a file's values, or why there is none.
-
-    Raises InvalidArgument where transformers knows the model and refuses the values.
-    """
-    kind = values.get("model_type")
-    try:
-        from transformers import CONFIG_MAPPING, AutoConfig
-    except ImportError as error:
-        return None, str(error)
-    mapping: Any = CONFIG_MAPPING
-    if kind not in mapping:
-        return None, f"it knows no model_type {kind!r}"
-    whole: Any = AutoConfig
-    try:
-        return whole.for_model(**values), ""
-    except Exception as error:  # each class checks in its own way
-        raise invalid(f"transformers refuses it: {error}") from None

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyvmem.kvcache.config import invalid
+from pyvmem.plumbing.validation import invalid
 
 __all__ = ["Arrival", "Request", "generate", "poisson", "read_arrivals", "read_trace"]
 
@@ -74,7 +74,7 @@ def read_arrivals(path: Path | str) -> list[Arrival]:
     try:
         times = [_time(row) for _, row in found]
     except ValueError as error:
-        raise invalid(f"{path}: {error}") from None
+        raise invalid(f"{path}: {error}", op="vmem layouts") from None
     return sorted(
         (
             Arrival(at - min(times), request, tuple(row.get("hash_ids") or ()))
@@ -96,10 +96,10 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
             requests = [(_request(path, number, row), row) for number, row in enumerate(rows, 1)]
     except (OSError, ValueError) as error:  # also what json and float say
         why = error.strerror if isinstance(error, OSError) else error
-        raise invalid(f"{path}: {why}") from None
+        raise invalid(f"{path}: {why}", op="vmem layouts") from None
     found = [one for one in requests if min(one[0]) > 0]
     if not found:
-        raise invalid(f"{path}: no request")
+        raise invalid(f"{path}: no request", op="vmem layouts")
     return found
 
 
@@ -120,7 +120,7 @@ def poisson(requests: Iterable[Request], rate: float, seed: int) -> list[Arrival
         InvalidArgument: the rate is not positive.
     """
     if not rate > 0:
-        raise invalid(f"rate is {rate}; it must be positive")
+        raise invalid(f"rate is {rate}; it must be positive", op="vmem layouts")
     rng = random.Random(seed)
     at, out = 0.0, []
     for request in requests:
@@ -147,7 +147,7 @@ def generate(count: int, seed: int) -> list[Request]:
         InvalidArgument: `count` is not positive.
     """
     if count < 1:
-        raise invalid(f"count is {count}; it must be at least 1")
+        raise invalid(f"count is {count}; it must be at least 1", op="vmem layouts")
     rng = random.Random(seed)
 
     def length(median: float, spread: float, longest: int) -> int:

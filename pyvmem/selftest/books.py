@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from pyvmem import Caps, Context, NotMapped, OpBatch
-from pyvmem.bench.cumem import Cuda, CudaUnavailable
+from pyvmem.commands.cumem import Cuda, CudaUnavailable
 from pyvmem.errors import VMemError
 from pyvmem.info import Inject
 from pyvmem.selftest.check import Failed, NotRun, expect, raises, reserve

@@ -20,8 +20,8 @@ from typing import Any
 
 import pyvmem
 from pyvmem.arguments import add_backend, add_device
-from pyvmem.bench.machine import describe
-from pyvmem.bench.page import write_report
+from pyvmem.commands.machine import describe
+from pyvmem.commands.page import write_report
 from pyvmem.features import about
 from pyvmem.layouts.options import MOST, whole
 from pyvmem.paths import replaced, write_text, written

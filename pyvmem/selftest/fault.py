@@ -13,7 +13,7 @@ import sys
 from typing import NoReturn
 
 from pyvmem import Context
-from pyvmem.bench.cumem import Cuda, CudaCallError, CudaUnavailable
+from pyvmem.commands.cumem import Cuda, CudaCallError, CudaUnavailable
 from pyvmem.selftest.check import reserve
 
 __all__ = ["main"]

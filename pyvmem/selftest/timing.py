@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from pyvmem import Context, OpBatch
-from pyvmem.bench.cumem import Cuda, CudaCallError, CudaUnavailable, CuMem
+from pyvmem.commands.cumem import Cuda, CudaCallError, CudaUnavailable, CuMem
 from pyvmem.selftest.check import reserve
 
 __all__ = ["measure"]

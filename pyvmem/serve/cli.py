@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pyvmem.context import Context
     from pyvmem.info import ContextInfo
     from pyvmem.kvcache import KVCache
-    from pyvmem.kvcache.config import Shape
+    from pyvmem.models.shapes import Shape
     from pyvmem.serve.engine import TokenEvent
     from pyvmem.serve.job import Completion, Job
     from pyvmem.serve.model import LoadedModel
@@ -176,8 +176,8 @@ def _shapes(args: argparse.Namespace) -> tuple[Any, list[Shape], int]:
     """
     from transformers import AutoConfig
 
-    from pyvmem.hf.shapes import NO_ATTENTION, plain_rows
-    from pyvmem.kvcache.config import classes_of, layer_shapes
+    from pyvmem.models.hf_config import NO_ATTENTION, layer_shapes, plain_rows
+    from pyvmem.models.shapes import classes_of
     from pyvmem.serve.model import model_folder
 
     folder = model_folder(args.model, _note)

@@ -21,15 +21,15 @@ from pyvmem.closing import Closable
 from pyvmem.engine import RequestCache
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import absorbed, latent_rank
-from pyvmem.hf.shapes import NO_ATTENTION, plain_rows
 from pyvmem.kvcache import LayeredCache, LayerShape, StateShape, layer_shapes
+from pyvmem.models.hf_config import NO_ATTENTION, plain_rows
 from pyvmem.serve import attention
 from pyvmem.serve.job import Completion, FinishReason, Job, Sequence
 from pyvmem.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache
-    from pyvmem.kvcache.config import Shape
+    from pyvmem.models.shapes import Shape
 
 __all__ = ["Engine", "EngineStats", "StepRecord", "TokenEvent"]
 
@@ -114,8 +114,8 @@ class Engine(Closable):
 
     Raises:
         ValueError: the model's layers or heads are not the cache's. NotSupported: attention that is
-            more than causal with windows (`pyvmem.hf.shapes.plain_rows`), MLA in another form than
-            DeepSeek-V3's, or beside states.
+            more than causal with windows (`pyvmem.models.hf_config.plain_rows`), MLA in another
+            form than DeepSeek-V3's, or beside states.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ from pyvmem.attention import (
 )
 from pyvmem.attention.batch import Batch, Part
 from pyvmem.attention.reads import BLOCK, EXACT, Blocks, Reads
-from pyvmem.bench.capacity import systems
 from pyvmem.kvcache.config import PREFILL_TOKENS
 from pyvmem.layouts.cost import Choice, cost
 from pyvmem.layouts.shapes import shape_of
 from pyvmem.layouts.workload import generate
+from vmem_bench.capacity import systems
 
 pytestmark = pytest.mark.needs_tensors
 

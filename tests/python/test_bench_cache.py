@@ -16,12 +16,13 @@ import pytest
 
 import pyvmem
 from pyvmem.attention import infer
-from pyvmem.bench import deferred, fill, overlap, overlap_modes, paged, prefix_map
-from pyvmem.bench.command import Command
-from pyvmem.bench.footprint import Footprint
-from pyvmem.bench.fragments import Fragments
-from pyvmem.bench.paged_flashinfer import FlashInfer
-from pyvmem.bench.paged_kernels import (
+from pyvmem.cli import main
+from vmem_bench import deferred, fill, overlap, overlap_modes, paged, prefix_map
+from vmem_bench.command import Command
+from vmem_bench.footprint import Footprint
+from vmem_bench.fragments import Fragments
+from vmem_bench.paged_flashinfer import FlashInfer
+from vmem_bench.paged_kernels import (
     CASES,
     SETS,
     TINY_CASES,
@@ -31,7 +32,6 @@ from pyvmem.bench.paged_kernels import (
     Gather,
     of_slots,
 )
-from pyvmem.cli import main
 
 torch = pytest.importorskip("torch")
 
@@ -62,8 +62,8 @@ def aims(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_the_models_size_is_that_of_its_public_configuration() -> None:
-    from pyvmem.bench.decoder import LLAMA_3_8B
     from pyvmem.layouts.shapes import SHAPES
+    from vmem_bench.decoder import LLAMA_3_8B
 
     shape = SHAPES["Llama-3-8B"]
     assert 2 * LLAMA_3_8B.weights == shape.weight_bytes
@@ -74,7 +74,7 @@ def test_the_models_size_is_that_of_its_public_configuration() -> None:
 def test_decoding_agrees_with_one_prefill(backend: str) -> None:
     """Token by token through the cache, or all at once: the last token's logits are the same."""
     from pyvmem.attention import Attention
-    from pyvmem.bench.decoder import TINY, Decoder
+    from vmem_bench.decoder import TINY, Decoder
 
     config = TINY.config(max_batch=2, max_seq_len=256, overread_rows=192)
     with pyvmem.KVCache(config, backend=backend) as cache:

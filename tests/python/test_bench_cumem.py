@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pyvmem.bench import kernels
-from pyvmem.bench.cumem import Cuda, CudaCallError, CudaUnavailable, CuMem
+from pyvmem.commands.cumem import Cuda, CudaCallError, CudaUnavailable, CuMem
 
 PAGE = 2 << 20
 

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 from pyvmem import KVCache
-from pyvmem.bench import devices
 from pyvmem.cli import main
+from vmem_bench import devices
 
 
 def run(out: Path) -> tuple[int, dict[str, Any]]:

@@ -12,8 +12,8 @@ import pytest
 from pyvmem import InvalidArgument
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
-from pyvmem.bench.vllm_engines import Plan
-from pyvmem.bench.vllm_full import filling, interval, measure, there_and_back
+from vmem_bench.vllm_engines import Plan
+from vmem_bench.vllm_full import filling, interval, measure, there_and_back
 
 
 def test_arms_follow_one_another_there_and_back() -> None:

@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 from serve_helpers import one_thread
 
 from pyvmem import cli
-from pyvmem.bench import models
 from pyvmem.kvcache import KVCache
+from vmem_bench import models
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.filterwarnings("default")  # transformers' own

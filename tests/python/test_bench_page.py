@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from pyvmem.bench import page
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Samples
 from pyvmem.cli import main
+from pyvmem.commands import page
 
 API = ["bench", "api", "--backend", "host", "--quick", "--only", "batch"]
 

@@ -14,20 +14,12 @@ from pathlib import Path
 import pytest
 
 from pyvmem.bench import cli
-from pyvmem.bench.paper import command
-from pyvmem.bench.paper.driver import Check, checks, costs, section, workloads
-from pyvmem.bench.paper.pictures import PICTURES, available, digest, draw
-from pyvmem.bench.paper.results import NotMeasured, Results
-from pyvmem.bench.paper.rows import (
-    PAPERS,
-    ROWS,
-    SOURCES,
-    block_tokens,
-    reading,
-    slot_tokens,
-    waste,
-)
 from pyvmem.cli import main
+from vmem_bench.paper import command
+from vmem_bench.paper.driver import Check, checks, costs, section, workloads
+from vmem_bench.paper.pictures import PICTURES, available, digest, draw
+from vmem_bench.paper.results import NotMeasured, Results
+from vmem_bench.paper.rows import PAPERS, ROWS, SOURCES, block_tokens, reading, slot_tokens, waste
 
 ROOT = Path(__file__).parents[2]
 KEPT, PAGE = ROOT / "benchmarks/results", ROOT / "docs/reproduction.md"

@@ -28,18 +28,18 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 from pyvmem.attention import sdpa  # noqa: E402
-from pyvmem.bench.command import WrongResult  # noqa: E402
-from pyvmem.bench.decoder import TINY, YI_34B, Decoder, Shard  # noqa: E402
-from pyvmem.bench.machine import describe  # noqa: E402
 from pyvmem.bench.record import Record  # noqa: E402
-from pyvmem.bench.serving import command as serve_command  # noqa: E402
-from pyvmem.bench.serving import loop, ranks  # noqa: E402
-from pyvmem.bench.serving.forward import Forward, Kernels, Work  # noqa: E402
-from pyvmem.bench.serving.infer import Prompts  # noqa: E402
-from pyvmem.bench.serving.loop import Outcome, serve  # noqa: E402
-from pyvmem.bench.serving.results import AGAIN, VLLM, add_rows  # noqa: E402
-from pyvmem.bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
+from pyvmem.commands.machine import describe  # noqa: E402
 from pyvmem.kvcache import KVCache  # noqa: E402
+from vmem_bench.command import WrongResult  # noqa: E402
+from vmem_bench.decoder import TINY, YI_34B, Decoder, Shard  # noqa: E402
+from vmem_bench.serving import command as serve_command  # noqa: E402
+from vmem_bench.serving import loop, ranks  # noqa: E402
+from vmem_bench.serving.forward import Forward, Kernels, Work  # noqa: E402
+from vmem_bench.serving.infer import Prompts  # noqa: E402
+from vmem_bench.serving.loop import Outcome, serve  # noqa: E402
+from vmem_bench.serving.results import AGAIN, VLLM, add_rows  # noqa: E402
+from vmem_bench.serving.stores import Paged, SharedPaged, Slots, Static, Store  # noqa: E402
 
 CPU = torch.device("cpu")
 LONGEST = 256

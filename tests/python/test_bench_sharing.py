@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pyvmem import KVCache, KVCacheConfig
-from pyvmem.bench import sharing
-from pyvmem.bench.sharing import Family, saved
 from pyvmem.cli import main
 from pyvmem.kvcache.layout import Layout
 from pyvmem.serve import model
+from vmem_bench import sharing
+from vmem_bench.sharing import Family, saved
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
 
@@ -177,7 +177,7 @@ def test_rows_that_come_back_changed_fail_the_run(
 
         monkeypatch.setattr(KVCache, "swap_in", changed)
     else:
-        from pyvmem.bench import swapping
+        from vmem_bench import swapping
 
         monkeypatch.setattr(swapping.Blocks, "back", lambda self: None)
     out = tmp_path / "swap.json"

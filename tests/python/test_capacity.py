@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pyvmem import Context, InvalidArgument, KVCache, cli
-from pyvmem.bench import capacity
-from pyvmem.bench.capacity import System, systems
 from pyvmem.bench.record import Record
-from pyvmem.bench.replay import Lengths, Outcome, Pages, replay
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts import SHAPES, ModelShape, Request, generate, read_trace
 from pyvmem.layouts.cli import budget
+from vmem_bench import capacity
+from vmem_bench.capacity import System, systems
+from vmem_bench.replay import Lengths, Outcome, Pages, replay
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALL = ModelShape("small", 2, 1, 64, "float16")  # a row of 128 bytes, 512 bytes a token

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pyvmem import cli, paths, top
+from pyvmem.bench.cli import OTHERS
 
 # A call of each command that ends by itself and prints something.
 CALLS = {
@@ -395,10 +396,32 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("options", [[], ["--help"], ["--trace", "FILE", "-x"]], ids=str)
+def test_a_benchmark_that_is_not_installed(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vmem_bench.cli", None)
+    assert cli.main(["bench", "serve", *options]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "vmem bench: error: serve is a benchmark of pyvmem-bench, which is not installed: pip "
+        "install 'pyvmem[bench]', or in a clone of the repository pip install ./benchmarks\n",
+    )
+
+
+def test_the_benchmarks_that_may_be_missing_are_those_that_can_be_there() -> None:
+    choices = next(one.choices for one in parser_of("bench")._actions if one.choices)
+    assert dict(choices or {}).keys() == {"api", *OTHERS}
+
+
 def test_the_extras_are_those_of_the_package() -> None:
-    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    """The extra `bench` is a distribution of its own, which has the package in its turn."""
+    root = Path(__file__).parents[2]
+    ours = (root / "pyproject.toml").read_text(encoding="utf-8")
+    theirs = (root / "benchmarks" / "pyproject.toml").read_text(encoding="utf-8")
     for package, extra in cli._EXTRAS.items():
-        (line,) = [one for one in text.splitlines() if one.startswith(f"{extra} = [")]
+        text, name = (theirs, "dependencies") if extra == "bench" else (ours, extra)
+        (line,) = [one for one in text.splitlines() if one.startswith(f"{name} = [")]
         assert f'"{package}>=' in line
 
 

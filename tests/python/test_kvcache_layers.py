@@ -26,7 +26,7 @@ from pyvmem import (
     VMemError,
 )
 from pyvmem.kvcache import Budget, IntegrityError, LayeredCache, LayerShape, StateShape
-from pyvmem.kvcache.config import classes_of
+from pyvmem.models.shapes import classes_of
 
 
 def units(page: int) -> int:

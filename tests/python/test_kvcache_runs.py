@@ -22,8 +22,8 @@ import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig, logs
 from pyvmem.kvcache import Budget, growth
 from pyvmem.kvcache.cache import LayeredCache
-from pyvmem.kvcache.config import LayerShape
 from pyvmem.ledger import Ledger, Participant, device_of
+from pyvmem.models.shapes import LayerShape
 
 PAGE = 64 << 10
 ROWS = 8  # of a page

@@ -11,8 +11,9 @@ import pytest
 from kvcache_helpers import eventually
 
 from pyvmem import Context, InvalidArgument, cli
-from pyvmem.bench import prefixes
-from pyvmem.bench.prefix_replay import (
+from pyvmem.kvcache import LayeredCache, LayerShape
+from vmem_bench import prefixes
+from vmem_bench.prefix_replay import (
     TRACE_BLOCK,
     Blocks,
     Prompt,
@@ -26,7 +27,6 @@ from pyvmem.bench.prefix_replay import (
     read_prompts,
     token_ids,
 )
-from pyvmem.kvcache import LayeredCache, LayerShape
 
 TOKEN = 1024  # bytes
 PROMPTS = conversations(150, seed=2)

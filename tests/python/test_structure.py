@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "pyvmem"
+BENCHMARKS = ROOT.parent / "benchmarks" / "src" / "vmem_bench"
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    top = BENCHMARKS if path.is_relative_to(BENCHMARKS) else ROOT
+    parts = path.relative_to(top.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -45,8 +47,9 @@ def imports(path: Path, known: set[str], *, types: bool) -> set[str]:
 
 
 def graph(*, types: bool) -> dict[str, set[str]]:
-    """For each module of the package those that it imports."""
-    files = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+    """For each module of the package and of the benchmarks those that it imports."""
+    every = [*ROOT.rglob("*.py"), *BENCHMARKS.rglob("*.py")]
+    files = {module_of(path): path for path in sorted(every)}
     known = set(files)
     return {name: imports(path, known, types=types) - {name} for name, path in files.items()}
 
@@ -61,6 +64,38 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert len(order) == len(plain) > 100
 
 
+def imported(path: Path) -> set[str]:
+    """The modules that a file names in imports, wherever these stand."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+    return found
+
+
+def test_the_product_imports_no_benchmarks() -> None:
+    """`pyvmem.bench` is `vmem bench api`; it finds the package of the others by its name."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        own = () if path.is_relative_to(ROOT / "bench") else ("pyvmem.bench",)
+        names = {name for name in imported(path) if name.startswith((*own, "vmem_bench"))}
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(names)]
+    assert not found, "\n".join(found)
+    assert any(name.startswith("pyvmem.bench") for name in imported(BENCHMARKS / "command.py"))
+
+
+def test_the_benchmarks_are_of_the_same_version() -> None:
+    header = (ROOT.parent / "libvmem" / "include" / "vmem.h").read_text(encoding="utf-8")
+    (version,) = re.findall(r'#define VMEM_VERSION "(.*)"', header)
+    theirs = (BENCHMARKS.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{version}"' in theirs
+    assert f'"pyvmem=={version}"' in theirs
+    ours = (ROOT.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nbench = ["pyvmem-bench=={version}"]' in ours
+
+
 def test_the_modules_of_the_cache_from_below() -> None:
     """The order in which they can be read: each needs only what stands before it, types included.
 
@@ -68,7 +103,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
     """
     found = graph(types=True)
     order = (
-        *("config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
+        *("checks", "config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
         *("reclaim", "migration", "growth", "sharing", "prefix_tree", "prefix_cache", "budget"),
         *("group", "integrity", "manager", "waits", "cache", "distributed"),
     )
@@ -169,7 +204,7 @@ def test_the_places_that_the_documentation_names_are_there() -> None:
     text = (ROOT.parent / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:pyvmem|libvmem|kernel_module|scripts|patches)/[\w./-]*)`", text)
     assert len(paths) > 20
-    for path in set(paths) - {"pyvmem/bench/NAME.py"}:
+    for path in set(paths):
         assert (ROOT.parent / path).exists(), path
     named = re.findall(r"`([\w.]+)` (?:in|of) `(pyvmem/[\w/]+\.py)`", text)
     assert len(named) > 5

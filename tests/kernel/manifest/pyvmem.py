@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 from manifest.entry import DELAYS, Test
 
 __all__ = ["TESTS"]
@@ -75,6 +78,12 @@ def _python(name: str, words: str, **options: object) -> Test:
     return Test(**values)  # type: ignore[arg-type]
 
 
+def _commit() -> str:
+    """The commit of this tree, which the guest's copy comes without; "" where it has none."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _pytest(*files: str) -> str:
     paths = " ".join(f"tests/python/test_{name}.py" for name in files)
     return f"python -m pytest -q -rs -m 'not long' -p no:cacheprovider {paths}"
@@ -108,6 +117,7 @@ TESTS = [
         "features",
         "vmem probe && vmem selftest --backend uvm --samples 0 --json /tmp/report.json &&"
         " vmem features --json /tmp/features.json && cat /tmp/features.json",
+        env=(*BACKEND, f"VMEM_COMMIT={_commit()}"),
     ),
     _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0, long=True),
     _python(

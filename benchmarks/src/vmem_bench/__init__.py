@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""The benchmarks of `vmem bench` besides `api`; benchmarks/README.md describes them."""

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: MIT
+"""One way of mapping while a model decodes: its cache, its requests, its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.record import SCALES, Part
+from pyvmem.bench.timing import Samples
+from pyvmem.closing import Closable
+from pyvmem.kvcache import KVCache
+from vmem_bench.command import Command
+
+if TYPE_CHECKING:
+    import torch
+
+    from pyvmem.attention import Batch
+    from vmem_bench.decoder import Decoder
+
+__all__ = ["MODES", "OVERREAD", "SPIKE", "Lengths", "Mode", "must", "spikes"]
+
+MODES = {
+    "mapped": "all memory mapped before",
+    "async": "mapped in the background",
+    "sync": "mapped on the critical path",
+}
+_DRAWN = 500  # iterations of which the times are kept one by one
+SPIKE = 1.2
+OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+
+
+class Lengths:
+    """How many tokens each request has, at every iteration.
+
+    Args:
+        batch: requests; they start spread evenly from `low` to `high`, in whole tokens.
+        low: tokens of a fresh request, before its first iteration.
+        high: tokens at which a request ends.
+    """
+
+    def __init__(self, batch: int, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        distance = (high - low - 1) // max(1, batch - 1)
+        self._starts = [i * distance for i in range(batch)]
+
+    def at(self, iteration: int) -> list[int]:
+        """Tokens of each request, the new one included."""
+        span = self.high - self.low
+        return [self.low + 1 + (start + iteration) % span for start in self._starts]
+
+    def ended(self, iteration: int) -> list[int]:
+        """The requests for which this iteration is the last."""
+        return [i for i, length in enumerate(self.at(iteration)) if length == self.high]
+
+    def replaced(self, iteration: int) -> list[bool]:
+        """For each place, whether its first request has been replaced."""
+        span = self.high - self.low
+        return [start + iteration >= span for start in self._starts]
+
+
+def spikes(times: list[float]) -> int:
+    """The number of times that exceed 1.2 times their median."""
+    median = sorted(times)[len(times) // 2]
+    return sum(one > SPIKE * median for one in times)
+
+
+@dataclass
+class _Times:
+    total: Samples
+    gpu: Samples
+    step: Samples
+    begin: Samples
+
+    @classmethod
+    def empty(cls) -> _Times:
+        return cls(Samples(), Samples(), Samples(), Samples())
+
+    def new_round(self) -> None:
+        for samples in (self.total, self.gpu, self.step, self.begin):
+            samples.new_round()
+
+
+class Mode(Closable):
+    """One of `MODES`, with its cache. A context manager.
+
+    Args:
+        name: of `MODES`.
+        command: names back end, page and kernel.
+        model: the model that decodes.
+        lengths: of the requests.
+        batch: requests.
+
+    Attributes:
+        times: the rounds so far; out: the last iteration's logits.
+    """
+
+    def __init__(
+        self, name: str, command: Command, model: Decoder, lengths: Lengths, batch: int
+    ) -> None:
+        import torch
+
+        from pyvmem.attention import Attention
+
+        self.name, self.model, self.lengths = name, model, lengths
+        self.times = _Times.empty()
+        self.out: torch.Tensor | None = None
+        pages = -(-lengths.high * model.sizes.kv_heads * model.sizes.head_dim * 2 // command.page)
+        config = model.sizes.config(
+            max_batch=batch,
+            max_seq_len=lengths.high,
+            page_size=command.page,
+            memory_limit=batch * pages * command.page * 2 * model.sizes.layers,
+            low_watermark=0.0,
+            overread_rows=OVERREAD,
+            overread_decode=True,  # so that all iterations need the same
+        )
+        self.cache = KVCache(config, backend=command.backend, device=command.args.device)
+        self.attend = Attention(self.cache, command.args.kernel)
+        self.device = self.cache.k(0).device
+        self._cuda: Any = torch.cuda if self.device.type == "cuda" else None
+        if self._cuda is not None:
+            event = self._cuda.Event
+            self._events = (event(enable_timing=True), event(enable_timing=True))
+        self.reqids: list[int] = []
+        self._ahead_tokens = command.args.ahead
+        self._batch: Batch | None = None  # in the same tensors at every iteration
+        self._graph: Any = None
+        self._ids: torch.Tensor | None = None
+        self._ahead_ns = 0
+        self.before = self.cache.stats()
+
+    def prepare(self) -> None:
+        """Starts the requests and writes their rows; in all modes reserving comes first."""
+        first = self.lengths.at(0)
+        self.reqids = [self._take(length) for length in first]
+        everything = [self.lengths.high] * len(first)
+        must(self.cache.step(everything if self.name == "mapped" else self._by_slot(first)))
+        self._write_rows(first)
+        self.before = self.cache.stats()
+
+    def _take(self, length: int) -> int:
+        reqid = self.cache.alloc_reqid(length)
+        if reqid is None:
+            raise RuntimeError("no free slot")
+        return reqid
+
+    def _by_slot(self, lengths: list[int]) -> list[int]:
+        out = [0] * len(lengths)
+        for reqid, length in zip(self.reqids, lengths, strict=True):
+            out[reqid] = length
+        return out
+
+    def _write_rows(self, lengths: list[int]) -> None:
+        """Writes the rows from before the first iteration, with the same numbers in every mode."""
+        import torch
+
+        generator = torch.Generator(device=self.device).manual_seed(2)
+        for layer in range(self.model.sizes.layers):
+            for tensor in (self.cache.k(layer), self.cache.v(layer)):
+                for reqid, length in zip(self.reqids, lengths, strict=True):
+                    tensor[reqid, : length - 1].normal_(generator=generator)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._cuda is not None:
+            self._cuda.synchronize(self.device)
+
+    def iterate(self, iteration: int, ids: torch.Tensor, *, keep: bool) -> None:
+        """Runs one iteration; its times go to the last round unless it is a warm-up."""
+        clock, maps = time.perf_counter_ns, self.name != "mapped"
+        lengths = self.lengths.at(iteration)
+        wanted = self._by_slot(lengths)
+        start = clock()
+        if maps:
+            must(self.cache.step(wanted))
+        stepped = clock()
+        if self._batch is None:
+            self._batch = self.attend.batch(self.reqids, [1] * len(lengths), lengths)
+            _ = self._batch.slots, self._batch.index, self._batch.used, self._batch.starts
+        else:
+            self._batch.advance(self.reqids, lengths)
+        if self._cuda is not None:
+            self._events[0].record()
+        during = partial(self._ahead, iteration) if self.name == "async" else None
+        self._ahead_ns = 0
+        self._forward(ids, during)
+        if self._cuda is not None:
+            self._events[1].record()
+        launched = clock()
+        if maps and self.lengths.ended(iteration):
+            self._replace(iteration)
+        begun = clock()
+        self._synchronize()
+        end = clock()
+        if not keep:
+            return
+        times = self.times
+        times.total.rounds[-1].append(end - start)
+        times.step.rounds[-1].append(stepped - start)
+        times.begin.rounds[-1].append(self._ahead_ns + begun - launched)
+        if self._cuda is not None:
+            elapsed = self._events[0].elapsed_time(self._events[1])
+            times.gpu.rounds[-1].append(elapsed * 1e6)
+
+    def _forward(self, ids: torch.Tensor, during: Callable[[], None] | None) -> None:
+        """Launches a forward pass, and `during` once the GPU is busy with it."""
+        if self._graph is None:
+            self.out = self.model(ids, self.attend, self._current(), during)
+            return
+        assert self._ids is not None
+        self._ids.copy_(ids)
+        self._graph.replay()
+        if during is not None:
+            during()
+
+    def _current(self) -> Batch:
+        assert self._batch is not None
+        return self._batch
+
+    def capture(self) -> str:
+        """Captures the forward pass as a CUDA graph, after an iteration. Returns why not, or ""."""
+        import torch
+
+        if self._cuda is None:
+            return "there is no GPU"
+        if self.attend.choice.decode not in ("fa3", "fa3-paged"):
+            return f"{self.attend.choice.decode} takes lengths from the host"
+        self._ids = torch.zeros(len(self.reqids), dtype=torch.int64, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.out = self.model(self._ids, self.attend, self._current())
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        self._graph = graph
+        return ""
+
+    def _ahead(self, iteration: int) -> None:
+        """Begins to map for the coming iterations; requests that end earlier need no more."""
+        start = time.perf_counter_ns()
+        now = self.lengths.at(iteration)
+        then = [min(length + self._ahead_tokens, self.lengths.high) for length in now]
+        must(self.cache.step_async(self._by_slot(then)))
+        self._ahead_ns = time.perf_counter_ns() - start
+
+    def _replace(self, iteration: int) -> None:
+        """Frees the requests that end, once their last work is launched, and takes new ones."""
+        for request in self.lengths.ended(iteration):
+            self.cache.free_reqid(self.reqids[request])
+            self.reqids[request] = self._take(self.lengths.low + 1)
+        if self.name == "async":
+            must(self.cache.step_async(self._by_slot(self.lengths.at(iteration + 1))))
+
+    def add_rows(self, part: Part) -> None:
+        """Adds the rows known so far."""
+        what, name = MODES[self.name], self.name
+        times = self.times
+        row = part.time(f"time/{name}", f"an iteration, {what}", name, times.total, unit="ms")
+        first = [one / SCALES["ms"] for each in times.total.rounds for one in each][:_DRAWN]
+        row["columns"] = ["iteration", "ms"]
+        row["series"] = [[place, round(one, 3)] for place, one in enumerate(first)]
+        if len(times.gpu):
+            part.time(f"gpu/{name}", f"its forward pass, {what}", name, times.gpu, unit="ms")
+        part.value(
+            f"spikes/{name}",
+            f"iterations above {SPIKE} times the median, {what}",
+            name,
+            spikes(times.total.flat()),
+            "count",
+        )
+        if name == "mapped":
+            return
+        part.time(f"step/{name}", f"of that, step, {what}", name, times.step)
+        if name == "async":
+            part.time(f"begin/{name}", "of that, step_async and new requests", name, times.begin)
+        stats, before = self.cache.stats(), self.before
+        for field, unit in (
+            ("grown_pages", "count"),
+            ("reused_pages", "count"),
+            ("zeroed_pages", "count"),
+            ("critical_driver_ns", "ns"),
+            ("background_driver_ns", "ns"),
+        ):
+            value = getattr(stats, field) - getattr(before, field)
+            words = field.replace("_", " ").removesuffix(" ns")
+            part.value(f"{field}/{name}", f"{words}, {what}", name, value, unit)
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        self._graph = self._batch = self.out = None
+        self.attend.close()
+        self.cache.close()
+
+
+def must(result: int) -> None:
+    """Raises RuntimeError if a step was refused."""
+    if result:
+        raise RuntimeError("step: memory is short")

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench paper`: the page that puts the papers' numbers beside ours.
+
+Made from ``benchmarks/results`` alone, so that no number is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from vmem_bench.paper.driver import section
+from vmem_bench.paper.pictures import available, digest, draw
+from vmem_bench.paper.results import NotMeasured, Results
+from vmem_bench.paper.rows import PAPERS, ROWS, SOURCES, Row
+
+__all__ = ["NOT_MEASURED", "add_parser", "page", "run", "stale"]
+
+NOT_MEASURED = "not run"
+_RESULTS, _PAGE, _FOLDER = Path("benchmarks/results"), Path("docs/reproduction.md"), "reproduction"
+_HEAD = """---
+hide: [toc]  # the tables are wide
+---
+
+<!-- Made by `vmem bench paper --write` from benchmarks/results. Do not edit. -->
+
+# The papers' evaluation, and ours
+
+One row for each table and figure of the three papers: their number, ours, the command that makes
+it, and why the two differ. Theirs are of one or more A100 of 80 GB, ours of the GPU that the row
+names, or arithmetic. "not run" names the result that is not kept yet; what no machine here can
+show says so. Letters in brackets say [where a number of theirs is
+from](#where-the-papers-numbers-are-from). Figures of vAttention have the numbers of arXiv's third
+version; its artifact counts one less from figure 7 on.
+
+AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
+names, FILE for FlashAttention-3's shared object. A ratio of equal arms ("again") shows how much two
+runs of the same thing differ."""
+
+
+def _ours(row: Row, results: Results) -> str:
+    if row.cannot:
+        return f"cannot be shown here: {row.cannot}"
+    assert row.ours is not None, f"{row.number} has neither a number nor a reason"
+    try:
+        text = row.ours(results)
+        return f"{text} ({results[row.file].hardware})" if row.file else text
+    except NotMeasured as error:
+        return f"{NOT_MEASURED}: it takes an H100 or H200; no {error} is kept"
+
+
+def _table(paper: str, results: Results) -> list[str]:
+    lines = [
+        f"## {paper}",
+        "",
+        PAPERS[paper] + ".",
+        "",
+        "| in the paper | what | theirs | ours | command | why they differ |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        if row.paper == paper:
+            command = f"`{row.command}`" if row.command else ""
+            theirs = f"{row.theirs} [{row.source}]"
+            cells = (row.number, row.what, theirs, _ours(row, results), command, row.why)
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def page(results: Results) -> str:
+    """The page's text."""
+    lines = [_HEAD]
+    for paper in PAPERS:
+        lines += ["", *_table(paper, results)]
+    if found := section(results):
+        lines += ["", *found]
+    lines += ["", "## Pictures", "", "In the papers' own form, from our results."]
+    for picture, _ in available(results):
+        lines += ["", f"![{picture.title}]({_FOLDER}/{picture.name}.svg)"]
+    used = dict.fromkeys(row.source for row in ROWS)
+    lines += ["", "## Where the papers' numbers are from", ""]
+    lines += [f"- [{key}] {text}" for key, text in SOURCES.items() if key in used]
+    return "\n".join(lines) + "\n"
+
+
+def stale(results: Results, target: Path) -> list[Path]:
+    """The page and pictures that are out of date."""
+    found = []
+    if not target.exists() or target.read_text(encoding="utf-8") != page(results):
+        found.append(target)
+    folder = target.parent / _FOLDER
+    wanted = {f"{picture.name}.svg": digest(picture, data) for picture, data in available(results)}
+    for name, mark in wanted.items():
+        path = folder / name
+        if not path.exists() or mark not in path.read_text(encoding="utf-8"):
+            found.append(path)
+    return found + [path for path in sorted(folder.glob("*.svg")) if path.name not in wanted]
+
+
+def _write(results: Results, target: Path) -> None:
+    folder = target.parent / _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in stale(results, target):
+        path.unlink(missing_ok=True)
+    for picture, data in available(results):
+        path = folder / f"{picture.name}.svg"
+        if not path.exists():
+            path.write_text(draw(picture, data), encoding="utf-8")
+    target.write_text(page(results), encoding="utf-8")
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``paper`` to the benchmarks."""
+    parser = which.add_parser(
+        "paper",
+        help="the papers' tables and figures beside our kept results",
+        description="Prints the page that docs/reproduction.md is, from benchmarks/results; runs "
+        "no benchmark.",
+    )
+    add = parser.add_argument
+    add("--results", type=Path, default=_RESULTS, metavar="FOLDER", help=f"({_RESULTS})")
+    add("--page", type=Path, default=_PAGE, metavar="FILE", help=f"({_PAGE}); pictures beside it")
+    add("--write", action="store_true", help="write the page and the pictures (needs matplotlib)")
+    add("--check", action="store_true", help="fail where they do not show the results")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, 1 if something is out of date, 2 without results."""
+    if not args.results.is_dir():
+        print(f"vmem bench: {args.results} is no folder of results", file=sys.stderr)
+        return 2
+    results = Results(args.results)
+    if args.write:
+        _write(results, args.page)
+    elif args.check:
+        found = stale(results, args.page)
+        for path in found:
+            print(f"{path} does not show {args.results}: run vmem bench paper --write")
+        return int(bool(found))
+    else:
+        print(page(results), end="")
+    return 0

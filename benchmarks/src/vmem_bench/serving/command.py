@@ -1,0 +1,565 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench serve`: requests served by arms that differ only in the cache.
+
+One process, one model, one kernel library, one loop; each arm has a store of keys and values
+(`vmem_bench.serving.stores`) with the same memory. The arms take turns, in an order that rotates
+every round. The first is the reference that the others are compared with, and may be run once more
+under the name `again`, which shows the spread between equal arms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.record import Part
+from pyvmem.bench.running import put_together
+from pyvmem.bench.timing import quiet
+from pyvmem.errors import VMemError
+from pyvmem.layouts.options import size
+from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
+from pyvmem.paths import existing_file
+from vmem_bench.command import Command, WrongResult, add_common, open_command, run_on_device
+from vmem_bench.serving.results import AGAIN, VLLM, add_aims, add_rows, figures, join
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmem_bench.decoder import Decoder, Sizes
+    from vmem_bench.serving.forward import Forward
+    from vmem_bench.serving.loop import Outcome
+    from vmem_bench.serving.ranks import Group, Run
+    from vmem_bench.serving.stores import Ints, Store
+
+__all__ = ["ARMS", "WORKLOADS", "Arm", "add_parser", "run"]
+
+_BOUND = 0.05  # of the largest logit: bfloat16 has 8 bits, and the model's layers add up
+_TILE = 191  # rows that FlashAttention-3's contiguous call may read past a length
+_BLOCK = 32  # rows of a slot's blocks for its paged call, which then reads exactly
+_CONTENT = 512  # tokens that a content id stands for
+_CHAT = (1800, 744)  # mean tokens of OpenChat's prompts and answers
+_TALKS = 4  # synthetic conversations at a time
+_FEW = 16  # slots for the comparison of logits
+_SPARE = 8 << 30  # bytes for activations, graphs and libraries
+_METHOD = {
+    "time": "host clock; a token is there when the wait for its step returns",
+    "turns": "the arms in turns, the order rotated every round; the median of the rounds",
+    "tokens": "given, not sampled, so that the arms compute the same; the sampled ones are dropped",
+    "host": "in the calls of the cache or block manager, on the thread that plans the steps",
+    "checked": "the logits of all requests in a small workload against the reference arm's",
+    "batch": "requests in a step, weighted by its time",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to keep keys and values.
+
+    Attributes:
+        what: in words.
+        kind: "slots", "paged", "static", or "vllm", which is an engine of its own.
+        prefill, decode: the attention kernel's call, "contiguous" or "paged".
+        page: bytes of a page, for slots; 0: the command's.
+        group: layers in a tensor, for slots; 0: the command's.
+        block: rows of a block, for blocks.
+        backend: for slots; "": the command's.
+        library: of attention; see `Kernels`.
+    """
+
+    what: str
+    kind: str
+    prefill: str = ""
+    decode: str = ""
+    page: int = 0
+    block: int = _BLOCK
+    backend: str = ""
+    group: int = 0
+    library: str = "fa3"
+
+
+ARMS = {
+    "contiguous": Arm("contiguous, the best kernel for each phase", "slots", "contiguous", "paged"),
+    "fa3": Arm("contiguous, one kernel", "slots", "contiguous", "contiguous", block=0),
+    "256K": Arm(
+        "contiguous, pages of 256 KB of 4 layers",
+        "slots",
+        "contiguous",
+        "paged",
+        256 << 10,
+        group=4,
+    ),
+    "2M": Arm("contiguous, pages of 2 MB", "slots", "contiguous", "paged", 2 << 20, backend="cuda"),
+    "paged16": Arm("blocks of 16 tokens", "paged", "paged", "paged", block=16),
+    "paged128": Arm("blocks of 128 tokens", "paged", "paged", "paged", block=128),
+    "static": Arm("memory for the longest request each", "static", "contiguous", "paged"),
+    "fa2": Arm(
+        "contiguous, torch's FlashAttention-2",
+        "slots",
+        *("contiguous",) * 2,
+        block=0,
+        library="fa2",
+    ),
+    "flashinfer": Arm(
+        "contiguous, prompts by FlashInfer", "slots", "contiguous", "paged", library="flashinfer"
+    ),
+    "flashinfer16": Arm(
+        *("blocks of 16 tokens, prompts by FlashInfer", "paged", "paged", "paged"),
+        block=16,
+        library="flashinfer",
+    ),
+    VLLM: Arm("vLLM itself", VLLM),
+}
+WORKLOADS = {
+    "azure": "lengths of Azure's conversations, or of a trace; arrivals at its times",
+    "offline": "a trace's lengths, all there at the start",
+    "online": "a trace's lengths, Poisson arrivals at --rate",
+    "prefixes": "conversations that begin alike (Mooncake's, or made up), and prefixes are shared",
+    "chat": "OpenChat's mean lengths (1.8K and 744 tokens), Poisson arrivals",
+}
+
+
+class _Runner:
+    """One model, and stores for it by arm name."""
+
+    def __init__(
+        self,
+        command: Command,
+        model: Decoder,
+        longest: int,
+        limit: int,
+        device: torch.device,
+        group: Group | None,
+    ) -> None:
+        self.command, self.model, self.device = command, model, device
+        self.group = group
+        self.longest, self.limit = longest, limit
+        self.prefixes = command.args.workload == "prefixes"
+        self._stores: list[Store] = []
+        self.gpu = device.type == "cuda"
+
+    def arm(self, name: str) -> Arm:
+        """An arm by its name; `again` is the first one."""
+        return ARMS[self.command.args.arms[0] if name == AGAIN else name]
+
+    def words(self, name: str) -> str:
+        """A description of an arm."""
+        return self.arm(name).what + (", again" if name == AGAIN else "")
+
+    def _tiles(self, arm: Arm) -> bool:
+        """Whether an arm's contiguous call reads whole tiles, past a request's length."""
+        return self.gpu and arm.library == "fa3"
+
+    def _store(self, arm: Arm, slots: int, limit: int, budget: int) -> Store:
+        from pyvmem.kvcache.layout import Layout
+        from vmem_bench.serving.stores import Paged, SharedPaged, Slots, Static
+
+        args, sizes = self.command.args, self.model.sizes
+        if arm.kind != "slots":
+            kind = Static if arm.kind == "static" else SharedPaged if self.prefixes else Paged
+            shape = (self.longest, slots, limit, arm.block, self.device)
+            return kind(sizes, *shape)
+        on_host = self.command.backend == "host"
+        page = arm.page or args.page or self.command.page
+        if on_host and arm.page:
+            page = 16 * self.command.page  # as many rows as a tiny model's request has
+        config = sizes.config(
+            max_batch=slots,
+            max_seq_len=self.longest,
+            page_size=page,
+            group_size=gcd(arm.group or args.group, sizes.layers),
+            memory_limit=limit,
+            zero_fill=False,  # the other arms do not zero memory between requests either
+            overread_rows=_TILE if self._tiles(arm) else 0,
+            overread_decode=self._tiles(arm) and arm.decode == "contiguous",
+        )
+        # A free slot is kept ready for the first chunk of a prompt.
+        first = Layout(config, page).pages_for_step(0, min(budget, self.longest))
+        config = replace(config, eager_pages=first)
+        backend = self.command.backend if on_host or not arm.backend else arm.backend
+        options = {"backend": backend, "device": args.device}
+        ranks = self.group.size if self.group is not None else 1
+        return Slots(config, sizes, arm.block, self.prefixes, ranks, **options)
+
+    def serve(
+        self,
+        name: str,
+        arrivals: Sequence[Arrival],
+        *,
+        budget: int,
+        slots: int = 0,
+        limit: int = 0,
+        limit_s: float = float("inf"),
+        observer: Any = None,
+    ) -> Outcome:
+        """Serves over a new store, by default with the command's slots and memory."""
+        from vmem_bench.serving.loop import serve
+        from vmem_bench.serving.ranks import Run
+
+        run = Run(name, slots or self.command.args.slots, limit or self.limit, budget)
+        tokens = partial(_tokens, self.model.sizes)
+        if self.arm(name).kind == VLLM:
+            return self._vllm(run, arrivals, tokens)
+        forward: Forward
+        if self.group is None:
+            forward = self.open(run)
+        else:
+            self.group.tell(run)
+            forward = self.group.make(partial(self.open, run))
+        with closing(forward):
+            forward.warm_up()
+            with quiet():
+                return serve(
+                    forward,
+                    arrivals,
+                    tokens,
+                    budget=max(budget, forward.store.slots),
+                    ahead=self.command.args.ahead,
+                    limit_s=limit_s,
+                    observer=observer,
+                )
+
+    def _vllm(self, run: Run, arrivals: Sequence[Arrival], tokens: Any) -> Outcome:
+        from vmem_bench.serving import stock_vllm
+
+        if self.group is not None:
+            raise ValueError("vLLM is compared on one rank")
+        if self.prefixes:
+            raise ValueError("what vLLM finds of prefixes is not seen")
+        return stock_vllm.serve(
+            self.command,
+            self.model.sizes,
+            arrivals,
+            tokens,
+            slots=run.slots,
+            limit=run.limit,
+            budget=run.budget,
+            longest=self.longest,
+        )
+
+    def open(self, run: Run) -> Forward:
+        """A forward pass over a new store; rank 0's tells the other ranks."""
+        from pyvmem.attention.reads import EXACT, Reads
+        from vmem_bench.serving.forward import Forward, Kernels
+        from vmem_bench.serving.ranks import LeadingForward, Told
+
+        arm = self.arm(run.name)
+        reads = Reads(tile=_TILE) if self._tiles(arm) else EXACT
+        store = self._store(arm, run.slots, run.limit, run.budget)
+        self._stores.append(store)
+        kernels = Kernels(arm.prefill, arm.decode, reads, arm.library)
+        graphs = self.gpu and not self.command.args.eager
+        rest = (kernels, max(run.budget, store.slots), graphs)
+        if self.group is None or self.group.rank:
+            return Forward(self.model, store, *rest)
+        return LeadingForward(self.model, Told(store, self.group), *rest)
+
+    def sweep(self) -> None:
+        """Closes the stores; never where one is used, since an error's frames hold its tensors."""
+        import torch
+
+        gc.collect()
+        while self._stores:
+            self._stores[-1].close()
+            self._stores.pop()
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def logits(self, name: str, requests: Sequence[Request]) -> dict[tuple[int, int], Any]:
+        """The logits that followed, by request and number of rows."""
+        found: dict[tuple[int, int], Any] = {}
+
+        def keep(lives: Any, logits: Any) -> None:
+            for live, row in zip(lives, logits.float().cpu(), strict=True):
+                found[live.number, live.rows] = row
+
+        arrivals = [Arrival(0.0, request) for request in requests]
+        room = 2 * self.longest * self.model.sizes.token_bytes  # a slot or two of `static`
+        few = {"slots": min(self.command.args.slots, _FEW), "limit": min(self.limit, room)}
+        self.serve(name, arrivals, budget=self.command.args.check_budget, observer=keep, **few)
+        return found
+
+
+def _tokens(sizes: Sizes, number: int, arrival: Arrival) -> Ints:
+    """A request's tokens, the same in every arm; equal blocks of content are equal tokens."""
+    import numpy as np
+
+    def drawn(seed: tuple[int, ...], count: int) -> Ints:
+        tokens = np.random.default_rng(seed).integers(sizes.vocabulary, size=count)
+        return tokens.astype(np.int32)
+
+    context, output = arrival.request
+    blocks = [drawn((1, one), _CONTENT) for one in arrival.content]
+    prompt = np.concatenate(blocks)[:context] if blocks else drawn((2, number), context)
+    return np.concatenate((prompt, drawn((3, number), context + output - len(prompt))))
+
+
+def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
+    """Compares each arm's logits with the first's; returns the arms that differ by too much."""
+    wrong: list[str] = []
+    requests = [Request(37, 6), Request(300, 4), Request(610, 5), Request(5, 9)]
+    requests = [one for one in requests if one.longest <= runner.longest]
+    wanted = _attempt(runner, part, names[0], partial(runner.logits, names[0], requests))
+    if wanted is None:
+        return wrong
+    for name in names[1:]:
+        if runner.arm(name).kind == VLLM or runner.arm(name) == runner.arm(names[0]):
+            continue
+        found = _attempt(runner, part, name, partial(runner.logits, name, requests))
+        if found is None:
+            continue
+        both = sorted(wanted.keys() & found.keys())
+        answers = sum(one.output for one in requests)
+        worst = max(
+            float((wanted[key] - found[key]).abs().max() / wanted[key].abs().max()) for key in both
+        )
+        part.value(
+            f"difference/{name}",
+            f"{runner.arm(name).what}: largest difference of a logit, over the largest of its row",
+            name,
+            worst,
+            "x",
+            compared=len(both),
+        )
+        if len(both) < answers or not worst <= _BOUND:  # also refuses NaN
+            wrong.append(name)
+            part.not_run(f"makespan/{name}", f"{len(both)} of {answers} rows, {worst:.3g} apart")
+            runner.command.show(f"{name}: {part.missing[-1]['why']}")
+    return wrong
+
+
+def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
+    """What `work` returns, or None if the arm cannot run; the others continue."""
+    why = ""
+    try:
+        return work()
+    except (VMemError, RuntimeError, ValueError, ImportError, AssertionError) as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        part.not_run(f"makespan/{name}", why)
+        runner.command.show(f"{name}: {why}")
+    finally:
+        runner.sweep()
+    return None
+
+
+def _workload(args: argparse.Namespace, longest: int, shrink: int) -> list[Arrival]:
+    """The requests that fit in a slot, with their arrivals; lengths are divided by `shrink`."""
+    if args.workload == "chat":
+        made = generate(args.requests, args.seed)
+        prompts, answers = (
+            mean / statistics.fmean(one[place] for one in made) for place, mean in enumerate(_CHAT)
+        )
+        requests = [Request(int(c * prompts) + 1, int(o * answers) + 1) for c, o in made]
+        arrivals = poisson(requests, args.rate, args.seed)
+    elif args.trace is not None:
+        arrivals = read_arrivals(args.trace)
+    elif args.workload == "prefixes":
+        arrivals = _conversations(args)
+    else:
+        arrivals = poisson(generate(args.requests, args.seed), args.rate, args.seed)
+    if args.workload != "prefixes":
+        arrivals = [
+            Arrival(at, Request(-(-context // shrink), -(-output // shrink)))
+            for at, (context, output), _ in arrivals
+        ]
+    arrivals = [one for one in arrivals if one.request.longest <= longest]
+    arrivals = arrivals[args.skip : args.skip + args.requests]
+    if args.workload == "offline":
+        return [Arrival(0.0, one.request) for one in arrivals]
+    if args.workload == "online":
+        return poisson([one.request for one in arrivals], args.rate, args.seed)
+    first = arrivals[0].at if arrivals else 0.0
+    return [one._replace(at=(one.at - first) / args.speed_up) for one in arrivals]
+
+
+def _conversations(args: argparse.Namespace) -> list[Arrival]:
+    """Synthetic conversations, `_TALKS` at a time, of 4 prompts that grow by 128 tokens each."""
+    arrivals = []
+    for number, one in enumerate(poisson([Request(1, 32)] * args.requests, args.rate, args.seed)):
+        turn, talk = divmod(number % (4 * _TALKS), _TALKS)
+        content = (_TALKS * (number // (4 * _TALKS)) + talk,)
+        request = one.request._replace(context=_CONTENT // 4 * (turn + 1) - 1)
+        arrivals.append(one._replace(request=request, content=content))
+    return arrivals
+
+
+def _measure(command: Command, part: Part, device: torch.device) -> None:
+    import torch
+
+    from vmem_bench.decoder import LLAMA_3_8B, TINY, YI_6B, YI_34B, Decoder, Shard
+    from vmem_bench.serving import ranks
+
+    args = command.args
+    tiny = command.quick or device.type == "cpu"
+    shapes = {one.name: one for one in (LLAMA_3_8B, YI_6B, YI_34B)}
+    sizes = TINY if tiny else shapes[args.model]
+    if tiny:
+        args.slots, args.budget, args.check_budget = min(args.slots, 8), 256, 128
+        args.requests, args.rounds = min(args.requests, 6), 1
+    longest = 1024 if tiny else args.longest
+    limit = args.limit
+    if tiny:
+        limit = (2 if device.type == "cpu" else 64) << 20
+    arrivals = _workload(args, longest, max(32, args.longest // longest) if tiny else 1)
+    if not arrivals:
+        part.not_run("*", f"no request of at most {longest} tokens")
+        return
+    command.show(f"{sizes.name}, {len(arrivals)} requests: {WORKLOADS[args.workload]}")
+    group = ranks.Group(device) if ranks.count() > 1 else None
+    shard = Shard(group.rank, group.size, group.sum) if group is not None else Shard()
+    model = Decoder(sizes, device, longest=longest, shard=shard)
+    if not limit:
+        limit = int(torch.cuda.mem_get_info(device)[0]) - _SPARE
+    command.record.options.update(
+        model=sizes.name, kv_bytes=limit, longest=longest, served=len(arrivals)
+    )
+    command.record.options["ranks"] = shard.ranks
+    runner = _Runner(command, model, longest, limit, device, group)
+    if group is None:
+        _compare(command, part, runner, arrivals)
+        return
+    try:
+        if group.rank:
+            ranks.follow(group, runner.open, runner.sweep)
+        else:
+            _compare(command, part, runner, arrivals)
+            group.tell(None)
+    finally:
+        group.close()
+
+
+def _compare(command: Command, part: Part, runner: _Runner, arrivals: Sequence[Arrival]) -> None:
+    """Compares the arms' logits, then runs the arms in turn."""
+    args = command.args
+    names: list[str] = args.arms
+    wrong: list[str] = []
+    if not args.no_check:
+        wrong = _check(runner, part, names)
+        command.write()
+    kept = (list(part.rows), list(part.missing))
+    runs: dict[str, list[Outcome]] = {name: [] for name in names}
+    broken = {item["id"].rpartition("/")[2] for item in part.missing}
+    slowest = 0.0
+    planned, done = args.rounds * (len(names) - len(broken & set(names))), 0
+    for number in range(args.rounds):
+        if number and not command.deadline.allows(slowest):
+            part.notes.append(f"the deadline came after {number} rounds")
+            break
+        began = command.deadline.used
+        for k in range(len(names)):
+            name = names[(number + k) % len(names)]
+            left = min(args.limit_s, command.deadline.left)
+            if name in broken or left <= 0:
+                continue
+            serve = partial(runner.serve, name, arrivals, budget=args.budget, limit_s=left)
+            outcome = _attempt(runner, part, name, serve)
+            if outcome is None:
+                broken.add(name)
+                kept = (kept[0], list(part.missing))
+                continue
+            runs[name].append(outcome)
+            rate, done = figures(outcome)["tokens"][1], done + 1
+            speed = f"{name}: {outcome.seconds:.1f} s, {rate:,.0f} tokens/s"
+            command.show(f"{speed}; {done} of {planned} runs")
+            part.rows[:], part.missing[:] = kept[0], list(kept[1])
+            for one, outcomes in runs.items():
+                add_rows(part, one, runner.words(one), outcomes)
+            command.write()
+        slowest = max(slowest, command.deadline.used - began)
+    for name, outcomes in runs.items():
+        if not outcomes and name not in broken:
+            part.not_run(f"makespan/{name}", "the deadline came first")
+    add_aims(command.aims, part, {name: runner.words(name) for name in names}, args.limit)
+    if wrong:
+        raise WrongResult(f"{', '.join(wrong)}: the logits differ from those of {names[0]}")
+
+
+def _arms(text: str) -> list[str]:
+    names = text.split(",")
+    known = [*ARMS, AGAIN]
+    if not set(names) <= set(known) or len(set(names)) != len(names) or names[0] == AGAIN:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected some of {','.join(known)}")
+    return names
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that a run's numbers depend on."""
+    names = (
+        "arms workload skip seed rate speed_up limit slots group budget ahead rounds limit_s eager"
+    )
+    found = {name: getattr(args, name) for name in names.split()}
+    if args.page:
+        found["page"] = args.page
+    return {**found, "trace": args.trace.name if args.trace else None}
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``serve`` to the benchmarks."""
+    parser = which.add_parser(
+        "serve",
+        help="requests served end to end, by caches that take turns",
+        description="Serves a workload with random weights in a real model's shape, by arms that "
+        "differ in nothing but the cache: contiguous slots, paged blocks, static slots.",
+    )
+    add_common(parser, 480)
+    add = parser.add_argument
+    add("--arms", type=_arms, default=_arms(f"contiguous,{AGAIN},paged16,paged128,fa3,2M,static"))
+    add("--workload", choices=list(WORKLOADS), default="azure", help="(azure)")
+    add(
+        "--trace",
+        type=existing_file,
+        metavar="FILE",
+        help="Azure's or vAttention's CSV, Mooncake's JSONL",
+    )
+    add("--requests", type=int, default=400, help="of the trace, or made up (400)")
+    add("--skip", type=int, default=0, help="requests of the trace before the first (0)")
+    add("--seed", type=int, default=1, help="of a made-up workload (1)")
+    add("--rate", type=float, default=5.5, help="Poisson arrivals a second (5.5)")
+    add("--speed-up", type=float, default=1.0, help="a trace's times are divided by this (1)")
+    add(
+        "--model",
+        choices=["Llama-3-8B", "Yi-6B", "Yi-34B"],
+        default="Llama-3-8B",
+        help="(Llama-3-8B)",
+    )
+    add("--limit", type=size, default=0, help="bytes for keys and values, as 20G (what is free)")
+    add("--longest", type=int, default=16384, help="tokens of a slot (16384)")
+    add("--slots", type=int, default=256, help="requests at a time, at most (256)")
+    add("--group", type=int, default=1, help="layers in one tensor of a contiguous cache (1)")
+    text = "of a contiguous cache's pages, as 128K (the back end's)"
+    add("--page", type=size, default=0, metavar="SIZE", help=text)
+    add("--budget", type=int, default=2048, help="new tokens in a step, at most (2048)")
+    add("--check-budget", type=int, default=512, help=argparse.SUPPRESS)
+    add("--ahead", type=int, default=4, help="tokens ahead that a cache is told of (4)")
+    add("--rounds", type=int, default=2, help="of all arms (2)")
+    add("--limit-s", type=float, default=240.0, metavar="S", help="of one arm's run (240)")
+    add("--eager", action="store_true", help="no CUDA graphs")
+    merge = {"type": existing_file, "nargs": "+", "metavar": "FILE"}
+    add("--merge", **merge, help="measure nothing: put runs of some arms each together")
+    add("--no-check", action="store_true", help="do not compare the arms' logits first")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. 0, 1 if it failed, 2 if the back end cannot be opened, or bad usage."""
+    if args.merge is not None:
+        return put_together(join, args)
+    if args.workload == "chat" and args.trace is not None:
+        text = f"--workload chat has requests of its own: leave out --trace {args.trace}"
+        print(f"vmem bench: {text}", file=sys.stderr)
+        return 2
+    if rank := int(os.environ.get("RANK", "0")):  # set by torchrun; only rank 0 writes
+        args.out, args.json = None, False
+    args.device = int(os.environ.get("LOCAL_RANK", args.device)) if rank else args.device
+    command = open_command(args, "serve", _METHOD, **_options(args))
+    title = WORKLOADS[args.workload]
+    return run_on_device(command, args.workload, title, _measure, follows=rank > 0)

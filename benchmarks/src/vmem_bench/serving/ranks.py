@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: MIT
+"""A serving loop on several GPUs: tensor parallelism, and a `ParallelKVCache` on each rank.
+
+Rank 0 runs the loop. Before each forward pass it sends the others the calls of its store since the
+last pass, and the requests in this one. They make the same calls on their stores, which must give
+the same answers, and run the pass as well. That is one message per pass, over gloo, and one more
+where the store begins to make memory for the next pass, so that every rank does while this one
+runs. A layer's sums use the model's group.
+
+    python -m torch.distributed.run --nproc-per-node 2 $(which vmem) bench serve --model Yi-34B ...
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pyvmem.errors import VMemError
+from vmem_bench.command import WrongResult
+from vmem_bench.serving.forward import Forward, Launched, Work
+from vmem_bench.serving.stores import Held, Ints, Store
+
+__all__ = ["Group", "LeadingForward", "Told", "count", "follow"]
+
+
+def count() -> int:
+    """The number of ranks, from torchrun's variable; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Run(NamedTuple):
+    """What a rank needs to follow a run: the arguments of `Runner.open`."""
+
+    name: str
+    slots: int
+    limit: int
+    budget: int
+
+
+class Step(NamedTuple):
+    """The store's calls with their answers, and a pass's requests.
+
+    None: the run ended. Empty: no pass yet; the calls begin to make memory for the next one.
+    """
+
+    asked: list[tuple[str, tuple[Any, ...], Any]]
+    works: list[Work] | None
+
+
+class Group:
+    """The ranks, and how one tells the others.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        rank, size: of this process; ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._control: Any = dist.new_group(backend="gloo")
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over the ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def tell(self, message: Any = None) -> Any:
+        """Returns rank 0's message on every rank."""
+        box = [message]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
+
+    def make(self, make: Callable[[], Forward]) -> Forward:
+        """What `make` returns. RuntimeError, on every rank: it failed on one of them."""
+        forward, why = None, ""
+        try:
+            forward = make()
+        except (VMemError, RuntimeError, ValueError, ImportError, AssertionError) as error:
+            why = f"{type(error).__name__}: {error}"
+        all_why = [""] * self.size
+        dist.all_gather_object(all_why, why, group=self._control)
+        if forward is None or any(all_why):
+            raise RuntimeError("; ".join(f"rank {i}: {w}" for i, w in enumerate(all_why) if w))
+        return forward
+
+    def meet(self) -> None:
+        """Returns once every rank has called it."""
+        dist.barrier(group=self._control)
+
+    def close(self) -> None:
+        """Leaves the group; a collective call."""
+        dist.destroy_process_group()
+
+
+class Told(Store):
+    """Rank 0's store: tells the other ranks its calls, so that they can repeat them.
+
+    Args:
+        store: of this rank.
+        group: of the ranks.
+    """
+
+    def __init__(self, store: Store, group: Group) -> None:
+        self.store, self._group = store, group
+        self.slots, self.longest = store.slots, store.longest
+        self.token_bytes, self.contiguous = store.token_bytes, store.contiguous
+        self.layers, self.table = store.layers, store.table
+        self.asked: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        answer = getattr(self.store, name)(*args)
+        self.host_ns = self.store.host_ns
+        self.asked.append((name, copy.deepcopy(args), answer))  # a caller's lists change later
+        return answer
+
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """See `Store`."""
+        found: tuple[int, int] | None = self._ask("take", ids)
+        return found
+
+    def release(self, slot: int, ids: Ints | None = None) -> None:
+        """See `Store`."""
+        self._ask("release", slot, ids)
+
+    def hold(self, slots: list[int], lengths: list[int]) -> bool:
+        """See `Store`."""
+        return bool(self._ask("hold", slots, lengths))
+
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        """See `Store`; the other ranks are told at once, to begin while a pass runs."""
+        if type(self.store).ahead is not Store.ahead:
+            self._ask("ahead", *asked)
+            self.tell([])
+
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """See `Store`."""
+        self._ask("prompt_ends", slot, tokens)
+
+    def settle(self) -> None:
+        """See `Store`; returns when every rank has done it: the clock starts after this."""
+        self._ask("settle")
+        self.tell([])
+        self._group.meet()
+
+    def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """See `Store`; only rank 0 decides which requests join."""
+        return self.store.fits(partial, tokens)
+
+    def ready(self, slot: int, tokens: int) -> bool:
+        """See `Store`; only rank 0 decides which requests wait."""
+        return self.store.ready(slot, tokens)
+
+    def readable(self, slot: int) -> int:
+        """See `Store`."""
+        return self.store.readable(slot)
+
+    def where(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """See `Store`."""
+        return self.store.where(slots, positions)
+
+    def upload(self) -> None:
+        """See `Store`."""
+        self.store.upload()
+
+    def held(self) -> Held:
+        """See `Store`; of this rank."""
+        return self.store.held()
+
+    def driver(self) -> dict[str, float]:
+        """See `Store`; of this rank."""
+        return self.store.driver()
+
+    def tell(self, works: list[Work] | None) -> None:
+        """Tells the other ranks the calls since the last time, and a `Step`'s requests."""
+        asked, self.asked = self.asked, []
+        self._group.tell(Step(asked, works))
+
+    def close(self) -> None:
+        """See `Store`."""
+        super().close()
+        self.store.close()
+
+
+class LeadingForward(Forward):
+    """Rank 0's forward pass, which every other rank runs as well."""
+
+    store: Told
+
+    def launch(self, works: list[Work]) -> Launched:
+        """See `Forward`."""
+        self.store.tell(works)
+        return super().launch(works)
+
+    def close(self) -> None:
+        """See `Forward`; ends the run on every rank."""
+        self.store.tell(None)
+        super().close()
+
+
+def follow(group: Group, make: Callable[[Run], Forward], sweep: Callable[[], None]) -> None:
+    """The other ranks' loop: follows run after run, until rank 0 sends None.
+
+    Args:
+        group: of the ranks.
+        make: makes a forward pass over a new store.
+        sweep: closes the store, once nothing refers to the pass.
+
+    Raises:
+        WrongResult: a store did not answer as rank 0's did.
+    """
+    while (run := group.tell()) is not None:
+        try:
+            forward = group.make(partial(make, run))
+        except RuntimeError:  # rank 0 gets it as well, and goes on to its next run
+            sweep()
+            continue
+        with closing(forward):
+            _follow(group, forward)
+        del forward
+        sweep()
+
+
+def _follow(group: Group, forward: Forward) -> None:
+    # A pass is prepared while the one before it runs, as on rank 0.
+    before: Launched | None = None
+    flying: Launched | None = None
+    while True:
+        asked, works = group.tell()
+        for name, args, answer in asked:
+            mine = getattr(forward.store, name)(*args)
+            if mine != answer:
+                raise WrongResult(
+                    f"rank {group.rank}: {name}{args!r:.80} was {mine}, on rank 0 {answer}"
+                )
+            if name == "settle":
+                group.meet()
+        if works is None:
+            if flying is not None:
+                flying.wait()
+            return
+        if works:
+            if before is not None:
+                before.wait()
+            before, flying = flying, forward.launch(works)

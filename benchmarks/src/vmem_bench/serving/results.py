@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: MIT
+"""Results of the arms of `vmem bench serve`: rows, aims, and merging of runs.
+
+A run of minutes has time for a few arms. Runs of the same workload on the same machine are joined
+by their reference, the first arm, which each of them has. An arm is compared only with the
+reference's rounds of its own runs, so that a slower GPU in one run puts no arm at a disadvantage.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.aims import Aims
+from pyvmem.bench.merge import MergeError, load_together
+from pyvmem.bench.record import Part, Record
+from pyvmem.bench.timing import percentile
+
+if TYPE_CHECKING:
+    from vmem_bench.serving.loop import Outcome
+
+__all__ = ["AGAIN", "VLLM", "add_aims", "add_rows", "figures", "join", "over"]
+
+AGAIN = "again"  # the reference once more
+VLLM = "vllm"  # an engine of its own, whose steps are not seen
+_FORMAT = "vmem-bench-serve/1"
+# Options in which joined runs may differ.
+_FREE = ("arms", "asked", "deadline", "rounds", "limit_s")
+_BINDS = 20 << 30  # up to here, memory is short for Azure's trace and an 8B model
+_NOISE = 0.05  # tolerated difference between equal arms; beyond it a run shows nothing
+_SERIES = 400  # most samples of memory over time that a row keeps
+
+
+def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
+    """What is reported about a run: name, words, value, unit."""
+    seconds = outcome.seconds
+    tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
+    found: dict[str, tuple[str, float, str]] = {
+        "makespan": ("time until the last token", seconds, "s"),
+        "tokens": ("tokens of prompts and answers", tokens / seconds, "1/s"),
+        "answers": ("tokens of answers", outcome.new_tokens / seconds, "1/s"),
+        "requests": ("requests finished", 60 * outcome.finished / seconds, "1/min"),
+    }
+    if outcome.steps:  # vLLM's are not seen
+        found |= _of_steps(outcome)
+    if outcome.short_s:
+        found["full"] = (
+            "requests in a step while others wait for memory or a slot, mean",
+            outcome.short_batch_s / outcome.short_s,
+            "requests",
+        )
+    for name, words, times in (
+        ("first", "time to the first token", outcome.first),
+        ("between", "time between tokens", outcome.between),
+    ):
+        ordered = sorted(times)
+        for percent in (50, 90, 99):
+            if ordered:
+                value = 1e3 * percentile(ordered, percent / 100)
+                found[f"{name}{percent}"] = (f"{words}, p{percent}", value, "ms")
+    for name, count in outcome.driver.items():
+        words = name.replace("_", " ").removesuffix(" ns")
+        timed = name.endswith("_ns")
+        value = count / 1e6 if timed else count
+        found[name.removesuffix("_ns")] = (words, value, "ms" if timed else "count")
+    last = [s for s in outcome.samples if s.running]
+    if last:
+        for key, what in (("mapped", "memory mapped"), ("held", "memory of requests")):
+            mean = statistics.fmean(getattr(s, key) for s in last)
+            found[key] = (f"{what}, mean", mean, "bytes")
+        used = statistics.fmean(s.used for s in last)
+        found["used"] = ("memory of rows, mean", used, "bytes")
+        found["wasted"] = (
+            "memory of requests without rows, mean",
+            found["held"][1] - used,
+            "bytes",
+        )
+    return found
+
+
+def _of_steps(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
+    return {
+        "batch": ("requests in a step, mean", outcome.batch_s / outcome.seconds, "requests"),
+        "largest": ("requests in a step, at most", outcome.largest, "requests"),
+        "preemptions": ("preemptions", outcome.preemptions, "count"),
+        "late": ("requests that waited a step for their memory", outcome.late, "requests"),
+        "shared": ("tokens that were there already", outcome.shared, "count"),
+        "recomputed": ("tokens computed again", outcome.recomputed, "count"),
+        "steps": ("forward passes", outcome.steps, "count"),
+        "host": (
+            "host time in the cache or block manager, a step",
+            outcome.host_ns / 1e3 / outcome.steps,
+            "us",
+        ),
+    }
+
+
+def add_rows(part: Part, name: str, what: str, outcomes: Sequence[Outcome]) -> None:
+    """Adds the rows of an arm, with each round's value; none if it has no round."""
+    if not outcomes:
+        return
+    rounds = [figures(outcome) for outcome in outcomes]
+    for key in rounds[0]:
+        words, _, unit = rounds[0][key]
+        more: dict[str, Any] = {}
+        if key == "makespan":
+            more["cut"] = any(outcome.cut for outcome in outcomes)
+            more["finished"] = [outcome.finished for outcome in outcomes]
+        values = [one[key][1] for one in rounds if key in one]
+        more |= _middle(values)
+        value = more.pop("value")
+        part.value(f"{key}/{name}", f"{what}: {words}", name, value, unit, **more)
+    samples = [list(asdict(one).values()) for one in outcomes[-1].samples]
+    if not samples:
+        return
+    every = -(-len(samples) // _SERIES)
+    part.value(
+        f"memory/{name}",
+        f"{what}: memory over time, of the last round",
+        name,
+        len(samples),
+        "samples",
+        columns=["seconds", "mapped", "held", "used", "running"],
+        series=samples[::every],
+    )
+
+
+def _middle(values: Sequence[float]) -> dict[str, Any]:
+    middle = statistics.median(values)
+    spread = (max(values) - min(values)) / middle if middle else 0.0
+    return {"value": middle, "rounds": list(values), "spread": spread}
+
+
+def over(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """A row's value divided by another's; in joined runs, the median over those that have both."""
+    if "by_run" not in one:
+        return float(one["value"]) / float(other["value"])
+    mine, theirs = dict(one["by_run"]), dict(other["by_run"])
+    return float(statistics.median(mine[r] / theirs[r] for r in mine.keys() & theirs.keys()))
+
+
+def add_aims(aims: Aims, part: Part, names: Mapping[str, str], limit: int) -> None:
+    """Adds the ratio of the reference to each other arm, with the goals set for them.
+
+    Args:
+        aims: of the record that has the part.
+        part: has the arms' rows.
+        names: of the arms, and what they are in words; the reference comes first.
+        limit: bytes for keys and values that were asked for; 0: what is free. The goals for larger
+            batches apply when memory is short and requests waited for it.
+    """
+    first, *others = names
+    binds = 0 < limit <= _BINDS and part.find(f"full/{first}") is not None
+
+    def noise(row: str) -> float:
+        pair = [part.find(f"{row}/{name}") for name in (AGAIN, first)]
+        return min(_NOISE, abs(over(pair[0], pair[1]) - 1)) if pair[0] and pair[1] else 0.0
+
+    def add(name: str, row: str, what: str, op: str = "", aim: float | None = None) -> None:
+        whole = [part.find(f"makespan/{one}") for one in (first, name)]
+        cut = [one["system"] for one in whole if one is not None and one["cut"]]
+        why = f"its time ran out: {', '.join(cut)}" if cut else ""
+        divisor = part.find(f"{row}/{name}")
+        if divisor is not None and not divisor["value"]:
+            why = f"{name} has 0"
+        aims.add(
+            f"{row}_{name}",
+            f"{names[first]}: {what} over {name}",
+            [f"{part.name}/{row}/{first}", f"{part.name}/{row}/{name}"],
+            over,
+            op=op or None,
+            aim=aim,
+            unless=why,
+        )
+
+    for name in others:
+        none: tuple[str, float | None] = ("", None)
+        speed = pause = host = batch = none
+        if name.startswith("paged"):
+            speed, pause = (">=", 1 - noise("tokens")), ("<=", 1 + noise("between99"))
+            host = ("<=", 1.0)
+        elif name == "2M" and binds:
+            speed, batch = (">=", 1.2), (">=", 1.5)
+        add(name, "tokens", "tokens a second", *speed)
+        add(name, "between99", "p99 between tokens", *pause)
+        if name != VLLM:
+            add(name, "host", "host time in the manager", *host)
+        if name == "2M":
+            add(name, "batch", "mean batch")
+            add(name, "full", "mean batch while others wait", *batch)
+
+
+def join(paths: Sequence[Path]) -> Record:
+    """Joins runs, each of some of the arms; machine and method are those of the first.
+
+    A run of an arm that was cut counts only if no other run of that arm came to its end.
+
+    Raises:
+        MergeError: one is not a result of this benchmark, the runs differ in more than their arms
+            and times, or their first arms differ.
+    """
+    loaded = load_together(paths, _FORMAT)
+    first = loaded[0]
+    options = [_fixed(data) for data in loaded]
+    for path_options in options[1:]:
+        if path_options != options[0]:
+            differ = sorted(k for k, v in options[0].items() if path_options.get(k) != v)
+            raise MergeError(f"these runs differ in {', '.join(differ)}")
+    references = {data["options"]["arms"][0] for data in loaded}
+    if len(references) > 1:
+        raise MergeError(f"these runs have no reference in common: {', '.join(sorted(references))}")
+    arms = list(dict.fromkeys(arm for data in loaded for arm in data["options"]["arms"]))
+    record = Record(
+        format=_FORMAT,
+        machine=first["machine"],
+        options={**first["options"], "arms": arms},
+        backends=first["backends"],
+        method={**first["method"], "runs": [data["started"] for data in loaded]},
+        started=first["started"],
+        seconds=sum(float(data["seconds"]) for data in loaded),
+    )
+    workload = str(first["options"]["workload"])
+    parts = [data["parts"][workload] for data in loaded]
+    part = record.part(workload, parts[0]["title"])
+    part.started = parts[0]["started"]
+    part.seconds = sum(float(one["seconds"]) for one in parts)
+    part.notes = [note for one in parts for note in one["notes"]]
+    found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    ended: dict[str, list[int]] = {}
+    for run, one in enumerate(parts):
+        for row in one["rows"]:
+            if row.get("cut") is False:
+                ended.setdefault(row["system"], []).append(run)
+    for run, one in enumerate(parts):
+        for row in one["rows"]:
+            if run in ended.get(row["system"], [run]):
+                found.setdefault(row["id"], []).append((run, row))
+    order = {arm: number for number, arm in enumerate(arms)}
+    for rows in sorted(found.values(), key=lambda rows: order[rows[0][1]["system"]]):
+        part.rows.append(_joined(rows))
+    part.missing = [one for each in parts for one in each["missing"] if one["id"] not in found]
+    part.status = "not run" if not part.rows else "partial" if part.missing else "done"
+    words = {arm: _words(part, arm) for arm in arms}
+    aims = Aims(record, str(first["options"]["backend"]))
+    add_aims(aims, part, words, int(first["options"]["limit"]))
+    record.aims = aims.found
+    return record
+
+
+def _fixed(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data["options"].items() if name not in _FREE}
+
+
+def _words(part: Part, arm: str) -> str:
+    row = part.find(f"makespan/{arm}")
+    return arm if row is None else str(row["what"]).partition(": ")[0]
+
+
+def _joined(rows: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """One row from several runs': all rounds; the worst of comparisons, the last of series."""
+    last = dict(rows[-1][1])
+    if "compared" in last:
+        return max((row for _, row in rows), key=lambda row: float(row["value"]))
+    if "rounds" not in last:
+        return last
+    last |= _middle([value for _, row in rows for value in row["rounds"]])
+    last["by_run"] = [[run, row["value"]] for run, row in rows]
+    if "cut" in last:
+        last["cut"] = any(row["cut"] for _, row in rows)
+        last["finished"] = [count for _, row in rows for count in row["finished"]]
+    return last

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""vLLM itself on an arm's requests: its own model, scheduler, sampler and graphs, and no plug-in.
+
+Shows how fast the arms of `vmem bench serve` are beside an engine that people use. Its weights are
+other random numbers of the same shape and its tokens are sampled, so nothing is compared but times.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vmem_bench.serving.loop import Outcome
+from vmem_bench.vllm_engines import LLAMA, Fleet, Plan
+from vmem_bench.vllm_loads import Load, tiny
+
+if TYPE_CHECKING:
+    from pyvmem.layouts.workload import Arrival
+    from vmem_bench.command import Command
+    from vmem_bench.decoder import Sizes
+    from vmem_bench.serving.stores import Ints
+
+__all__ = ["serve"]
+
+_NAME = "vllm"
+
+
+def serve(
+    command: Command,
+    sizes: Sizes,
+    arrivals: Sequence[Arrival],
+    tokens: Callable[[int, Arrival], Ints],
+    *,
+    slots: int,
+    limit: int,
+    budget: int,
+    longest: int,
+) -> Outcome:
+    """Serves a workload in an engine that is started for it and ends with it.
+
+    Args:
+        command: of the run.
+        sizes: the model's shape.
+        arrivals: the requests, sorted by time.
+        tokens: as in `vmem_bench.serving.loop.serve`; the answers' are sampled instead.
+        slots: requests at a time, at most. limit: bytes for keys and values. budget: new tokens in
+            a step, at most. longest: tokens of the longest request.
+
+    Raises:
+        ImportError: vLLM is not installed. WrongResult: the engine ended. TimeUp: the deadline of
+            the command has passed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("vLLM is not installed")
+    load = Load(
+        [
+            tokens(number, one)[: one.request.context].tolist()
+            for number, one in enumerate(arrivals)
+        ],
+        [one.request.output for one in arrivals],
+        [one.at for one in arrivals],
+    )
+    fleet = Fleet(
+        command,
+        _shape(sizes),
+        max_num_seqs=slots,
+        longest=longest,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=False,  # no two of the requests begin alike
+    )
+    with fleet:
+        # vLLM keeps one block to itself.
+        fleet.start({_NAME: Plan(False, limit + fleet.block_bytes)})
+        fleet.order(_NAME, **Load.of(tiny(4), sizes.vocabulary, 0).order())
+        answer = fleet.order(_NAME, **load.order())
+    times: list[list[float]] = answer["times"]
+    answers: list[list[int]] = answer["answers"]
+    return Outcome(
+        finished=sum(len(one) == count for one, count in zip(answers, load.tokens, strict=True)),
+        seconds=answer["seconds"],
+        first=[one[0] - at for one, at in zip(times, load.at, strict=True)],
+        between=[later - one for each in times for one, later in itertools.pairwise(each)],
+        prompt_tokens=sum(map(len, load.prompts)),
+        new_tokens=sum(map(len, answers)),
+    )
+
+
+def _shape(sizes: Sizes) -> dict[str, object]:
+    return {
+        **LLAMA,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocabulary,
+        "rope_theta": sizes.theta,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,544 @@
+# SPDX-License-Identifier: MIT
+"""Where a serving loop keeps keys and values: slots of a `KVCache`, paged blocks, static slots.
+
+A store is tensors of rows and a manager of their memory. All stores have the same interface, so
+that the loop, the model and the kernels do not know which one they use. The time of every call is
+counted: it is what a cache, or a block manager, costs its engine on the host.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pyvmem import KEEP_ALL, Context
+from pyvmem.attention.reads import Blocks
+from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.kvcache.distributed import ParallelKVCache
+from vmem_bench.decoder import Sizes
+
+__all__ = ["Held", "Paged", "SharedPaged", "Slots", "Static", "Store", "Table"]
+
+_FEW_TENSORS = 16  # each of them takes its own calls to unmap and remap
+_RESERVE = 100  # 1 / _RESERVE of the pages is for requests that run, as in vLLM (watermark 0.01)
+
+Ints = NDArray[np.int32]
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+class Held(NamedTuple):
+    """Bytes of memory that are mapped, and how many of them requests have."""
+
+    mapped: int
+    held: int
+
+
+class Table(NamedTuple):
+    """A paged kernel's view of a store: keys and values by layer, and a request's blocks.
+
+    Attributes:
+        layers: ``[blocks, block, kv_heads, head_dim]``, keys and values.
+        rows: of a block.
+        width: blocks of the longest request.
+        of: returns the blocks of some slots, int32 ``[slots, width]``, given the slots' numbers on
+            the device and the width.
+    """
+
+    layers: Layers
+    rows: int
+    width: int
+    of: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _timed(call: _Call) -> _Call:
+    @wraps(call)
+    def timed(self: Store, *args: Any) -> Any:
+        start = time.perf_counter_ns()
+        try:
+            return call(self, *args)
+        finally:
+            self.host_ns += time.perf_counter_ns() - start
+
+    return timed  # type: ignore[return-value]
+
+
+class Store(ABC):
+    """Tensors of rows and a manager of their memory.
+
+    Attributes:
+        slots: most requests at a time. longest: most tokens of one.
+        token_bytes: bytes of a token's keys and values.
+        layers: keys and values ``[N, places, kv_heads, head_dim]``, which rows are written to.
+        contiguous: whether a request's rows are ``layers[...][slot]``.
+        table: for a paged kernel; None if there is none.
+        host_ns: time spent in this store's calls so far.
+    """
+
+    slots: int
+    longest: int
+    token_bytes: int
+    layers: Layers
+    contiguous: bool
+    table: Table | None
+    host_ns = 0
+
+    @abstractmethod
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """A slot for a request of these tokens, and how many of its rows exist already.
+
+        None: all slots are taken. Rows exist if the store shares prefixes and an earlier request
+        had the same tokens; the last token's row never does.
+        """
+
+    @abstractmethod
+    def release(self, slot: int, ids: Ints | None = None) -> None:
+        """Gives a slot back, after the work that was launched.
+
+        `ids`: of its rows, which a store that shares prefixes keeps; None: nothing is kept.
+        """
+
+    @abstractmethod
+    def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """Whether another request of `tokens` fits once the `partial` ones have grown.
+
+        `partial`: slots, and the tokens that they will have. Shared rows are not relied on.
+        """
+
+    @abstractmethod
+    def hold(self, slots: list[int], lengths: list[int]) -> bool:
+        """Makes memory for so many tokens of each slot; False, changing nothing, if it is short."""
+
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        """Begins to make the memory that the next `hold` of these slots will ask for.
+
+        Args:
+            asked: slots and their lengths; what comes first waits for nothing that comes later.
+        """
+        return  # nothing to begin
+
+    def ready(self, slot: int, tokens: int) -> bool:
+        """Whether a `hold` of so many tokens would need no new memory."""
+        return True
+
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """A slot's whole prompt is launched: memory mapped past it for its kernel can be freed."""
+        return  # there is none
+
+    def readable(self, slot: int) -> int:
+        """Rows of a contiguous slot that a kernel may read."""
+        return self.longest
+
+    def where(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """Tokens' places in `layers`: index 0 and index 1."""
+        return slots, positions
+
+    def upload(self) -> None:
+        """Tells the device which blocks `hold` gave out, before the work that uses them."""
+        return  # no blocks
+
+    @abstractmethod
+    def held(self) -> Held:
+        """The memory as it is now."""
+
+    def driver(self) -> dict[str, float]:
+        """Driver calls since the store was made, and nanoseconds in them."""
+        return {}
+
+    def settle(self) -> None:
+        """Frees what a warm-up left, and restarts the counts."""
+        self.host_ns = 0
+
+    def close(self) -> None:
+        """Drops the tensors."""
+        self.layers, self.table = [], None
+
+
+def _trivial(layers: Layers, rows: int) -> Table:
+    """Contiguous slots as blocks, with the identity table."""
+    keys = layers[0][0]
+    blocks = Blocks.of(keys.shape[1], keys.stride(0), keys.stride(1), rows)
+    steps = torch.arange(blocks.per_slot, dtype=torch.int32, device=keys.device) * blocks.step
+
+    def of(index: torch.Tensor, width: int) -> torch.Tensor:
+        return index[:, None] * blocks.slot + steps[:width]
+
+    views = [(blocks.view(k), blocks.view(v)) for k, v in layers]
+    return Table(views, rows, blocks.per_slot, of)
+
+
+class Slots(Store):
+    """Slots of a `KVCache`.
+
+    Args:
+        config: of the cache; its `overread_rows` are those of `reads`.
+        block: rows of a block for paged kernels; 0: no paged kernel is used.
+        prefixes: share them.
+        ranks: how many have such a cache, a `ParallelKVCache` over torch's process group.
+        options: `backend` and `device`.
+    """
+
+    contiguous = True
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        sizes: Sizes,
+        block: int,
+        prefixes: bool = False,
+        ranks: int = 1,
+        **options: Any,
+    ) -> None:
+        self._ranks = ranks
+        self._context: Context | None = None
+        self.cache: KVCache | ParallelKVCache
+        if ranks > 1:
+            self.cache = ParallelKVCache(config, **options)
+        else:  # memory that was taken stays, as the other stores' does
+            self._context = Context(**options, granule=config.page_size, pool_high=KEEP_ALL)
+            try:
+                self.cache = KVCache(config, self._context)
+            except BaseException:
+                self._context.close()
+                raise
+        self._prefixes = prefixes
+        self.slots, self.longest = config.max_batch, config.max_seq_len
+        self.token_bytes = sizes.token_bytes
+        numbers = range(sizes.layers)
+        self.layers = [(self.cache.k(number), self.cache.v(number)) for number in numbers]
+        self.table = _trivial(self.layers, block) if block else None
+        self._lengths = [0] * self.slots
+        self._taken = 0
+        self._limit = config.memory_limit
+        self._before = self.cache.stats()
+
+    @_timed
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """See `Store`."""
+        found: tuple[int, int] | None
+        if self._prefixes:
+            found = self.cache.alloc_prefix(ids)
+        else:
+            slot = self.cache.alloc_reqid(len(ids))
+            found = None if slot is None else (slot, 0)
+        self._taken += found is not None
+        return found
+
+    @_timed
+    def release(self, slot: int, ids: Ints | None = None) -> None:
+        """See `Store`."""
+        self.cache.free_reqid(slot, tokens=ids if self._prefixes else None)
+        self._taken -= 1
+
+    @_timed
+    def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """See `Store`; by pages.
+
+        Beside requests that run some pages are left to them: those of a request that ends come back
+        only after its last step, and the next one is planned before that is over.
+        """
+        missing = self.cache.missing_pages(None, tokens)
+        missing += sum(self.cache.missing_pages(slot, length) for slot, length in partial)
+        reserve = self._limit // self.cache.layout.page_size // _RESERVE if self._taken else 0
+        return missing + reserve <= self.cache.obtainable_pages()[0]
+
+    def _by_slot(self, slots: list[int], lengths: list[int]) -> list[int]:
+        out = self._lengths.copy()
+        for slot, length in zip(slots, lengths, strict=True):
+            out[slot] = length
+        return out
+
+    @_timed
+    def hold(self, slots: list[int], lengths: list[int]) -> bool:
+        """See `Store`."""
+        return self.cache.step(self._by_slot(slots, lengths)) == 0
+
+    @_timed
+    def ahead(self, *asked: tuple[list[int], list[int]]) -> None:
+        """See `Store`; if memory is short, the next `hold` says so.
+
+        Of several ranks' cache a second `step_async` would wait for the first, and `step` for both.
+        """
+        if self._ranks > 1:
+            slots, lengths = ([one for part in asked for one in part[i]] for i in range(2))
+            asked = ((slots, lengths),)
+        for slots, lengths in asked:
+            self.cache.step_async(self._by_slot(slots, lengths))
+
+    @_timed
+    def ready(self, slot: int, tokens: int) -> bool:
+        """See `Store`."""
+        return self.cache.is_ready(slot, tokens)
+
+    @_timed
+    def prompt_ends(self, slot: int, tokens: int) -> None:
+        """See `Store`; where unmapping would take many calls, the request grows into the pages."""
+        if self.cache.layout.num_tensors <= _FEW_TENSORS:
+            self.cache.truncate(slot, tokens)
+
+    @_timed
+    def readable(self, slot: int) -> int:
+        """See `Store`."""
+        return self.cache.readable_rows([slot])[0]
+
+    def held(self) -> Held:
+        """See `Store`."""
+        stats = self.cache.stats()
+        return Held(stats.mapped_bytes, stats.active_pages * self.cache.layout.page_size)
+
+    def driver(self) -> dict[str, float]:
+        """See `Store`."""
+        stats, before = self.cache.stats(), self._before
+        names = ("driver_calls", "critical_driver_ns", "background_driver_ns", "wait_ns")
+        return {name: getattr(stats, name) - getattr(before, name) for name in names}
+
+    def settle(self) -> None:
+        """See `Store`; takes memory from the driver, as the other stores did when they were made.
+
+        torch caches what a warm-up freed, and releases it only for its own allocations, such as the
+        other stores'.
+        """
+        torch.cuda.empty_cache()
+        self.cache.trim()
+        if self._ranks == 1:  # several ranks took it when they agreed on the amount
+            self.cache.context.warm(self._limit)
+        super().settle()
+        self._before = self.cache.stats()
+
+    def close(self) -> None:
+        """See `Store`."""
+        super().close()
+        self.cache.close()
+        if self._context is not None:
+            self._context.close()
+
+
+class Static(Store):
+    """Slots that each have memory for the longest request, as many as the limit allows."""
+
+    contiguous = True
+
+    def __init__(
+        self, sizes: Sizes, longest: int, slots: int, limit: int, block: int, device: torch.device
+    ) -> None:
+        self.longest, self.token_bytes = longest, sizes.token_bytes
+        self.slots = min(slots, limit // (longest * sizes.token_bytes))
+        if not self.slots:
+            raise ValueError(f"{limit:,} bytes are too few for a request of {longest:,} tokens")
+        self.layers = _allocate(sizes, self.slots, longest, device)
+        self.table = _trivial(self.layers, block) if block else None
+        self._free = list(range(self.slots))
+
+    @_timed
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """See `Store`."""
+        return (self._free.pop(), 0) if self._free else None
+
+    @_timed
+    def release(self, slot: int, ids: Ints | None = None) -> None:
+        """See `Store`."""
+        self._free.append(slot)
+
+    def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """See `Store`."""
+        return bool(self._free)
+
+    def hold(self, slots: list[int], lengths: list[int]) -> bool:
+        """See `Store`."""
+        return True
+
+    def held(self) -> Held:
+        """See `Store`."""
+        each = self.longest * self.token_bytes
+        return Held(self.slots * each, (self.slots - len(self._free)) * each)
+
+
+class Paged(Store):
+    """Blocks of a pool that is allocated up front, a block table, and a stack of free blocks.
+
+    The table lies on the device, where only new entries are copied; a forward pass gathers its
+    requests' rows of it. A freed block is given out again at once, as work on one stream is in
+    order.
+    """
+
+    contiguous = False
+
+    def __init__(
+        self, sizes: Sizes, longest: int, slots: int, limit: int, block: int, device: torch.device
+    ) -> None:
+        self.slots, self.longest, self.block = slots, longest, block
+        self.token_bytes = sizes.token_bytes
+        self.blocks = limit // (block * sizes.token_bytes)
+        self.layers = _allocate(sizes, self.blocks, block, device)
+        width = -(-longest // block)
+        self._host = np.zeros((slots, width), dtype=np.int32)
+        self._count = np.zeros(slots, dtype=np.int64)
+        self._device = torch.zeros((slots, width), dtype=torch.int32, device=device)
+        self._free = list(range(self.blocks))
+        self._rows = list(range(slots))
+        self._new: list[tuple[int, int, int]] = []  # slot, first entry, end
+        self.table = Table(self.layers, block, width, self._gather)
+
+    def _gather(self, index: torch.Tensor, width: int) -> torch.Tensor:
+        return self._device[index, :width]
+
+    @_timed
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """See `Store`."""
+        return (self._rows.pop(), 0) if self._rows else None
+
+    @_timed
+    def release(self, slot: int, ids: Ints | None = None) -> None:
+        """See `Store`."""
+        self._give_back(self._host[slot, : self._count[slot]].tolist(), ids)
+        self._count[slot] = 0
+        self._rows.append(slot)
+
+    def _give_back(self, blocks: list[int], ids: Ints | None) -> None:
+        self._free += blocks
+
+    def _obtainable(self) -> int:
+        return len(self._free)
+
+    def _grab(self, count: int) -> list[int]:
+        """Takes so many of the available blocks."""
+        taken = self._free[-count:]
+        del self._free[-count:]
+        return taken
+
+    @_timed
+    def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
+        """See `Store`; by blocks."""
+        need = -(-tokens // self.block)
+        need += sum(-(-length // self.block) - int(self._count[s]) for s, length in partial)
+        return need <= self._obtainable()
+
+    @_timed
+    def hold(self, slots: list[int], lengths: list[int]) -> bool:
+        """See `Store`."""
+        which = np.array(slots, dtype=np.int64)
+        need = -(-np.array(lengths, dtype=np.int64) // self.block) - self._count[which]
+        growing = np.nonzero(need > 0)[0].tolist()
+        if int(need[growing].sum()) > self._obtainable():
+            return False
+        for i in growing:
+            slot, more = slots[i], int(need[i])
+            have = int(self._count[slot])
+            self._host[slot, have : have + more] = self._grab(more)
+            self._count[slot] = have + more
+            self._new.append((slot, have, have + more))
+        return True
+
+    @_timed
+    def where(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """See `Store`."""
+        return self._host[slots, positions // self.block], positions % self.block
+
+    @_timed
+    def upload(self) -> None:
+        """See `Store`: one copy to the device, one kernel."""
+        if not self._new:
+            return
+        entries = np.concatenate(
+            [
+                (slot * self._host.shape[1] + np.arange(first, end), self._host[slot, first:end])
+                for slot, first, end in self._new
+            ],
+            axis=1,
+        )
+        self._new.clear()
+        found = torch.from_numpy(entries)
+        if self._device.is_cuda:
+            found = found.pin_memory().to(self._device.device, non_blocking=True)
+        self._device.view(-1)[found[0]] = found[1].int()
+
+    def held(self) -> Held:
+        """See `Store`."""
+        each = self.block * self.token_bytes
+        return Held(self.blocks * each, (self.blocks - self._obtainable()) * each)
+
+
+class SharedPaged(Paged):
+    """`Paged`, with full blocks named by their tokens and all tokens before them.
+
+    A block keeps its rows when its last request ends, and goes to the end of a queue; if no block
+    is free, the one at the front is evicted. A request's last blocks are queued first.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._users = [0] * self.blocks
+        self._key: dict[int, int] = {}  # of a block
+        self._known: dict[int, int] = {}  # a key's block
+        self._idle: dict[int, None] = {}  # known, and no request's; the next to be evicted first
+
+    def _keys(self, ids: Ints) -> list[int]:
+        """The keys of the full blocks."""
+        keys, key, data, size = [], 0, ids.tobytes(), self.block * ids.itemsize
+        for at in range(0, len(data) - size + 1, size):
+            key = hash((key, data[at : at + size]))
+            keys.append(key)
+        return keys
+
+    @_timed
+    def take(self, ids: Ints) -> tuple[int, int] | None:
+        """See `Store`."""
+        if not self._rows:
+            return None
+        found = []
+        for key in self._keys(ids[:-1]):
+            block = self._known.get(key)
+            if block is None:
+                break
+            found.append(block)
+            self._idle.pop(block, None)
+            self._users[block] += 1
+        slot = self._rows.pop()
+        if found:
+            self._host[slot, : len(found)] = found
+            self._count[slot] = len(found)
+            self._new.append((slot, 0, len(found)))
+        return slot, len(found) * self.block
+
+    def _give_back(self, blocks: list[int], ids: Ints | None) -> None:
+        for key, block in zip(self._keys(ids) if ids is not None else (), blocks, strict=False):
+            if key not in self._known and block not in self._key:
+                self._known[key], self._key[block] = block, key
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            if block in self._key:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def _obtainable(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def _grab(self, count: int) -> list[int]:
+        while len(self._free) < count:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            del self._known[self._key.pop(block)]
+            self._free.append(block)
+        taken = super()._grab(count)
+        for block in taken:
+            self._users[block] = 1
+        return taken
+
+
+def _allocate(sizes: Sizes, count: int, places: int, device: torch.device) -> Layers:
+    shape = (count, places, sizes.kv_heads, sizes.head_dim)
+
+    def tensor() -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    return [(tensor(), tensor()) for _ in range(sizes.layers)]

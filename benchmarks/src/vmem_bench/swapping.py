@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench swap`: a preempted request is swapped in from host memory, or recomputed.
+
+Follows figure 19 of the PagedAttention paper (SOSP'23): with small blocks, swapping takes many
+small copies, while recomputation costs the same for every block size. In turn, for each length:
+
+- ``pages``: `KVCache.swap_out` and `swap_in`.
+- ``blocks/N``: a pool of blocks of N tokens, each copied by itself between the device and pinned
+  host memory, as PagedAttention does it.
+- ``again``: one prefill of all of its tokens, over rows that are mapped.
+
+Restored rows are compared bit by bit with the original ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.bench.record import Book, Part
+from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
+from pyvmem.kvcache import KVCache
+from pyvmem.layouts.options import count, counts
+from vmem_bench.command import (
+    Command,
+    WrongResult,
+    add_common,
+    add_page,
+    open_command,
+    run_on_device,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmem_bench.decoder import Decoder, Sizes
+
+__all__ = ["Blocks", "add_parser", "run"]
+
+_OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
+_METHOD = {
+    "time": "host clock around the call and synchronize",
+    "turns": "the ways in turns, the order rotated; the first round is left out",
+    "blocks": "one asynchronous copy a block, layer, and of keys and values each; then one wait",
+}
+
+
+class Blocks:
+    """A request's blocks, scattered in a pool of twice as many, and pinned host memory for them.
+
+    Args:
+        sizes: of the model.
+        block, tokens: rows of a block, and of the request.
+        device: of the pool.
+    """
+
+    def __init__(self, sizes: Sizes, block: int, tokens: int, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        count = -(-tokens // block)
+        generator = torch.Generator().manual_seed(block)
+        self.blocks = torch.randperm(2 * count, generator=generator)[:count].tolist()
+        tail = (block, sizes.kv_heads, sizes.head_dim)
+        kind, pinned = torch.bfloat16, device.type == "cuda"
+        tensors = range(2 * sizes.layers)
+        self.pool = [torch.randn((2 * count, *tail), device=device, dtype=kind) for _ in tensors]
+        self._host = [torch.empty((count, *tail), pin_memory=pinned, dtype=kind) for _ in tensors]
+
+    def _wait(self) -> None:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def out(self) -> None:
+        """Copies every block to host memory."""
+        for pool, host in zip(self.pool, self._host, strict=True):
+            for place, block in enumerate(self.blocks):
+                host[place].copy_(pool[block], non_blocking=True)
+        self._wait()
+
+    def back(self) -> None:
+        """Copies every block to where it was."""
+        for pool, host in zip(self.pool, self._host, strict=True):
+            for place, block in enumerate(self.blocks):
+                pool[block].copy_(host[place], non_blocking=True)
+        self._wait()
+
+
+class _Length:
+    """The ways for requests of one length."""
+
+    def __init__(self, command: Command, part: Part, model: Decoder, tokens: int) -> None:
+        self.command, self.part, self.model, self.tokens = command, part, model, tokens
+        self.device = model.embedding.device
+        self.book = Book(part)
+
+    def _samples(self, row: str, words: str, system: str) -> Samples:
+        what = f"{self.tokens:,} tokens, {words}"
+        return self.book.samples(f"{self.tokens}/{row}", what, system, unit="ms")
+
+    def _timed(self, samples: Samples, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter_ns()
+        found = work()
+        samples.new_round().append(time.perf_counter_ns() - start)
+        return found
+
+    def run(self, blocks: list[int], rounds: int, left: Deadline) -> None:
+        """Measures, and adds the rows."""
+        config = self.model.sizes.config(
+            max_batch=1,
+            max_seq_len=self.tokens + _OVERREAD,
+            page_size=self.command.page,
+            overread_rows=_OVERREAD,
+            overread_decode=True,
+        )
+        options = {"backend": self.command.backend, "device": self.command.args.device}
+        with closing(KVCache(config, **options)) as cache:
+            turns = [self._pages(cache)]
+            turns += [self._blocks(block) for block in blocks]
+            turns.append(self._again(cache))
+            with self.attend, quiet():
+                interleave(turns, rounds + 1, left)
+            self.book.close()
+            cache.check_integrity()
+            turns.clear()  # they hold tensors of the cache
+
+    def _turn(
+        self,
+        name: str,
+        words: str,
+        system: str,
+        out: Callable[[], Any],
+        back: Callable[[Any], None],
+        rows: Callable[[], torch.Tensor],
+        lose: Callable[[], Any],
+    ) -> Callable[[], None]:
+        """Times swapping out and in, and checks that the same rows come back.
+
+        Args:
+            name: of the result's rows, followed by "out" or "in".
+            words: where the request's rows are kept.
+            system: what is measured.
+            out: moves the rows out; returns what `back` takes.
+            back: brings the rows back.
+            rows: returns some of them.
+            lose: called between the two, untimed.
+        """
+        there = self._samples(f"{name}/out", f"out of {words}", system)
+        again = self._samples(f"{name}/in", f"back of {words}", system)
+        wanted = rows().clone()
+
+        def turn() -> None:
+            went = self._timed(there, out)
+            lose()
+            self._timed(again, lambda: back(went))
+            if not bool((rows() == wanted).all()):
+                raise WrongResult("the rows that came back differ")
+
+        return turn
+
+    def _pages(self, cache: KVCache) -> Callable[[], None]:
+        self.part.value(
+            f"{self.tokens}/pages/pieces",
+            f"{self.tokens:,} tokens: pages of all tensors",
+            "pages",
+            cache.layout.pages_for(self.tokens) * cache.layout.num_tensors,
+            "count",
+        )
+        if cache.alloc_reqid(self.tokens) is None or cache.step([self.tokens]):
+            raise RuntimeError("memory is short")
+        cache.k(0)[0, : self.tokens].fill_(1.5)
+
+        def back(swapped: Any) -> None:
+            if cache.swap_in(swapped) != 0:
+                raise RuntimeError("memory is short")
+
+        return self._turn(
+            "pages",
+            "the cache",
+            "pages",
+            lambda: cache.swap_out(0),
+            back,
+            lambda: cache.k(0)[0, : self.tokens],
+            lambda: None,
+        )
+
+    def _blocks(self, block: int) -> Callable[[], None]:
+        pool = Blocks(self.model.sizes, block, self.tokens, self.device)
+        self.part.value(
+            f"{self.tokens}/blocks/{block}/pieces",
+            f"{self.tokens:,} tokens: copies of blocks of {block}",
+            "paged",
+            len(pool.blocks) * len(pool.pool),
+            "count",
+        )
+        return self._turn(
+            f"blocks/{block}",
+            f"blocks of {block}",
+            "paged",
+            pool.out,
+            lambda _: pool.back(),
+            lambda: pool.pool[0][pool.blocks],
+            lambda: pool.pool[0].zero_(),
+        )
+
+    def _again(self, cache: KVCache) -> Callable[[], None]:
+        import torch
+
+        from pyvmem.attention import Attention
+
+        samples = self._samples("again", "computed again", "again")
+        attend = Attention(cache, "auto")
+        self.attend: AbstractContextManager[Any] = closing(attend)
+        self.part.notes.append(f"{self.tokens:,} tokens: {attend.choice}")
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(self.model.sizes.vocabulary, (self.tokens,), generator=generator)
+        ids = ids.to(self.device)
+        kept = [cache.k(0)[0, : self.tokens].clone()]
+
+        def work() -> None:
+            batch = attend.batch([0], [self.tokens], [self.tokens])
+            self.model(ids, attend, batch)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        def turn() -> None:
+            self._timed(samples, work)
+            cache.k(0)[0, : self.tokens].copy_(kept[0])  # used to check swapping
+
+        return turn
+
+
+def _measure(command: Command, part: Part, device: torch.device) -> None:
+    from vmem_bench.decoder import LLAMA_3_8B, TINY, Decoder
+
+    args = command.args
+    tiny = command.quick or device.type == "cpu"
+    sizes = TINY if tiny else LLAMA_3_8B
+    lengths = [min(tokens, 200) for tokens in args.tokens[:1]] if tiny else args.tokens
+    rounds = min(args.rounds, 2) if tiny else args.rounds
+    command.record.options.update(model=sizes.name, tokens=lengths, blocks=args.blocks)
+    model = Decoder(sizes, device)
+    for number, tokens in enumerate(lengths):
+        left = Deadline(command.deadline.left / (len(lengths) - number))
+        if left.seconds <= 0:
+            part.not_run(str(tokens), "the deadline came first")
+            continue
+        command.show(f"{sizes.name}, {tokens:,} tokens")
+        _Length(command, part, model, tokens).run(args.blocks, rounds, left)
+        command.write()
+    _add_aims(command, lengths, args.blocks)
+
+
+def _add_aims(command: Command, lengths: list[int], blocks: list[int]) -> None:
+    """Adds swapping's time, out and in, over recomputation: above 1, recomputation is faster."""
+
+    def over(out: Any, back: Any, again: Any) -> float:
+        return float(out["median"] + back["median"]) / float(again["median"])
+
+    for tokens in lengths:
+        again = f"swap/{tokens}/again"
+        for way in ("pages", *(f"blocks/{block}" for block in blocks)):
+            command.aims.add(
+                f"{tokens}_{way.replace('/', '_')}",
+                f"{tokens:,} tokens, {way.replace('/', ' of ')}: out and back over computing again",
+                [f"swap/{tokens}/{way}/out", f"swap/{tokens}/{way}/in", again],
+                over,
+            )
+
+
+def add_parser(which: Any) -> None:
+    """Adds ``swap`` to the benchmarks."""
+    parser = which.add_parser(
+        "swap",
+        help="a preempted request: out to host memory and back, or computed again",
+        description="Swaps requests of Llama-3-8B's shape by the cache's pages and by blocks, and "
+        "computes them again. Full size needs a GPU of 30 GB.",
+    )
+    add_common(parser, 90)
+    add_page(parser)
+    add = parser.add_argument
+    add("--tokens", type=counts, default=[512, 2048, 8192], help="of a request (512,2048,8192)")
+    add(
+        "--blocks",
+        type=counts,
+        default=[8, 16, 32, 64, 256],
+        help="tokens of a block (8,16,32,64,256)",
+    )
+    add("--rounds", type=count, default=10, help="of each way (10)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns 0, 1 if it failed, 2 if the back end cannot be opened."""
+    command = open_command(args, "swap", _METHOD)
+    return run_on_device(command, "swap", "out and back, or again", _measure)

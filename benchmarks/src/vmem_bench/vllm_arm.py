@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: MIT
+"""One engine of `vmem bench vllm`, a process of its own: ``python -m vmem_bench.vllm_arm``.
+
+Reads orders from standard input, a line of JSON each, and answers each with a line on the
+descriptor that ``--answers`` names; what vLLM prints goes to standard output and error.
+
+    {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
+                            -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
+                                "times": [[s, ...], ...], "waited": s, of it for the GPU}
+    {"script": {...}}, requests that come and are aborted at random; see `_script`
+                            -> {"seconds": s, "answers": {name: [id, ...]}, "aborted": n, ...}
+    {"forget": true}, all prefixes
+                            -> {"forgot": true}
+    {"sleep": level}, {"wake": true}
+                            -> {"seconds": s}
+    {"state": true}         -> {"torch": bytes, "live": bytes, "ranks": [{...}, ...],
+                                "maps": ["of which pages are mapped, a rank", ...]}
+
+Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ENGINE", "main"]
+
+# vLLM's options besides the model; the command adds those that depend on the machine's size.
+ENGINE = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "disable_log_stats": True,
+    "enable_prefix_caching": True,
+}
+
+
+def _engine(options: dict[str, Any]) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from pyvmem.vllm import plugin
+
+    plugin.register()  # without an installed entry point; again: nothing
+    return LLM(**{**ENGINE, **options})
+
+
+def _greedy(count: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=count,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+class _Waits:
+    """Seconds that this process's threads have waited for events of the GPU since `install`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def install(self) -> None:
+        """Times torch.cuda.Event.synchronize, by which vLLM waits for a step's tokens."""
+        import torch
+
+        event: Any = torch.cuda.Event
+        wait = event.synchronize
+
+        def synchronize(one: Any) -> None:
+            began = time.monotonic()
+            wait(one)
+            self.seconds += time.monotonic() - began
+
+        event.synchronize = synchronize
+
+
+waits = _Waits()
+
+
+def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Adds requests when they are due, at most `most` at a time, and steps until all are done."""
+    engine, prompts = llm.llm_engine, order["load"]
+    sampling = [_greedy(count) for count in order["tokens"]]
+    at = order.get("at") or [0.0] * len(prompts)
+    most = order.get("most") or len(prompts)
+    due = deque(sorted(range(len(prompts)), key=at.__getitem__))
+    answers: list[list[int]] = [[] for _ in prompts]
+    times: list[list[float]] = [[] for _ in prompts]
+    added = [0.0] * len(prompts)
+    began = order.get("begin") or time.monotonic()
+    running, waited = 0, waits.seconds
+    while due or running:
+        now = time.monotonic() - began
+        while due and at[due[0]] <= now and running < most:
+            one = due.popleft()
+            engine.add_request(str(one), {"prompt_token_ids": prompts[one]}, sampling[one])
+            added[one] = round(now, 6)
+            running += 1
+        if not running:
+            time.sleep(max(0.0, at[due[0]] - now))
+            continue
+        outputs = engine.step()
+        now = round(time.monotonic() - began, 6)
+        for found in outputs:
+            number, new = int(found.request_id), found.outputs[0].token_ids
+            if new:
+                answers[number] += new
+                times[number].append(now)
+            running -= found.finished
+    seconds = time.monotonic() - began
+    return {
+        "seconds": seconds,
+        "answers": answers,
+        "added": added,
+        "times": times,
+        "waited": waits.seconds - waited,
+    }
+
+
+def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Requests that arrive and are aborted at random, between prefix resets and trims.
+
+    vLLM resets nothing while requests run, so now and then none are added until all have ended.
+
+    `order`: seed, requests, vocabulary, longest (tokens of a prompt), output (tokens of an answer),
+    most (at a time), reset (its probability after a step). Every request, and whether it is aborted
+    and after how many tokens, is drawn before the first step, so that the other answers can be
+    compared regardless of an engine's pace.
+    """
+    draw = random.Random(order["seed"])
+    begin = [draw.randrange(3, order["vocabulary"]) for _ in range(order["longest"] // 2)]
+    requests = []
+    for _ in range(order["requests"]):
+        length, common = draw.randrange(1, order["longest"] // 2), draw.choice([0, len(begin)])
+        ids = begin[:common] + [draw.randrange(3, order["vocabulary"]) for _ in range(length)]
+        count = draw.randrange(1, order["output"])
+        requests.append((ids, count, draw.randrange(count) if draw.random() < 0.3 else None))
+    engine, elastic = llm.llm_engine, _elastic(llm)
+    left, live = list(range(len(requests))), set[int]()
+    answers: dict[int, list[int]] = {n: [] for n in left}
+    done: list[int] = []
+    aborted = resets = trims = steps = 0
+    draining = False
+    began = time.monotonic()
+    while left or live:
+        for _ in range(draw.randrange(4)):
+            if not draining and left and len(live) < order["most"]:
+                number = left.pop()
+                ids, count, _ = requests[number]
+                engine.add_request(str(number), {"prompt_token_ids": ids}, _greedy(count))
+                live.add(number)
+        for found in engine.step() if live else ():
+            number = int(found.request_id)
+            if number in live:
+                answers[number] += found.outputs[0].token_ids
+                if found.finished:
+                    live.discard(number)
+                    done.append(number)
+        steps += 1
+        late = [n for n in live if (end := requests[n][2]) is not None and len(answers[n]) >= end]
+        if late:
+            engine.abort_request([str(n) for n in late])
+            live.difference_update(late)
+            aborted += len(late)
+        draining = draining or draw.random() < order["reset"]
+        if draining and not live:
+            resets += bool(llm.reset_prefix_cache())
+            draining = False
+        if elastic is not None and draw.random() < 0.05:
+            with elastic.lock:
+                elastic._shrink(draw.choice([1 << 20, 64 << 20, 1 << 40]))
+            trims += 1
+    return {
+        "seconds": time.monotonic() - began,
+        "answers": {str(n): answers[n] for n in done},
+        "aborted": aborted,
+        "resets": resets,
+        "trims": trims,
+        "steps": steps,
+    }
+
+
+def _elastic(llm: Any) -> Any:
+    """The `ElasticEngine`, None in a stock engine."""
+    return getattr(llm.llm_engine.engine_core.engine_core.scheduler, "elastic", None)
+
+
+def _state(llm: Any) -> dict[str, Any]:
+    """Bytes that torch has reserved here; for an elastic engine also live bytes and ranks."""
+    import torch
+
+    reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    state: dict[str, Any] = {"torch": reserved}
+    elastic = _elastic(llm)
+    if elastic is not None:
+        with elastic.lock:
+            state["live"] = elastic.live_bytes()
+            state["mapped"] = elastic.backing.mapped_bytes
+            state["wrong"] = elastic.backing.check()
+        state["ranks"] = elastic.ranks.stats()
+        state["maps"] = [rank.fingerprint() for rank in elastic.ranks.ranks]
+        memory = getattr(elastic.ranks.ranks[0], "memory", None)  # none: ranks in other processes
+        state["slab_size"] = memory.context.info.slab_size if memory is not None else 0
+    return state
+
+
+def _timed(call: Any) -> dict[str, Any]:
+    began = time.monotonic()
+    call()
+    return {"seconds": time.monotonic() - began}
+
+
+def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    if "load" in order:
+        return _load(llm, order)
+    if "script" in order:
+        return _script(llm, order["script"])
+    if "sleep" in order:
+        return _timed(lambda: llm.sleep(level=order["sleep"]))
+    if "wake" in order:
+        return _timed(llm.wake_up)
+    if "state" in order:
+        return _state(llm)
+    llm.reset_prefix_cache()
+    return {"forgot": True}
+
+
+def main() -> int:
+    """Answers orders until standard input ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--options", type=Path, required=True)
+    parser.add_argument("--answers", type=int, required=True)
+    args = parser.parse_args()
+    with os.fdopen(args.answers, "w", encoding="utf-8") as out:
+
+        def say(answer: dict[str, Any]) -> None:
+            print(json.dumps(answer), file=out, flush=True)
+
+        waits.install()
+        llm = _engine(json.loads(args.options.read_text(encoding="utf-8")))
+        scheduler = llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
+        say({"ready": True, "scheduler": str(scheduler)})
+        for line in sys.stdin:
+            say(_answer(llm, json.loads(line)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

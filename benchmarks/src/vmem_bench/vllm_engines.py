@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: MIT
+"""Engines of `vmem bench vllm`: their shapes, vLLM's options, and processes started together."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench.timing import Deadline
+from pyvmem.ledger import EngineInfo, Ledger, devices
+from vmem_bench.command import Command, WrongResult
+
+__all__ = ["LLAMA", "LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]
+
+LONGEST = 4096
+"""Tokens of the longest request, unless a fleet allows longer ones."""
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+"""What the configurations of all models of this architecture begin with."""
+
+_LLAMA_3: dict[str, Any] = {
+    **LLAMA,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        **_LLAMA_3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "Llama-3-70B": {
+        **_LLAMA_3,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "Qwen3-4B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+    },
+    "tiny": {
+        **LLAMA,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "initializer_range": 0.3,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+class TimeUp(RuntimeError):
+    """The command's deadline has passed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine to start.
+
+    Attributes:
+        elastic: on the elastic pool; otherwise stock.
+        kv_memory: bytes of its KV cache; for an elastic engine, of its addresses.
+        options: for vLLM, in addition to those of `Fleet`.
+        env: environment variables of its process.
+    """
+
+    elastic: bool
+    kv_memory: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """A running engine. Orders are given by `send`, `order` waits for the answer as well."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], answers: Any, log: Path) -> None:
+        self.name, self.process, self.log = name, process, log
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+
+    def _listen(self, answers: Any) -> None:
+        with answers:
+            for line in answers:
+                self._said.put(line)
+        self._said.put("")
+
+    def send(self, **what: Any) -> None:
+        """Sends an order."""
+        assert self.process.stdin is not None
+        try:
+            print(json.dumps(what), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """The next answer; None if none came within so many seconds."""
+        try:
+            line = self._said.get(timeout=max(seconds, 1e-3))
+        except queue.Empty:
+            return None
+        if not line:
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _ended(self) -> WrongResult:
+        with suppress(subprocess.TimeoutExpired):  # its traceback comes after the pipe's end
+            self.process.wait(10)
+        end = self.log.read_text(errors="replace").strip().splitlines()[-20:]
+        return WrongResult(f"the engine {self.name} has ended: " + " | ".join(end))
+
+    def wait(self, deadline: Deadline) -> dict[str, Any]:
+        """The next answer. TimeUp: none came before the deadline."""
+        answer = self.receive(deadline.left)
+        if answer is None:
+            raise TimeUp(f"the deadline of {deadline.seconds:.0f} s came while {self.name} worked")
+        return answer
+
+
+class Fleet:
+    """Engines of one shape, alive at once on one device, until the end of the ``with`` block.
+
+    All of them have the same random weights. They share a ledger of their own, in a folder that is
+    removed with them.
+
+    Args:
+        command: of the run.
+        shape: the model's, as in `SHAPES`.
+        ranks: of an engine, on a GPU each.
+        block_size: tokens of a vLLM block; 32 on the CPU, which takes only multiples of 32.
+        max_num_seqs: most requests that an engine runs at a time; 0: 128, 8 in a quick run.
+        longest: tokens of the longest request, prompt and answer; 0: `LONGEST`, 512 in a quick run.
+        options: for vLLM, in every engine.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        shape: Mapping[str, Any],
+        *,
+        ranks: int = 1,
+        block_size: int = 0,
+        max_num_seqs: int = 0,
+        longest: int = 0,
+        **options: Any,
+    ) -> None:
+        self.command, self.options = command, options
+        self.longest = longest or (512 if command.quick else LONGEST)
+        self.shape, self.ranks = shape, ranks
+        self.block_size = 32 if command.backend == "host" else block_size or 16
+        self.max_num_seqs = max_num_seqs or (8 if command.quick else 128)
+        self.engines: dict[str, Engine] = {}
+        self._ends: dict[str, Callable[[], None]] = {}
+
+    def __enter__(self) -> Fleet:
+        with ExitStack() as stack:
+            name = stack.enter_context(tempfile.TemporaryDirectory(prefix="vmem-vllm-"))
+            self.folder = Path(name)
+            self.ledger = self.folder / "ledger"
+            self.ledger.mkdir(mode=0o700)
+            model = self.folder / "model"
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(self._config()), encoding="utf-8")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "max_position_embeddings": 2 * max(LONGEST, self.longest),
+            "hidden_act": "silu",
+            "torch_dtype": "float32" if self.command.quick else "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **self.shape,
+        }
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.shape["vocab_size"])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers."""
+        row = 2 * self.shape["num_key_value_heads"] * self.shape["head_dim"]
+        item = 4 if self.command.quick else 2
+        return int(self.block_size * row * item * self.shape["num_hidden_layers"])
+
+    def _options(self, plan: Plan, count: int) -> dict[str, Any]:
+        quick, ranks = self.command.quick, self.ranks
+        options: dict[str, Any] = {
+            "model": str(self.folder / "model"),
+            "dtype": "float32" if quick else "bfloat16",
+            "kv_cache_memory_bytes": plan.kv_memory,
+            "max_model_len": self.longest,
+            "max_num_batched_tokens": 64 if quick else 8192,
+            "max_num_seqs": self.max_num_seqs,
+            "block_size": self.block_size,
+        }
+        if ranks > 1:
+            options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+        if self.command.backend == "host":
+            options["enforce_eager"] = True
+        else:
+            # The KV cache's size is given, so this is only what must be free at the start.
+            options["gpu_memory_utilization"] = 0.5 / count
+            # Graphs of decoding, as in serving; no compiler, which takes longer than the runs.
+            sizes = [1, 2, 4, *range(8, 129, 8), *range(144, self.max_num_seqs + 1, 16)]
+            options["compilation_config"] = {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sizes,
+            }
+        return {**options, **self.options, **plan.options}
+
+    def start(self, plans: Mapping[str, Plan]) -> dict[str, Engine]:
+        """Starts engines side by side, and waits until all are ready.
+
+        Raises:
+            WrongResult: one has ended, or runs the wrong scheduler.
+            TimeUp: the command's deadline has passed.
+        """
+        count = len(self.engines) + len(plans)
+        new = {name: self._start(name, plan, count) for name, plan in plans.items()}
+        for name, engine in new.items():
+            scheduler = engine.wait(self.command.deadline)["scheduler"]
+            self.command.show(f"{name}: ready, scheduler {scheduler}")
+            if ("Elastic" in scheduler) != plans[name].elastic:
+                raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
+        self.engines |= new
+        return new
+
+    def _start(self, name: str, plan: Plan, count: int) -> Engine:
+        plain = name.replace(" ", "-")
+        out, log = self.folder / f"{plain}.json", self.folder / f"{plain}.log"
+        out.write_text(json.dumps(self._options(plan, count)), encoding="utf-8")
+        read, write = os.pipe()
+        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_LEDGER": str(self.ledger)}
+        env |= {"VMEM_VLLM": str(int(plan.elastic)), "VMEM_NAME": plain}
+        page = getattr(self.command.args, "page", 0)
+        env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
+        words = [sys.executable, "-m", "vmem_bench.vllm_arm", "--options", str(out)]
+        try:
+            with log.open("w") as said:
+                process = subprocess.Popen(
+                    [*words, "--answers", str(write)],
+                    env={**env, **plan.env},
+                    stdin=subprocess.PIPE,
+                    stdout=said,
+                    stderr=said,
+                    pass_fds=(write,),
+                    text=True,
+                )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+        self._stack.callback(end)
+        self._ends[name] = end
+        return Engine(name, process, os.fdopen(read, encoding="utf-8"), log)
+
+    def stop(self, names: Iterable[str]) -> None:
+        """Stops engines; their device memory is free when this returns."""
+        for name in names:
+            del self.engines[name]
+            self._ends.pop(name)()
+
+    def order(self, name: str, **what: Any) -> dict[str, Any]:
+        """Gives one engine an order and waits for its answer."""
+        self.engines[name].send(**what)
+        return self.engines[name].wait(self.command.deadline)
+
+    def together(
+        self,
+        orders: Mapping[str, Mapping[str, Any]],
+        look: Callable[[], None] = lambda: None,
+        every: float = 0.05,
+    ) -> dict[str, dict[str, Any]]:
+        """Gives several engines an order each; calls `look` now and then until all answer."""
+        for name, what in orders.items():
+            self.engines[name].send(**what)
+        answers: dict[str, dict[str, Any]] = {}
+        while len(answers) < len(orders):
+            for name in orders:
+                if name not in answers:
+                    answer = self.engines[name].receive(every / len(orders))
+                    if answer is not None:
+                        answers[name] = answer
+            look()
+            if not self.command.deadline.allows():
+                raise TimeUp(f"the deadline of {self.command.deadline.seconds:.0f} s came")
+        return answers
+
+    # ---- memory, seen from this process ----------------------------------------------------------
+
+    def free(self) -> int | None:
+        """Bytes that this process could allocate now; None without a GPU."""
+        if self.command.backend == "host":
+            return None
+        import torch
+
+        return int(torch.cuda.mem_get_info(self.command.args.device)[0])
+
+    def shares(self, name: str) -> dict[str, EngineInfo]:
+        """An engine's ledger entry on each device where it has one."""
+        return {device: one for device, one in self._entries() if one.name == name}
+
+    def _entries(self) -> Iterator[tuple[str, EngineInfo]]:
+        for device in devices(self.ledger):
+            with Ledger(device, folder=self.ledger, create=False) as ledger:
+                for one in ledger.engines():
+                    yield device, one
+
+    def booked(self) -> dict[str, EngineInfo]:
+        """Each engine's ledger entry, on the device where it has the most memory."""
+        found: dict[str, EngineInfo] = {}
+        for _, one in self._entries():
+            if one.name not in found or found[one.name].used < one.used:
+                found[one.name] = one
+        return found
+
+    def used(self, name: str) -> int:
+        """An engine's bytes according to the ledger."""
+        one = self.booked().get(name)
+        return one.used if one is not None else 0
+
+    def rest(self, seconds: float, step: float = 0.02) -> list[tuple[float, int | None, int]]:
+        """Watches for so long: seconds since the start, free memory, and what the ledger counts."""
+        began, found = time.monotonic(), []
+        while (now := time.monotonic() - began) < seconds and self.command.deadline.allows():
+            found.append((now, self.free(), sum(one.used for one in self.booked().values())))
+            time.sleep(step)
+        return found

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: MIT
+"""The part ``full`` of `vmem bench vllm`: engines on a full card, one at a time, restarted.
+
+Two equal engines alive side by side differ by several percent in every round: the process makes
+the difference, not the pool. So an engine has the card to itself, serves one load that fills its
+KV cache, and ends; arms follow one another there and back (stock, elastic, elastic, stock), so
+that a drift of the machine meets both alike. A ratio is the mean over neighbouring engines, with
+its confidence interval.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import Samples
+from pyvmem.layouts.workload import Arrival, Request
+from pyvmem.plumbing.validation import invalid
+from vmem_bench.command import Command, WrongResult
+from vmem_bench.vllm_engines import Fleet, Plan
+from vmem_bench.vllm_loads import Heard, Load
+
+__all__ = ["filling", "interval", "measure", "there_and_back"]
+
+_FILLED = 0.96  # of the KV cache, at the end of the load
+_ENDING = 8.0  # s that stopping an engine may take
+# Student's t for a confidence of 95 %, by degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def filling(
+    memory: int,
+    token_bytes: int,
+    count: int,
+    output: int,
+    longest: int,
+    vocabulary: int,
+    seed: int,
+) -> Load:
+    """Requests, all there at once, that fill `memory` with keys and values at their end.
+
+    Args:
+        memory: bytes of the KV cache.
+        token_bytes: of a token in all layers.
+        count: requests.
+        output: tokens that each generates.
+        longest: tokens that a request may have, prompt and answer.
+        vocabulary: number of token ids.
+        seed: of the prompts and their lengths, which vary by a tenth.
+
+    Raises:
+        InvalidArgument: the memory is too small for so many requests, or too large.
+    """
+    each = int(memory * _FILLED / token_bytes / count)
+    prompt = each - output
+    if prompt < 16:
+        raise invalid(
+            f"{memory} bytes have room for {each} tokens of each of {count} requests, "
+            f"of which {output} are the answer; a prompt needs 16",
+            size=each,
+            limit=output + 16,
+            op="vmem bench",
+        )
+    if each > longest:
+        raise invalid(
+            f"{memory} bytes need {each} tokens of each of {count} requests, which may have "
+            f"{longest}: take more requests",
+            size=each,
+            limit=longest,
+            op="vmem bench",
+        )
+    draw = random.Random(seed)
+    spread = min(prompt // 10, longest - each)
+    half = [draw.randrange(-spread, spread + 1) for _ in range(count // 2)]
+    lengths = [prompt + more for more in (*half, *(-more for more in half))]
+    lengths += [prompt] * (count - len(lengths))
+    return Load.of([Arrival(0.0, Request(n, output)) for n in lengths], vocabulary, seed)
+
+
+def there_and_back(arms: Sequence[str], each: int) -> Iterator[str]:
+    """Names of engines in order: the arms forwards, then backwards, until each had `each` turns."""
+    for number in range(each):
+        yield from arms if number % 2 == 0 else reversed(arms)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half the width of its 95 % confidence interval; infinite for one value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, float("inf")
+    t = _T95[min(len(values) - 1, len(_T95)) - 1]
+    return mean, t * statistics.stdev(values) / len(values) ** 0.5
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One engine's load.
+
+    Attributes:
+        rate: new tokens a second over the whole load.
+        steps: seconds of the decode steps in which every request runs.
+        waited: part of the load in which the host waited for the GPU.
+        mapped: bytes of KV cache mapped at the most; 0 for a stock engine.
+        answers: token ids.
+    """
+
+    rate: float
+    steps: list[float]
+    waited: float
+    mapped: int
+    answers: list[list[int]]
+
+    @classmethod
+    def of(cls, load: Load, answer: Mapping[str, Any], mapped: int) -> _Turn:
+        heard = Heard.of(load, dict(answer))
+        all_run = max(times[0] for times in answer["times"])
+        ends = min(times[-1] for times in answer["times"])
+        steps = sorted({t for times in answer["times"] for t in times if all_run <= t <= ends})
+        gaps = [b - a for a, b in pairwise(steps)]
+        if not gaps:
+            raise WrongResult("the first request ended before the last had begun")
+        waited = answer["waited"] / answer["seconds"]
+        return cls(heard.rate, gaps, waited, mapped, heard.answers)
+
+
+def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+    """Runs the arms of `plans` in turns; the first is what the others are compared with."""
+    args, quick = command.args, command.quick
+    memory = next(iter(plans.values())).kv_memory
+    token_bytes = fleet.block_bytes // fleet.block_size
+    count, output = (6, 64) if quick else (args.requests, 128)
+    sizes = (fleet.longest, fleet.vocabulary)
+    load = filling(memory, token_bytes, count, output, *sizes, 7)
+    few = filling(memory // 16, token_bytes, max(2, count // 16), output // 2, *sizes, 8)
+    turns: dict[str, list[_Turn]] = {arm: [] for arm in plans}
+    slowest = 0.0
+    for number, arm in enumerate(there_and_back(list(plans), 2 if quick else args.rounds)):
+        if not command.deadline.allows(slowest + _ENDING):
+            part.not_run(f"turn/{number}", f"{arm}: the deadline came")
+            break
+        began = command.deadline.used
+        fleet.start({arm: plans[arm]})
+        fleet.order(arm, **few.order())
+        mapped = 0
+
+        def watch(arm: str = arm) -> None:
+            nonlocal mapped
+            mapped = max(mapped, fleet.used(arm))
+
+        answer = fleet.together({arm: load.order()}, watch, 0.2)[arm]
+        fleet.stop([arm])
+        turns[arm].append(_Turn.of(load, answer, mapped if plans[arm].elastic else 0))
+        slowest = max(slowest, command.deadline.used - began)
+        turn = turns[arm][-1]
+        command.show(
+            f"{arm}: {turn.rate:.0f} tokens/s, decode step "
+            f"{statistics.median(turn.steps) * 1e3:.2f} ms, {turn.waited:.0%} of it waiting for "
+            f"the GPU, {turn.mapped / 2**30:.1f} GiB mapped"
+        )
+        part.rows.clear()
+        _rows(part, turns, memory)
+        command.write()
+    if not any(turns.values()):
+        raise WrongResult("no engine finished its load")
+
+
+def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
+    base, *others = turns
+    part.value("memory", "of each engine's KV cache", "both", memory, "bytes")
+    for arm, found in turns.items():
+        if not found:
+            continue
+        rates = [round(one.rate, 1) for one in found]
+        part.value(
+            f"rate/{arm}",
+            "new tokens a second",
+            arm,
+            statistics.median(rates),
+            "tokens/s",
+            rounds=rates,
+        )
+        steps = Samples([[gap * 1e9 for gap in one.steps] for one in found if one.steps])
+        part.time(f"step/{arm}", "a decode step of all requests", arm, steps, unit="ms")
+        waited = statistics.median(one.waited for one in found)
+        part.value(f"waited/{arm}", "of the time the host waits for the GPU", arm, waited, "share")
+        if any(one.mapped for one in found):
+            most = max(one.mapped for one in found)
+            part.value(f"mapped/{arm}", "mapped at the most", arm, most, "bytes")
+    for arm in others:
+        pairs = list(zip(turns[arm], turns[base], strict=False))
+        if not pairs:
+            continue
+        rates = [mine.rate / other.rate for mine, other in pairs]
+        # Speed, so that above 1 is faster in both.
+        speeds = [
+            statistics.median(other.steps) / statistics.median(mine.steps) for mine, other in pairs
+        ]
+        for name, what, ratios in (
+            ("rate", "tokens a second over those of", rates),
+            ("step", "speed of a decode step over that of", speeds),
+        ):
+            mean, half = interval(ratios)
+            part.value(
+                f"over/{name}/{arm}",
+                f"{what} {base}",
+                arm,
+                mean,
+                "x",
+                half_width=half if half < float("inf") else None,
+                rounds=[round(one, 4) for one in ratios],
+            )
+        same = sum(
+            a == b
+            for mine, other in pairs
+            for a, b in zip(mine.answers, other.answers, strict=True)
+        )
+        of = sum(len(mine.answers) for mine, _ in pairs)
+        part.value(f"same/{arm}", f"answers equal to {base}'s", arm, same, "requests", of=of)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: MIT
+"""Engines that share memory, drawn: ``python -m vmem_bench.vllm_picture RESULT OUT.svg``.
+
+RESULT is a file of ``vmem bench vllm --part share``. Needs matplotlib. The picture contains a
+digest of the rows that it shows, since drawings differ between versions of matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from io import StringIO
+from typing import Any
+
+from pyvmem.paths import existing_file, written
+
+__all__ = ["digest", "draw", "main", "series"]
+
+_PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
+_GB = 1 << 30
+_POINTS = 400  # of a line, at most
+_ARMS = ("shared", "static", "alone")
+
+
+def series(seen: list[list[float]]) -> dict[str, Any]:
+    """A line of memory over time, as a row has it: of at most `_POINTS` points.
+
+    Args:
+        seen: seconds from the first request, free bytes of the device, and bytes of each engine.
+    """
+    after = [one for one in seen if one[0] >= 0]
+    points = [[one[0], sum(one[2:]), *one[2:]] for one in after[:: -(-len(after) // _POINTS) or 1]]
+    engines = len(points[0]) - 2 if points else 0
+    names = [f"engine {k}" for k in range(engines)]
+    return {"columns": ["seconds", "bytes mapped", *names], "series": points}
+
+
+def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is drawn, by id.
+
+    Raises:
+        ValueError: the document has no series of memory.
+    """
+    part = document.get("parts", {}).get("share", {})
+    found = {row["id"].removeprefix("share/"): row for row in part.get("rows", ())}
+    if not found.get("memory/shared", {}).get("series"):
+        raise ValueError("no series of share/memory/shared: a run of --part share has one")
+    names = ["memory/shared", "capacity", *(f"first/{arm}" for arm in _ARMS)]
+    return {name: found[name] for name in names if name in found}
+
+
+def digest(document: dict[str, Any]) -> str:
+    """A digest of all that the picture of a run shows."""
+    return hashlib.sha256(json.dumps(_rows(document)).encode()).hexdigest()
+
+
+def draw(document: dict[str, Any]) -> str:
+    """The picture as SVG: memory over time, and the time to the first token by arm.
+
+    Memory is what each engine has mapped, stacked, in the first round of the arm ``shared``.
+
+    Raises:
+        ValueError: the document has no such series.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    rows = _rows(document)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings: Any = {
+        "svg.hashsalt": "vmem",
+        "svg.fonttype": "none",  # keep text as text
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(9, 3), layout="constrained")
+        axes: Any = figure.subplots(1, 3, width_ratios=(3.4, 1, 1))
+        _memory(axes[0], rows)
+        arms = [arm for arm in _ARMS if f"first/{arm}" in rows]
+        for where, field in zip(axes[1:], ("mean", "p99"), strict=True):
+            where.bar(arms, [rows[f"first/{arm}"][field] for arm in arms], color=_PALETTE[0])
+            where.set_ylabel(f"first token, {field}: ms")
+            where.tick_params("x", labelsize=8)
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return f"{out.getvalue().rstrip()}\n<!-- {digest(document)} -->\n"
+
+
+def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
+    seen = rows["memory/shared"]["series"]
+    at = [one[0] for one in seen]
+    engines = [[one[2 + k] / _GB for one in seen] for k in range(len(seen[0]) - 2)]
+    capacity = rows["capacity"]["value"] / _GB
+    names = [f"engine {k}" for k in range(len(engines))]
+    axes.stackplot(at, engines, labels=names, colors=_PALETTE[: len(engines)], linewidth=0)
+    axes.axhline(capacity, color="gray", linewidth=1, label="all together")
+    static = capacity / len(engines)
+    axes.axhline(static, color="gray", linewidth=1, linestyle=":", label="a static part")
+    axes.set(xlabel="seconds", ylabel="GiB mapped", xlim=(0, max(at)), ylim=(0, capacity * 1.3))
+    axes.legend(loc="upper center", ncols=len(engines) + 2, fontsize=8, frameon=False,
+                columnspacing=1, handlelength=1)  # fmt: skip
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=existing_file)
+    parser.add_argument("out", type=written)
+    args = parser.parse_args()
+    args.out.write_text(draw(json.loads(args.result.read_text(encoding="utf-8"))), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

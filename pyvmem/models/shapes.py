@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: MIT
+"""Shapes of layers (rows for tokens, a state, or nothing), and layers sorted into classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pyvmem.plumbing.validation import bounded, invalid
+
+__all__ = [
+    "DTYPE_BYTES",
+    "EmptyShape",
+    "LayerClass",
+    "LayerShape",
+    "Place",
+    "Shape",
+    "StateShape",
+    "classes_of",
+]
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps for a token. Checked on construction.
+
+    Attributes:
+        num_kv_heads: key/value heads of the layer (on this device).
+        head_dim: elements of a key's head. MLA: those of the latent with its rotary part, as one
+            head.
+        v_head_dim: elements of a value's head; None: as `head_dim`; 0: no values (MLA).
+        window: tokens that the layer attends to, the present one included; 0: all.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name, low, high in (
+            ("num_kv_heads", 1, 1 << 16),
+            ("head_dim", 1, 1 << 16),
+            ("v_head_dim", 0, 1 << 16),
+            ("window", 0, 1 << 30),
+        ):
+            object.__setattr__(
+                self, name, bounded(name, getattr(self, name), low, high, op="LayerShape")
+            )
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """What one layer keeps for a request instead of rows for its tokens. Checked on construction.
+
+    Linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2), on
+    this device.
+
+    Attributes:
+        conv: channels and tokens of the convolution's input; (): none.
+        recurrent: shape of the state, always float32, since it accumulates over all tokens; ():
+            none.
+        dtype: of `conv`; "": the cache's.
+    """
+
+    conv: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("conv", "recurrent"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise invalid(
+                    f"{name} is {getattr(self, name)!r:.80}; it must be a tuple of sizes",
+                    op="StateShape",
+                )
+        if not self.conv and not self.recurrent:
+            raise invalid("a StateShape needs a conv or a recurrent state", op="StateShape")
+        if self.dtype not in ("", *DTYPE_BYTES):
+            raise invalid(
+                f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}", op="StateShape"
+            )
+        for name in ("conv", "recurrent"):
+            sizes = tuple(getattr(self, name))
+            if len(sizes) == 1:
+                raise invalid(f"{name} is {sizes}; it must have two sizes or more", op="StateShape")
+            sizes = tuple(bounded(name, size, 1, 1 << 16, op="StateShape") for size in sizes)
+            bounded(
+                f"elements of a {name} channel", math.prod(sizes[1:]), 1, 1 << 16, op="StateShape"
+            )
+            object.__setattr__(self, name, sizes)
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its tensors."""
+        return tuple(one for one in (self.conv, self.recurrent) if one)
+
+
+@dataclass(frozen=True)
+class EmptyShape:
+    """A layer that keeps nothing.
+
+    One without attention (Nemotron-H), or one that attends to another layer's keys and values (the
+    last ones of Gemma 3n).
+    """
+
+
+Shape = LayerShape | StateShape | EmptyShape
+"""What one layer keeps."""
+
+
+class LayerClass(NamedTuple):
+    """Tensors with the same row size and window: what one `KVCache` holds."""
+
+    num_kv_heads: int
+    head_dim: int
+    tensors_per_layer: int
+    window: int
+    state: bool = False
+    dtype: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """`KVCacheConfig` fields except the number of layers; "dtype" where it has its own."""
+        fields = self._asdict()
+        return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
+
+
+class Place(NamedTuple):
+    """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1).
+
+    For a `StateShape`, the first of the two places is that of its first state.
+    """
+
+    part: int
+    member: int
+    which: int
+
+
+def classes_of(
+    layers: Sequence[Shape],
+) -> tuple[dict[LayerClass, int], list[tuple[Place, Place | None] | None]]:
+    """Sorts layers into classes.
+
+    Keys and values of the same size share a class; otherwise each gets its own. Classes with a
+    state come after all others.
+
+    Returns:
+        Every class with the number of its layers, and for every layer where its keys and its values
+        lie (None: it has none), or its first and its second state; None: it keeps nothing.
+    """
+    counts: dict[LayerClass, int] = {}
+    order: dict[LayerClass, int] = {}
+
+    def put(*fields: Any) -> tuple[int, int]:
+        key = LayerClass(*fields)
+        member = counts.get(key, 0)
+        counts[key] = member + 1
+        return order.setdefault(key, len(order)), member
+
+    places: dict[int, tuple[Place, Place | None] | None] = {}
+    # Rows first: a cache's first group represents it.
+    for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
+        if isinstance(shape, EmptyShape):
+            places[layer] = None
+            continue
+        if isinstance(shape, StateShape):
+            found = [
+                Place(*put(sizes[0], math.prod(sizes[1:]), 1, 0, True, dtype), 0)
+                for sizes, dtype in ((shape.conv, shape.dtype), (shape.recurrent, "float32"))
+                if sizes
+            ]
+            places[layer] = (found[0], found[1] if len(found) > 1 else None)
+            continue
+        if not isinstance(shape, LayerShape):
+            raise invalid(
+                f"layer {layer} is {shape!r:.80}; "
+                "it must be a LayerShape, StateShape or EmptyShape",
+                op="LayeredCache",
+            )
+        heads, dim, values, window = (
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.v_head_dim,
+            shape.window,
+        )
+        if values == dim:
+            both = put(heads, dim, 2, window)
+            places[layer] = (Place(*both, 0), Place(*both, 1))
+            continue
+        keys = Place(*put(heads, dim, 1, window), 0)
+        places[layer] = (keys, Place(*put(heads, values, 1, window), 0) if values else None)
+    return counts, [places[layer] for layer in range(len(layers))]

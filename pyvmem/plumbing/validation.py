@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: MIT
+"""Validators of arguments: a wrong one is refused by its name, with the value and the limit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import operator
+from typing import Any
+
+from pyvmem.errors import InvalidArgument
+from pyvmem.units import parse_bytes
+
+__all__ = ["bounded", "expect", "invalid", "real", "shown", "switched", "unexpected"]
+
+_MOST_BITS = 256  # of a number that is written; Python itself refuses to write one of 4,301 digits
+
+
+def shown(value: Any) -> str:
+    """The `repr` of a value for an error, cut short."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an int of {value.bit_length()} bits"
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # it has such a number in it
+        return f"a {type(value).__name__} that is too long"
+
+
+def unexpected(name: str, value: Any, kind: str) -> TypeError:
+    """The error for an argument; for calls that are too frequent for `expect`."""
+    return TypeError(f"{name}: expected {kind}, not {shown(value)}")
+
+
+def expect(name: str, value: Any, kind: type, *, optional: bool = False) -> None:
+    """Raises TypeError for a value of another type; `optional`: None is taken, too."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise unexpected(name, value, kind.__name__ + " or None" * optional)
+
+
+def invalid(message: str, *, op: str, limit: int = 0, size: int = 0) -> InvalidArgument:
+    """An `InvalidArgument` of this package's own, in the same form as libvmem's.
+
+    Args:
+        op: the caller's operation: the class or function whose argument it is.
+    """
+    return InvalidArgument(message, errno=errno.EINVAL, op=op, bytes=size, limit=limit)
+
+
+def _number(value: Any) -> str:
+    """Names the number to write for a string such as "64K"."""
+    with contextlib.suppress(ValueError):
+        return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
+    return ""
+
+
+def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
+    """A whole number within its bounds; raises InvalidArgument otherwise."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        what = shown(value) + _number(value)
+        raise invalid(f"{name} must be a whole number, not {what}", op=op) from None
+    if not low <= number <= high:
+        raise invalid(
+            f"{name} is {shown(number)}; it must lie between {low} and {high}", limit=high, op=op
+        )
+    return number
+
+
+def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -> float:
+    """A number from 0 to a bound, or with `positive` above 0; raises InvalidArgument otherwise.
+
+    A string that spells one is none.
+    """
+    try:
+        if isinstance(value, (str, bytes, bytearray)):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # the last is torch's, for several in a tensor
+        raise invalid(f"{name} must be a number, not {shown(value)}", op=op) from None
+    if not 0.0 <= number <= high or (positive and not number):  # also refuses NaN
+        bounds = "be above 0 and at most" if positive else "lie between 0 and"
+        what = shown(value) if math.isinf(number) else number
+        raise invalid(f"{name} is {what}; it must {bounds} {high}", limit=high, op=op)
+    return number
+
+
+def switched(name: str, value: Any, *, op: str) -> bool:
+    """True or False; raises InvalidArgument otherwise: "off" would count as on."""
+    if not (isinstance(value, int) and value in (0, 1)):
+        raise invalid(f"{name} must be True or False, not {shown(value)}", op=op)
+    return bool(value)
