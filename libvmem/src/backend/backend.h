@@ -153,8 +153,8 @@ struct vm_backend {
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 
-  /* Optional: a range where nothing is mapped, of a reservation that is not sparse, reads as zeros from now on, or is as
-   * it was. Called under the core's lock: it waits for no other call. */
+  /* Optional: a range where nothing is mapped, of a reservation that is not sparse, reads as zeros from now on, or is
+   * as it was. Called under the core's lock: it waits for no other call. */
   int (*reveal)(void *be, uint64_t addr, uint64_t bytes, bool zeros);
 
   /* Optional: -ENOSPC when so many more scattered pieces do not fit. Called under the core's lock: it compares
