@@ -217,7 +217,7 @@ def test_faulthandler(when: str) -> None:
     after = "faulthandler.enable()" if when in ("after", "both") else ""
     program = f"{before}\ncache, slot, k = started()\n{after}\n"
     program += (
-        "cache.step([4000 if each == slot else 0 for each in range(4)])\nk = k[slot, 4090:]\n"
+        "cache.step([1000 if each == slot else 0 for each in range(4)])\nk = k[slot, 4000:]\n"
     )
     options = ("-X", "faulthandler") if when == "at the start" else ()
     passes(program + "refused(lambda: k.sum())", *options)
