@@ -18,8 +18,9 @@ KERNEL_HEADER = "kernel_module/uvm_vmem_ioctl.h"
 TORCH_HEADER = Path("pyvmem/_torch_alloc.h")
 OUTCOME_HEADER = Path("pyvmem/_outcome.h")
 COLUMNS_HEADER = Path("pyvmem/_columns.h")
+HOLES_HEADER = Path("pyvmem/_holes.h")
 
-OWN = ("columns", "dlpack", "outcome", "torch_alloc")
+OWN = ("columns", "dlpack", "holes", "outcome", "torch_alloc")
 
 DLPACK = """
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id,
@@ -59,7 +60,7 @@ def ffibuilder() -> FFI:
     """The module's description; paths are relative to the project's root, where builds run."""
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
-    own_headers = (OUTCOME_HEADER, TORCH_HEADER, COLUMNS_HEADER)
+    own_headers = (OUTCOME_HEADER, TORCH_HEADER, COLUMNS_HEADER, HOLES_HEADER)
     for own in own_headers:
         ffi.cdef(declarations(own.read_text(encoding="utf-8")))
     sources = sorted(str(path) for path in Path("libvmem/src").rglob("*.c"))

@@ -12,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "_holes.h"
+
 struct dl_tensor {
   void *data;
   int32_t device_type, device_id;
@@ -80,6 +82,7 @@ static void destroy_versioned(PyObject *capsule) {
  */
 void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int32_t device_id, uint8_t code,
                             uint8_t bits, int32_t ndim, const int64_t *shape, const int64_t *strides, int versioned) {
+  pyvmem_holes_renew();
   size_t head = versioned ? sizeof(struct dl_managed_versioned) : sizeof(struct dl_managed);
   char *block = calloc(1, head + 2 * (size_t)ndim * sizeof(int64_t));
   if (!block) return PyErr_NoMemory();

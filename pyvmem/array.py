@@ -116,6 +116,18 @@ class VirtualArray:
         """Address of the first element."""
         return self.reservation.addr + self.offset
 
+    def index_of(self, offset: int) -> tuple[int, ...] | None:
+        """The element that a byte of the reservation lies in; None: in none of this array.
+
+        Of an array whose elements overlap: one of them.
+        """
+        rest, index = (offset - self.offset) // self.dtype.itemsize, [0] * len(self.shape)
+        for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
+            if self.strides[axis] and rest >= 0:
+                index[axis] = min(rest // self.strides[axis], self.shape[axis] - 1)
+                rest -= index[axis] * self.strides[axis]
+        return None if rest or 0 in self.shape else tuple(index)
+
     @property
     def _cpu(self) -> bool:
         return self.reservation.context.cuda_device is None

@@ -28,10 +28,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from pyvmem.errors import BadHandle
+from pyvmem.errors import BadHandle, NotSupported
 from pyvmem.plumbing.validation import expect
 
-__all__ = ["ORDER", "Writer", "apart", "attend", "is_compiling", "ticket", "write"]
+__all__ = ["ORDER", "Writer", "apart", "as_operator", "attend", "refuse", "ticket", "write"]
 
 with torch.inference_mode(False):
     ORDER = torch.zeros((), dtype=torch.int64)
@@ -135,6 +135,38 @@ write = torch.ops.pyvmem.write.default
 attend = torch.ops.pyvmem.attend.default
 
 
+def as_operator() -> bool:
+    """Whether torch records what is called: `torch.compile`, `torch.export`, `torch.jit.trace`."""
+    return is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+
+
+def refuse(what: str, *, recorded: bool = False) -> None:
+    """Raises where rows that are written in place would be wrong, or torch's own error says less.
+
+    Args:
+        what: the call.
+        recorded: it maps memory, too, so it is wrong in recorded code and in a second run.
+
+    Raises:
+        NotSupported: under `torch.func`'s transforms, such as vmap and grad; with `recorded` also
+            under `torch.jit.trace` and `torch.export`, and in a backward pass.
+    """
+    why = ""
+    if _transforms() is not None:
+        why = "under a transform of torch.func (vmap, grad, jvp, functionalize): call it outside"
+    elif recorded and as_operator():
+        why = "recorded by torch.export or torch.jit.trace, which would leave its mapping out: use "
+        why += "torch.compile, or record a model of Attention.write"
+    elif recorded and torch._C._current_graph_task_id() != -1:
+        why = "in a backward pass, where torch.utils.checkpoint runs the forward again and would "
+        why += "append the tokens again: use no cache with checkpoints"
+    if why:
+        raise NotSupported(f"{what} {why}", errno=errno.EOPNOTSUPP, op=what)
+
+
+_transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
 # ---- what engines call ---------------------------------------------------------------------------
 
 
@@ -166,13 +198,14 @@ class Writer:
             rows: in the tensor's type, on its device.
             where: int64 tensors: each row's slot, and for keys and values its position in the slot.
         """
-        if is_compiling():
+        if as_operator():
             write(ORDER, self._ticket, 0, [rows, *where])
         else:
             self.put(rows, where)
 
     def put(self, rows: torch.Tensor, where: Sequence[torch.Tensor]) -> None:
         """`write` in code that is not compiled."""
+        refuse("Writer.write")
         if self._bytes:
             rows = rows.to(self.tensor.dtype).view(torch.uint8)
         self._target[tuple(where)] = rows

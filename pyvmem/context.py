@@ -48,6 +48,15 @@ _log = logging.getLogger(__name__)
 _opened: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
+def find_reservation(addr: int) -> Reservation | None:
+    """The open reservation of this process that begins there."""
+    for context in list(_opened):
+        for one in list(context._reservations) if context.is_open else ():
+            if one.addr == addr and one.is_open:
+                return one
+    return None
+
+
 def _forked() -> None:
     """In a forked child: no existing context belongs to it."""
     forget_all()

@@ -112,6 +112,10 @@ class Reservation(Closable):
         # the dictionary from learning of its end.
         return sum(one() is not None for one in self._arrays.valuerefs())
 
+    def arrays(self) -> list[VirtualArray]:
+        """Those of `live_arrays`, oldest first."""
+        return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
+
     def _at(self, offset: int, size: int, op: str) -> int:
         """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
         if self._closed or self._closing:
@@ -186,7 +190,8 @@ class Reservation(Closable):
         """An array over the addresses, for any library (``__dlpack__`` and its like).
 
         Memory is neither read nor written, and need not be mapped until elements are used: on the
-        CPU touching an unmapped element ends the process, on a GPU it ends the CUDA context.
+        CPU reading an unmapped element raises `NotMapped` and writing one ends the process, on a
+        GPU either ends the CUDA context.
 
         Args:
             shape: elements along each dimension.

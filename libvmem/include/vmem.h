@@ -314,6 +314,14 @@ struct vmem_range_info {
 
 VMEM_API int vmem_range_query(vmem_t vm, uint64_t addr, struct vmem_range_info *info);
 
+/* Makes the hole around `addr`, where nothing is mapped, read as zeros until something is mapped there or vmem_conceal
+ * is called; its start and length. "host" only. A handler of SIGSEGV may call it for the address of the fault.
+ * -EEXIST: mapped. -EACCES: it can be read, but not written. -EBUSY: another call is changing it. */
+VMEM_API int vmem_reveal(vmem_t vm, uint64_t addr, uint64_t *start, uint64_t *bytes);
+
+/* Makes the holes of [addr, addr + bytes) fault again. Revealed or not, they stay holes for every other call. */
+VMEM_API int vmem_conceal(vmem_t vm, uint64_t addr, uint64_t bytes);
+
 /* ---- physical pages -------------------------------------------------------------------------- */
 
 enum vmem_location { VMEM_DEVICE = 0, VMEM_HOST = 1, VMEM_PEER = 2 };

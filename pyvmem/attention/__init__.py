@@ -40,7 +40,7 @@ from pyvmem.attention.kernels import (
 from pyvmem.attention.latent import UpProjections
 from pyvmem.attention.layers import Form, forms_of
 from pyvmem.attention.scales import FP8, quantised, scales_of
-from pyvmem.compiled import ORDER, Writer, is_compiling
+from pyvmem.compiled import ORDER, Writer, as_operator
 from pyvmem.kvcache.config import PREFILL_TOKENS
 from pyvmem.plumbing.validation import expect, invalid
 
@@ -171,7 +171,7 @@ class Attention:
         Raises:
             InvalidArgument: another shape, type or device.
         """
-        if is_compiling():
+        if as_operator():
             rows = [key] if value is None else [key, value]
             compiled.write(ORDER, self._ticket, layer, [batch.ticket, *rows])
         else:
@@ -180,6 +180,7 @@ class Attention:
     def _write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor | None, batch: Batch
     ) -> None:
+        compiled.refuse("Attention.write")
         one = self._layer(layer)
         latent = self._forms[one.form].latent
         if latent != (value is None):
@@ -239,7 +240,7 @@ class Attention:
         Raises:
             InvalidArgument: another shape, type or device.
         """
-        if is_compiling():
+        if as_operator():
             given = [batch.ticket, q, *(() if up is None else up)]
             width = self._widths[layer] if up is None else up.value.shape[1]
             out: torch.Tensor = compiled.attend(ORDER, self._ticket, layer, given, scale, width)

@@ -67,8 +67,9 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
             (`drafting`); it must outlive the cache.
         contiguous: models get copies of the past, which cost what `DynamicCache` costs, for code
             that calls `view` on it: heads of one token lie side by side here, so no view joins
-            batch and heads. None: as the model's type in transformers needs; code of your own or
-            from the Hub that does so needs True.
+            batch and heads. None: for types of transformers that do so, and for a configuration
+            whose code is from the Hub (``trust_remote_code``), where nobody knows; such code that
+            needs no copies may be given False, and code of your own that needs them True.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 
@@ -101,7 +102,9 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         shapes = layer_shapes(text)
         check_arguments(options, GIVEN, shapes, context, backend, budget)
         if contiguous is None:
-            contiguous = text.model_type in _VIEWED
+            contiguous = text.model_type in _VIEWED or any(
+                type(one).__module__.startswith("transformers_modules.") for one in (config, text)
+            )
         elif not isinstance(contiguous, bool):
             raise invalid(
                 f"contiguous = {contiguous!r:.80}; wanted True, False or None", op="VMemCache"

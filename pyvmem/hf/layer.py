@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import cache_utils
 
+from pyvmem.compiled import refuse
 from pyvmem.errors import NotSupported
 from pyvmem.hf.ancestry import Ancestry
 from pyvmem.hf.rows import Rows, TakesRows, move_rows, uncompiled
@@ -71,6 +72,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
                 cache was made for.
             OutOfMemory: too few pages. In both cases nothing changed.
         """
+        refuse("VMemCache.update", recorded=True)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, new = key_states.shape[0], key_states.shape[-2]

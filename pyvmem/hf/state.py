@@ -10,6 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from transformers import cache_utils
 
+from pyvmem.compiled import refuse
 from pyvmem.errors import NotSupported
 from pyvmem.hf.rows import Rows, TakesRows, uncompiled
 from pyvmem.plumbing.validation import invalid
@@ -71,12 +72,14 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     @uncompiled
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Does what transformers' own does, in the slots."""
+        refuse("VMemCache.update_conv_state", recorded=True)
         taken: torch.Tensor = super().update_conv_state(*args, **kwargs)
         return taken
 
     @uncompiled
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Does what transformers' own does, in the slots."""
+        refuse("VMemCache.update_recurrent_state", recorded=True)
         taken: torch.Tensor = super().update_recurrent_state(*args, **kwargs)
         return taken
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from transformers import (
     LlamaConfig,
     StaticCache,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import pyvmem
 from pyvmem import InvalidArgument
@@ -235,6 +238,40 @@ def test_models_that_call_view_on_cached_keys(host: pyvmem.Context, rows: int) -
         shown = cache.update(keys, values, 0)
         assert shown[0].data_ptr() == cache.layers[0].keys.data_ptr()
         del shown
+
+
+def test_code_from_the_hub_gets_copies_unless_told_otherwise(
+    host: pyvmem.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model and a configuration of their own, loaded as ``trust_remote_code`` does."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "code").mkdir()
+    for part, base in (
+        ("Config", "GPTNeoXJapaneseConfig"),
+        ("Model", "GPTNeoXJapaneseForCausalLM"),
+    ):
+        text = f"from transformers import {base}\n\nclass {part}({base}):\n    model_type = 'hub'\n"
+        (tmp_path / "code" / f"{part.lower()}.py").write_text(text)
+    Config, Model = (
+        get_class_from_dynamic_module(name, str(tmp_path / "code"))
+        for name in ("config.Config", "model.Model")
+    )
+    config = Config(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        eos_token_id=None,
+    )
+    model, ids = Model(config).eval(), torch.arange(1, 9).reshape(2, 4)
+    way = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "pad_token_id": 0}
+    want = model.generate(ids, **way)
+    with VMemCache(config, 2, 32, context=host) as cache:
+        assert model.generate(ids, **way, past_key_values=cache).equal(want)
+    with VMemCache(config, 2, 32, context=host, contiguous=False) as cache:
+        assert not cache._rows.settings.contiguous
 
 
 def test_contiguous_is_true_false_or_none() -> None:

@@ -153,8 +153,12 @@ struct vm_backend {
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 
-  /* Optional: -ENOSPC when so many more scattered pieces do not fit. The one function that is called under the
-   * core's lock: it compares numbers. */
+  /* Optional: a range where nothing is mapped, of a reservation that is not sparse, reads as zeros from now on, or is
+   * as it was. Called under the core's lock: it waits for no other call. */
+  int (*reveal)(void *be, uint64_t addr, uint64_t bytes, bool zeros);
+
+  /* Optional: -ENOSPC when so many more scattered pieces do not fit. Called under the core's lock: it compares
+   * numbers. */
   int (*room)(void *be, const struct vm_be_load *load);
   /* Optional: `room` has refused; counts anew what it compares with, unless it just did. `segments`: the core's. */
   void (*recount)(void *be, uint64_t segments);

@@ -518,6 +518,11 @@ static int host_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint
   return 0;
 }
 
+static int host_reveal(void *be, uint64_t addr, uint64_t bytes, bool zeros) {
+  int err = blank(be, addr, bytes, zeros);
+  return err ? vm_fail_at(-ENOMEM, addr, bytes, 0, "mmap: %s", strerror(-err)) : 0;
+}
+
 /* mmap would replace what was there at once; a GPU's driver unmaps it first. */
 static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
   int err = host_unmap(be, addr, bytes, false);
@@ -658,7 +663,7 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
   .name = "host", .open = host_open, .close = host_close, .mem_info = host_mem_info, .reserve = host_reserve,          \
   .unreserve = host_unreserve, .slab_create = host_slab_create, .slab_destroy = host_slab_destroy,                     \
   .discard = host_discard, .map = host_map, .unmap = host_unmap, .fill = host_fill, .read = host_read,                 \
-  .write = host_write, .copy = host_copy, .room = host_room, .recount = host_refused
+  .write = host_write, .copy = host_copy, .reveal = host_reveal, .room = host_room, .recount = host_refused
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT
+"""Reads of rows without pages on the back end ``host``: `NotMapped`, not the end of the process.
+
+The handler of SIGSEGV (`_holes.c`) lets such a read end, with zeros; then the interpreter calls
+`tell` in the main thread. A thread of Python that has read a hole gets the exception itself, at its
+next bytecode; what a thread without Python has read, such as a worker of torch, is raised in the
+thread of Python that read the same at that time, or else in the main thread.
+
+The variable ``VMEM_HOLES=fault`` leaves SIGSEGV alone.
+"""
+
+from __future__ import annotations
+
+import _weakrefset
+import ctypes
+import errno
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from pyvmem._native import arrays
+from pyvmem._native import holes as _holes
+from pyvmem.array import VirtualArray
+from pyvmem.context import find_reservation
+from pyvmem.errors import NotMapped
+
+__all__ = ["tell"]
+
+_CALLBACKS = frozenset(one.__file__ for one in (weakref, _weakrefset, arrays))
+_log = logging.getLogger(__name__)
+
+
+def tell() -> None:
+    """Raises what the main thread has read, and leaves to other threads what they have read.
+
+    Raises:
+        NotMapped: a hole was read.
+    """
+    if _unseen(sys._getframe(1)):
+        _holes.again()
+        return
+    reads = list(_holes.taken())
+    main = threading.main_thread().ident
+    others = {read.thread: read for read in reads if read.python and read.thread != main}
+    for thread, read in others.items():
+        _leave(thread, read)
+    mine = [read for read in reads if not others or (read.python and read.thread == main)]
+    if mine:
+        _holes.conceal()
+        raise NotMapped(_text(mine[0]), **_fields(mine[0]))
+
+
+def _unseen(frame: FrameType | None) -> bool:
+    """Whether Python would ignore an exception there: in what it calls for dead objects."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename in _CALLBACKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave(thread: int, read: Any) -> None:
+    """Raises in another thread. Its read may be under way still, so the hole stays as it is."""
+    text, fields = _text(read), _fields(read)
+
+    class Later(NotMapped):
+        """Becomes a `NotMapped` in the thread: Python makes it there, and passes nothing."""
+
+        def __new__(cls) -> NotMapped:  # type: ignore[misc]  # as said
+            _holes.conceal()
+            return NotMapped(text, **fields)
+
+    found = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(Later)
+    )
+    if not found:
+        _holes.conceal()
+        _log.warning("a thread that has ended: %s", text)
+
+
+def _fields(read: Any) -> dict[str, Any]:
+    return {"errno": errno.EFAULT, "op": "read", "addr": int(read.addr), "bytes": int(read.bytes)}
+
+
+def _text(read: Any) -> str:
+    offset = read.addr - read.base
+    reservation = find_reservation(read.base)
+    where = "" if reservation is None else _element(reservation.arrays(), offset)
+    return (
+        f"a read of {read.addr:#x}, where no page is mapped: {where or 'no element of a tensor'}, "
+        f"byte {offset} of the reservation at {read.base:#x}. Rows past a request's length have no "
+        "memory: read cache.k(layer)[slot, :length]. The read gave zeros"
+    )
+
+
+def _element(arrays: Sequence[VirtualArray], offset: int) -> str:
+    """The element at a byte of the reservation, in the first array that has it."""
+    for array in arrays:
+        index = array.index_of(offset)
+        if index is not None:
+            return f"element {list(index)} of a tensor {array.dtype.name}{list(array.shape)}"
+    return ""

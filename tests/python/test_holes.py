@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: MIT
+"""Description: reads of rows without pages on back end host are `NotMapped`, whatever reads them.
+
+Each in a process of its own: where the guard fails, the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+START = """
+import copy, ctypes, faulthandler, gc, io, os, pickle, signal, sys, threading
+import torch
+import pyvmem
+from pyvmem import KVCache, KVCacheConfig, NotMapped
+
+def started(**more):
+    config = KVCacheConfig(2, 2, 64, "float32", 4, 4096, **more)
+    cache = KVCache(config, backend="host")
+    slot = cache.alloc_reqid()
+    assert cache.step([100 if each == slot else 0 for each in range(4)]) == 0
+    for each in range(2):
+        cache.k(each)[slot, :100] = 1
+    return cache, slot, cache.k(0)
+
+def refused(read):
+    for _ in range(3):  # a hole that was read is one again
+        try:
+            read()
+            abs(0)  # Python raises at calls and at the ends of loops, so not for an operator alone
+        except NotMapped as error:
+            text = str(error)
+            assert "element [" in text and "cache.k(layer)[slot, :length]" in text, text
+        else:
+            raise SystemExit("no exception")
+"""
+
+
+def run(program: str, *python: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *python, "-c", START + program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def passes(program: str, *python: str, **environment: str) -> None:
+    done = run(program + "\nprint('end')", *python, **environment)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert not done.stderr
+
+
+READS = {
+    "print": "print(k, file=sys.stderr)",
+    "repr of an element": "repr(k[slot, 2000, 0, 0])",
+    "format": "f'{k}'",
+    "str of a view": "str(k[:, 1000:1002])",
+    "clone": "k[slot].clone()",
+    "contiguous": "k[slot, :, 0].contiguous()",
+    "isnan": "k[slot].isnan().any()",
+    "comparison": "(k[slot] == 0).all()",
+    "equal": "k[slot, 200:].equal(torch.zeros_like(k[slot, 200:]))",
+    "deepcopy": "copy.deepcopy(k[slot])",
+    "pickle of rows that have pages": "pickle.dumps(k[slot, :100])",
+    "torch.save": "torch.save(k[slot, :100], io.BytesIO())",
+    "item": "k[slot, 4095, 0, 0].item()",
+    "bool": "bool(k[slot, 4095, 0, 0])",
+    "tolist": "k[slot, 4095].tolist()",
+    "iteration": "[float(x) for x in k[slot, 4095, 0]]",
+    "sum": "k[slot].sum()",
+    "matmul": "k[slot, :, 0] @ torch.ones(64)",
+    "cat": "torch.cat([k[slot], k[slot]])",
+    "to": "k[slot].to(torch.float64)",
+    "gather": "k[slot][torch.tensor([1, 4000])]",
+    "bytes": "bytes(memory[-10:])",
+}
+
+
+def test_reads() -> None:
+    """A child for each, which has the modules already."""
+    done = run(
+        f"""
+for name, read in {READS!r}.items():
+    child = os.fork()
+    if not child:
+        cache, slot, k = started()
+        memory = cache.reservation.buffer()
+        refused(lambda: eval(read))
+        assert k[slot, :100].sum() == 100 * 2 * 64  # memory is as it was
+        cache.step([904 if each == slot else 0 for each in range(4)])
+        k[slot, 100:904] = 2
+        assert k[slot, :904].sum() == (100 + 2 * 804) * 2 * 64
+        cache.check_integrity()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), name)
+"""
+    )
+    assert done.stdout.splitlines() == [f"0 {name}" for name in READS], done.stderr
+
+
+def test_numpy() -> None:
+    pytest.importorskip("numpy")
+    passes(
+        """
+cache, slot, k = started()
+rows = k.numpy()
+refused(lambda: rows[slot].copy())
+refused(lambda: repr(rows))
+refused(lambda: rows.tobytes())
+assert rows[slot, :100].sum() == 12800
+"""
+    )
+
+
+def test_threads_of_torch() -> None:
+    passes(
+        """
+torch.set_num_threads(4)
+cache, slot, k = started()
+for _ in range(20):
+    refused(lambda: k.isnan())
+    refused(lambda: k[1:] + 1)
+"""
+    )
+
+
+def test_a_thread_gets_its_own() -> None:
+    """The main thread gets none of it, wherever it is."""
+    passes(
+        """
+cache, slot, k = started()
+caught, over = [], threading.Event()
+
+def reader():
+    for _ in range(50):
+        try:
+            k[slot, 4000].sum()
+            while True:  # told at a bytecode soon after the read
+                pass
+        except NotMapped as error:
+            caught.append(error)
+    over.set()
+
+threading.Thread(target=reader).start()
+while not over.is_set():
+    sum(range(1000))
+assert len(caught) == 50
+pickle.loads(pickle.dumps(caught[0]))
+assert "element [0, 4000" in str(caught[0]) and type(caught[0]) is NotMapped, caught[0]
+"""
+    )
+
+
+def test_a_thread_that_has_ended_is_told_of_in_the_log() -> None:
+    done = run(
+        """
+import logging
+logging.basicConfig()
+cache, slot, k = started()
+thread = threading.Thread(target=k[slot, 4000].sum)
+thread.start()
+thread.join()
+print("end")
+"""
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+    assert "a thread that has ended: a read of 0x" in done.stderr
+
+
+def test_many_caches() -> None:
+    passes(
+        """
+caches = [started() for _ in range(20)]
+cache = slot = k = None
+for one in caches:
+    refused(lambda: one[2].sum())
+for number in range(0, 20, 2):
+    cache = caches[number][0]
+    one = caches[number] = None
+    gc.collect()
+    cache.close()
+for one in caches[1::2]:
+    refused(lambda: one[2].sum())
+"""
+    )
+
+
+def test_a_child_has_a_guard_of_its_own() -> None:
+    passes(
+        """
+torch.set_num_threads(1)  # a child has none of them
+cache, slot, k = started()
+refused(lambda: k.sum())
+if not os.fork():
+    other, slot, rows = started()
+    refused(lambda: rows.sum())
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+refused(lambda: k.sum())
+"""
+    )
+
+
+@pytest.mark.parametrize("when", ["before", "after", "at the start", "both"])
+def test_faulthandler(when: str) -> None:
+    before = "faulthandler.enable()" if when in ("before", "both") else ""
+    after = "faulthandler.enable()" if when in ("after", "both") else ""
+    program = f"{before}\ncache, slot, k = started()\n{after}\n"
+    program += (
+        "cache.step([1000 if each == slot else 0 for each in range(4)])\nk = k[slot, 4000:]\n"
+    )
+    options = ("-X", "faulthandler") if when == "at the start" else ()
+    passes(program + "refused(lambda: k.sum())", *options)
+    done = run(program + "refused(lambda: k.sum())\nctypes.string_at(8)", *options)
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stderr.count("Fatal Python error: Segmentation fault") == 1, done.stderr
+
+
+CRASHES = {
+    "another address": "ctypes.string_at(8)",
+    "raise": "signal.raise_signal(signal.SIGSEGV)",
+    "kill": "os.kill(os.getpid(), signal.SIGSEGV)",
+    "write to a hole": "k[slot, 4000] = 1",
+    "fill": "k.zero_()",
+    "write to a shared row": "child = cache.fork(slot); k[child, 0] = 1",
+    "closed cache": "at = k.data_ptr(); del k; gc.collect(); cache.close(); ctypes.string_at(at)",
+}
+
+
+@pytest.mark.parametrize("crash", CRASHES.values(), ids=CRASHES)
+def test_what_is_no_read_of_a_hole_ends_the_process(crash: str) -> None:
+    done = run(f"cache, slot, k = started(page_size=4096)\nrefused(lambda: k.sum())\n{crash}")
+    assert done.returncode == -signal.SIGSEGV, (done.stdout, done.stderr)
+    wanted = {
+        "k[slot, 4000] = 1": "a write to a row that has no page",
+        "k.zero_()": "a write to a row that has no page",
+        CRASHES["write to a shared row"]: "a write to a page that can only be read",
+    }
+    assert wanted.get(crash, "") in done.stderr
+    assert bool(done.stderr) == (crash in wanted), done.stderr
+
+
+def test_the_variable_leaves_the_signal_alone() -> None:
+    done = run("cache, slot, k = started()\nk.sum()", VMEM_HOLES="fault")
+    assert (done.returncode, done.stderr) == (-signal.SIGSEGV, "")
+
+
+def test_not_where_python_would_ignore_it() -> None:
+    """The last reference to a tensor goes with the call that reads it, and runs finalizers."""
+    passes(
+        """
+class Noisy:
+    def __del__(self):
+        abs(0)
+
+def reading():
+    cache, slot, k = started()
+    noisy = Noisy()
+    return k[slot, 4000].sum(), noisy
+
+refused(lambda: reading()[0].item())
+refused(lambda: str(reading()))
+"""
+    )
+
+
+def test_sparse_rows_are_zeros() -> None:
+    passes("cache, slot, k = started(sparse=True)\nassert k.sum() == 12800")
