@@ -289,10 +289,8 @@ def test_sleep_mode_sleeps_by_ours() -> None:
     [
         ({"kv_transfer_config": object()}, "KV connector"),
         ({"cache_config__kv_offloading_size": 4.0}, "kv_offloading_size"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config__data_parallel_size": 4}, "data_parallel_size=4"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-        ({"parallel_config__nnodes": 2}, "nnodes=2"),
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
         ({"parallel_config__distributed_executor_backend": "ray"}, "backend=ray"),
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
