@@ -59,7 +59,7 @@ ON_STOCK = (
 C_ON_STOCK = ("bind", "events", "fork", "join", "large", "parts", "unknown_state")
 # They take half a minute each there.
 C_ON_STOCK_LONG = ("async", "batch", "limits", "move", "pool", "stress", "threads", "transfer")
-LINTED = ("pyvmem", "benchmarks", "scripts", "tests", "setup.py")
+LINTED = ("pyvmem", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
 
@@ -185,7 +185,7 @@ def lint(session: Session) -> None:
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
-        [PYTHON, "-m", "mypy", "pyvmem", "benchmarks/src", "scripts"],
+        [PYTHON, "-m", "mypy", "pyvmem", "pyvmem_vllm", "benchmarks/src", "scripts"],
         [PYTHON, "-m", "mypy", *sorted(ROOT.glob("tests/kernel/*.py"))],
         [VENV / "shellcheck", *scripts],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],

@@ -15,7 +15,9 @@
     choice      the page size, and the layout of vLLM, that suit the model and the card
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     metrics     the ledger's numbers on vLLM's /metrics
+    reach       how the scheduler finds its ranks, on this machine and on others
     channel     calls from the scheduler to ranks in other processes
+    quota       what the engine may have of each device (remote: of another machine's)
     settings    the variables VMEM_*
 
 Nothing here is imported unless vLLM asks for it.

@@ -2,8 +2,9 @@
 """How the scheduler reaches the memory of a rank in another process.
 
 Growth needs an answer before vLLM may use a block, and an idle engine runs no step that could carry
-an order. Both are separate calls, over a Unix socket that only the engine's user can reach.
-Releases of a busy engine travel with vLLM's `SchedulerOutput`.
+an order. vLLM's own calls to its workers wait behind the steps in flight. So both are calls of ours
+over a Unix socket that only the engine's user can reach, or over TCP to a rank of another machine
+(`reach`). Releases of a busy engine travel with vLLM's `SchedulerOutput`.
 
 A message is four bytes of length and JSON: ``[operation, argument]`` to the rank,
 ``[failure, result]`` back.
@@ -12,9 +13,10 @@ A message is four bytes of length and JSON: ``[operation, argument]`` to the ran
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import hmac
 import json
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -30,13 +32,16 @@ from pyvmem.errors import VMemError
 from pyvmem.ledger import default_folder, device_of, private
 from pyvmem.vllm.geometry import Geometry, Run, TensorClass
 from pyvmem.vllm.memory import KVMemory
+from pyvmem.vllm.quota import join_device
+from pyvmem.vllm.remote import on_account
 from pyvmem.vllm.settings import Settings
 
-__all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "rank_address"]
+__all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "new_address"]
 
 _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # seconds
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
+_GREETING = 10.0  # seconds for the word
 _UNHEARD = ".new"  # ends the name of a socket on which nothing listens yet
 
 
@@ -44,16 +49,15 @@ class RankLost(RuntimeError):
     """A rank that does not answer: its process has ended."""
 
 
-def rank_address(instance: str, rank: int, settings: Settings) -> str:
-    """The path of a rank's socket, in a folder of this user alone.
+def new_address(settings: Settings) -> str:
+    """A path for a rank's socket, in a folder of this user alone.
 
     Raises:
         AccessDenied: the folder is another user's, or others may write there.
         ValueError: its name is too long for a socket.
     """
     folder = private(Path(settings.ledger) if settings.ledger else default_folder())
-    name = hashlib.sha256(f"{instance}/{rank}".encode()).hexdigest()[:24]
-    path = str(folder / f"{name}.sock")
+    path = str(folder / f"{secrets.token_hex(12)}.sock")
     if len(os.fsencode(path + _UNHEARD)) > 107:  # sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
     return path
@@ -64,8 +68,10 @@ def _send(sock: socket.socket, message: Any) -> None:
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(sock: socket.socket) -> Any:
+def _receive(sock: socket.socket, most: int = 1 << 31) -> Any:
     def exactly(count: int) -> bytes:
+        if count > most:
+            raise EOFError(f"a message of {count} bytes")
         data = b""
         while len(data) < count:
             part = sock.recv(count - len(data))
@@ -108,6 +114,22 @@ def _listen(address: str) -> socket.socket:
     return made
 
 
+def _is_this_user(peer: socket.socket) -> bool:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)
+
+
+def _knows(peer: socket.socket, word: str) -> bool:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.settimeout(_GREETING)
+    try:
+        said = _receive(peer, 1024)
+    except (OSError, EOFError, ValueError):
+        return False
+    peer.settimeout(None)
+    return isinstance(said, str) and hmac.compare_digest(said.encode(), word.encode())
+
+
 class Server:
     """Gives the scheduler access to the memory of a rank, until that is gone."""
 
@@ -119,25 +141,42 @@ class Server:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         _remove_dead(Path(address).parent)
         self._socket = _listen(address)
+        self._port: socket.socket | None = None
         weakref.finalize(memory, self.close)
-        threading.Thread(target=self._accept, name="vmem-rank", daemon=True).start()
+        self._start(self._socket, _is_this_user)
 
-    def _accept(self) -> None:
+    def listen(self, host: str) -> tuple[str, int, str]:
+        """Serves on a port of this machine as well, who knows a word.
+
+        Returns:
+            Host, port and the word.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._port = socket.create_server((host, 0), family=family)
+        word = secrets.token_hex(32)
+        self._start(self._port, lambda peer: _knows(peer, word))
+        return host, int(self._port.getsockname()[1]), word
+
+    def _start(self, listening: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+        threading.Thread(
+            target=self._accept, args=(listening, admits), name="vmem-rank", daemon=True
+        ).start()
+
+    def _accept(self, listening: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+        def serve(peer: socket.socket) -> None:
+            with peer:
+                if admits(peer):
+                    self._serve(peer)
+
         while True:
             try:
-                peer, _ = self._socket.accept()
+                peer, _ = listening.accept()
             except OSError:  # closed
                 return
-            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if struct.unpack("3i", credentials)[1] not in (os.getuid(), 0):
-                peer.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(peer,), name="vmem-peer", daemon=True
-            ).start()
+            threading.Thread(target=serve, args=(peer,), name="vmem-peer", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        with peer, contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError):
             while True:
                 name, argument = _receive(peer)
                 memory = self._memory()
@@ -152,15 +191,23 @@ class Server:
 
     def close(self) -> None:
         """Stops serving."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        for one in (self._socket, self._port):
+            if one is not None:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+                one.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.address)
 
 
 class Rank(Protocol):
-    """The memory of a rank, as the scheduler sees it. Operations return what failed, or None."""
+    """The memory of a rank, as the scheduler sees it. Operations return what failed, or None.
+
+    Attributes:
+        machine: that has its ledger; ``""``: this one.
+    """
+
+    machine: str
 
     def geometry(self) -> Geometry:
         """Of its tensors."""
@@ -185,7 +232,9 @@ class Rank(Protocol):
 
 
 class LocalRank:
-    """A rank in this process."""
+    """A rank in this process, or the process itself as a scheduler elsewhere sees it."""
+
+    machine = ""
 
     def __init__(self, memory: KVMemory) -> None:
         self.memory = memory
@@ -209,6 +258,13 @@ class LocalRank:
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
         """Calls `KVMemory.grow`; returns what failed, and what is free then."""
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
+
+    def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
+        """Keeps the account of this rank's device, for a scheduler of another machine."""
+        folder = Settings.read().ledger
+        self.memory.account = join_device(
+            self.device(), Path(folder) if folder else None, name, unique=unique, **terms
+        )
 
     def drop(self, runs: list[Run]) -> str | None:
         """`KVMemory.drop`."""
@@ -275,21 +331,35 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
     "total": lambda rank, _: rank.total(),
     "stats": lambda rank, _: rank.stats(),
     "fingerprint": lambda rank, _: rank.fingerprint(),
+    "join": lambda rank, a: rank.join(*a),
+    "account": lambda rank, a: on_account(rank.memory.account, *a),
 }
 
 
 class SocketRank:
-    """A rank in another process. Thread-safe."""
+    """A rank in another process. Thread-safe.
 
-    def __init__(self, address: str) -> None:
+    Args:
+        address: the path of its socket, or what `Server.listen` returned.
+        machine: as in `Rank`.
+    """
+
+    def __init__(self, address: str | tuple[str, int, str], machine: str = "") -> None:
+        self.machine = machine
         self._lock = threading.RLock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(_TIMEOUT)
         try:
-            self._socket.connect(address)
+            if isinstance(address, str):
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.settimeout(_TIMEOUT)
+                self._socket.connect(address)
+            else:
+                self._socket = socket.create_connection(address[:2], _TIMEOUT)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _send(self._socket, address[2])
         except OSError as error:
-            self._socket.close()
-            raise RankLost(f"{address}: {error}") from error
+            self.close()
+            where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+            raise RankLost(f"{where}: {error}") from error
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
         """Sends the order; the rank is this thread's until the answer is there."""
@@ -335,7 +405,8 @@ class SocketRank:
 
     def close(self) -> None:
         """Hangs up."""
-        self._socket.close()
+        if hasattr(self, "_socket"):
+            self._socket.close()
 
 
 class Ranks:
@@ -380,16 +451,24 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Of all ranks.
+        """Of the rank with most tensors: a stage of a pipeline may have fewer layers than another.
 
         Raises:
-            RuntimeError: they differ.
+            RuntimeError: they differ in more than that.
         """
         found = [rank.geometry() for rank in self.ranks]
-        for one in found[1:]:
-            if one != found[0]:
-                raise RuntimeError(f"the ranks' KV tensors differ: {found[0]} and {one}")
-        return found[0]
+        alike = {
+            (one.num_blocks, one.page_size, tuple(kind.block_bytes for kind in one.classes))
+            for one in found
+        }
+        if len(alike) > 1:
+            different = next(one for one in found if one != found[0])
+            raise RuntimeError(f"the ranks' KV tensors differ: {found[0]} and {different}")
+        most = [
+            max(kinds, key=lambda kind: kind.tensors)
+            for kinds in zip(*(one.classes for one in found), strict=True)
+        ]
+        return Geometry(found[0].num_blocks, found[0].page_size, tuple(most))
 
     def grow(self, runs: list[Run]) -> str | None:
         """Maps on every rank or on none; returns what failed.

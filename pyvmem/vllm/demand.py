@@ -16,10 +16,15 @@ compares.
 
 vLLM admits a request if its whole prompt fits, and then computes that in chunks. Here, too, there
 must be memory for all of it; but only the chunk is backed, as a long prompt would hold up the step.
+
+What vLLM calls is replaced once. What that leads to changes from step to step: a `partial` costs a
+call that is vLLM's own next to nothing, and nothing of another tool's is in the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,6 +33,11 @@ from vllm.v1.request import RequestStatus
 from pyvmem.vllm.engine import ElasticEngine
 
 __all__ = ["Demand"]
+
+
+def _lead(call: partial[Any], to: Callable[..., Any]) -> None:
+    """Makes `call` a call of `to`."""
+    call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 
 class Demand:
@@ -54,6 +64,7 @@ class Demand:
         elastic.count_waiting = self._count_waiting
         self._count_blocks = manager.coordinator.get_num_blocks_to_allocate
         self._allocate_slots = manager.allocate_slots
+        self._get_num_free_blocks = self.pool.get_num_free_blocks
         self._look_up = manager.get_computed_blocks
         self._get_new_blocks = self.pool.get_new_blocks
         self._margin = 0  # blocks that have to be free besides, for the request being admitted
@@ -61,6 +72,14 @@ class Demand:
         self._computing: dict[str, Any] = {}  # running, with more to compute than the next token
         manager.get_computed_blocks = self._look
         self.pool.get_new_blocks = self._take
+        self._counts, self._allocates, self._frees = (
+            partial(self._count_blocks),
+            partial(self._allocate_slots),
+            partial(self._get_num_free_blocks),
+        )
+        manager.coordinator.get_num_blocks_to_allocate = self._counts
+        manager.allocate_slots = self._allocates
+        self.pool.get_num_free_blocks = self._frees
 
     def _blocks(self, tokens: int) -> int:
         return sum(-(-tokens // size) for size in self._block_sizes)
@@ -84,16 +103,16 @@ class Demand:
             self._watch()
         elif free < self.most * len(self.scheduler.running):
             self._checking = True
-            self.pool.get_num_free_blocks = self._check
+            _lead(self._frees, self._check)
 
     def end(self) -> None:
         """The step is scheduled, or could not be."""
-        self._stop_checking()
-        self.pool.__dict__.pop("get_num_free_blocks", None)
+        self._checking = False
+        _lead(self._frees, self._get_num_free_blocks)
         if self._watching:
             self._watching = False
-            del self.manager.coordinator.get_num_blocks_to_allocate
-            del self.manager.allocate_slots
+            _lead(self._counts, self._count_blocks)
+            _lead(self._allocates, self._allocate_slots)
         if self._computing:
             self._computing = {
                 name: one
@@ -112,17 +131,14 @@ class Demand:
             and scheduler.get_num_unfinished_requests() > running
         )
 
-    def _stop_checking(self) -> None:
+    def _watch(self) -> None:
         if self._checking:
             self._checking = False
-            del self.pool.get_num_free_blocks
-
-    def _watch(self) -> None:
-        self._stop_checking()
+            _lead(self._frees, self._get_num_free_blocks)
         if not self._watching:
             self._watching = True
-            self.manager.coordinator.get_num_blocks_to_allocate = self._count
-            self.manager.allocate_slots = self._allocate
+            _lead(self._counts, self._count)
+            _lead(self._allocates, self._allocate)
 
     # ---- in place of vLLM's functions ------------------------------------------------------------
 
@@ -163,10 +179,10 @@ class Demand:
             return False
 
         def once() -> int:
-            del self.pool.get_num_free_blocks
+            _lead(self._frees, self._get_num_free_blocks)
             return count
 
-        self.pool.get_num_free_blocks = once
+        _lead(self._frees, once)
         return True
 
     def _allocate(self, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.vllm.backing import Backing, Growth, Release
-from pyvmem.vllm.channel import LocalRank, Rank, RankLost, Ranks, SocketRank, rank_address
+from pyvmem.vllm.channel import RankLost, Ranks
 from pyvmem.vllm.geometry import Geometry
 from pyvmem.vllm.idle import IdleBlocks
 from pyvmem.vllm.metrics import identity_of
 from pyvmem.vllm.mover import Mover
 from pyvmem.vllm.quota import LedgerQuota, LocalQuota, join_ledgers
+from pyvmem.vllm.reach import connect
 from pyvmem.vllm.settings import Settings
 
 __all__ = ["ElasticEngine"]
@@ -72,7 +73,7 @@ class ElasticEngine:
         self.settings = Settings.read()
         self.lock = threading.RLock()
         self.pool = pool
-        self.ranks = Ranks(_connect(config, self.settings))
+        self.ranks = Ranks(connect(config, self.settings))
         geometry = self.ranks.geometry()
         if geometry.num_blocks != pool.num_gpu_blocks:
             raise RuntimeError(
@@ -140,10 +141,11 @@ class ElasticEngine:
         if settings.ledger is None:
             return LocalQuota(limit, self.ranks.free)
         model = str(config.model_config.served_model_name or config.model_config.model)
+        name = settings.name or model.rstrip("/").rsplit("/", 1)[-1]
         return join_ledgers(
-            [rank.device() for rank in self.ranks.ranks],
+            self.ranks.ranks,
             Path(settings.ledger) if settings.ledger else None,
-            settings.name or model.rstrip("/").rsplit("/", 1)[-1],
+            name,
             unique=bool(settings.name),
             floor=min(settings.floor, limit),  # it cannot use more, others can
             limit=limit,
@@ -652,14 +654,3 @@ def _keep(engine: weakref.ref[ElasticEngine], wake: threading.Event) -> None:
         if found is None or not found._kept():
             return
         del found
-
-
-def _connect(config: Any, settings: Settings) -> list[Rank]:
-    from pyvmem.vllm import worker
-
-    ranks: list[Rank] = []
-    for number in range(config.parallel_config.world_size):
-        address = rank_address(config.instance_id, number, settings)
-        memory = worker.LOCAL.get(address)
-        ranks.append(SocketRank(address) if memory is None else LocalRank(memory))
-    return ranks

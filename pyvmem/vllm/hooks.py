@@ -67,7 +67,13 @@ HOOKS = (
     Hook("config.parallel", "ParallelConfig.worker_cls", "read", "the option of our worker"),
     Hook("config.scheduler", "SchedulerConfig.scheduler_cls", "read", "that of our scheduler"),
     Hook("config.scheduler", "SchedulerConfig.async_scheduling", "read", "which of the two"),
-    Hook("config.vllm", "VllmConfig.instance_id", "read", "by which ranks are found"),
+    Hook("config.vllm", "VllmConfig.instance_id", "read", "by which the executor is found"),
+    Hook(
+        *("v1.executor.abstract", "Executor.collective_rpc", "called"),
+        "the scheduler asks its ranks where they are",
+        takes=("method", "args"),
+    ),
+    Hook("utils.network_utils", "get_ip", "called", "where a rank of another machine listens"),
     # ---- the worker
     Hook(
         *(_WORKER, "Worker.init_device", "overridden"),

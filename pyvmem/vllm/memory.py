@@ -22,6 +22,7 @@ from typing import Any
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported, VMemError
 from pyvmem.info import Caps
+from pyvmem.ledger import Account
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reservation import Reservation
@@ -95,6 +96,7 @@ class KVMemory:
         self._spans: list[int] = []
         self._reservations: list[Reservation] = []
         self._closed = False
+        self.account: Account | None = None  # of the device, where the scheduler is elsewhere
         self.headroom = 0  # bytes of the device that are left for activations
         self._next = [0] * len(self.geometry.classes)
         # Only kernels touch these addresses, so they need not be visible to CUDA's copies: where
@@ -333,6 +335,8 @@ class KVMemory:
         if self._closed:
             return
         self._closed = True
+        if self.account is not None:
+            self.account.close()
         try:
             whole = [
                 Run(kind, 0, self.geometry.num_pages(kind))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pyvmem.vllm.metrics import publish
+from pyvmem.vllm.reach import EXECUTORS
 from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.versions import check
 
@@ -85,6 +86,7 @@ def _after_it_is_made(create: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _before_it_is_used(start: Callable[..., Any], executor: Any, vllm_config: Any) -> Any:
     _configure_if_asked(vllm_config)
+    EXECUTORS[vllm_config.instance_id] = executor  # the scheduler, which is made later, finds it
     return start(executor, vllm_config)
 
 
@@ -128,18 +130,16 @@ def reasons_against(config: Any) -> Iterator[str]:
         yield "a KV connector (kv_transfer_config): it copies by cudaMemcpy, which refuses the pool"
     if getattr(cache, "kv_offloading_size", None):
         yield "kv_offloading_size (it copies by cudaMemcpy, which refuses the pool)"
-    for name in ("pipeline", "data", "decode_context", "prefill_context"):
+    for name in ("data", "decode_context", "prefill_context"):
         count = getattr(parallel, f"{name}_parallel_size", 1)
         if count > 1:
-            yield f"{name}_parallel_size={count} (never run; tensor_parallel_size works)"
-    if getattr(parallel, "nnodes", 1) > 1:
-        yield f"nnodes={parallel.nnodes} (ranks must share the machine)"
+            yield f"{name}_parallel_size={count} (never run; tensor and pipeline work)"
     if getattr(parallel, "enable_dbo", False):
         yield "enable_dbo (several streams launch at once)"
     if parallel.distributed_executor_backend not in (None, "uni", "mp"):
         yield (
             f"distributed_executor_backend={parallel.distributed_executor_backend} "
-            "(ranks must share the machine: uni or mp)"
+            "(never run; uni and mp work)"
         )
     if model.is_encoder_decoder:
         yield "encoder-decoder models (never run)"

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger import Account, Ledger, engine_name
+from pyvmem.vllm.remote import RemoteAccount
 
-__all__ = ["LedgerQuota", "LocalQuota", "join_ledgers"]
+if TYPE_CHECKING:
+    from pyvmem.vllm.channel import Rank
+
+__all__ = ["LedgerQuota", "LocalQuota", "join_device", "join_ledgers"]
 
 
 class LocalQuota:
@@ -71,7 +75,9 @@ class LedgerQuota:
     """
 
     def __init__(
-        self, accounts: Sequence[tuple[Account, int]], free: Callable[[], int | None]
+        self,
+        accounts: Sequence[tuple[Account | RemoteAccount, int]],
+        free: Callable[[], int | None],
     ) -> None:
         self._accounts = accounts
         self._free = free
@@ -95,7 +101,7 @@ class LedgerQuota:
     def take(self, nbytes: int, handles: int = 0) -> bool:
         """Whether the engine may have so many more bytes, on every device or on none."""
         free = self._free()
-        taken: list[tuple[Account, int]] = []
+        taken: list[tuple[Account | RemoteAccount, int]] = []
         for account, ranks in self._accounts:
             if not account.take(nbytes * ranks, handles * ranks, free):
                 for other, count in taken:
@@ -141,56 +147,77 @@ class LedgerQuota:
             account.close()
 
 
-def join_ledgers(
-    device_of_rank: Sequence[str],
-    folder: Path | None,
-    name: str,
-    *,
-    unique: bool,
-    floor: int,
-    limit: int,
-    least: int,
-    virtual: int,
-    capacity: int,
-    identity: int,
-    free: Callable[[], int | None],
-) -> LedgerQuota:
-    """Joins the ledgers of all devices of an engine; bytes are of one rank.
+def join_device(
+    device: str, folder: Path | None, name: str, *, unique: bool, capacity: int, **terms: int
+) -> Account:
+    """An account in the ledger of a device of this machine.
 
     Args:
-        device_of_rank: names of devices, some of which may be the same.
+        device: its name.
         folder: of the ledgers; None: the default.
         name: of the engine.
         unique: a name that is taken is an error; else a number is added to it.
-        floor, limit, least, virtual, identity: as in `Ledger.join`.
-        capacity: of a device, where its ledger does not exist.
-        free: as for `LedgerQuota`.
+        capacity: of the device, where its ledger does not exist.
+        terms: floor, limit, least, virtual and identity, as in `Ledger.join`.
 
     Raises:
         VMemError: as `Ledger` and `Ledger.join`.
     """
-    accounts: list[tuple[Account, int]] = []
+    ledger = Ledger(device, capacity, folder)
+    number = 1
+    while True:
+        tried = engine_name(name, f"-{number}" if number > 1 else "")
+        try:
+            return ledger.join(name if unique else tried, **terms)
+        except InvalidArgument as error:
+            if unique or error.errno_name != "EEXIST" or number == 64:
+                ledger.close()
+                raise
+        except BaseException:
+            ledger.close()
+            raise
+        number += 1
+
+
+def join_ledgers(
+    ranks: Sequence[Rank],
+    folder: Path | None,
+    name: str,
+    *,
+    unique: bool,
+    capacity: int,
+    identity: int,
+    free: Callable[[], int | None],
+    **terms: int,
+) -> LedgerQuota:
+    """Joins the ledgers of all devices of an engine, each on its own machine.
+
+    Args:
+        ranks: of the engine.
+        folder, name, unique, capacity, identity: as in `join_device`.
+        free: as for `LedgerQuota`.
+        terms: floor, limit, least and virtual, in bytes of one rank.
+
+    Raises:
+        VMemError: as `join_device`.
+        RankLost: the same on another machine.
+    """
+    on_device: dict[tuple[str, str], list[Rank]] = {}
+    for rank in ranks:
+        on_device.setdefault((rank.machine, rank.device()), []).append(rank)
+    accounts: list[tuple[Account | RemoteAccount, int]] = []
     try:
-        for device, ranks in Counter(device_of_rank).items():
-            ledger = Ledger(device, capacity, folder)
-            for number in range(1, 65):
-                try:
-                    account = ledger.join(
-                        name if unique else engine_name(name, f"-{number}" if number > 1 else ""),
-                        floor=floor * ranks,
-                        limit=limit * ranks,
-                        least=least * ranks,
-                        virtual=virtual * ranks,
-                        identity=identity,
-                    )
-                    break
-                except InvalidArgument as error:
-                    if unique or error.errno_name != "EEXIST" or number == 64:
-                        ledger.close()
-                        raise
-            accounts.append((account, ranks))
+        for (machine, device), some in on_device.items():
+            sums = {key: value * len(some) for key, value in terms.items()}
+            sums |= {"capacity": capacity, "identity": identity}
+            if machine:
+                some[0].ask("join", [name, unique, sums])()
+                accounts.append((RemoteAccount(some[0]), len(some)))
+            else:
+                account = join_device(device, folder, name, unique=unique, **sums)
+                accounts.append((account, len(some)))
     except BaseException:
-        for account, _ in accounts:
-            account.close()
+        for one, _ in accounts:
+            one.close()
         raise
     return LedgerQuota(accounts, free)

@@ -17,20 +17,18 @@ from typing import Any
 
 from pyvmem.ledger import device_of
 from pyvmem.units import format_bytes
-from pyvmem.vllm.channel import Server, rank_address
+from pyvmem.vllm.channel import Server, new_address
 from pyvmem.vllm.choice import SMALL, choose_page, prefer_layouts
 from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
 from pyvmem.vllm.memory import KVMemory, device_total, open_context
+from pyvmem.vllm.reach import LOCAL, Place, machine
 from pyvmem.vllm.settings import Settings
 
-__all__ = ["LOCAL", "ElasticWorker"]
+__all__ = ["ElasticWorker"]
 
 _MARGIN = 512 << 20
 
 log = logging.getLogger("vllm.vmem")
-
-LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
-"""The memory of the ranks in this process, by `rank_address`, while anything uses it."""
 
 
 class ElasticWorker:
@@ -146,10 +144,24 @@ class ElasticWorker:
                 self._lend = None
         if memory is not None:
             memory.headroom = self._headroom()
-            address = rank_address(self.vllm_config.instance_id, self.rank, self._settings)
+            address = new_address(self._settings)
             LOCAL[address] = memory
             self._server = Server(address, memory)
         return result
+
+    def vmem_place(self) -> Place | None:
+        """Where the scheduler finds this rank's KV tensors; None: it has none."""
+        if self._server is None:
+            return None
+        return Place(machine(self._settings), self._server.address)
+
+    def vmem_listen(self, scheduler: str) -> tuple[str, int, str] | None:
+        """`Server.listen`, unless the scheduler is on this machine."""
+        if self._server is None or machine(self._settings) == scheduler:
+            return None
+        from vllm.utils.network_utils import get_ip
+
+        return self._server.listen(get_ip())
 
     def _headroom(self) -> int:
         """Memory that torch may still ask the device for: the peak so far, and a margin."""

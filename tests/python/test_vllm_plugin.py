@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+import pyvmem_vllm
 from pyvmem.errors import NotSupported
 from pyvmem.units import parse_bytes
 from pyvmem.vllm import plugin, versions
@@ -217,6 +219,33 @@ def test_a_configuration_made_by_hand_is_seen_by_the_executor(
     assert executor(config()).vllm_config.scheduler_config.scheduler_cls is None
 
 
+@pytest.mark.parametrize("names", ["a,b", "", "vmem2", "a, vmem"])
+def test_plug_ins_that_leave_ours_out(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    monkeypatch.setenv("VMEM_VLLM", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", names)
+    text = f"^VMEM_VLLM=1 has no effect, since VLLM_PLUGINS='{names}' does not name"
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.warns(UserWarning, match=text):
+        pyvmem_vllm.check_plugins()
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    with pytest.raises(RuntimeError, match=text):
+        pyvmem_vllm.check_plugins()
+
+
+@pytest.mark.parametrize(("switch", "names"), [("1", "a,vmem"), ("1", None), ("0", "a"), ("", "a")])
+def test_plug_ins_that_are_as_asked(
+    monkeypatch: pytest.MonkeyPatch, switch: str, names: str | None
+) -> None:
+    monkeypatch.setenv("VMEM_VLLM", switch)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if names is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", names)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pyvmem_vllm.check_plugins()
+
+
 # ---- configurations ------------------------------------------------------------------------------
 
 
@@ -260,10 +289,8 @@ def test_sleep_mode_sleeps_by_ours() -> None:
     [
         ({"kv_transfer_config": object()}, "KV connector"),
         ({"cache_config__kv_offloading_size": 4.0}, "kv_offloading_size"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config__data_parallel_size": 4}, "data_parallel_size=4"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-        ({"parallel_config__nnodes": 2}, "nnodes=2"),
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
         ({"parallel_config__distributed_executor_backend": "ray"}, "backend=ray"),
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,10 +19,12 @@ import pytest
 pytest.importorskip("torch")
 
 from pyvmem import Inject
-from pyvmem.vllm import channel
-from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, rank_address
-from pyvmem.vllm.geometry import runs_of
+from pyvmem.ledger import Ledger
+from pyvmem.vllm import channel, reach
+from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
+from pyvmem.vllm.geometry import Geometry, runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
+from pyvmem.vllm.quota import join_ledgers
 from pyvmem.vllm.settings import Settings
 
 BLOCKS, SIZE = 64, 64 * 4096
@@ -57,7 +61,7 @@ def test_a_socket_that_does_not_listen_yet_is_no_dead_one(
             channel._remove_dead(folder)
 
     one = memory()
-    address = rank_address("engine", 0, Settings(ledger=str(folder)))
+    address = new_address(Settings(ledger=str(folder)))
     monkeypatch.setattr(channel.socket, "socket", Slow)
     server = Server(address, one)
     monkeypatch.setattr(channel.socket, "socket", between)
@@ -100,7 +104,7 @@ def test_a_rank_lost_in_a_growth_leaves_the_others_free(folder: Path, when: str,
     """The next call to them would wait for ever otherwise."""
     memories = [memory(), memory()]
     settings = Settings(ledger=str(folder))
-    addresses = [rank_address("engine", number, settings) for number in range(2)]
+    addresses = [new_address(settings) for _ in range(2)]
     servers = [Server(*one) for one in zip(addresses, memories, strict=True)]
     living = [SocketRank(one) for one in addresses]
     ranks: list[Any] = [*living]
@@ -130,7 +134,7 @@ def test_results_belong_to_their_ranks() -> None:
 def test_a_server_ends_with_its_memory(folder: Path) -> None:
     """Of an engine that nobody shut down."""
     one = memory()
-    server = Server(rank_address("engine", 0, Settings(ledger=str(folder))), one)
+    server = Server(new_address(Settings(ledger=str(folder))), one)
     one.close()
     del one
     gc.collect()
@@ -140,3 +144,158 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
         time.sleep(0.01)
     assert not any(thread.name == "vmem-rank" for thread in threading.enumerate())
     server.close()
+
+
+# ---- ranks of another machine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, KVMemory]]:
+    """A rank whose ledger is in a folder of its own, as on another machine."""
+    monkeypatch.setenv("VMEM_LEDGER", str(folder))
+    one = memory()
+    server = Server(new_address(Settings.read()), one)
+    yield server, one
+    server.close()
+    one.close()
+
+
+def test_a_rank_is_reached_over_tcp_by_who_knows_the_word(far: tuple[Server, KVMemory]) -> None:
+    server, one = far
+    host, port, word = server.listen("127.0.0.1")
+    rank = SocketRank((host, port, word), "far")
+    assert rank.machine == "far"
+    assert rank.geometry() == one.geometry
+    assert rank.ask("grow", runs_of([{0, 1}]))() == [None, None]
+    assert one.context.stats().mapped_bytes == 2 * 4096
+    for wrong in ("", word[:-1], word + "0", word.upper() + " "):
+        stranger = SocketRank((host, port, wrong))
+        with pytest.raises(RankLost):
+            stranger.geometry()
+        stranger.close()
+    with channel.socket.create_connection((host, port)) as peer:
+        peer.sendall(b"\xff\xff\xff\xff" + b"x" * 100)  # a word of 4 GB
+        peer.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert peer.recv(1) == b""
+    assert rank.geometry() == one.geometry
+    rank.close()
+    server.close()
+    with pytest.raises(RankLost, match=f"{host}:{port}"):
+        SocketRank((host, port, word))
+
+
+def test_the_account_of_another_machine_is_there(
+    far: tuple[Server, KVMemory], tmp_path: Path
+) -> None:
+    """Its ledger counts what the scheduler takes, and both must grant it."""
+    server, one = far
+    ranks = [LocalRank(one), SocketRank(server.listen("127.0.0.1"), "far")]
+    tmp_path.chmod(0o700)
+    terms = {"floor": 0, "limit": 8 << 20, "least": 4096, "virtual": 8 << 20}
+    there = Path(server.address).parent
+    with Ledger("host", 4 << 20, there):  # of a smaller device
+        quota = join_ledgers(
+            cast(Any, ranks), tmp_path, "e", unique=True, capacity=0, identity=7,
+            free=lambda: None, **terms,
+        )  # fmt: skip
+
+    def used() -> list[tuple[str, int, int]]:
+        found = []
+        for folder in (tmp_path, there):
+            with Ledger("host", folder=folder, create=False) as book:
+                found += [(e.name, e.used, e.identity) for e in book.engines()]
+        return found
+
+    assert used() == [("e", 0, 7), ("e", 0, 7)]
+    assert quota.room() == 4 << 20
+    assert quota.take(1 << 20, 1)
+    quota.mapped(1 << 20)
+    assert used() == [("e", 1 << 20, 7)] * 2
+    assert not quota.take(4 << 20, 1)
+    assert used() == [("e", 1 << 20, 7)] * 2, "on every machine or on none"
+    quota.want(1 << 20)
+    quota.report(cached=4096)
+    assert quota.pressure() == (0, False)
+    with Ledger("host", folder=there, create=False) as book:
+        book.order_limit("e", 512 << 10)
+        assert quota.limit == 512 << 10
+        assert quota.pressure() == (512 << 10, False)
+        (info,) = book.engines()
+        assert (info.want, info.cached) == (1 << 20, 4096)
+    with pytest.raises(RankLost, match="'e' is the name of process"):
+        join_ledgers(
+            cast(Any, [ranks[1]]), tmp_path, "e", unique=True, capacity=0, identity=8,
+            free=lambda: None, **terms,
+        )  # fmt: skip
+    quota.give(1 << 20)
+    quota.close()
+    assert used() == []
+    ranks[1].close()
+
+
+def test_an_account_ends_with_its_rank(far: tuple[Server, KVMemory]) -> None:
+    server, one = far
+    rank = SocketRank(server.listen("127.0.0.1"), "far")
+    terms = {"floor": 0, "limit": 4096, "least": 1, "virtual": 4096}
+    quota = join_ledgers(
+        [rank], None, "e", unique=True, capacity=0, identity=1, free=lambda: None, **terms
+    )
+    with pytest.raises(RankLost, match="account: _locked"):
+        rank.ask("account", ["_locked", [], {}])()
+    with Ledger("host", folder=Path(server.address).parent, create=False) as book:
+        assert [e.name for e in book.engines()] == ["e"]
+        one.close()
+        assert book.engines() == []
+    quota.close()
+    rank.close()
+
+
+def test_stages_of_a_pipeline_have_different_numbers_of_layers() -> None:
+    found = [Geometry.of(BLOCKS, 4096, [SIZE] * count) for count in (2, 3, 1)]
+    ranks: list[Any] = [SimpleNamespace(geometry=lambda one=one: one) for one in found]
+    assert Ranks(ranks).geometry() == found[1]
+    other = Geometry.of(BLOCKS, 8192, [SIZE])
+    ranks.append(SimpleNamespace(geometry=lambda: other))
+    with pytest.raises(RuntimeError, match="the ranks' KV tensors differ"):
+        Ranks(ranks).geometry()
+
+
+# ---- how they are found --------------------------------------------------------------------------
+
+
+def test_ranks_are_asked_where_they_are(
+    far: tuple[Server, KVMemory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, one = far
+    tmp_path.chmod(0o700)
+    settings = Settings(ledger=str(tmp_path))
+    there = reach.machine(Settings.read())
+    assert there != reach.machine(settings)
+    asked: list[str] = []
+
+    class Executor:
+        def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            asked.append(name)
+            if name == "vmem_place":
+                return [None, reach.Place(there, server.address)]
+            assert args == (reach.machine(settings),)
+            return [None, server.listen("127.0.0.1")]
+
+    executor = Executor()
+    config: Any = SimpleNamespace(instance_id="i")
+    with pytest.raises(RuntimeError, match="the engine's executor"):
+        reach.connect(config, settings)
+    monkeypatch.setitem(reach.EXECUTORS, "i", executor)
+    (rank,) = reach.connect(config, settings)
+    assert (rank.machine, asked) == (there, ["vmem_place", "vmem_listen"])
+    assert rank.geometry() == one.geometry
+    rank.close()
+    asked.clear()
+    (rank,) = reach.connect(config, Settings.read())
+    assert (rank.machine, asked) == ("", ["vmem_place"])
+    assert rank.geometry() == one.geometry
+    rank.close()
+    monkeypatch.setattr(Executor, "collective_rpc", lambda *_: 1 // 0)
+    with pytest.raises(RuntimeError, match="on every machine of the engine"):
+        reach.connect(config, settings)

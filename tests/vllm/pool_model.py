@@ -266,7 +266,7 @@ def opened(
     with monkeypatch.context() as patch:
         for name, value in {**_ENV, **env}.items():
             patch.setenv(name, value)
-        patch.setattr(module, "_connect", lambda *_: [rank])
+        patch.setattr(module, "connect", lambda *_: [rank])
         patch.setattr(module, "time", clock)
         patch.setattr(module.ElasticEngine, "start", lambda self: None)
         config = EngineArgs(

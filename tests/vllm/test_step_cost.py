@@ -156,3 +156,38 @@ def test_statistics_do_not_lock_the_ledger(start: Open, monkeypatch: pytest.Monk
             engine.step()
             assert elastic_of(llm).usage() >= 0
         assert count == 0
+
+
+def test_what_another_tool_puts_on_vllms_objects_stays(start: Open) -> None:
+    """In steps of every kind; and it sees the calls that it would see without the pool."""
+    with start("llama", VMEM_RESERVE="512K", **OPTIONS) as llm:
+        engine = llm.llm_engine
+        manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        owners = (
+            (manager, "allocate_slots"),
+            (manager.coordinator, "get_num_blocks_to_allocate"),
+            (pool, "get_num_free_blocks"),
+        )
+        seen = dict.fromkeys((name for _, name in owners), 0)
+
+        def counted(owner: Any, name: str) -> Any:
+            call = getattr(owner, name)
+
+            def instead(*args: Any, **kwargs: Any) -> Any:
+                seen[name] += 1
+                return call(*args, **kwargs)
+
+            return instead
+
+        own = [dict(vars(owner)) for owner, _ in owners]
+        steps = decode(llm, 40, BLOCK - 6, 12)
+        assert any(blocks for _, blocks in steps)
+        assert [dict(vars(owner)) for owner, _ in owners] == own
+        put = [counted(owner, name) for owner, name in owners]
+        for (owner, name), one in zip(owners, put, strict=True):
+            setattr(owner, name, one)
+        steps = decode(llm, 40, BLOCK - 6, 12)
+        assert any(blocks for _, blocks in steps)
+        assert [getattr(owner, name) for owner, name in owners] == put
+        assert min(seen.values()) >= 40 * len(steps)

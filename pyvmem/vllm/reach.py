@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT
+"""How the scheduler finds its ranks: it asks them, by vLLM's own call to all workers.
+
+At that time no step is in flight. A rank says where its socket is and which folder of ledgers it
+uses. One with the scheduler's folder is on its machine, for us: a Unix socket reaches it, and its
+device's ledger is here. Any other one (another machine, or a container with a folder of its own)
+listens on a port of the address that vLLM uses between machines, and keeps its device's account in
+its own process. The word that lets the scheduler in comes back by vLLM's call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyvmem.ledger import default_folder, private
+from pyvmem.vllm.channel import LocalRank, Rank, SocketRank
+from pyvmem.vllm.memory import KVMemory
+from pyvmem.vllm.settings import Settings
+
+__all__ = ["EXECUTORS", "LOCAL", "Place", "connect", "machine"]
+
+EXECUTORS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""vLLM's executors in this process, by their configurations' `instance_id`."""
+
+LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
+"""The memory of the ranks in this process, by the path of its socket."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        machine: `machine` of its process.
+        path: of its socket.
+    """
+
+    machine: str
+    path: str
+
+
+@functools.cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def machine(settings: Settings) -> str:
+    """Equal in processes that share a folder of ledgers."""
+    folder = private(Path(settings.ledger) if settings.ledger else default_folder())
+    found = folder.stat()
+    return f"{_boot()}/{found.st_dev}/{found.st_ino}"
+
+
+def connect(config: Any, settings: Settings) -> list[Rank]:
+    """The ranks of an engine that have KV tensors, in vLLM's order.
+
+    Raises:
+        RuntimeError: a worker is not one of ours.
+    """
+    executor = EXECUTORS.get(config.instance_id)
+    if executor is None:
+        raise RuntimeError("VMEM_VLLM=1: the engine's executor is not made by vLLM's Executor")
+    try:
+        places: Sequence[Place | None] = executor.collective_rpc("vmem_place")
+    except Exception as error:
+        raise RuntimeError(
+            "VMEM_VLLM=1: not every rank has a worker of pyvmem; the variable has to be set, and "
+            "pyvmem installed, on every machine of the engine"
+        ) from error
+    here = machine(settings)
+    ports: Sequence[Any] = [None] * len(places)
+    if any(one is not None and one.machine != here for one in places):
+        ports = executor.collective_rpc("vmem_listen", args=(here,))
+    ranks: list[Rank] = []
+    for place, port in zip(places, ports, strict=True):
+        if place is None:
+            continue
+        memory = LOCAL.get(place.path)
+        if memory is not None:
+            ranks.append(LocalRank(memory))
+        elif place.machine == here:
+            ranks.append(SocketRank(place.path))
+        else:
+            ranks.append(SocketRank(tuple(port), place.machine))
+    return ranks

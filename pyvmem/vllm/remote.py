@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""The account of a device on another machine: a rank there keeps it, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from pyvmem.errors import InvalidArgument
+from pyvmem.ledger import Account
+
+if TYPE_CHECKING:
+    from pyvmem.vllm.channel import Rank
+
+__all__ = ["RemoteAccount", "on_account"]
+
+_CALLS = frozenset(
+    ("room", "take", "mapped", "give", "want", "excess", "has_more", "report", "close")
+)
+_NUMBERS = frozenset(("limit", "used"))
+
+
+def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
+    """On the rank's side: reads a number of its account, or calls it.
+
+    Raises:
+        InvalidArgument: it keeps none, or that is no operation.
+    """
+    if account is None or name not in _CALLS | _NUMBERS:
+        raise InvalidArgument(f"account: {name}")
+    found = getattr(account, name)
+    return found(*args, **named) if name in _CALLS else found
+
+
+class RemoteAccount:
+    """`Account`, of a rank that `join` was asked of."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def _ask(self, name: str, *args: int | None, **named: int) -> Any:
+        return self._rank.ask("account", [name, args, named])()
+
+    @property
+    def limit(self) -> int:
+        """`Account.limit`."""
+        return int(self._ask("limit"))
+
+    @property
+    def used(self) -> int:
+        """`Account.used`."""
+        return int(self._ask("used"))
+
+    def room(self, free: int | None = None) -> int:
+        """`Account.room`."""
+        return int(self._ask("room", free))
+
+    def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
+        """`Account.take`."""
+        return bool(self._ask("take", nbytes, handles, free))
+
+    def mapped(self, nbytes: int) -> None:
+        """`Account.mapped`."""
+        self._ask("mapped", nbytes)
+
+    def give(self, nbytes: int, handles: int = 0) -> None:
+        """`Account.give`."""
+        self._ask("give", nbytes, handles)
+
+    def want(self, nbytes: int) -> None:
+        """`Account.want`."""
+        self._ask("want", nbytes)
+
+    def excess(self, free: int | None = None) -> int:
+        """`Account.excess`."""
+        return int(self._ask("excess", free))
+
+    def has_more(self, free: int | None = None) -> bool:
+        """`Account.has_more`."""
+        return bool(self._ask("has_more", free))
+
+    def report(self, **values: int) -> None:
+        """`Account.report`."""
+        self._ask("report", **values)
+
+    def close(self) -> None:
+        """`Account.close`; a rank that has ended has closed it."""
+        with contextlib.suppress(RuntimeError):
+            self._ask("close")
