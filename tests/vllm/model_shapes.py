@@ -114,8 +114,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 3,
         "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
+        "kv_lora_rank": 512,  # these two are all that its kernels know
+        "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
         "num_key_value_heads": 2,
@@ -228,64 +228,5 @@ def _save_whisper(folder: Path) -> None:
     WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)
 
 
-def _save_llava(folder: Path) -> None:
-    """Sees images of 32 x 32 as 16 tokens in place of t511."""
-    from transformers import (
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-        PreTrainedTokenizerFast,
-    )
-
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-        projection_dim=32,
-        initializer_range=0.3,
-    )
-    text = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_hidden_layers=2,
-        vocab_size=512,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.3,
-    )
-    config = LlavaConfig(
-        vision_config=vision.to_dict(),
-        text_config=text.to_dict(),
-        image_token_index=511,
-        vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-        image_seq_length=16,
-    )
-    LlavaForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
-    words = PreTrainedTokenizerFast.from_pretrained(folder)
-    words.add_special_tokens({"additional_special_tokens": ["t511"]})
-    LlavaProcessor(
-        image_processor=CLIPImageProcessor(
-            size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-        ),
-        tokenizer=words,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        image_token="t511",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
-
-
-MADE: dict[str, Callable[[Path], None]] = {"whisper": _save_whisper, "llava": _save_llava}
+MADE: dict[str, Callable[[Path], None]] = {"whisper": _save_whisper}
 """Functions that save models which are not one configuration of a language model."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Description: models of other kinds than a Llama on the elastic pool answer as stock vLLM does.
 
-Layers with a state, latent attention, caches of eight bits, adapters, images, an encoder with its
+Layers with a state, latent attention, caches of eight bits, adapters, an encoder with its
 cross-attention, drafts. Each runs in stock vLLM first.
 """
 
@@ -126,27 +126,6 @@ def test_an_adapter_for_every_second_request(start: Open, tmp_path: Path) -> Non
         return [list(one.outputs[0].token_ids) for one in outputs]
 
     compare(start, "llama", ask, enable_lora=True)
-
-
-@pytest.mark.long
-def test_images(start: Open) -> None:
-    """A prefix has the image's digest: one with another image is not hit."""
-    import numpy as np
-    from PIL import Image
-
-    draw = np.random.RandomState(0)
-    images = [Image.fromarray(draw.randint(0, 255, (32, 32, 3), dtype=np.uint8)) for _ in range(3)]
-
-    def ask(llm: Any) -> Tokens:
-        words = " ".join(f"t{i}" for i in range(3, 120))
-        asked = [
-            {"prompt": f"t{4 + i % 2} t511 {words}", "multi_modal_data": {"image": images[i % 3]}}
-            for i in range(6)
-        ]
-        return answer(llm, asked, 10)
-
-    options = {"skip_tokenizer_init": False, "max_num_batched_tokens": 128}
-    compare(start, "llava", ask, **options)
 
 
 def test_an_encoder_and_cross_attention(start: Open) -> None:
