@@ -97,20 +97,36 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
 def _regions(
     tensors: Sequence[Any], blocks: int, open_memory: OpenMemory
 ) -> tuple[KVMemory, list[Any]]:
-    """A region for each layer; they move apart, so that each begins at a page boundary."""
-    strides = {one.layer_stride for one in tensors}
-    together = all(one.block_stride * blocks == one.layer_stride for one in tensors)
-    if len(strides) != 1 or not together:
+    """A region for each layer; they move apart, so that each begins at a page boundary.
+
+    Layers of different groups may be in one region: a block is of one group at a time.
+    """
+    regions: dict[int, int] = {}  # bytes of a block, by where vLLM has the region begin
+    together = True
+    for one in tensors:
+        together &= one.block_stride * blocks == one.layer_stride
+        for index in range(len(one.layers)):
+            begin = one.offset + index * one.layer_stride
+            together &= regions.setdefault(begin, one.block_stride) == one.block_stride
+    begins = sorted(regions)
+    ends = [begin + regions[begin] * blocks for begin in begins]
+    together &= all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+    if not together:
         raise NotImplementedError(
             "VMEM_VLLM=1 does not work with a KV cache whose layers are "
-            f"{sorted(strides)} bytes and whose blocks are "
+            f"{sorted({one.layer_stride for one in tensors})} bytes and whose blocks are "
             f"{sorted({one.block_stride for one in tensors})} bytes apart, {blocks} of them; "
             "VLLM_KV_CACHE_LAYOUT=BLHNC keeps a block together"
         )
-    (region,) = strides
-    memory = open_memory(blocks, [region] * (tensors[0].size // region))
-    span = memory.span(0)
+    memory = open_memory(blocks, [regions[begin] * blocks for begin in begins])
+    kinds = [kind.block_bytes for kind in memory.geometry.classes]
+    count = [0] * len(kinds)
+    moved: dict[int, tuple[int, int]] = {}  # to where, and how far apart
+    for begin in begins:
+        kind = kinds.index(regions[begin])
+        moved[begin] = memory.begin(kind, count[kind]), memory.span(kind)
+        count[kind] += 1
     return memory, [
-        dataclasses.replace(one, offset=one.offset // region * span, layer_stride=span)
+        dataclasses.replace(one, offset=moved[one.offset][0], layer_stride=moved[one.offset][1])
         for one in tensors
     ]

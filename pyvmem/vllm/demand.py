@@ -40,6 +40,16 @@ def _lead(call: partial[Any], to: Callable[..., Any]) -> None:
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 
+def _copies(spec: Any) -> int:
+    """Blocks that a group takes besides where its layers have a state that is also a prefix.
+
+    One to copy the state to before it changes, and where vLLM writes it in the midst of a prompt.
+    """
+    if getattr(spec, "mamba_cache_mode", "none") != "align":
+        return 0
+    return 1 + int(getattr(spec, "num_prefill_checkpoint_blocks", 0))
+
+
 class Demand:
     """The demands of one scheduler. Its lock is held wherever this is called.
 
@@ -58,9 +68,9 @@ class Demand:
         self.pool = manager.block_pool
         speculative = scheduler.vllm_config.speculative_config
         tokens = 1 + 2 * (speculative.num_speculative_tokens if speculative else 0)
-        groups = scheduler.kv_cache_config.kv_cache_groups
-        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
-        self.most = self._blocks(tokens)
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        self._block_sizes = [spec.block_size for spec in specs]
+        self.most = self._blocks(tokens) + sum(map(_copies, specs))
         elastic.count_waiting = self._count_waiting
         self._count_blocks = manager.coordinator.get_num_blocks_to_allocate
         self._allocate_slots = manager.allocate_slots
@@ -161,6 +171,8 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
+        if count > self.pool.num_gpu_blocks:  # so says vLLM of a state that this step computes
+            return count
         if count or self._margin:  # otherwise it takes nothing
             # Prefixes that are hit and unused leave the free queue too, and have memory.
             hit = kwargs.get("new_computed_blocks", args[2] if len(args) > 2 else ())

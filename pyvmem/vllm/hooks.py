@@ -102,7 +102,7 @@ HOOKS = (
     Hook("v1.worker.cpu_worker", "CPUWorker", "overridden", "the same on a CPU"),
     *_members(
         *(_TENSORS, "KVCacheConfig", "read", "which tensors there are to place"),
-        *("num_blocks", "kv_cache_tensors", "kv_cache_groups", "has_mamba_layers"),
+        *("num_blocks", "kv_cache_tensors", "kv_cache_groups"),
     ),
     *_members(_TENSORS, "KVCacheTensor", "read", "how blocks lie in it", "size", "block_stride"),
     # ---- the scheduler
@@ -128,11 +128,6 @@ HOOKS = (
         *("v1.core.sched.output", "SchedulerOutput", "read", "what a step computes"),
         *("total_num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs"),
     ),
-    Hook(
-        *("v1.core.sched.output", "SchedulerOutput.kv_cache_block_copies", "called"),
-        "a step copies the prefixes that move",
-    ),
-    Hook(_BLOCKS, "KVCacheBlockCopy", "called", "one of these copies"),
     *_members("v1.request", "Request", "read", "what it takes", "is_prefill_chunk", "num_tokens"),
     # ---- blocks
     Hook(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The memory of a rank: KV tensors on reservations, and the pages behind them.
 
-One reservation per class of tensors (`geometry`), the tensors equally far apart, so that a run of
-pages in all of them is one operation of a batch.
+One reservation, in which the tensors of a class (`geometry`) are equally far apart: a run of pages
+in all of them is one operation of a batch.
 
 A page is unmapped only when no step scheduled before its release can touch it. The scheduler says
 which step that is; steps are launched in order on one stream, so from the end of that step's launch
@@ -94,7 +94,7 @@ class KVMemory:
         self._launched = 0  # the last step all of whose work is on the stream
         self._stream: Any = None
         self._spans: list[int] = []
-        self._reservations: list[Reservation] = []
+        self._begins: list[int] = []  # of the first tensor of each class
         self._closed = False
         self.account: Account | None = None  # of the device, where the scheduler is elsewhere
         self.headroom = 0  # bytes of the device that are left for activations
@@ -103,11 +103,13 @@ class KVMemory:
         # there is a choice, visible ones together must stay below the card's free memory.
         plain = context.cuda_device is not None and Caps.PLAIN in context.info.caps
         visible = False if plain else None
-        align = max(_ALIGN, context.info.granule)
+        align, end = max(_ALIGN, context.info.granule), 0
         for kind in self.geometry.classes:
             span = -(-num_blocks * kind.block_bytes // align) * align
             self._spans.append(span)
-            self._reservations.append(context.reserve(span * kind.tensors, visible=visible))
+            self._begins.append(end)
+            end += span * kind.tensors
+        self._reservation: Reservation = context.reserve(end, visible=visible)
 
     def tensor(self, size: int) -> Any:
         """The next tensor of so many bytes, as int8: each one of `sizes` once."""
@@ -117,23 +119,25 @@ class KVMemory:
         if index >= self.geometry.classes[kind].tensors:
             raise ValueError(f"more than {index} KV tensors of {size} bytes")
         self._next[kind] = index + 1
-        reservation = self._reservations[kind]
-        return reservation.tensor((size,), "int8", offset=index * self._spans[kind])
+        return self._reservation.tensor((size,), "int8", offset=self.begin(kind, index))
+
+    def begin(self, kind: int, index: int) -> int:
+        """Where the tensor of this index in a class begins, in `buffer`."""
+        return self._begins[kind] + index * self._spans[kind]
 
     def span(self, kind: int) -> int:
         """Bytes from the beginning of one tensor of a class to that of the next."""
         return self._spans[kind]
 
     def buffer(self) -> Any:
-        """The addresses of all tensors as one tensor of int8, where there is one class of them."""
-        (reservation,) = self._reservations
-        return reservation.tensor((reservation.nbytes,), "int8")
+        """The addresses of all tensors as one tensor of int8."""
+        return self._reservation.tensor((self._reservation.nbytes,), "int8")
 
     def _each(self, runs: Sequence[Run]) -> Iterator[tuple[int, int, int, int]]:
         """Address, bytes, count and stride of each run's pieces."""
         page = self.geometry.page_size
         for kind, first, count in runs:
-            addr = self._reservations[kind].addr + first * page
+            addr = self._reservation.addr + self._begins[kind] + first * page
             yield addr, count * page, self.geometry.classes[kind].tensors, self._spans[kind]
 
     # ---- mapping ---------------------------------------------------------------------------------
@@ -234,12 +238,20 @@ class KVMemory:
         Returns:
             False before that is launched: nothing was done.
         """
-        import torch
-
         with self._lock:
             if self._launched < step:
                 return False
-            stream = self._stream
+        self.copy(copies)
+        return True
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks as `move` does, at this place of the step that is being launched.
+
+        All their bytes: what vLLM copies is what the first of several layers at one place uses.
+        """
+        import torch
+
+        stream = self._stream
         source, place = torch.tensor(copies, dtype=torch.int64).reshape(-1, 2).unbind(1)
         with ExitStack() as on:
             if stream is not None:
@@ -248,12 +260,11 @@ class KVMemory:
             for kind, one in enumerate(self.geometry.classes):
                 shape = (self.geometry.num_blocks, one.block_bytes)
                 for index in range(one.tensors):
-                    at = index * self._spans[kind]
-                    blocks = self._reservations[kind].tensor(shape, "int8", offset=at)
+                    at = self.begin(kind, index)
+                    blocks = self._reservation.tensor(shape, "int8", offset=at)
                     if one.block_bytes % 8 == 0:
                         blocks = blocks.view(torch.int64)  # eight bytes at a time
                     blocks[place] = blocks[source]
-        return True
 
     # ---- warm-up ---------------------------------------------------------------------------------
 
@@ -304,15 +315,13 @@ class KVMemory:
     def fingerprint(self) -> str:
         """A digest of which pages of which tensors are mapped: equal for ranks with equal maps."""
         found = hashlib.sha256()
-        for reservation in self._reservations:
-            at = 0
-            while at < reservation.nbytes:
-                info = reservation.query(at)
-                if info.mapped:  # page by page: which pages are neighbours in a slab may differ
-                    pages = range(at, at + info.run_bytes, self.geometry.page_size)
-                    found.update(array("q", pages).tobytes())
-                at += info.run_bytes
-            found.update(b"end")
+        at = 0
+        while at < self._reservation.nbytes:
+            info = self._reservation.query(at)
+            if info.mapped:  # page by page: which pages are neighbours in a slab may differ
+                pages = range(at, at + info.run_bytes, self.geometry.page_size)
+                found.update(array("q", pages).tobytes())
+            at += info.run_bytes
         return found.hexdigest()
 
     def total(self) -> int:

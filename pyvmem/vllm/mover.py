@@ -2,9 +2,9 @@
 """Which prefixes move, so that pages run empty.
 
 Pages that hold few prefixes and nothing that a request uses are *victims*. What they hold moves to
-idle blocks of fuller pages: vLLM copies blocks as part of a step, or the ranks do it when none
-comes. The prefix then has another block, at the same place in the order of eviction, and a request
-that hits it notices nothing.
+idle blocks of fuller pages: the ranks copy it before a step, or at once when none comes. The prefix
+then has another block, at the same place in the order of eviction, and a request that hits it
+notices nothing.
 
     choose          names victims that fit elsewhere, those with least to copy first
     pick, done      the next copies, and their record in vLLM's pool; or `undo`

@@ -141,11 +141,7 @@ def reasons_against(config: Any) -> Iterator[str]:
             f"distributed_executor_backend={parallel.distributed_executor_backend} "
             "(never run; uni and mp work)"
         )
-    if model.is_encoder_decoder:
-        yield "encoder-decoder models (never run)"
     if getattr(model, "enable_sleep_mode", False):
         backend = getattr(model, "sleep_mode_backend", "none")
         if backend not in _SLEEP:
             yield f"sleep_mode_backend={backend} (the pool brings its own, vmem)"
-    if getattr(model, "has_inner_state", False):
-        yield "models with an inner state (Mamba and the like: the state is read before written)"

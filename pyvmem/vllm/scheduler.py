@@ -11,11 +11,10 @@ had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or pr
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -33,10 +32,12 @@ class StepOrders:
     Attributes:
         step: its number; 1 is the first.
         releases: numbers and runs of pages that no step from this one on touches.
+        moves: blocks to copy before the step, from and to.
     """
 
     step: int
     releases: list[tuple[int, list[Run]]]
+    moves: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
@@ -91,9 +92,8 @@ class _Elastic:
                 self._demand.end()
             step, releases = self.elastic.begin_step()
             output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases])
-            if output.total_num_scheduled_tokens and (moves := self.elastic.moves()):
-                copies = [KVCacheBlockCopy(source, place) for source, place in moves]
-                output.kv_cache_block_copies = [*(output.kv_cache_block_copies or ()), *copies]
+            if output.total_num_scheduled_tokens:
+                output.vmem.moves = self.elastic.moves()
             return output
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ import importlib
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -90,10 +90,6 @@ class ElasticWorker:
         """vLLM's, with KV tensors of ours."""
         from pyvmem.vllm.allocation import place
 
-        if kv_cache_config.has_mamba_layers:
-            raise NotImplementedError(
-                "VMEM_VLLM=1 does not work with Mamba layers: their state is read before written"
-            )
         kv_cache_config, self._answers = place(kv_cache_config, self._open)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._answers.check()
@@ -102,7 +98,7 @@ class ElasticWorker:
             self._check_layout(self._memory)
 
     def _check_layout(self, memory: KVMemory) -> None:
-        for view in self.model_runner.kv_caches:
+        for view in _views(self.model_runner.kv_caches):
             shape, strides = tuple(view.shape), view.stride()
             if not blocks_are_outermost(shape, strides, view.element_size(), memory.geometry):
                 raise NotImplementedError(
@@ -190,6 +186,8 @@ class ElasticWorker:
             self._step = orders.step
             for number, runs in orders.releases:
                 memory.release(number, runs, orders.step - 1)
+            if orders.moves:
+                memory.copy(orders.moves)
         elif self._lend is not None:
             self._lend(_blocks_named(scheduler_output))
         elif scheduler_output.total_num_scheduled_tokens:
@@ -218,6 +216,12 @@ class ElasticWorker:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
+
+
+def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
+    """The tensors of all layers; before 0.28 a layer with a state has a list of them."""
+    for one in kv_caches:
+        yield from one if isinstance(one, list | tuple) else (one,)
 
 
 def _blocks_named(scheduler_output: Any) -> list[int]:

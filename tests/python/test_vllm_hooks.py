@@ -108,6 +108,7 @@ class Tensor:
     block_stride: int
     offset: int = 0
     host_resident: bool = False
+    layers: tuple[str, ...] = ("a",)
 
 
 @dataclass
@@ -184,9 +185,9 @@ def test_tensors_are_given_for_zeros_of_their_sizes(opened: Any) -> None:
         third = torch.zeros(own.size, dtype=torch.int8)
         after = torch.zeros(own.size, dtype=torch.int8)
     answers.check()
-    spaces = [one.addr for one in memory._reservations]
-    assert [first.data_ptr(), second.data_ptr()] == spaces
-    assert third.data_ptr() == spaces[0] + memory.span(0)
+    where = [memory.begin(0, 0), memory.begin(1, 0), memory.begin(0, 1)]
+    found = [one.data_ptr() - memory._reservation.addr for one in (first, second, third)]
+    assert found == where == [0, 2 * memory.span(0), memory.span(0)]
     ours = {one.data_ptr() for one in (first, second, third)}
     assert not ours & {one.data_ptr() for one in (other, small, after)}
     del first, second, third
@@ -197,7 +198,8 @@ def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
     from pyvmem.vllm.allocation import place
 
     layer = BLOCKS * 4096
-    config = Config(BLOCKS, [Tensor(3 * layer, layer, 4096), Tensor(3 * layer, layer, 4096, layer)])
+    first = Tensor(3 * layer, layer, 4096, layers=("a", "b", "c"))
+    config = Config(BLOCKS, [first, Tensor(3 * layer, layer, 4096, layer)])
     moved, answers = place(config, opened.open)
     (memory,) = opened.made
     span = memory.span(0)
@@ -210,8 +212,70 @@ def test_one_buffer_in_which_layers_move_apart(opened: Any) -> None:
     with answers:
         buffer = torch.zeros(3 * span, dtype=torch.int8, device=torch.device("cpu"))
     answers.check()
-    assert buffer.data_ptr() == memory._reservations[0].addr
+    assert buffer.data_ptr() == memory._reservation.addr
     del buffer
+
+
+def test_layers_of_two_sizes_are_of_two_classes(opened: Any) -> None:
+    """A draft's layers beside the model's, say: each begins at a page boundary."""
+    pytest.importorskip("torch")
+    from pyvmem.vllm.allocation import place
+
+    large, small = BLOCKS * 8192, BLOCKS * 4096
+    size = 2 * large + small
+    tensors = [
+        Tensor(size, large, 8192, layers=("a",)),
+        Tensor(size, small, 4096, large, layers=("b",)),
+        Tensor(size, large, 8192, large + small, layers=("c",)),
+    ]
+    moved, answers = place(Config(BLOCKS, tensors), opened.open)
+    (memory,) = opened.made
+    assert [(one.block_bytes, one.tensors) for one in memory.geometry.classes] == [
+        (4096, 1),
+        (8192, 2),
+    ]
+    span = memory.span(0)
+    assert memory.span(1) == span == 2 << 20
+    assert [one.offset for one in moved.kv_cache_tensors] == [span, 0, 2 * span]
+    assert {one.size for one in moved.kv_cache_tensors} == {3 * span}
+    del answers
+
+
+def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
+    """A state's and attention's, which are equally large: three regions, two of them shared."""
+    pytest.importorskip("torch")
+    from pyvmem.vllm.allocation import place
+
+    layer = BLOCKS * 4096
+    states = Tensor(3 * layer, layer, 4096, layers=("a", "b", "c"))
+    attention = Tensor(3 * layer, layer, 4096, layers=("d", "e"))
+    moved, answers = place(Config(BLOCKS, [states, attention]), opened.open)
+    (memory,) = opened.made
+    assert [(one.block_bytes, one.tensors) for one in memory.geometry.classes] == [(4096, 3)]
+    assert {(one.offset, one.layer_stride) for one in moved.kv_cache_tensors} == {
+        (0, memory.span(0))
+    }
+    del answers
+
+
+def test_a_copy_is_of_the_whole_block(opened: Any) -> None:
+    """In the tensors of every class, and of no other block."""
+    torch = pytest.importorskip("torch")
+    from pyvmem.vllm.geometry import runs_of
+
+    memory = opened.open(BLOCKS, [BLOCKS * 8192, BLOCKS * 4096])
+    kinds = range(len(memory.geometry.classes))
+    memory.grow(runs_of([range(memory.geometry.num_pages(kind)) for kind in kinds]))
+    views = []
+    for kind, size in ((1, 8192), (0, 4096)):
+        at = memory.begin(kind, 0)
+        view = memory.buffer()[at : at + BLOCKS * size].view(BLOCKS, size)
+        view.copy_(torch.arange(BLOCKS, dtype=torch.int8).unsqueeze(1).expand(BLOCKS, size))
+        views.append(view)
+    memory.copy([(1, 3), (2, 0)])
+    for view in views:
+        assert [set(block.tolist()) for block in view] == [{2}, {1}, {2}, {1}]
+    del view, views
 
 
 def test_one_buffer_of_whole_blocks_stays(opened: Any) -> None:

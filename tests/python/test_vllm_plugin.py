@@ -257,7 +257,7 @@ def config(**changes: Any) -> Any:
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=False),
         cache_config=SimpleNamespace(),
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        model_config=SimpleNamespace(),
         kv_transfer_config=None,
         instance_id="abcde",
     )
@@ -295,16 +295,10 @@ def test_sleep_mode_sleeps_by_ours() -> None:
         ({"parallel_config__distributed_executor_backend": "ray"}, "backend=ray"),
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
         ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
-        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
         (
-            {
-                "model_config": SimpleNamespace(
-                    is_encoder_decoder=False, enable_sleep_mode=True, sleep_mode_backend="criu"
-                )
-            },
+            {"model_config": SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="criu")},
             "sleep_mode_backend=criu",
         ),
-        ({"model_config__has_inner_state": True}, "inner state"),
     ],
 )
 def test_what_cannot_work_is_named(change: dict[str, Any], text: str) -> None:

@@ -15,12 +15,14 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",  # nothing is large enough for two, and they would wait for each other
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VMEM_BACKEND="host",
 )
 
 import pytest
 import torch
+from model_shapes import MADE, SHAPES, predict_a_token_more, save_draft
 
 MODELS: dict[str, dict[str, Any]] = {
     # 8 KiB for a block of 32 tokens in a layer: eight blocks share a page.
@@ -38,6 +40,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["gemma"]["layer_types"] = MODELS["gemma"]["layer_types"][:4]
+MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
+MODELS |= SHAPES
+_CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}
 
 # Encoders: no request has a KV cache.
 ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification"}
@@ -77,6 +82,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             kind(transformers.BertConfig(**shape, **layers)).save_pretrained(folder)
             tokenizer().save_pretrained(folder)
             made[name] = str(folder)
+        elif name in MADE and name not in made:
+            torch.manual_seed(0)
+            folder = tmp_path_factory.mktemp(name)
+            tokenizer().save_pretrained(folder)
+            MADE[name](folder)
+            made[name] = str(folder)
         elif name not in made:
             from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,6 +109,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             folder = tmp_path_factory.mktemp(name)
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
             tokenizer().save_pretrained(folder)
+            if name in _CHANGED:
+                _CHANGED[name](folder)
             made[name] = str(folder)
         return made[name]
 

@@ -187,7 +187,7 @@ class Pool:
         rank, orders = self.rank, output.vmem
         for number, runs in orders.releases:
             rank.release((number, runs, orders.step - 1))
-        rank.copy([tuple(one) for one in output.kv_cache_block_copies or ()])
+        rank.copy(orders.moves)
         names = list(output.num_scheduled_tokens)
         for name in names:
             self._step_of(name, output.num_scheduled_tokens[name])

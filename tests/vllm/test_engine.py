@@ -186,7 +186,7 @@ def test_tokens_depend_on_the_cache(start: Open) -> None:
                 (request,) = scheduler.running
                 ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
                 page, size = memory.geometry.pages(0, ids[0][0])[0], memory.geometry.page_size
-                memory.context.fill(memory._reservations[0].addr + page * size, size)
+                memory.context.fill(memory._reservation.addr + page * size, size)
             if not engine.has_unfinished_requests():
                 break
         assert len(found) == len(wanted)

@@ -222,3 +222,19 @@ def test_idle_blocks_of_the_fullest_pages_go_first(open_pool: Open) -> None:
         pool.step()
         (others,) = pool.scheduler.kv_cache_manager.get_block_ids(other)
         assert {one // 32 for one in others} <= pages
+
+
+def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
+    """For a prefix that the same step computes, vLLM says that more blocks than all are needed."""
+    with open_pool(blocks=2_000, page=PAGE, VMEM_RESERVE="0") as pool:
+        demand, scheduler = pool.scheduler._demand, pool.scheduler
+        count = demand._count_blocks
+        demand._count_blocks = lambda *_, **__: demand.pool.num_gpu_blocks + 1
+        pool.add([5] * 100, 4)
+        before = pool.mapped()
+        pool.step()
+        assert (len(scheduler.running), len(scheduler.waiting)) == (0, 1)
+        assert pool.mapped() == before
+        demand._count_blocks = count
+        pool.step()
+        assert (len(scheduler.running), len(scheduler.waiting)) == (1, 0)
