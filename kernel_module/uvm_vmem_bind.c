@@ -55,6 +55,9 @@ typedef struct
     bool large;
     NvU32 large_op;
 
+    // An operation says CUT.
+    bool cut;
+
     uvm_vmem_slot_state_t state;
 
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
@@ -354,6 +357,7 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
 
     stage->named |= GENMASK(end - 1 - slot_unit, first - slot_unit);
     stage->whole = op->op == UVM_VMEM_OP_MAP && end - first == UVM_VMEM_SLOT_UNITS;
+    stage->cut = stage->cut || (op->flags & UVM_VMEM_OP_CUT);
     if (op->flags & UVM_VMEM_OP_LARGE) {
         stage->large = true;
         stage->large_op = op->number;
@@ -392,7 +396,12 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
 
-    stage->state = uvm_vmem_slot_target(bind->range, stage->index, stage->entries, stage->whole, stage->large);
+    stage->state = uvm_vmem_slot_target(bind->range,
+                                        stage->index,
+                                        stage->entries,
+                                        stage->whole,
+                                        stage->large,
+                                        stage->cut);
     if (stage->large && (~stage->named || stage->state != UVM_VMEM_SLOT_BIG)) {
         bind->failed_op = stage->large_op;
         return -EADDRNOTAVAIL;
@@ -406,8 +415,8 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
         return -EADDRINUSE;
     }
 
-    // The same pages, mapped by one PTE from now on.
-    if (stage->state == UVM_VMEM_SLOT_BIG)
+    // The same pages may be mapped by a PTE of another size from now on.
+    if (stage->state == UVM_VMEM_SLOT_BIG || slot->state == UVM_VMEM_SLOT_BIG)
         stage->touched = ~0u;
 
     return 0;

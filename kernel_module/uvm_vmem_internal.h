@@ -614,12 +614,13 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
                                 uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
-// The slot's state for this content. whole: one operation maps all of it. large: LARGE asks for a 2 MB PTE.
+// The slot's state for this content. whole: one operation maps all of it. large, cut: an operation says LARGE, CUT.
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
                                            NvU64 index,
                                            const uvm_vmem_entry_t *entries,
                                            bool whole,
-                                           bool large);
+                                           bool large,
+                                           bool cut);
 
 // uvm_vmem_bind.c
 

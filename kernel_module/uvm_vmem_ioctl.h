@@ -250,9 +250,9 @@ struct uvm_vmem_release {
  *   - Two exceptions, both in BIG reservations. When a slot goes from a 2 MB PTE to 64 KB PTEs or back, all of it is
  *     invalid for a moment. Without CUT this happens only where the batch names every unit of the slot: no GPU work
  *     may use those addresses until the BIND is done.
- *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB
- *     PTEs. No GPU work may use any address of the slot, named or not, until the BIND is done. Elsewhere CUT has no
- *     effect.
+ *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB PTEs,
+ *     also where the operation maps what is mapped already. No GPU work may use any address of the slot, named or not,
+ *     until the BIND is done. Elsewhere, and where the slot gets a 2 MB PTE by the same batch, CUT has no effect.
  *
  * LARGE, in a BIG reservation (EINVAL in another): each slot in which the operation maps has one 2 MB PTE afterwards,
  * whatever was there, or the batch is refused (EADDRNOTAVAIL). The batch's MAP operations name all of the slot, and map

@@ -485,7 +485,8 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
                                            NvU64 index,
                                            const uvm_vmem_entry_t *entries,
                                            bool whole,
-                                           bool large)
+                                           bool large,
+                                           bool cut)
 {
     bool all_sparse = uvm_vmem_slot_is_all_sparse(range, index);
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
@@ -498,7 +499,7 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
     if (!range->big)
         return UVM_VMEM_SLOT_SMALL;
 
-    if (slot && slot->state == UVM_VMEM_SLOT_BIG &&
+    if (slot && slot->state == UVM_VMEM_SLOT_BIG && !cut &&
         !memcmp(slot->entries, entries, UVM_VMEM_SLOT_UNITS * sizeof(entries[0])))
         return UVM_VMEM_SLOT_BIG;
 

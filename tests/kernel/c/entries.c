@@ -227,6 +227,13 @@ static void split_and_joined(void) {
     OK(result);
     EQ(c.pushes + c.writes + c.invalidates, 0);
   }
+  /* What is mapped already, with CUT and without. */
+  OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE));
+  EQ(entry(RES), SLOT);
+  OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE | UVM_VMEM_OP_CUT));
+  EQ(entry(RES), UNIT);
+  EQ(gpu_scan(&W, 0, RES, SLOTS * SLOT).out_2m, SLOTS - 1);
+  OK(gpu_check(&W, 0, RES, SLOTS * SLOT, 5, 3));
   world_close(&W);
 }
 

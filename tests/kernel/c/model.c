@@ -293,7 +293,7 @@ static bool maps_run(const struct area *area, unsigned slot, const struct uvm_vm
 static int slot_after(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
                       unsigned n, bool *one, bool *culprit) {
   unsigned named = 0, first, last;
-  bool whole = false, changed = false, any_uncut = false, sparse = false;
+  bool whole = false, changed = false, any_uncut = false, any_cut = false, sparse = false;
   for (unsigned i = 0; i < SLOT_UNITS; i++) sparse |= area->unit[slot * SLOT_UNITS + i].state == SPARSE;
   for (unsigned i = 0; i < n; i++) {
     if (!(ops[i].flags & UVM_VMEM_OP_LARGE) || !units_in_slot(area, slot, &ops[i], object[i], &first, &last)) continue;
@@ -307,10 +307,11 @@ static int slot_after(const struct area *area, unsigned slot, const struct uvm_v
     for (unsigned unit = first; unit <= last; unit++) changes |= op_changes(area, &ops[i], object[i], unit);
     named += last - first + 1;
     changed |= changes;
+    any_cut |= ops[i].flags & UVM_VMEM_OP_CUT;
     if (object[i] && object[i]->one_run && last - first + 1 == SLOT_UNITS) whole = true;
     if (changes && !(ops[i].flags & UVM_VMEM_OP_CUT)) any_uncut = culprit[i] = true;
   }
-  *one = area->one[slot] && !changed;
+  *one = area->one[slot] && !changed && !any_cut;
   if (area->big && whole && !sparse) *one = true;
   return area->one[slot] && !*one && named < SLOT_UNITS && any_uncut ? -EADDRINUSE : 0;
 }
