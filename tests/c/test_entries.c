@@ -480,6 +480,32 @@ static void grown_and_joined(void) {
   end();
 }
 
+/* What goes from a block and comes again gets its old pages, whichever they were, though others are free before. */
+static void holes_are_filled(void) {
+  static const struct {
+    unsigned first, n;
+  } holes[] = {{0, 1}, {0, 3}, {31, 1}, {7, 1}, {0, 31}, {30, 2}, {12, 9}};
+  for (size_t i = 0; i < 2 * sizeof(holes) / sizeof(holes[0]); i++) {
+    uint64_t first = holes[i / 2].first * PAGE, bytes = holes[i / 2].n * PAGE;
+    open_entries(0, 0);
+    OK(populate_at(0, BLOCK, 0));
+    OK(populate_at(4 * BLOCK, BLOCK, 0));
+    OK(populate_at(8 * BLOCK, BLOCK, 0));
+    OK(populate_at(BLOCK, BLOCK, 0)); /* its memory is not next to that of its left neighbour */
+    CHECK(mark(0, 2 * BLOCK) && mark(8 * BLOCK, BLOCK));
+    OK(unmap_at(4 * BLOCK + 3 * PAGE, 9 * PAGE, VMEM_OP_SPLIT));
+    for (uint64_t block = BLOCK; block <= 8 * BLOCK; block += 7 * BLOCK) { /* the other has none on its left */
+      OK(unmap_at(block + first, bytes, VMEM_OP_SPLIT));
+      OK(populate_at(block + first, bytes, i % 2 ? VMEM_OP_SPREAD : 0));
+      EQ(get_byte(vm, va + block + first + 7), 0);
+      OK(vmem_join(vm, va + block, BLOCK, NULL));
+      EQ(entry_at(block), BLOCK);
+      CHECK(marked(block, first) && marked(block + first + bytes, BLOCK - first - bytes));
+    }
+    end();
+  }
+}
+
 /* Split and joined again in place, over and over, with a batch that waits for its turn. */
 static void split_and_joined(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE},
@@ -1177,6 +1203,7 @@ static const struct test tests[] = {TEST(whole_blocks_get_them),
                                     TEST(split_replaces),
                                     TEST(split_sparse),
                                     TEST(grown_and_joined),
+                                    TEST(holes_are_filled),
                                     TEST(split_and_joined),
                                     TEST(in_the_way),
                                     TEST(fragmented),
