@@ -44,8 +44,7 @@
  *   ESTALE      the handle's object was released
  *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
  *   EADDRINUSE  an operation without CUT changes part of a 2 MB page table entry; the rest may be in use
- *   EADDRNOTAVAIL
- *               an operation with LARGE cannot have a 2 MB page table entry: the batch does not name all of the slot,
+ *   EADDRNOTAVAIL an operation with LARGE cannot have a 2 MB page table entry: the batch does not name all of the slot,
  *               or maps anything but a whole 2 MB chunk there in order and with one access right; or a unit was sparse
  *   EBUSY       the reservation still has mappings
  *   EXDEV       the object lies where a GPU of the reservation cannot reach it

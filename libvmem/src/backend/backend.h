@@ -129,8 +129,9 @@ struct vm_backend {
 
   /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
    * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
-   * where it fills pages in between; map and unmap then serve the proof of opening alone. With one driver call it is all or nothing; for more, and for a driver that fails in the
-   * middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
+   * where it fills pages in between; map and unmap then serve the proof of opening alone. With one driver
+   * call it is all or nothing; for more, and for a driver that fails in the middle, *result says what was
+   * done. -ENOTRECOVERABLE if and only if result->lost. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an
