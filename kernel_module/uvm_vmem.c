@@ -95,7 +95,7 @@ MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 
 #define CAPABILITIES                                                                                                    \
     (UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER | UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_READ_ONLY | UVM_VMEM_CAP_SPARSE |    \
-     UVM_VMEM_CAP_REPLACE | UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_ASYNC)
+     UVM_VMEM_CAP_REPLACE | UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_ASYNC | UVM_VMEM_CAP_LARGE)
 
 typedef union
 {

@@ -51,6 +51,13 @@ typedef struct
     bool uncut;
     NvU32 uncut_op;
 
+    // An operation says LARGE; its number.
+    bool large;
+    NvU32 large_op;
+
+    // An operation says CUT.
+    bool cut;
+
     uvm_vmem_slot_state_t state;
 
     uvm_vmem_entry_t entries[UVM_VMEM_SLOT_UNITS];
@@ -84,7 +91,7 @@ static int check_op_alone(const struct uvm_vmem_op *op)
 
     switch (op->op) {
         case UVM_VMEM_OP_MAP:
-            known_flags = UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_CUT;
+            known_flags = UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_CUT | UVM_VMEM_OP_LARGE;
             break;
         case UVM_VMEM_OP_UNMAP:
             known_flags = UVM_VMEM_OP_SPARSE | UVM_VMEM_OP_CUT;
@@ -116,6 +123,9 @@ static int check_op_in_range(bind_t *bind, const struct uvm_vmem_op *op, bind_op
     NvU64 length;
     NvU32 i;
     int ret;
+
+    if ((op->flags & UVM_VMEM_OP_LARGE) && !range->big)
+        return -EINVAL;
 
     if (op->op == UVM_VMEM_OP_MAP) {
         ret = uvm_vmem_object_find(bind->state, op->handle, &out->object);
@@ -347,6 +357,11 @@ static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
 
     stage->named |= GENMASK(end - 1 - slot_unit, first - slot_unit);
     stage->whole = op->op == UVM_VMEM_OP_MAP && end - first == UVM_VMEM_SLOT_UNITS;
+    stage->cut = stage->cut || (op->flags & UVM_VMEM_OP_CUT);
+    if (op->flags & UVM_VMEM_OP_LARGE) {
+        stage->large = true;
+        stage->large_op = op->number;
+    }
 
     for (unit = first; unit < end; unit++) {
         uvm_vmem_entry_t *entry = &stage->entries[unit - slot_unit];
@@ -381,7 +396,17 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
 
-    stage->state = uvm_vmem_slot_target(bind->range, stage->index, stage->entries, stage->whole);
+    stage->state = uvm_vmem_slot_target(bind->range,
+                                        stage->index,
+                                        stage->entries,
+                                        stage->whole,
+                                        stage->large,
+                                        stage->cut);
+    if (stage->large && (~stage->named || stage->state != UVM_VMEM_SLOT_BIG)) {
+        bind->failed_op = stage->large_op;
+        return -EADDRNOTAVAIL;
+    }
+
     if (!slot || slot->state == stage->state)
         return 0;
 
@@ -390,8 +415,8 @@ static int stage_state(bind_t *bind, bind_stage_t *stage)
         return -EADDRINUSE;
     }
 
-    // The same pages, mapped by one PTE from now on.
-    if (stage->state == UVM_VMEM_SLOT_BIG)
+    // The same pages may be mapped by a PTE of another size from now on.
+    if (stage->state == UVM_VMEM_SLOT_BIG || slot->state == UVM_VMEM_SLOT_BIG)
         stage->touched = ~0u;
 
     return 0;

@@ -128,7 +128,7 @@ struct uvm_vmem_object_struct
     // The store's GPU is gone and the pages with it.
     bool dead;
 
-    // Made CONTIGUOUS.
+    // Made CONTIGUOUS: each 2 MB of it is a run in one chunk.
     bool contiguous;
 
     NvU32 index;
@@ -614,11 +614,13 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
                                 uvm_vmem_slot_state_t target);
 int uvm_vmem_writer_end(uvm_vmem_writer_t *writer);
 
-// The slot's state for this content. whole: one operation maps all of it.
+// The slot's state for this content. whole: one operation maps all of it. large, cut: an operation says LARGE, CUT.
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
                                            NvU64 index,
                                            const uvm_vmem_entry_t *entries,
-                                           bool whole);
+                                           bool whole,
+                                           bool large,
+                                           bool cut);
 
 // uvm_vmem_bind.c
 

@@ -44,12 +44,15 @@
  *   ESTALE      the handle's object was released
  *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
  *   EADDRINUSE  an operation without CUT changes part of a 2 MB page table entry; the rest may be in use
+ *   EADDRNOTAVAIL an operation with LARGE cannot have a 2 MB page table entry: the batch does not name all of the slot,
+ *               or maps anything but a whole 2 MB chunk there in order and with one access right; or a unit was sparse
  *   EBUSY       the reservation still has mappings
  *   EXDEV       the object lies where a GPU of the reservation cannot reach it
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
  *   ENOMEM      no kernel memory
  *   ENOSPC      no physical memory for pages or page tables in the requested place
- *   EDQUOT      an administrator's limit is reached: CREATE pinned pages; RESERVE, BIND page tables
+ *   EDQUOT      a limit is reached, an administrator's or by default (below): CREATE pinned pages; RESERVE, BIND page
+ *               tables
  *   EPERM       the descriptor was initialised by another process
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
@@ -59,8 +62,8 @@
  *               QUERY, FREE, RELEASE and STAT work.
  */
 /*
- * Limits set by the administrator, in MB, as parameters of the module. They may be changed at any time; memory already
- * held stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
+ * Limits, in MB, as parameters of the module, which an administrator may change at any time; memory already held
+ * stays. 0 means no limit. A call that would exceed one fails with EDQUOT and changes nothing.
  *
  *   uvm_vmem_limit_mb                  GPU memory that one descriptor pins on each GPU, by 2 MB. Default: no limit.
  *   uvm_vmem_gpu_limit_mb              ... that all descriptors pin on each GPU. Default (-1): 15/16 of the GPU's.
@@ -120,6 +123,7 @@
 #define UVM_VMEM_CAP_REPLACE   (1ull << 5) /* BIND: UVM_VMEM_OP_REPLACE */
 #define UVM_VMEM_CAP_BIG       (1ull << 6) /* RESERVE: UVM_VMEM_RESERVE_BIG; BIND: UVM_VMEM_OP_CUT */
 #define UVM_VMEM_CAP_ASYNC     (1ull << 7) /* BIND: UVM_VMEM_BIND_ASYNC */
+#define UVM_VMEM_CAP_LARGE     (1ull << 8) /* CREATE: more than 2 MB made CONTIGUOUS; BIND: UVM_VMEM_OP_LARGE */
 
 /* Why a GPU is refused: no self-test run has been reported for these kinds. */
 #define UVM_VMEM_GPU_OK           0
@@ -160,8 +164,9 @@ struct uvm_vmem_query {
  * there and refuses MAP (ENODEV), but exists until FREE; all mappings of the GPU's pages are removed.
  *
  * BIG: a slot that a single MAP operation fills, with a 2 MB page or a 2 MB object made CONTIGUOUS, in GPU memory, is
- * mapped by one 2 MB PTE, unless a unit of it was sparse. Everywhere else, and without BIG, 64 KB PTEs are written.
- * They are not merged when the last page of a slot arrives, and part of a 2 MB PTE changes only with UVM_VMEM_OP_CUT.
+ * mapped by one 2 MB PTE, unless a unit of it was sparse; and so is one for which UVM_VMEM_OP_LARGE asks. Everywhere
+ * else, and without BIG, 64 KB PTEs are written. They are not merged when the last page of a slot arrives, and part of
+ * a 2 MB PTE changes only with UVM_VMEM_OP_CUT.
  */
 #define UVM_VMEM_RESERVE_EAGER (1u << 0)
 #define UVM_VMEM_RESERVE_BIG   (1u << 1)
@@ -191,9 +196,10 @@ struct uvm_vmem_free {
 /*
  * CREATE: count pages of 1 << page_shift bytes, all zero, pinned, as one object. Pages of 128 KB and above
  * are physically contiguous and aligned to their size; neighbouring pages are neighbours in memory if possible, which
- * is guaranteed only with CONTIGUOUS: then the object is one physical run inside one 2 MB chunk (more than 2 MB:
- * EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the GPU; that memory is physically
- * contiguous only within 64 KB. A descriptor has 2^20 - 1 objects at most (ENOMEM).
+ * is guaranteed only with CONTIGUOUS: then each 2 MB of the object, from its beginning on, is a chunk of memory on a
+ * boundary of 2 MB, and what is left at its end, or a smaller object, is one physical run inside such a chunk (more than
+ * 2 MB without UVM_VMEM_CAP_LARGE: EINVAL). HOST: in pinned host memory that the GPU can reach, instead of in the GPU;
+ * that memory is physically contiguous only within 64 KB. A descriptor has 2^20 - 1 objects at most (ENOMEM).
  *
  * RELEASE: drop the handle. Mapped pages live until the last mapping is removed.
  */
@@ -243,9 +249,15 @@ struct uvm_vmem_release {
  *   - Two exceptions, both in BIG reservations. When a slot goes from a 2 MB PTE to 64 KB PTEs or back, all of it is
  *     invalid for a moment. Without CUT this happens only where the batch names every unit of the slot: no GPU work
  *     may use those addresses until the BIND is done.
- *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB
- *     PTEs. No GPU work may use any address of the slot, named or not, until the BIND is done. Elsewhere CUT has no
- *     effect.
+ *   - CUT lets an operation change part of a slot that has a 2 MB PTE, instead of EADDRINUSE; the slot gets 64 KB PTEs,
+ *     also where the operation maps what is mapped already. No GPU work may use any address of the slot, named or not,
+ *     until the BIND is done. Elsewhere, and where the slot gets a 2 MB PTE by the same batch, CUT has no effect.
+ *
+ * LARGE, in a BIG reservation (EINVAL in another): each slot in which the operation maps has one 2 MB PTE afterwards,
+ * whatever was there, or the batch is refused (EADDRNOTAVAIL). The batch's MAP operations name all of the slot, and map
+ * 2 MB of one GPU's memory there: the chunk of a 2 MB page or of an object made CONTIGUOUS, or one that smaller objects
+ * share, each unit at its place in it, with one access right. No unit was sparse. With REPLACE this joins pages that
+ * are mapped there already.
  *
  * out_failed_op is also written on failure: the number of the invalid operation, or ~0; and out_ticket: 0. Neither is
  * written if the call is refused for its struct, its descriptor, a suspended system or an earlier fatal error.
@@ -258,6 +270,7 @@ struct uvm_vmem_release {
 #define UVM_VMEM_OP_REPLACE   (1u << 1) /* MAP */
 #define UVM_VMEM_OP_SPARSE    (1u << 2) /* UNMAP */
 #define UVM_VMEM_OP_CUT       (1u << 3) /* MAP, UNMAP */
+#define UVM_VMEM_OP_LARGE     (1u << 4) /* MAP */
 
 struct uvm_vmem_op {
     __aligned_u64 addr;

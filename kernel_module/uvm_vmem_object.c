@@ -140,9 +140,6 @@ int uvm_vmem_create(uvm_vmem_state_t *state, struct uvm_vmem_create *params)
     if (params->count > UVM_VMEM_MAX_CREATE_PAGES)
         return -EMSGSIZE;
 
-    if (contiguous && ((NvU64)params->count << params->page_shift) > UVM_VMEM_SLOT)
-        return -EINVAL;
-
     object = uvm_vmem_alloc(state, sizeof(*object) + params->count * sizeof(object->pages[0]));
     if (!object)
         return -ENOMEM;

@@ -550,7 +550,7 @@ static void evict_ptes(uvm_vmem_range_t *range, NvU32 gpu_index, uvm_gpu_t *gpu)
     for_each_vmem_slot(slot, i, range) {
         NvU32 touched = without_gpu(range, slot, gpu, entries);
 
-        ret = uvm_vmem_writer_slot(&writer, i, entries, touched, uvm_vmem_slot_target(range, i, entries, false));
+        ret = uvm_vmem_writer_slot(&writer, i, entries, touched, uvm_vmem_slot_target(range, i, entries, false, false, false));
         if (ret)
             break;
         cond_resched();

@@ -418,37 +418,39 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
     return ret;
 }
 
-// Do these entries map one whole chunk of GPU memory, in order and with one access right? Pages that are neighbours by
-// chance do not count: a caller must know which 2 MB PTEs it may not cut.
-static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries)
+// Was the object made to be mapped by one 2 MB PTE each time that all of a slot's units are named at once?
+static bool object_is_big(uvm_vmem_object_t *object)
 {
-    NvU64 step = 1ull << UVM_VMEM_ENTRY_UNIT_SHIFT;
-    uvm_vmem_object_t *object;
+    return object->page_shift == UVM_VMEM_SLOT_SHIFT ||
+           (object->contiguous && object->count << (object->page_shift - UVM_VMEM_UNIT_SHIFT) == UVM_VMEM_SLOT_UNITS);
+}
+
+// Do these entries map one whole chunk of GPU memory, in order and with one access right? Unless asked for by LARGE,
+// pages that are neighbours by chance do not count: a caller must know which 2 MB PTEs it may not cut.
+static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries, bool asked)
+{
+    uvm_vmem_object_t *object = NULL;
+    uvm_vmem_chunk_t *first = NULL;
     uvm_vmem_chunk_t *chunk;
-    NvU64 first_unit;
     NvU32 i, unit;
 
-    if (!(entries[0] & UVM_VMEM_ENTRY_MAPPED))
-        return false;
-
-    for (i = 1; i < UVM_VMEM_SLOT_UNITS; i++) {
-        if (entries[i] != entries[0] + i * step)
+    for (i = 0; i < UVM_VMEM_SLOT_UNITS; i++) {
+        if (!(entries[i] & UVM_VMEM_ENTRY_MAPPED) || ((entries[i] ^ entries[0]) & UVM_VMEM_ENTRY_READ_ONLY))
             return false;
-    }
 
-    object = uvm_vmem_object_of_entry(range->state, entries[0]);
-    if (object->page_shift < UVM_VMEM_SLOT_SHIFT && !object->contiguous)
-        return false;
+        // The next unit of the same object, or another one.
+        if (i == 0 || entries[i] != entries[i - 1] + (1ull << UVM_VMEM_ENTRY_UNIT_SHIFT)) {
+            object = uvm_vmem_object_of_entry(range->state, entries[i]);
+            if (!asked && (i > 0 || !object_is_big(object)))
+                return false;
+        }
 
-    first_unit = entries[0] >> UVM_VMEM_ENTRY_UNIT_SHIFT;
-    chunk = uvm_vmem_object_unit(object, first_unit, &unit);
+        chunk = uvm_vmem_object_unit(object, entries[i] >> UVM_VMEM_ENTRY_UNIT_SHIFT, &unit);
+        if (i == 0)
+            first = chunk;
 
-    // Host memory is contiguous in 64 KB pieces only.
-    if (unit != 0 || chunk->host_mem)
-        return false;
-
-    for (i = 1; i < UVM_VMEM_SLOT_UNITS; i++) {
-        if (uvm_vmem_object_unit(object, first_unit + i, &unit) != chunk || unit != i)
+        // Host memory is contiguous in 64 KB pieces only.
+        if (chunk != first || unit != i || chunk->host_mem)
             return false;
     }
 
@@ -482,7 +484,9 @@ static bool entries_are_all_sparse(const uvm_vmem_entry_t *entries)
 uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
                                            NvU64 index,
                                            const uvm_vmem_entry_t *entries,
-                                           bool whole)
+                                           bool whole,
+                                           bool large,
+                                           bool cut)
 {
     bool all_sparse = uvm_vmem_slot_is_all_sparse(range, index);
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
@@ -495,12 +499,12 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
     if (!range->big)
         return UVM_VMEM_SLOT_SMALL;
 
-    if (slot && slot->state == UVM_VMEM_SLOT_BIG &&
+    if (slot && slot->state == UVM_VMEM_SLOT_BIG && !cut &&
         !memcmp(slot->entries, entries, UVM_VMEM_SLOT_UNITS * sizeof(entries[0])))
         return UVM_VMEM_SLOT_BIG;
 
     // Who reads a sparse unit does not expect to fault: a PTE of the same size takes its place.
-    if (whole && !all_sparse && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries))
+    if ((whole || large) && !all_sparse && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries, large))
         return UVM_VMEM_SLOT_BIG;
 
     if (all_sparse || (slot && (slot->state == UVM_VMEM_SLOT_SMALL || slot->state == UVM_VMEM_SLOT_SPARSE)))

@@ -114,8 +114,8 @@ class Context(AddressSpace, Closable):
         large_entries: page-table entries of 2 MiB for small pages, wherever a block of 2 MiB is
             whole (`Caps.LARGE_ENTRIES`). No part of one can be unmapped or replaced:
             `OpBatch.unmap` and `OpBatch.map` split it with ``split=True``; `join` and
-            `OpBatch.join` make it anew. It changes nothing where the granule is 2 MiB (cuda);
-            ``uvm`` does not have it.
+            `OpBatch.join` make it anew. It changes nothing where the granule is 2 MiB (cuda),
+            nor in sparse reservations of ``uvm``.
 
     Raises:
         BackendUnavailable: the back end cannot be used here; the text says why.

@@ -200,6 +200,17 @@ COUNTS = [
     ("growing from 0 to 8K tokens in 256 steps", "grow from 0 to 8K tokens, 256 steps"),
     ("unmapping the 8K tokens", "unmap a request of 8K tokens"),
 ]
+GIGABYTE = [
+    ("mapped where nothing was, 64 KB entries", "map 1 GB by entries of 64 KB"),
+    ("the same, 2 MB entries", "map 1 GB by entries of 2 MB"),
+    ("unmapped, 64 KB entries", "unmap 1 GB by entries of 64 KB"),
+    ("the same, 2 MB entries", "unmap 1 GB by entries of 2 MB"),
+    ("mapped again, 64 KB entries", "map 1 GB by entries of 64 KB, again"),
+    ("the same, 2 MB entries", "map 1 GB by entries of 2 MB, again"),
+    ("a page of each of its 2 MB entries unmapped, which splits them", "split 512 entries"),
+    ("the same, tables there", "split 512 entries, tables there"),
+    ("those pages mapped and the 2 MB entries joined", "join 512 entries"),
+]
 COUNTED = [
     ("ioctls", "ioctls"),
     ("pushes", "pushes"),
@@ -215,7 +226,10 @@ def part_counts(_: list[Result]) -> list[str]:
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}
-    body = [[what, *(f"{cases[case][field]:,}" for _, field in COUNTED)] for what, case in COUNTS]
+    body, gigabyte = (
+        [[what, *(f"{cases[case][field]:,}" for _, field in COUNTED)] for what, case in rows]
+        for rows in (COUNTS, GIGABYTE)
+    )
     full = cases["100000 live pages in full slots"]["per_page"]
     alone = cases["2000 slots with one page each"]["per_slot"]
     return [
@@ -223,6 +237,11 @@ def part_counts(_: list[Result]) -> list[str]:
         f"({lines[0]['architecture']}; [raw]({path.relative_to(ROOT).as_posix()})):",
         "",
         *table(["", *(name for name, _ in COUNTED)], body),
+        "",
+        *table(["1 GB", *(name for name, _ in COUNTED)], gigabyte),
+        "",
+        "Entries that are written to a table before it is in use, 32 for each 2 MB entry that is "
+        "split, are not among the PTE writes.",
         "",
         f"Kernel memory: {number(full)} bytes a page, with 100,000 live pages in full slots of "
         f"2 MB; {number(alone)} bytes for a slot with one page. UVM's page tables do not count.",

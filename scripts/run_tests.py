@@ -56,9 +56,14 @@ ON_STOCK = (
     *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
     *("kvcache_swap", "selftest"),
 )
-C_ON_STOCK = ("bind", "events", "fork", "join", "large", "parts", "unknown_state")
+C_ON_STOCK = (
+    *("accounting", "basic", "bind", "entries", "errors", "events", "fork", "join", "large"),
+    *("parts", "tickets", "unknown_state", "zeroing"),
+)
 # They take half a minute each there.
-C_ON_STOCK_LONG = ("async", "batch", "limits", "move", "pool", "stress", "threads", "transfer")
+C_ON_STOCK_LONG = (
+    *("async", "batch", "compact", "limits", "move", "pool", "stress", "threads", "transfer"),
+)
 LINTED = ("pyvmem", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"

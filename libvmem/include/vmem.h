@@ -126,9 +126,9 @@ typedef uint64_t vmem_ticket; /* a submitted batch; never 0 */
 /* ---- context ------------------------------------------------------------------------------- */
 
 #define VMEM_OPEN_LARGE_ENTRIES (1u << 0) /* entries of 2 MiB for small pages, wherever a block of them is whole: see
-                                             `entry` above. Pages in host memory keep small ones. It changes nothing
-                                             where the granule is 2 MiB (cuda), and "uvm" does not have it
-                                             (-EOPNOTSUPP) */
+                                             `entry` above. Pages in host memory keep small ones, and so do sparse
+                                             reservations of "uvm", whose module must have them (-EOPNOTSUPP). It
+                                             changes nothing where the granule is 2 MiB (cuda) */
 
 /* Log levels (vmem_open_opts.log); each includes those above it. */
 #define VMEM_LOG_WARNING 1 /* for operators: a driver of an unknown branch is in use, a range is quarantined, a slab

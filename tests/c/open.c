@@ -50,6 +50,12 @@ bool put_byte(vmem_t vm, uint64_t addr, int value) {
   return true;
 }
 
+bool with_cuda(vmem_t vm) {
+  struct vmem_info info = {.size = sizeof(info)};
+  if (vmem_query(vm, &info)) return false;
+  return (info.caps & (VMEM_CAP_VISIBLE | VMEM_CAP_CPU_ACCESS)) == VMEM_CAP_VISIBLE;
+}
+
 int touch(vmem_t vm, uint64_t addr, bool write) {
   unsigned char b = 1;
   int err;

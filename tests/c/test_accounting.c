@@ -41,6 +41,15 @@ static bool one_call(void) {
   return !vmem_probe(backend(), 0, 0, &p) && p.caps & VMEM_CAP_ONE_CALL;
 }
 
+/* Without those of slabs' own mappings, which are made where pages are zeroed. */
+static uint64_t calls_mapped(vmem_t vm) {
+  int err;
+  struct vm_ctx *c = vm_get(vm, "test", &err);
+  uint64_t n = c->driver->mappings;
+  vm_put(c);
+  return n;
+}
+
 /* An undone unmap in the middle of a run leaves three calls, not one and a half. */
 static void calls_after_an_undone_unmap(void) {
   vmem_t vm = open_vm(0);
@@ -51,11 +60,11 @@ static void calls_after_an_undone_unmap(void) {
   make.addr = va;
   take.addr = va + PAGE;
   OK(vmem_batch(vm, &make, 1, NULL, 0, 0));
-  EQ(stats_of(vm).mappings, 2);
+  EQ(calls_mapped(vm), 2);
   OK(vmem_inject(vm, VMEM_INJECT_UNMAP, 1, 1, EIO));
   EQ(vmem_batch(vm, &take, 1, NULL, 0, 0), -EIO);
   OK(vmem_check(vm));
-  EQ(stats_of(vm).mappings, one_call() ? 2 : 4); /* where nothing was unmapped, nothing is undone */
+  EQ(calls_mapped(vm), one_call() ? 2 : 4); /* where nothing was unmapped, nothing is undone */
   OK(vmem_close(vm));
 }
 

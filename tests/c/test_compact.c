@@ -44,11 +44,17 @@ static bool signed_with(uint64_t page, uint64_t word) {
 }
 
 /* n pages of which each k-th stays: slabs of 16 pages that are nearly empty. */
+/* What was given back is zeroed in the background, on a GPU; until then pages are moved to others first. */
+static void wait_until_clean(void) {
+  for (int i = 0; i < 20000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
+}
+
 static bool scatter(unsigned n, unsigned k) {
   for (unsigned i = 0; i < n; i += 16) /* a larger piece would have a slab of its own */
     if (change(VMEM_OP_POPULATE, va + i * PAGE, 16 * PAGE, 0)) return false;
   for (unsigned i = 0; i < n; i++)
     if (i % k ? change(VMEM_OP_UNMAP, va + i * PAGE, PAGE, 0) : sign(va + i * PAGE, i)) return false;
+  wait_until_clean();
   return true;
 }
 
@@ -80,15 +86,17 @@ static void empties_slabs(void) {
 
 /* No more is moved than is wanted, and empty slabs go first. */
 static void as_much_as_wanted(void) {
-  uint64_t freed;
+  uint64_t freed, fills;
   CHECK(open_slabs(MIB(1), 0, MIB(64)));
   CHECK(scatter(160, 8));
   OK(vmem_compact(vm, 0, NULL, 0, 0, &freed));
   EQ(freed, 0);
   OK(change(VMEM_OP_UNMAP, va + 16 * PAGE, 16 * PAGE, VMEM_OP_HOLES));
+  wait_until_clean();
+  fills = stats_of(vm).fill_calls;
   OK(vmem_compact(vm, MIB(1), NULL, 0, 0, &freed));
   EQ(freed, MIB(1));
-  EQ(stats_of(vm).fill_calls, 0); /* nothing was copied */
+  EQ(stats_of(vm).fill_calls, fills); /* nothing was copied */
   OK(vmem_compact(vm, MIB(2) + 1, NULL, 0, 0, NULL));
   EQ(stats_of(vm).slab_bytes, MIB(6));
   OK(vmem_check(vm));
@@ -586,7 +594,7 @@ static void random_model(void) {
       OK(vmem_check(vm));
     }
     CHECK(model_holds());
-    CHECK(model.freed > MIB(20));
+    CHECK(model.freed > (uint64_t)steps * MIB(20) / 6000);
     for (int k = 0; k < HANDLES; k++)
       if (model.hdl[k].h) OK(vmem_drop(vm, model.hdl[k].h));
     OK(vMemFree(vm, va, VMEM_FREE_UNMAP));
@@ -716,6 +724,7 @@ static void *compacts_once(void *arg) {
 
 /* A slab that is on its way back counts in mem_limit: what needs it waits. */
 static void within_the_limit(void) {
+  ONLY_HOST(); /* whose slabs are counted */
   pthread_t t;
   int err;
   struct vm_ctx *c;

@@ -19,7 +19,7 @@ struct census {
 static int check_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   const struct vm_pte *first = vm_pte(c, s, addr);
   const struct vm_slab *slab = c->phys->slabs[first->slab];
-  if (!vm_is_whole(c, addr, (struct vm_run){c->phys->slabs[first->slab], first->unit, c->chunk_units}))
+  if (!vm_is_whole(c, s, addr, (struct vm_run){c->phys->slabs[first->slab], first->unit, c->chunk_units}))
     BROKEN("0x%llx is marked as a large entry: unit %u of slab %u cannot have one", (ull)addr, first->unit,
            slab->index);
   for (uint32_t i = 1; i < c->chunk_units; i++) {

@@ -61,7 +61,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   err = -ENOMEM;
   if (!(s = vm_space_new(c, size))) goto out;
   if ((err = vm_drv_reserve(c, size, o.align, o.flags, &s->base, &s->kind, &s->priv))) goto out;
-  s->large = !c->be->bind || (o.flags & VMEM_RESERVE_LARGE && !vm_is_sparse(s));
+  s->large = !c->be->bind || ((o.flags & VMEM_RESERVE_LARGE || c->large_entries) && !vm_is_sparse(s));
   base = s->base;
   pthread_mutex_lock(&c->lock);
   err = enter(c, s);

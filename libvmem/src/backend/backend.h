@@ -74,6 +74,8 @@ struct vm_bind_op {
   uint64_t clears;       /* REMAP, REPLACE: length of the piece, which is unmapped as one where the back end cannot
                             replace in place; 0 for all of its operations but the first */
   bool sparse;
+  bool cut;      /* UNMAP and REPLACE of a back end with `bind`: may take a part of a large entry. All of its block is
+                    named, by one batch; `clears` and `from` are those of the blocks that hang together */
   uint64_t from; /* where the piece begins. Without `bind` its operations may map less: they split an entry */
 };
 
@@ -121,15 +123,15 @@ struct vm_backend {
   int (*map)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse);
   /* Unmap a range that is wholly mapped, by one or several map calls, possibly parts of them. */
   int (*unmap)(void *be, uint64_t addr, uint64_t bytes, bool sparse);
-  /* Optional (VMEM_CAP_JOIN): map one run again over exactly the same pages, in one call, with the entries that
-   * such a call gets. On failure the range may be unmapped. */
+  /* With VMEM_CAP_JOIN, where there is no `bind`: map one run again over exactly the same pages, in one call, with the
+   * entries that such a call gets. On failure the range may be unmapped. */
   int (*remap)(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags);
 
   /* Optional: many operations in as few driver calls as take them; no range overlaps another, and those of
    * one reservation follow one another. Where there is a bind, the core puts a batch into one, or into two
-   * where it fills pages in between; map and unmap then serve the proof of opening alone, and remap
-   * vmem_join. With one driver call it is all or nothing; for more, and for a driver that fails in the
-   * middle, *result says what was done. -ENOTRECOVERABLE if and only if result->lost. */
+   * where it fills pages in between; map and unmap then serve the proof of opening alone. With one driver
+   * call it is all or nothing; for more, and for a driver that fails in the middle, *result says what was
+   * done. -ENOTRECOVERABLE if and only if result->lost. */
   int (*bind)(void *be, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
   /* Start filling n ranges (all mapped, writable) with a byte, after the events in `after`. *done is an

@@ -121,10 +121,11 @@ struct vm_pool { /* the slabs of one location and kind */
   struct vm_slab *slist;
 };
 
-/* Where a run would best lie: from `unit` of `slab` on (NULL: anywhere), at chunk offset `offset` (in units). */
+/* Where a run would best lie: from `unit` of `slab` on (NULL: anywhere), at chunk offset `offset` (in units); or before
+ * `end` of `right` (NULL: anywhere), which follows it. */
 struct vm_place {
-  struct vm_slab *slab;
-  uint32_t unit;
+  struct vm_slab *slab, *right;
+  uint32_t unit, end;
   uint32_t offset;
   bool spread;
 };

@@ -8,6 +8,8 @@
  * become empty and return to the driver. A search that fails makes the bound exact.
  *
  * Where a run is taken, in this order (vm_pool_take):
+ *   0. with large entries: in the block of its right neighbour, before that; who takes what is missing in a block
+ *      gets the same pages again
  *   1. right after its left neighbour: the two then form one run
  *   2. 2 MiB or more: at the same offset in a chunk as the address has, so that 2 MiB entries fit
  *   3. with `spread`: in an empty chunk, at the address's offset, so that what grows there later finds
@@ -380,17 +382,36 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
   return (struct vm_run){NULL, 0, 0};
 }
 
+/* What is dirty there is at disposal, too. */
+static void merge_at(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
+  if (vm_bits_run(s->soil_map, unit, n, false) == n) return;
+  s->merged = true;
+  vm_pool_cleaned(c, s, unit, n);
+}
+
+/* What is missing in a block before its right neighbour, where all of that is free at its place in the block. */
+static struct vm_run take_before(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
+                                 const struct vm_place *place) {
+  struct vm_slab *s = place->right;
+  uint32_t cu = c->chunk_units, end = place->end & (cu - 1), unit = place->end - n;
+  if (!s || s->pool != p || s->evacuating || !s->large || end < n || place->offset != end - n || unit & (align - 1))
+    return (struct vm_run){NULL, 0, 0};
+  merge_at(c, s, unit, n);
+  if (vm_bits_run(s->free_map, unit, n, true) < n) return (struct vm_run){NULL, 0, 0};
+  return take_units(c, s, unit, n);
+}
+
 /* Where large entries may come about, now or by growth page by page. What has yet to be zeroed is as good for that. */
 static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint32_t *n, uint32_t align,
                                       const struct vm_place *place) {
   uint32_t head = head_of(c, place);
   bool blocks = *n >= head + c->chunk_units;
   struct vm_slab *s = place->slab;
-  struct vm_run r = {NULL, 0, 0};
+  struct vm_run r = take_before(c, p, *n, align, place);
+  if (r.n) return r;
   if (s && s->pool == p && !s->evacuating && place->unit < s->units && vm_bit(s->soil_map, place->unit)) {
     uint32_t rest = c->chunk_units - (place->unit & (c->chunk_units - 1));
-    s->merged = true;
-    vm_pool_cleaned(c, s, place->unit, rest < s->units - place->unit ? rest : s->units - place->unit);
+    merge_at(c, s, place->unit, rest < s->units - place->unit ? rest : s->units - place->unit);
   }
   for (int again = 0; again < 2 && (blocks || place->spread); again++) {
     uint32_t behind = blocks ? 0 : fits_behind(c, p, *n, align, place);

@@ -76,7 +76,7 @@ static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size
  * while the lock is dropped for that. */
 static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
   struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
-  uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | vm_call_marks(c, seg->addr, r);
+  uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | vm_call_marks(c, piece->space, seg->addr, r);
   uint64_t a = seg->addr;
   if (a == piece->addr) flags |= PTE_START;
   while (r.n) {
@@ -129,7 +129,8 @@ static void commit_joins(struct vm_ctx *c, struct vm_plan *p) {
     const struct vm_seg *seg = VM_AT(p->joins, struct vm_seg, i);
     struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
     vm_ptes_one_call(c, seg->space, seg->addr, seg->bytes);
-    if (vm_is_whole(c, seg->addr, r)) c->driver->joins += vm_ptes_entries(c, seg->space, seg->addr, seg->bytes, true);
+    if (vm_is_whole(c, seg->space, seg->addr, r))
+      c->driver->joins += vm_ptes_entries(c, seg->space, seg->addr, seg->bytes, true);
     vm_ptes_release(c, seg->space, seg->addr, seg->bytes);
   }
 }

@@ -257,7 +257,7 @@ static bool may_grow(const struct vm_ctx *c, const struct vm_pte *p, uint64_t ad
                      struct vm_run run, bool large) {
   run.n++;
   if (large) return addr & (LARGE_PAGE - 1) || p->flags & PTE_LARGE;
-  return !(p->flags & PTE_LARGE) && !vm_is_whole(c, seg->addr, run);
+  return !(p->flags & PTE_LARGE) && !vm_is_whole(c, seg->space, seg->addr, run);
 }
 
 /* Every stretch of addresses that shows the slab becomes a piece, every run of its new pages a driver call. */

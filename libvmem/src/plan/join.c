@@ -2,12 +2,14 @@
 /* Joining: maps again, by one call, what several calls have mapped, with large entries where its blocks are whole. */
 #include "plan/plan.h"
 
-/* Whether one call would leave less than there is: fewer calls, or fewer entries. */
+static bool can_join(const struct vm_ctx *c) { return c->be->remap || (c->be->bind && c->large_entries); }
+
+/* Whether one call would leave less than there is: fewer entries, or fewer calls, where the driver remembers these. */
 static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r) {
   uint64_t end = addr + vm_bytes(c, r.n);
-  bool whole = vm_is_whole(c, addr, r);
+  bool whole = vm_is_whole(c, s, addr, r);
   for (uint64_t a = addr; a < end; a += c->granule) {
-    if (a > addr && vm_pte(c, s, a)->flags & PTE_CALL) return true;
+    if (a > addr && !c->be->bind && vm_pte(c, s, a)->flags & PTE_CALL) return true;
     if (whole && !(a & (LARGE_PAGE - 1)) && !vm_is_entry(c, s, a)) return true;
   }
   return false;
@@ -54,7 +56,7 @@ int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64
     const struct vm_pte *pte = vm_pte(c, s, a);
     if (!vm_pte_is_live(pte) && !(holes && (!pte || !pte->flags))) return vm_pte_not_live(c, pte, a);
   }
-  for (uint64_t a = addr; !err && c->be->remap && (n = next_call(c, s, &a, end)); a += n) err = add(c, p, s, a, n);
+  for (uint64_t a = addr; !err && can_join(c) && (n = next_call(c, s, &a, end)); a += n) err = add(c, p, s, a, n);
   return err;
 }
 
@@ -88,7 +90,7 @@ int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls) {
   *calls = 0;
   pthread_mutex_lock(&c->lock);
   s = vm_space_range(c, addr, bytes, c->granule, &err);
-  while (s && !err && c->be->remap && (n = next_call(c, s, &a, addr + bytes))) {
+  while (s && !err && can_join(c) && (n = next_call(c, s, &a, addr + bytes))) {
     err = join(c, s, a, n);
     ++*calls;
     a += n;

@@ -66,7 +66,7 @@ static struct vm_seg seg_of(const struct maker *m, const struct vm_piece *piece,
 static int mark_run(struct maker *m, struct vm_piece *piece, struct vm_run r, bool zero) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr + piece->bytes;
-  uint32_t flags = vm_call_marks(c, addr, r) | (piece->bytes ? 0 : PTE_START) |
+  uint32_t flags = vm_call_marks(c, piece->space, addr, r) | (piece->bytes ? 0 : PTE_START) |
                    (m->w.op->flags & VMEM_OP_READONLY ? PTE_READONLY : 0);
   uint32_t marked = 0;
   struct vm_seg *seg = VM_PUSH(c, &m->p->maps, struct vm_seg);
@@ -101,8 +101,12 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   uint32_t align = (uint32_t)vm_units(c, m->w.page_size);
   struct vm_place place = {.spread = m->w.op->flags & VMEM_OP_SPREAD};
   bool zero = m->w.op->flags & VMEM_OP_COPY || !(m->w.op->flags & VMEM_OP_DIRTY); /* mapped first, then copied to */
-  struct vm_pte *left = piece->addr > piece->space->base ? vm_pte(c, piece->space, piece->addr - c->granule) : NULL;
+  struct vm_space *s = piece->space;
+  uint64_t end = piece->addr + bytes;
+  struct vm_pte *left = piece->addr > s->base ? vm_pte(c, s, piece->addr - c->granule) : NULL;
+  struct vm_pte *right = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
   if (left && left->flags) place.slab = c->phys->slabs[left->slab], place.unit = left->unit + 1;
+  if (right && right->flags) place.right = c->phys->slabs[right->slab], place.end = right->unit;
   while (piece->bytes < bytes) {
     struct vm_run r;
     int err;

@@ -19,7 +19,7 @@ static void move_ptes(struct vm_ctx *c, struct vm_plan *p) {
       const struct vm_seg *seg = VM_AT(p->replaces, struct vm_seg, k);
       struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
       vm_ptes_one_call(c, s, a, seg->bytes);
-      vm_ptes_entries(c, s, a, seg->bytes, vm_is_whole(c, a, r));
+      vm_ptes_entries(c, s, a, seg->bytes, vm_is_whole(c, s, a, r));
       a += seg->bytes;
     }
     vm_ptes_release(c, s, piece->addr, piece->bytes);

@@ -36,7 +36,7 @@ static size_t most_maps(const struct vm_ctx *c, const struct vm_list *segs) {
 
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p) {
   size_t n = most_maps(c, &p->maps) + most_maps(c, &p->replaces) + most_maps(c, &p->joins);
-  n += p->kept.n + p->groups.n; /* of back ends whose calls have no limit */
+  n += p->kept.n + p->groups.n; /* shorter than a block; where a group is unmapped by a call of its own */
   for (size_t i = 0; i < p->unmaps.n; i++) n += parts(c, VM_AT(p->unmaps, struct vm_piece, i)->bytes);
   return !n || (p->ops = vm_realloc(c, NULL, n, sizeof(*p->ops))) ? 0 : -ENOMEM;
 }
@@ -78,10 +78,43 @@ static void push_replaces(struct calls *b, struct vm_plan *p) {
   }
 }
 
+static void push_unmap(struct calls *b, const struct vm_space *s, uint64_t addr, uint64_t end) {
+  uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : end - addr, n;
+  for (; addr < end; addr += n) {
+    n = end - addr < most ? end - addr : most;
+    /* Large pages are not cut. */
+    if (addr + n < end && n > LARGE_PAGE) n -= (addr + n) & (LARGE_PAGE - 1);
+    push(b, VM_BIND_UNMAP, s, addr, n);
+  }
+}
+
+/* The driver cuts entries itself: what goes is unmapped, and what stays is mapped again with the pages that it has, so
+ * that all of a block is named. */
+static void push_cut(struct calls *b, const struct vm_group *g, const struct vm_seg *s) {
+  size_t first = b->n;
+  uint64_t at = g->addr;
+  for (size_t k = 0; k < g->segs; k++, s++) {
+    push_unmap(b, g->space, at, s->addr);
+    push_map(b, VM_BIND_REPLACE, s, 0, 0);
+    at = s->addr + s->bytes;
+  }
+  push_unmap(b, g->space, at, g->addr + g->bytes);
+  for (size_t i = first; i < b->n; i++) {
+    b->ops[i].cut = true;
+    b->ops[i].from = g->addr;
+  }
+  b->ops[first].clears = g->bytes;
+}
+
 static void push_groups(struct calls *b, struct vm_plan *p) {
   const struct vm_seg *s = p->group_segs.v;
   for (size_t i = 0; i < p->groups.n; i++) {
     const struct vm_group *g = VM_AT(p->groups, struct vm_group, i);
+    if (b->c->be->bind) {
+      push_cut(b, g, s);
+      s += g->segs;
+      continue;
+    }
     if (!g->segs) push(b, VM_BIND_UNMAP, g->space, g->addr, g->bytes);
     for (size_t k = 0; k < g->segs; k++, s++) push_map(b, VM_BIND_REPLACE, s, g->addr, k ? 0 : g->bytes);
   }
@@ -97,14 +130,7 @@ static void push_takes(struct calls *b, struct vm_plan *p) {
   }
   for (size_t i = 0; i < p->unmaps.n; i++) {
     struct vm_piece *gone = VM_AT(p->unmaps, struct vm_piece, i);
-    if (gone->grouped) continue;
-    uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : gone->bytes, end = gone->addr + gone->bytes, n;
-    for (uint64_t a = gone->addr; a < end; a += n) {
-      n = end - a < most ? end - a : most;
-      /* Large pages are not cut. */
-      if (a + n < end && n > LARGE_PAGE) n -= (a + n) & (LARGE_PAGE - 1);
-      push(b, VM_BIND_UNMAP, gone->space, a, n);
-    }
+    if (!gone->grouped) push_unmap(b, gone->space, gone->addr, gone->addr + gone->bytes);
   }
 }
 
@@ -207,13 +233,15 @@ static void undo_calls(struct undo *u, const struct calls *b) {
     uint64_t end = op->addr + op->bytes;
     size_t last = i;
     if (op->kind == VM_BIND_MAP) {
-      put_back(u, (struct vm_bind_op){VM_BIND_UNMAP, 0, op->addr, op->bytes, 0, 0, op->priv, 0, op->sparse, 0});
-    } else if (op->kind == VM_BIND_UNMAP) {
+      put_back(
+          u, (struct vm_bind_op){
+                 .kind = VM_BIND_UNMAP, .addr = op->addr, .bytes = op->bytes, .priv = op->priv, .sparse = op->sparse});
+    } else if (op->kind == VM_BIND_UNMAP && !op->cut) {
       map_again(u, op, op->addr, end, VM_BIND_MAP);
-    } else { /* a piece at a time: its old pages may be larger than the new ones */
+    } else { /* a piece, or a group, at a time: its old pages may be larger than the new ones */
       while (!op->clears) op = &b->ops[--i];
       if (u->c->be->bind) {
-        map_again(u, op, op->addr, end, VM_BIND_REMAP);
+        map_again(u, op, op->from, op->from + op->clears, VM_BIND_REMAP);
         continue;
       }
       clear(u, op, (last < b->r.done ? last + 1 : b->r.done) - i);

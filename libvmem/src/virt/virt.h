@@ -46,7 +46,8 @@ struct vm_space {
   uint64_t base, bytes; /* immutable */
   uint64_t priv;        /* immutable, the back end's */
   uint32_t kind;        /* immutable, VMEM_RANGE_VISIBLE | VMEM_RANGE_SPARSE */
-  bool large;           /* immutable: the driver has large entries here; else PTE_LARGE are pages of the core alone */
+  bool large;           /* immutable: the driver has large entries here; else PTE_LARGE are large pages, which only the
+                           core treats as wholes */
   bool freeing;
   bool gone;                          /* all but its addresses went back to the driver: only vMemFree takes it */
   uint64_t mapped, busy, quarantined; /* granules */
@@ -111,15 +112,16 @@ uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint6
 uint32_t vm_space_units(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, uint32_t mask);
 /* Whether a call that maps the run at addr gets large entries: the driver takes the largest that divide address, offset
  * and length, one size for the whole call. */
-static inline bool vm_is_whole(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
-  return r.slab->large && !((vm_units(c, addr) | r.unit | r.n) & (c->chunk_units - 1));
+static inline bool vm_is_whole(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
+  return r.slab->large && (s->large || r.slab->pool->large) &&
+         !((vm_units(c, addr) | r.unit | r.n) & (c->chunk_units - 1));
 }
 /* The first units of a run that are one driver call at addr: what lies before its whole blocks, all of these, or the
  * rest. */
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
 /* What marks the ptes of such a call: see vm_ptes_name. */
-static inline uint32_t vm_call_marks(const struct vm_ctx *c, uint64_t addr, struct vm_run r) {
-  return PTE_CALL | (vm_is_whole(c, addr, r) ? PTE_LARGE : 0);
+static inline uint32_t vm_call_marks(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
+  return PTE_CALL | (vm_is_whole(c, s, addr, r) ? PTE_LARGE : 0);
 }
 /* Bytes from addr on, at most max, that one driver call may map again with the entries they have. */
 uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);

@@ -281,10 +281,6 @@ static void create_fields(void) {
   run_rows(W.uvm, &commands[CREATE], rows, ARRAY_SIZE(rows));
   over.value = limits.out_max_create_pages + 1ull;
   run_rows(W.uvm, &commands[CREATE], &over, 1);
-  create_valid(&c);
-  c.flags = UVM_VMEM_CREATE_CONTIGUOUS;
-  c.count = SLOT_UNITS + 1;
-  expect(W.uvm, "CREATE, one run of more than 2 MB", UVM_VMEM_CREATE, &c, EINVAL);
   if (!(limits.out_capabilities & UVM_VMEM_CAP_HOST)) {
     create_valid(&c);
     c.flags = UVM_VMEM_CREATE_HOST;
@@ -382,9 +378,10 @@ static void bind_map_fields(void) {
       ROW(struct uvm_vmem_op, op, 0, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, op, 3, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, op, 0xffffffffu, EOPNOTSUPP),
-      ROW(struct uvm_vmem_op, flags, 16, EOPNOTSUPP),
+      ROW(struct uvm_vmem_op, flags, 32, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, flags, 1u << 31, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_SPARSE, EOPNOTSUPP),
+      ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_LARGE, EINVAL), /* not BIG */
       ROW(struct uvm_vmem_op, __reserved, 1, EINVAL),
       ROW(struct uvm_vmem_op, count, 0, EINVAL),
       ROW(struct uvm_vmem_op, count, A_PAGES + 1, ERANGE),
@@ -422,7 +419,7 @@ static void bind_unmap_fields(void) {
   static const struct row rows[] = {
       ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_READ_ONLY, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_REPLACE, EOPNOTSUPP),
-      ROW(struct uvm_vmem_op, flags, 16, EOPNOTSUPP),
+      ROW(struct uvm_vmem_op, flags, UVM_VMEM_OP_LARGE, EOPNOTSUPP),
       ROW(struct uvm_vmem_op, handle, 1, EINVAL),
       ROW(struct uvm_vmem_op, first, 1, EINVAL),
       ROW(struct uvm_vmem_op, __reserved, 1u << 31, EINVAL),

@@ -278,6 +278,64 @@ static void live_pages(void) {
   world_close(&W);
 }
 
+/* 1 GB, mapped and unmapped by entries of 2 MB and of 64 KB: the same memory, from the first touch on. Of the former a
+ * page of each goes and comes, and they are joined again. */
+static void a_gigabyte(void) {
+  enum { SLOTS = 512, UNITS = SLOTS * SLOT_UNITS };
+  static const char *const sizes[] = {"64 KB", "2 MB"};
+  static struct uvm_vmem_op ops[SLOTS];
+  char name[64];
+  struct snapshot before;
+  struct uvm_vmem_query q;
+  struct cost c;
+  uint32_t object;
+  world_open(&W, 1);
+  if (W.vidmem_bytes < GIB(7)) SKIP("the GPU has less than 7 GB (run with --vidmem 8192)");
+  OK(vm_query(W.uvm, NULL, &q));
+  if (!(q.out_capabilities & UVM_VMEM_CAP_LARGE)) SKIP("no entries on request");
+  OK(vm_create(W.uvm, W.uuid[0], 16, UNITS, UVM_VMEM_CREATE_CONTIGUOUS, &object));
+  for (unsigned large = 0; large < 2; large++) {
+    struct uvm_vmem_op map = op_map(RES, object, 0, UNITS, large ? UVM_VMEM_OP_LARGE : 0), unmap = op_unmap(RES, UNITS, 0);
+    OK(vm_reserve(W.uvm, W.uuid[0], RES, GIB(1), 16, large ? UVM_VMEM_RESERVE_BIG : 0));
+    for (unsigned again = 0; again < 2; again++) {
+      before = take();
+      OK(bind(&map, 1));
+      c = since(&before);
+      snprintf(name, sizeof(name), "map 1 GB by entries of %s%s", sizes[large], again ? ", again" : "");
+      publish(name, &c);
+      EQ(c.ioctls, 1);
+      EQ(c.pte_writes, large ? SLOTS : UNITS);
+      if (again) EQ(c.invalidates, 1); /* where nothing was, tables are made */
+      before = take();
+      OK(bind(&unmap, 1));
+      c = since(&before);
+      if (again) continue;
+      snprintf(name, sizeof(name), "unmap 1 GB by entries of %s", sizes[large]);
+      publish(name, &c);
+      EQ(c.invalidates, 1);
+    }
+    if (large) {
+      OK(bind(&map, 1));
+      for (unsigned i = 0; i < SLOTS; i++) ops[i] = op_unmap(RES + i * SLOT + i % SLOT_UNITS * UNIT, 1, UVM_VMEM_OP_CUT);
+      for (unsigned again = 0; again < 2; again++) {
+        before = take();
+        OK(bind(ops, SLOTS));
+        c = since(&before);
+        publish(again ? "split 512 entries, tables there" : "split 512 entries", &c);
+        EQ(gpu_scan(&W, 0, RES, GIB(1)).out_64k, UNITS - SLOTS);
+        map.flags |= UVM_VMEM_OP_REPLACE;
+        before = take();
+        OK(bind(&map, 1));
+        c = since(&before);
+        if (again) publish("join 512 entries", &c);
+        EQ(gpu_scan(&W, 0, RES, GIB(1)).out_2m, SLOTS);
+      }
+    }
+    OK(vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP));
+  }
+  world_close(&W);
+}
+
 /* One page in each of 2,000 slots. */
 static void sparse_slots(void) {
   enum { SLOTS = 2000 };
@@ -306,4 +364,4 @@ static void sparse_slots(void) {
   world_close(&W);
 }
 
-MAIN(TEST(one_request), TEST(the_stock_path), TEST(live_pages), TEST(sparse_slots))
+MAIN(TEST(one_request), TEST(the_stock_path), TEST(live_pages), TEST(a_gigabyte), TEST(sparse_slots))

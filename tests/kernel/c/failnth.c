@@ -21,12 +21,13 @@
 #define LIMIT 2000 /* failures of one call; beyond that it never passes */
 
 static struct world W;
-static uint32_t small, large, made; /* 64 x 64 KB; 4 x 2 MB; of the action */
+static uint32_t small, large, made, grown; /* 64 x 64 KB; 4 x 2 MB; of the action; 10 x 2 MB, in pages of 64 KB */
 static uint64_t capabilities;
 static unsigned many = MANY;   /* slots that a BIND touches first */
 static unsigned eager = 8192;  /* slots of a reservation with all tables at once */
 
-/* The furniture: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped whole; the others are untouched. */
+/* The furniture: slot 0 of RES has tables and 8 units mapped; slot 2 is mapped whole; of slots 100 to 107 the even ones
+ * have entries of 2 MB, and the others the pages for one; the rest is untouched. */
 static int furnish(void) {
   struct uvm_vmem_query q;
   uint32_t host;
@@ -39,6 +40,11 @@ static int furnish(void) {
   if (!result) result = vm_create(W.uvm, W.uuid[0], 21, 4, 0, &large);
   if (!result) result = vm_map(W.uvm, RES, RES, small, 0, 8, 0);
   if (!result) result = vm_map(W.uvm, RES, RES + MIB(4), large, 0, 1, 0);
+  for (unsigned i = 0; i < 8 && !result && capabilities & UVM_VMEM_CAP_LARGE; i++) {
+    if (!i) result = vm_create(W.uvm, W.uuid[0], 16, 10 * SLOT_UNITS, UVM_VMEM_CREATE_CONTIGUOUS, &grown);
+    if (!result) result = vm_map(W.uvm, RES, RES + (100 + i) * SLOT, grown, i * SLOT_UNITS, i % 2 ? 20 : SLOT_UNITS, 0);
+    if (!result && i % 2) result = vm_map(W.uvm, RES, RES + (100 + i) * SLOT + 20 * UNIT, grown, i * SLOT_UNITS + 20, 12, 0);
+  }
   if (!result) result = gpu_fill(&W, 0, RES, 8 * UNIT, 0xf00d, 1);
   /* What is made for the first page of host memory stays: whoever fails later has not left it. */
   if (!result && capabilities & UVM_VMEM_CAP_HOST) {
@@ -102,6 +108,20 @@ static int do_bind_big(void) {
   return vm_bind(W.uvm, RES, ops, 2, NULL, NULL);
 }
 
+/* Four entries are split, four made of small ones, two mapped where nothing was; and pages beside them get tables. */
+static int do_bind_entries(void) {
+  struct uvm_vmem_op ops[18];
+  if (!(capabilities & UVM_VMEM_CAP_LARGE)) return 0;
+  for (unsigned i = 0; i < 4; i++) {
+    ops[i] = op_unmap(RES + (100 + 2 * i) * SLOT + i * UNIT, 3, UVM_VMEM_OP_CUT);
+    ops[4 + i] = op_map(RES + (101 + 2 * i) * SLOT, grown, (1 + 2 * i) * SLOT_UNITS, SLOT_UNITS,
+                        UVM_VMEM_OP_LARGE | UVM_VMEM_OP_REPLACE);
+  }
+  for (unsigned i = 0; i < 2; i++) ops[8 + i] = op_map(RES + (110 + i) * SLOT, grown, (8 + i) * SLOT_UNITS, SLOT_UNITS, UVM_VMEM_OP_LARGE);
+  for (unsigned i = 0; i < 8; i++) ops[10 + i] = op_map(RES + (20 + i) * SLOT, small, i, 1, 0);
+  return vm_bind(W.uvm, RES, ops, 18, NULL, NULL);
+}
+
 static int do_unmap(void) { return vm_unmap(W.uvm, RES, RES, MIB(256) / UNIT, 0); }
 static int do_free(void) { return vm_free(W.uvm, RES, UVM_VMEM_FREE_UNMAP); }
 static int do_release(void) { return vm_release(W.uvm, large); }
@@ -123,6 +143,7 @@ static const struct action actions[] = {
     {"BIND, many new tables", do_bind_many, NULL, true},
     {"BIND, asynchronous", do_bind_async, NULL, true},
     {"BIND, 2 MB entries", do_bind_big, NULL, true},
+    {"BIND, entries split and joined", do_bind_entries, NULL, true},
     {"BIND, unmap all", do_unmap, NULL, true},
     {"FREE", do_free, NULL, true},
     {"RELEASE", do_release, NULL, true},
@@ -165,13 +186,15 @@ static bool kmalloc_disarm(void) {
 
 struct view {
   struct uvm_vmem_stat stat;
-  uint64_t mapped; /* bytes, by the page tables */
+  uint64_t mapped, entries; /* bytes, and entries of 2 MB, by the page tables */
 };
 
 static struct view look(void) {
   struct view v;
   if (vm_stat(W.uvm, NULL, &v.stat)) memset(&v.stat, 0xff, sizeof(v.stat));
-  v.mapped = gpu_scan(&W, 0, RES, MIB(256)).out_bytes + gpu_scan(&W, 0, WIDE, MANY * SLOT).out_bytes;
+  struct softgpu_scan scan = gpu_scan(&W, 0, RES, MIB(256));
+  v.mapped = scan.out_bytes + gpu_scan(&W, 0, WIDE, MANY * SLOT).out_bytes;
+  v.entries = scan.out_2m;
   return v;
 }
 
@@ -196,6 +219,7 @@ static bool sweep(const struct action *a, const struct injector *by, struct scor
       if (result != -ENOMEM && result != -ENOSPC) fail("%s, %s %d: %s", a->name, by->what, (int)nth, strerror(-result));
       if (!fired) fail("%s, %s %d: fails by itself", a->name, by->what, (int)nth);
       if (!stat_same(&before.stat, &after.stat)) fail("%s, %s %d: STAT changed", a->name, by->what, (int)nth);
+      if (before.entries != after.entries) fail("%s, %s %d: entries of 2 MB changed", a->name, by->what, (int)nth);
       if (before.mapped != after.mapped) fail("%s, %s %d: the page tables changed", a->name, by->what, (int)nth);
       /* A batch may keep the descriptions of slots that it has met first. */
       if (!a->from_scratch && before.stat.out_kernel_bytes != after.stat.out_kernel_bytes) {

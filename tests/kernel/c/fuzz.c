@@ -152,7 +152,7 @@ static void fill_create(struct fuzzer *f, struct uvm_vmem_create *c) {
   c->flags = flags(f, UVM_VMEM_CREATE_HOST | UVM_VMEM_CREATE_CONTIGUOUS);
   a_gpu(f, c->gpu_uuid);
   c->page_shift = a_shift(f);
-  c->count = chance(f, 15) ? any32(f) : 1 + below(f, 16);
+  c->count = chance(f, 15) ? any32(f) : chance(f, 10) ? 32 : 1 + below(f, 16);
   c->out_handle = 0;
   c->__reserved = zero(f);
 }
@@ -172,7 +172,7 @@ static void fill_bind(struct fuzzer *f, struct uvm_vmem_bind *b) {
     struct uvm_vmem_op *op = &ops[i];
     bool map = below(f, 3) != 0;
     op->op = chance(f, 40) ? any32(f) : map ? UVM_VMEM_OP_MAP : UVM_VMEM_OP_UNMAP;
-    op->flags = flags(f, (map ? UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE : UVM_VMEM_OP_SPARSE) | UVM_VMEM_OP_CUT);
+    op->flags = flags(f, (map ? UVM_VMEM_OP_READ_ONLY | UVM_VMEM_OP_REPLACE | UVM_VMEM_OP_LARGE : UVM_VMEM_OP_SPARSE) | UVM_VMEM_OP_CUT);
     if (map && !chance(f, 3)) op->flags |= UVM_VMEM_OP_REPLACE;
     op->addr = chance(f, 30) ? any64(f) : b->start + (chance(f, 3) ? below(f, 16) * SLOT : below(f, 512) * UNIT);
     op->handle = map ? a_handle(f) : zero(f);
@@ -254,7 +254,8 @@ static int pick_fd(struct fuzzer *f) {
 
 static bool errno_is_of_the_abi(int error) {
   static const int known[] = {ENOTTY, E2BIG,  EINVAL, EOPNOTSUPP, EOVERFLOW, EMSGSIZE, EFAULT, ERANGE, ENOENT, ESTALE, EEXIST,
-                              EBUSY,  EADDRINUSE, EXDEV,  ENODEV, ENOMEM,     ENOSPC,    EDQUOT,   EBADFD, EAGAIN, ETIMEDOUT};
+                              EBUSY,  EADDRINUSE, EXDEV,  ENODEV, ENOMEM,     ENOSPC,    EDQUOT,   EBADFD, EAGAIN, ETIMEDOUT,
+                              EADDRNOTAVAIL};
   for (size_t i = 0; i < ARRAY_SIZE(known); i++) {
     if (known[i] == error) return true;
   }

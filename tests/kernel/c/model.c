@@ -269,30 +269,56 @@ static bool op_changes(const struct area *area, const struct uvm_vmem_op *op, co
   return u->state != MAPPED || u->object != o || u->index != index || u->read_only != !!(op->flags & UVM_VMEM_OP_READ_ONLY);
 }
 
+/* Whether operations map all of a slot, with 2 MB of one object that is a run, in order and with one right. */
+static bool maps_run(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
+                     unsigned n) {
+  const struct object *run = NULL;
+  unsigned named = 0, first, last, flags = 0, begins = 0;
+  for (unsigned i = 0; i < n; i++) {
+    if (!units_in_slot(area, slot, &ops[i], object[i], &first, &last)) continue;
+    if (!object[i] || !object[i]->one_run) return false;
+    /* The page of the object that the slot's first unit has, or would have. */
+    unsigned begin = (ops[i].first << (object[i]->shift - 16)) + slot * SLOT_UNITS - (unsigned)((ops[i].addr - area->start) / UNIT);
+    if (run && (run != object[i] || begin != begins || (ops[i].flags ^ flags) & UVM_VMEM_OP_READ_ONLY)) return false;
+    run = object[i];
+    begins = begin;
+    flags = ops[i].flags;
+    named += last - first + 1;
+  }
+  return named == SLOT_UNITS && begins % SLOT_UNITS == 0;
+}
+
 /* What becomes of a slot's entry of 2 MB, or of its small ones; or a part of one is changed by an operation without CUT,
- * which is named then. */
+ * or one that LARGE asks for cannot be: those operations are named then. */
 static int slot_after(const struct area *area, unsigned slot, const struct uvm_vmem_op *ops, struct object *const *object,
-                      unsigned n, bool *one, bool *uncut) {
+                      unsigned n, bool *one, bool *culprit) {
   unsigned named = 0, first, last;
-  bool whole = false, changed = false, any_uncut = false, sparse = false;
+  bool whole = false, changed = false, any_uncut = false, any_cut = false, sparse = false;
   for (unsigned i = 0; i < SLOT_UNITS; i++) sparse |= area->unit[slot * SLOT_UNITS + i].state == SPARSE;
+  for (unsigned i = 0; i < n; i++) {
+    if (!(ops[i].flags & UVM_VMEM_OP_LARGE) || !units_in_slot(area, slot, &ops[i], object[i], &first, &last)) continue;
+    culprit[i] = true;
+    *one = !sparse && maps_run(area, slot, ops, object, n);
+    return *one ? 0 : -EADDRNOTAVAIL;
+  }
   for (unsigned i = 0; i < n; i++) {
     if (!units_in_slot(area, slot, &ops[i], object[i], &first, &last)) continue;
     bool changes = false;
     for (unsigned unit = first; unit <= last; unit++) changes |= op_changes(area, &ops[i], object[i], unit);
     named += last - first + 1;
     changed |= changes;
+    any_cut |= ops[i].flags & UVM_VMEM_OP_CUT;
     if (object[i] && object[i]->one_run && last - first + 1 == SLOT_UNITS) whole = true;
-    if (changes && !(ops[i].flags & UVM_VMEM_OP_CUT)) any_uncut = uncut[i] = true;
+    if (changes && !(ops[i].flags & UVM_VMEM_OP_CUT)) any_uncut = culprit[i] = true;
   }
-  *one = area->one[slot] && !changed;
+  *one = area->one[slot] && !changed && !any_cut;
   if (area->big && whole && !sparse) *one = true;
   return area->one[slot] && !*one && named < SLOT_UNITS && any_uncut ? -EADDRINUSE : 0;
 }
 
 static void do_bind(struct actor *a) {
   struct area *area = &a->area[below(a, 2)];
-  bool used[ARRAY_SIZE(a->area[0].unit)] = {false}, one[MOST_SLOTS] = {false}, uncut[MAX_OPS] = {false};
+  bool used[ARRAY_SIZE(a->area[0].unit)] = {false}, one[MOST_SLOTS] = {false}, culprit[MAX_OPS] = {false};
   struct uvm_vmem_op ops[MAX_OPS];
   struct object *object[MAX_OPS];
   unsigned want_ops = 1 + below(a, MAX_OPS), n = 0;
@@ -303,14 +329,20 @@ static void do_bind(struct actor *a) {
   if (below(a, 5)) { /* else few batches would not be refused */
     for (unsigned i = 0; i < n; i++) ops[i].flags |= UVM_VMEM_OP_CUT;
   }
+  /* One of a run, of which it is known where it lies: the slot gets an entry, or the batch is refused. */
+  unsigned large = below(a, n);
+  if (area->big && capabilities & UVM_VMEM_CAP_LARGE && object[large] && object[large]->one_run && below(a, 2)) {
+    ops[large].flags |= UVM_VMEM_OP_LARGE;
+  }
   unsigned bad = below(a, n);
   struct uvm_vmem_op good = ops[bad];
   int want = below(a, 10) == 0 ? spoil(a, area, &ops[bad]) : 0;
-  for (unsigned slot = 0; slot < area->units / SLOT_UNITS && (!want || want == -EADDRINUSE); slot++) {
+  for (unsigned slot = 0; slot < area->units / SLOT_UNITS && (!want || want == -EADDRINUSE || want == -EADDRNOTAVAIL); slot++) {
     bool here[MAX_OPS] = {false};
-    if (slot_after(area, slot, ops, object, n, &one[slot], here) == 0 || want) continue;
-    want = -EADDRINUSE;
-    memcpy(uncut, here, sizeof(uncut));
+    int result = slot_after(area, slot, ops, object, n, &one[slot], here);
+    if (result == 0 || want) continue;
+    want = result;
+    memcpy(culprit, here, sizeof(culprit));
   }
   bool async = (capabilities & UVM_VMEM_CAP_ASYNC) && below(a, 3) == 0;
   uint64_t ticket = 0;
@@ -326,7 +358,7 @@ static void do_bind(struct actor *a) {
     ops[bad] = good;
     return;
   }
-  if (got == -EADDRINUSE && want == got && failed < n && uncut[failed]) bad = failed;
+  if ((got == -EADDRINUSE || got == -EADDRNOTAVAIL) && want == got && failed < n && culprit[failed]) bad = failed;
   if (got != want || failed != (want ? bad : ~0u)) {
     WRONG(a, "BIND of %u: %d (operation %d), not %d (%d)", n, got, (int)failed, want, want ? (int)bad : -1);
     return;

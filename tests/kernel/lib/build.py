@@ -31,6 +31,7 @@ TESTS = (
     "async",
     "basic",
     "batch",
+    "entries",
     "errors",
     "large",
     "move",

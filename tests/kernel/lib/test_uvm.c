@@ -402,7 +402,7 @@ static void no_memory(void) {
   CHECK(strstr(e.text, "4294967296 bytes are more than all memory there, 268435456"));
   EQ(vMemCreate(vm, MIB(256), NULL, &h), -ENOMEM);
   OK(vmem_get_error(&e));
-  CHECK(strstr(e.text, "an administrator's limit on pinned pages")); /* 15/16, by default */
+  CHECK(strstr(e.text, "a limit on pinned pages or page tables is reached, by default 15/16 of the GPU's memory"));
   OK(limit_of_gpu_memory("0"));
   EQ(vMemCreate(vm, MIB(256), NULL, &h), -ENOMEM);
   OK(limit_of_gpu_memory("-1"));

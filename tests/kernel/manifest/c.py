@@ -54,6 +54,7 @@ PROGRAMS = [
     Test(name="bounds", program="bounds", vidmem=2048, timeout=240),
     Test(name="gap", program="gap", args=["-free_small", "-free_big", "FLIPS=1"]),
     Test(name="lifecycle", program="lifecycle", vidmem=256),
+    Test(name="entries", program="entries"),
     Test(name="peers", program="peers", gpus=2, module_args="p2p=pcie"),
     Test(name="nvlink", program="peers", gpus=2, module_args="p2p=nvlink"),
     Test(

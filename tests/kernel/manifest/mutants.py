@@ -138,6 +138,10 @@ TESTS = [
     mutant(
         "big_over_sparse", "gap", ["sparse_to_mapped_in_big"], r"neither old|TLBs may hold both"
     ),
+    mutant("large_of_a_part", "entries", ["refused"], r"what is there, not named: 0|gap at"),
+    mutant("large_in_any_order", "entries", ["refused"], r"halves in the wrong order: 0"),
+    mutant("large_with_any_right", "entries", ["refused"], r"two rights: 0"),
+    mutant("large_forgotten", "entries", ["by_any_operations"], r"entry\(slot\) is 65536"),
     mutant("invalid_between", "gap", ["replace_same"], r"neither old nor new at"),
     mutant("resized_at_once", "gap", ["joined_by_name"], r"TLBs may hold both"),
     mutant("resized_too_early", "gap", ["cut"], r"TLBs may hold both"),
@@ -213,9 +217,6 @@ TESTS = [
     ),
     # uvm_vmem_object.c
     mutant("generation_ignored", "lifecycle", ["forged_generations"], r"forged.*not -2 "),
-    mutant(
-        "contiguous_beyond_chunk", "abi_matrix", ["create_fields"], r"should be Invalid argument"
-    ),
     mutant("released_is_unknown", "abi_matrix", ["release_fields"], r"should be Stale"),
     mutant("page_inside_wrong", "basic", ["page_sizes"], r"FAILED page_sizes"),
     mutant(

@@ -18,6 +18,7 @@ C_TESTS = (
     "async",
     "basic",
     "batch",
+    "entries",
     "errors",
     "large",
     "move",
@@ -28,7 +29,7 @@ C_TESTS = (
 )
 # Those of them whose subject is what the back end is asked to do. The others' is what the library
 # does above it, which they show on the host.
-CHANGES = ("batch", "large", "move", "threads")
+CHANGES = ("batch", "entries", "large", "move", "threads")
 # A GPU that has failed for good keeps its page tables as they are: nothing can be written there.
 AFTER_A_FAILURE = (
     r"softgpu: error: gpu \d: frame [0-9a-f]+ freed while \d+ live entries map it",

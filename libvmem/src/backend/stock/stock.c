@@ -64,6 +64,9 @@ static int stock_open(const struct vmem_open_opts *opts, struct vm_be_info *info
   if (s->granule < SMALLEST_GRANULE)
     err = vm_fail_at(-EOPNOTSUPP, 0, s->granule, SMALLEST_GRANULE,
                      "granule of %llu bytes: the GPU's smallest page is 4 KiB", (unsigned long long)s->granule);
+  else if (s->granule > LARGEST_PAGE)
+    err = vm_fail_at(-EOPNOTSUPP, 0, s->granule, LARGEST_PAGE, "granule of %llu bytes: the GPU's largest page is 2 MiB",
+                     (unsigned long long)s->granule);
   else
     err = nvidia_open(s, opts, stock_trial);
   if (!err) err = find_uvm(s);

@@ -11,6 +11,8 @@
 #include "backend/uvm/uvm.h"
 #include "base/error.h"
 
+#define SLOT (1ull << UVM_VMEM_SLOT_SHIFT)
+
 enum { FEW = 64 }; /* operations on the stack; no single one of the core's takes more, see uvm_open */
 
 struct group {
@@ -31,16 +33,23 @@ static uint32_t pieces(const struct vm_bind_op *op) {
 
 static uint64_t units(const struct vm_bind_op *op) { return op->bytes >> UVM_VMEM_UNIT_SHIFT; }
 
+/* A block that the core takes for one entry is one, or the kernel refuses. */
+static bool is_large(const struct uvm *u, const struct vm_bind_op *op) {
+  return u->entries && !op->sparse && !((op->addr | op->offset | op->bytes) & (SLOT - 1)) &&
+         uvm_slab_is_contiguous(op->slab);
+}
+
 static void add(struct group *g, const struct vm_bind_op *op) {
   const struct uvm *u = g->u;
   uint64_t object, n;
   g->units += units(op);
   g->count++;
   if (op->kind == VM_BIND_UNMAP) {
-    g->ops[g->n++] = (struct uvm_vmem_op){.addr = op->addr,
-                                          .op = UVM_VMEM_OP_UNMAP,
-                                          .flags = op->sparse ? UVM_VMEM_OP_SPARSE : 0,
-                                          .count = (uint32_t)(op->bytes >> u->shift)};
+    g->ops[g->n++] =
+        (struct uvm_vmem_op){.addr = op->addr,
+                             .op = UVM_VMEM_OP_UNMAP,
+                             .flags = (op->sparse ? UVM_VMEM_OP_SPARSE : 0) | (op->cut ? UVM_VMEM_OP_CUT : 0),
+                             .count = (uint32_t)(op->bytes >> u->shift)};
     return;
   }
   object = uvm_slab_object_bytes(op->slab);
@@ -53,7 +62,8 @@ static void add(struct group *g, const struct vm_bind_op *op) {
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
                  (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE) |
                  /* Nothing uses a range while a batch that has failed there is taken back. */
-                 (op->kind == VM_BIND_REMAP ? UVM_VMEM_OP_CUT : 0),
+                 (op->kind == VM_BIND_REMAP || op->cut ? UVM_VMEM_OP_CUT : 0) |
+                 (is_large(u, op) ? UVM_VMEM_OP_LARGE : 0),
         .handle = uvm_slab_handle(op->slab, offset),
         .first = (uint32_t)(inside >> u->shift),
         .count = (uint32_t)(n >> u->shift),
@@ -130,7 +140,13 @@ static int bind_one(void *be, struct vm_bind_op op) {
 }
 
 int uvm_map(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags, bool sparse) {
-  return bind_one(be, (struct vm_bind_op){VM_BIND_MAP, flags, addr, bytes, slab, offset, 0, 0, sparse, 0});
+  return bind_one(be, (struct vm_bind_op){.kind = VM_BIND_MAP,
+                                          .flags = flags,
+                                          .addr = addr,
+                                          .bytes = bytes,
+                                          .slab = slab,
+                                          .offset = offset,
+                                          .sparse = sparse});
 }
 
 /* A whole reservation may be more than one call takes. */
@@ -140,7 +156,7 @@ int uvm_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
   int err = 0;
   for (uint64_t at = 0; at < bytes && !err; at += n) {
     n = bytes - at < most ? bytes - at : most;
-    err = bind_one(be, (struct vm_bind_op){VM_BIND_UNMAP, 0, addr + at, n, 0, 0, 0, 0, sparse, 0});
+    err = bind_one(be, (struct vm_bind_op){.kind = VM_BIND_UNMAP, .addr = addr + at, .bytes = n, .sparse = sparse});
   }
   return err;
 }

@@ -18,7 +18,8 @@ static const struct {
     MEANING(ENOMEM, ENOMEM, "the kernel has no memory left"),
     MEANING(ENOSPC, ENOMEM, "no physical memory left for pages or page tables"),
     MEANING(EDQUOT, ENOMEM,
-            "an administrator's limit on pinned pages or page tables is reached (parameters of nvidia-uvm)"),
+            "a limit on pinned pages or page tables is reached, by default 15/16 of the GPU's memory (nvidia-uvm's "
+            "parameters uvm_vmem_*limit_mb)"),
     MEANING(ENODEV, ENODEV, "a GPU is not registered with the driver in this process, or is gone"),
     MEANING(EPERM, ECHILD, "the descriptor was initialised by another process"),
     MEANING(EBADFD, ENODEV, "the descriptor is not initialised"),
@@ -33,6 +34,7 @@ static const struct {
     MEANING(EOVERFLOW, EIO, "a range wraps around"),
     MEANING(EMSGSIZE, EIO, "a count is above the driver's limit"),
     MEANING(EADDRINUSE, EIO, "a part of a large page would change, and the rest be invalid for a moment"),
+    MEANING(EADDRNOTAVAIL, EIO, "an entry of 2 MiB was asked for where the pages do not make one"),
     MEANING(ERANGE, EIO, "a range leaves the reservation, the object or the GPU's address space"),
     MEANING(ENOENT, EIO, "there is no such reservation or object"),
     MEANING(ESTALE, EIO, "the object was released"),

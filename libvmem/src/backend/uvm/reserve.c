@@ -12,12 +12,12 @@
 static uint64_t whole_slots(uint64_t bytes) { return (bytes + SLOT - 1) & ~(SLOT - 1); }
 
 /*
- * BIG: large pages, which the core maps and unmaps as wholes, get entries of 2 MiB. Not in a sparse reservation:
- * kernels may be reading there while anything changes (VMEM_CAP_SPARSE_ATOMIC), and an entry cannot change its size
- * under them.
+ * BIG: large pages, and with VMEM_OPEN_LARGE_ENTRIES whole blocks of small ones, get entries of 2 MiB. Not in a sparse
+ * reservation: kernels may be reading there while anything changes (VMEM_CAP_SPARSE_ATOMIC), and an entry cannot change
+ * its size under them.
  */
 int uvm_take(const struct uvm *u, uint64_t addr, uint64_t bytes, uint32_t flags) {
-  bool large = flags & VMEM_RESERVE_LARGE || u->nv.granule == SLOT;
+  bool large = flags & VMEM_RESERVE_LARGE || u->entries || u->nv.granule == SLOT;
   uint8_t uuids[VMEM_MAX_DEVICES][UVM_VMEM_UUID_BYTES];
   struct uvm_vmem_reserve r = {.size = sizeof(r),
                                .start = addr,

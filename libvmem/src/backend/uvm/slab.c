@@ -11,6 +11,7 @@
 
 struct slab {
   bool on_device;        /* devices[0] */
+  bool contiguous;       /* in 2 MiB */
   uint64_t object_bytes; /* of each object but the last */
   uint32_t count;
   uint32_t handles[];
@@ -23,6 +24,8 @@ uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset) {
 }
 
 uint64_t uvm_slab_object_bytes(uint64_t slab) { return slab_of(slab)->object_bytes; }
+
+bool uvm_slab_is_contiguous(uint64_t slab) { return slab_of(slab)->contiguous; }
 
 /* What cannot be released now is released with the descriptor; the first failure is reported. */
 static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
@@ -38,10 +41,10 @@ static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
 
 int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t location, int32_t device, uint64_t *slab) {
   struct uvm *u = be;
-  /* A large page of smaller granules is one run of memory, of which parts may be mapped too: a contiguous object of
-   * its own. The kernel's host memory is contiguous in 64 KiB only. */
+  /* 2 MiB of smaller granules are one run of memory, of which parts may be mapped too. The kernel's host memory is
+   * contiguous in 64 KiB only. */
   bool contiguous = page_size >= SLOT && u->nv.granule < SLOT && location != VMEM_HOST;
-  uint64_t object_bytes = contiguous ? SLOT : u->object_bytes;
+  uint64_t object_bytes = contiguous ? u->run_bytes : u->object_bytes;
   uint64_t objects = (bytes + object_bytes - 1) / object_bytes;
   uint32_t index = 0;
   struct slab *s;
@@ -53,6 +56,7 @@ int uvm_slab_create(void *be, uint64_t bytes, uint64_t page_size, uint32_t locat
   s = calloc(1, sizeof(*s) + objects * sizeof(s->handles[0]));
   if (!s) return vm_fail(-ENOMEM, "heap: %llu handles", (unsigned long long)objects);
   s->on_device = location != VMEM_HOST && index == 0;
+  s->contiguous = contiguous;
   s->object_bytes = object_bytes;
   for (uint64_t at = 0; at < bytes && !err; at += object_bytes) {
     uint64_t part = bytes - at < object_bytes ? bytes - at : object_bytes;

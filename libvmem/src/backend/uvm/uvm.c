@@ -41,13 +41,18 @@ static int check_options(struct uvm *u, const struct vmem_open_opts *opts) {
   if (devices > 1 && (devices > u->query.out_max_gpus || !(u->query.out_capabilities & UVM_VMEM_CAP_MULTI_GPU)))
     return vm_fail_at(-EOPNOTSUPP, 0, devices, u->query.out_max_gpus,
                       "%u devices: the driver maps a reservation on %u at most", devices, u->query.out_max_gpus);
-  if (opts->flags & VMEM_OPEN_LARGE_ENTRIES && granule < SLOT)
-    return vm_fail_at(-EOPNOTSUPP, 0, granule, SLOT,
-                      "VMEM_OPEN_LARGE_ENTRIES: the patched driver gives entries of 2 MiB to large pages alone");
+  u->entries = opts->flags & VMEM_OPEN_LARGE_ENTRIES && granule < SLOT;
+  if (u->entries && (~u->query.out_capabilities & (UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_LARGE)))
+    return vm_fail_at(
+        -EOPNOTSUPP, 0, granule, SLOT,
+        "VMEM_OPEN_LARGE_ENTRIES: the loaded nvidia-uvm gives entries of 2 MiB to large pages alone (it is "
+        "older than this library)");
   u->nv.granule = granule;
   u->shift = (unsigned)__builtin_ctzll(granule);
   u->object_bytes = (uint64_t)u->query.out_max_create_pages << u->shift;
   if (u->object_bytes > LARGEST_OBJECT) u->object_bytes = LARGEST_OBJECT;
+  /* Large objects have entries of 2 MiB only where uvm_bind asks for them. */
+  u->run_bytes = u->entries ? u->object_bytes & ~(SLOT - 1ull) : SLOT;
   /* One operation of the core fits on the stack of uvm_bind, and in one BIND. */
   u->bind_bytes = SLOT * ((u->query.out_max_bind_ops < 64 ? u->query.out_max_bind_ops : 64) - 1);
   if (u->bind_bytes > (uint64_t)u->query.out_max_bind_units << UVM_VMEM_UNIT_SHIFT)
@@ -107,6 +112,7 @@ static uint32_t caps_of(const struct uvm *u) {
     if (u->query.out_capabilities & same[i].kernel) caps |= same[i].ours;
   if (caps & VMEM_CAP_SPARSE) caps |= VMEM_CAP_SPARSE_ATOMIC;
   if (u->nv.base.gpu) caps |= VMEM_CAP_VISIBLE;
+  if (u->entries) caps |= VMEM_CAP_JOIN;
   if (u->nv.num_devices > 1 && (u->query.out_capabilities & UVM_VMEM_CAP_PEER)) caps |= VMEM_CAP_PEER;
   return caps;
 }

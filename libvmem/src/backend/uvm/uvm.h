@@ -34,7 +34,9 @@ struct uvm {
   struct nvidia nv;
   struct uvm_vmem_query query; /* of the driver */
   unsigned shift;              /* log2(nv.granule) */
+  bool entries;                /* VMEM_OPEN_LARGE_ENTRIES: reservations are BIG */
   uint64_t object_bytes;       /* of one object of a slab of small pages, but for its last */
+  uint64_t run_bytes;          /* the same where the slab consists of runs of 2 MiB */
   uint64_t bind_bytes;         /* of one map operation */
   void *contents;              /* state of vm_uvm_contents; NULL = not in use */
 };
@@ -67,6 +69,8 @@ int uvm_slab_destroy(void *be, uint64_t slab, uint64_t bytes);
 uint32_t uvm_slab_handle(uint64_t slab, uint64_t offset);
 /* Bytes of its objects, but for the last. */
 uint64_t uvm_slab_object_bytes(uint64_t slab);
+/* Whether each 2 MiB of it, from its beginning on, are a run of memory on their boundary. */
+bool uvm_slab_is_contiguous(uint64_t slab);
 
 /* ---- bind.c: mappings ---- */
 
