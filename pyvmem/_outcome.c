@@ -50,7 +50,7 @@ int pyvmem_reserve(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t size, con
 
 int pyvmem_free(struct pyvmem_outcome *outcome, vmem_t vm, uint64_t addr, uint32_t flags) {
   if (outcome->called && !outcome->code) return 0; /* the addresses may be another's by now */
-  uint64_t watched = pyvmem_holes_forget(addr); /* first: later the addresses may be another's */
+  uint64_t watched = pyvmem_holes_forget(addr);    /* first: later the addresses may be another's */
   int code = vMemFree(vm, addr, flags);
   if (code && watched) pyvmem_holes_watch(vm, addr, watched);
   return pyvmem_note(outcome, code, 0);

@@ -137,7 +137,7 @@ attend = torch.ops.pyvmem.attend.default
 
 def as_operator() -> bool:
     """Whether torch records what is called: `torch.compile`, `torch.export`, `torch.jit.trace`."""
-    return is_compiling() or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+    return is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def refuse(what: str, *, recorded: bool = False) -> None:
