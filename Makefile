@@ -45,9 +45,9 @@ kernel-test: setup ## one of these tests with its output: T=name; without T thei
 	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py $(if $(T),--show '$(T)',--list)
 
-test-driver: setup ## what each branch has to pass, on DRIVER=version from NV_SRC=source; RECORD=file.json
+test-driver: setup ## what each branch has to pass, on DRIVER=version from NV_SRC=source; KERNEL= RECORD=file.json
 	@$(VPY) scripts/kernel_setup.py
-	@$(VPY) tests/kernel/suite.py --driver $(DRIVER) $(if $(RECORD),--record $(RECORD)) $(T)
+	@$(VPY) tests/kernel/suite.py --driver $(DRIVER) $(if $(KERNEL),--kernel $(KERNEL)) $(if $(RECORD),--record $(RECORD)) $(T)
 
 test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock and cuda, and tests/gpu
 	@$(VPY) scripts/run_tests.py --gpu $(ARGS)

@@ -162,3 +162,14 @@ class AptArea:
         run("apt-get", *self.options(), "download", f"{package}={version}", cwd=folder)
         (found,) = folder.glob(f"{package}_*.deb")
         return found
+
+    def download_closure(self, packages: Sequence[str], folder: Path) -> list[Path]:
+        """Fetches packages, and all that they need on a system that has none yet, into a folder."""
+        (folder / "partial").mkdir(parents=True)
+        status = folder / "status"
+        status.touch()
+        places = {"Dir::State::status": status, "Dir::Cache::archives": folder}
+        options = [word for key, path in places.items() for word in ("-o", f"{key}={path}")]
+        install = ("install", "--yes", "--download-only", "--no-install-recommends")
+        run("apt-get", *self.options(), *options, *install, *packages)
+        return sorted(folder.glob("*.deb"))

@@ -14,13 +14,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from driver_patches import kernel_files
 from kernel_common import KernelBuildError, say
-from kernel_headers import default_headers
-from kernel_tree import Tree, build_tree, softgpu_folder
+from kernel_debian import KERNEL_SUITES
+from kernel_tree import Tree, build_tree, headers_of, softgpu_folder
 
 __all__ = ["check_tree"]
 
@@ -60,7 +61,18 @@ def noted_command(work: Path, source: Path) -> list[str]:
     return command
 
 
-def findings(command: list[str], folder: Path, work: Path, sources: list[Path]) -> list[str]:
+def noted_folder(tree: Tree) -> Path:
+    """The folder that the noted commands run in: since Linux 6.13 that of the module."""
+    release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
+    if release is None:
+        raise KernelBuildError(f"{tree.headers.release} is no release of Linux")
+    since = tuple(map(int, release.groups())) >= (6, 13)
+    return tree.work if since else tree.headers.build
+
+
+def findings(
+    command: Sequence[str | Path], folder: Path, work: Path, sources: list[Path]
+) -> list[str]:
     """What a command says about our files."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
@@ -103,8 +115,9 @@ def check_tree(tree: Tree) -> list[str]:
         flags = command[1:]
         # Compiled, not only parsed: some warnings come with the optimisation.
         warn = [command[0], *flags[:-1], *WARNINGS, "-c", "-o", "/dev/null", flags[-1]]
-        found += findings(warn, tree.headers.build, tree.work, ours)
-        return found + findings([*SPARSE, *flags], tree.headers.build, tree.work, ours)
+        folder = noted_folder(tree)
+        found += findings(tree.headers.with_tools(*warn), folder, tree.work, ours)
+        return found + findings([*SPARSE, *flags], folder, tree.work, ours)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = [line for lines in pool.map(check, ours) for line in lines]
@@ -116,9 +129,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", nargs="?", default="535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")
+    parser.add_argument(
+        "--suite", choices=KERNEL_SUITES, help="for the kernel of that Debian suite"
+    )
     options = parser.parse_args()
     try:
-        tree = Tree(options.version, default_headers(), type=options.type)
+        headers = headers_of(options.suite)
+        tree = Tree(options.version, headers, type=options.type, suite=options.suite or "")
         build_tree(tree)
         found = check_tree(tree)
     except KernelBuildError as error:

@@ -15,11 +15,32 @@ __all__ = ["KernelHeaders", "default_headers", "kernel_headers"]
 
 @dataclass(frozen=True)
 class KernelHeaders:
-    """Where a kernel's build folder and sources lie, and its release (`uname -r`)."""
+    """A kernel that modules can be built for.
+
+    Attributes:
+        build: its build folder.
+        source: its sources.
+        release: what `uname -r` says of it.
+        tools: the folder of the compiler and the binutils for it; None: those of this system.
+    """
 
     build: Path
     source: Path
     release: str
+    tools: Path | None = None
+
+    def with_tools(self, *command: str | Path) -> list[str | Path]:
+        """A command as it is called to find these tools first."""
+        if self.tools is None:
+            return [*command]
+        return ["env", f"PATH={self.tools}:{os.environ['PATH']}", *command]
+
+    def compiler(self) -> str:
+        """The program that compiles for it."""
+        if self.tools is None:
+            return "gcc"
+        (found,) = self.tools.glob("x86_64-linux-gnu-gcc-[0-9]*")
+        return found.name
 
 
 def kernel_headers(folder: Path) -> KernelHeaders:

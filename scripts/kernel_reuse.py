@@ -28,7 +28,8 @@ KERNEL = ("include/generated/autoconf.h", "Module.symvers", ".config")
 
 def conftest_key(work: Path, headers: KernelHeaders) -> str:
     """What the answers depend on, as a name."""
-    digest = hashlib.sha256(f"{headers}\n{run('gcc', '--version')}".encode())
+    compiler = run(*headers.with_tools(headers.compiler(), "--version"))
+    digest = hashlib.sha256(f"{headers}\n{compiler}".encode())
     paths = [work / name for name in QUESTIONS] + [headers.build / name for name in KERNEL]
     for path in paths:
         digest.update(path.name.encode() + b"\0")

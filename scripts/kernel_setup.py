@@ -37,8 +37,8 @@ PROGRAMS = {
     "xz": "xz-utils",
     "zstd": "zstd",
 }
-# What else it takes to build a kernel with sanitizers.
-PROGRAMS_LONG = {"bc": "bc", "bison": "bison", "flex": "flex"}
+# What else it takes to build a kernel with sanitizers, and to build for those of newer releases.
+PROGRAMS_LONG = {"bc": "bc", "bison": "bison", "flex": "flex", "patchelf": "patchelf"}
 FILES_LONG = {
     "/usr/include/gelf.h": "libelf-dev",
     "/usr/include/openssl/ssl.h": "libssl-dev",

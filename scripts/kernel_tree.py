@@ -33,10 +33,11 @@ from kernel_common import (
     tree_files,
     write_if_changed,
 )
+from kernel_debian import KERNEL_SUITES, debian_headers
 from kernel_headers import KernelHeaders, default_headers, kernel_headers
 from kernel_reuse import copy_build, keep_conftests, take_conftests
 
-__all__ = ["Tree", "build_tree"]
+__all__ = ["Tree", "build_tree", "headers_of"]
 
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
@@ -78,7 +79,8 @@ class Tree:
     type: str = "release"
     patched: bool = True
     mutant: str | None = None
-    own_kernel: bool = False  # not the guest's usual kernel
+    own_kernel: bool = False  # not the guest's usual kernel, but one that checks itself
+    suite: str = ""  # of Debian, whose kernel it is for
     patches: int | None = None  # only the first so many, to see that each one builds
 
     @property
@@ -87,6 +89,8 @@ class Tree:
         name = f"{self.version}-{self.type}" + ("" if self.patched else "-unpatched")
         if self.own_kernel:
             name += f"-{self.headers.release}"
+        if self.suite:
+            name += f"-{self.suite}"
         if self.patches is not None:
             name += "-steps"
         return name + ("-mutants" if self.mutant else "")
@@ -237,19 +241,21 @@ def make(tree: Tree, jobs: int) -> None:
     """Runs the driver's own Makefile on the work folder."""
     # Paths in the modules would differ from machine to machine; debug information is not loaded.
     flags = f"-g0 -ffile-prefix-map={tree.work}/= -ffile-prefix-map={tree.headers.source}/=linux/"
-    run(
+    tools = tree.headers.tools
+    own = [f"CC={tree.headers.compiler()}", "LD=x86_64-linux-gnu-ld"] if tools else []
+    command = tree.headers.with_tools(
         "make",
         f"-j{jobs}",
         "modules",
+        *own,
         f"SYSSRC={tree.headers.source}",
         f"SYSOUT={tree.headers.build}",
         f"NV_KERNEL_MODULES={' '.join(MODULES)}",
         f"UVM_BUILD_TYPE={tree.type}",
         f"KCFLAGS={flags}",
         "CONFIG_DEBUG_INFO_BTF_MODULES=",
-        cwd=tree.work,
-        log=tree.work / "build.log",
     )
+    run(*command, cwd=tree.work, log=tree.work / "build.log")
 
 
 def publish(tree: Tree) -> None:
@@ -290,6 +296,11 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
     return tree.out
 
 
+def headers_of(suite: str | None) -> KernelHeaders:
+    """The headers of a Debian suite's kernel; without one, those of the guest's usual kernel."""
+    return debian_headers(suite) if suite else default_headers()
+
+
 def main() -> int:
     """Builds what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -300,19 +311,25 @@ def main() -> int:
     parser.add_argument(
         "--kernel-headers", metavar="DIR", type=Path, help="a kernel's build folder"
     )
+    parser.add_argument(
+        "--suite", choices=KERNEL_SUITES, help="for the kernel of that Debian suite"
+    )
     parser.add_argument("--jobs", "-j", type=int, default=2)
     options = parser.parse_args()
+    if options.suite and options.kernel_headers:
+        parser.error("--suite and --kernel-headers are two kernels")
     if options.mutant and options.unpatched:
         parser.error("a mutant is a change to the patched driver")
     try:
         given = options.kernel_headers
         tree = Tree(
             version=options.version,
-            headers=kernel_headers(given) if given else default_headers(),
+            headers=kernel_headers(given) if given else headers_of(options.suite),
             type=options.type,
             patched=not options.unpatched,
             mutant=options.mutant,
             own_kernel=given is not None,
+            suite=options.suite or "",
         )
         print(build_tree(tree, options.jobs))
     except KernelBuildError as error:

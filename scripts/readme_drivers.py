@@ -52,7 +52,14 @@ def load() -> list[Record]:
         record: Record = json.loads(path.read_text(encoding="utf-8"))
         record["file"] = path.relative_to(ROOT).as_posix()
         found.append(record)
-    return sorted(found, key=lambda record: version_key(record["sources"]["driver"]))
+    return sorted(
+        found, key=lambda record: (version_key(record["sources"]["driver"]), series_of(record))
+    )
+
+
+def series_of(record: Record) -> list[int]:
+    """The series of the kernel that a record is of, as numbers."""
+    return version_key(kernel_series(record["sources"]["kernel"]))
 
 
 def run_on(record: Record, build: str) -> str:
@@ -88,8 +95,9 @@ def part() -> list[str]:
         origin = f"Debian {SUITES[version]}" if version in SUITES else "NVIDIA's repository"
         series = f"[{record['sources']['series']}](patches/{record['sources']['series']})"
         runs = [run_on(record, "release"), run_on(record, "debug")]
-        body.append([f"[{version}]({record['file']})", origin, series, *runs, *cells])
-    words = ["driver", "source", "hooks", "release", "debug"]
+        linux = kernel_series(record["sources"]["kernel"])
+        body.append([f"[{version}]({record['file']})", linux, origin, series, *runs, *cells])
+    words = ["driver", "Linux", "source", "hooks", "release", "debug"]
     lines = table([*words, *(what for what, _, _ in COUNTED)], body)
     lines[1] = "| " + " | ".join(["---"] * len(words) + ["---:"] * len(COUNTED)) + " |"
     return lines + (["", f"Failed: {', '.join(failed)}."] if failed else [])

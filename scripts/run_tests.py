@@ -64,6 +64,8 @@ C_ON_STOCK = (
 C_ON_STOCK_LONG = (
     *("async", "batch", "compact", "limits", "move", "pool", "stress", "threads", "transfer"),
 )
+# A driver and the Debian suite of the kernel, as tests/kernel/manifest/kernels.py has them.
+NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
 LINTED = ("pyvmem", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
@@ -334,9 +336,12 @@ def kernel(session: Session) -> None:
 
 def kernel_checks(session: Session) -> None:
     """The patches on every version; sparse and all warnings; with --long, builds that repeat."""
-    call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
+    long = ["--long"] if session.long else []
+    call(PYTHON, ROOT / "scripts" / "kernel_setup.py", *long)
     call(PYTHON, ROOT / "scripts" / "check_patches.py", *(["--build"] if session.long else []))
     call("make", "-s", "--no-print-directory", "-C", "kernel_module", "check")
+    for pair in NEWER_KERNELS if session.long else ():
+        call(PYTHON, ROOT / "scripts" / "kernel_check.py", *pair)
     for kind in ("release", "debug") if session.long else ():
         call(PYTHON, ROOT / "scripts" / "check_reproducible.py", "--type", kind)
 

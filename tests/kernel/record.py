@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from driver_patches import kernel_files, series_digest, series_folder  # noqa: E402
 from driver_source import driver_source  # noqa: E402
 from kernel_common import run, tree_digest  # noqa: E402
-from kernel_headers import default_headers  # noqa: E402
+from kernel_tree import headers_of  # noqa: E402
 from manifest import Test  # noqa: E402
 
 __all__ = ["FORMAT", "add_to_record", "add_to_runs", "entry_of", "run_of"]
@@ -118,26 +118,30 @@ def add_to_runs(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def sources_of(version: str) -> dict[str, str]:
-    """What the modules are made from."""
+def sources_of(version: str, suite: str | None) -> dict[str, str]:
+    """What the modules are made from, and for which kernel."""
+    headers = headers_of(suite)
+    compiler = run(*headers.with_tools(headers.compiler(), "--version"))
     return {
         "driver": version,
         "driver_sha256": tree_digest(driver_source(version), ("nvidia-uvm", "common")),
         "series": series_folder(version).name,
         "series_sha256": series_digest(version),
         "module_sha256": module_digest(),
-        "kernel": default_headers().release,
-        "compiler": run("gcc", "--version").splitlines()[0],
+        "kernel": headers.release,
+        "compiler": compiler.splitlines()[0],
     }
 
 
-def add_to_record(path: Path, version: str, entries: Sequence[dict[str, Any]]) -> None:
+def add_to_record(
+    path: Path, version: str, entries: Sequence[dict[str, Any]], suite: str | None = None
+) -> None:
     """Writes the entries of a run into a record, each in the place of an older one of its name.
 
     The record's commit and date are those of its last run.
     Each has a line of its own: a difference between two records shows the tests that differ.
     """
-    sources = sources_of(version)
+    sources = sources_of(version, suite)
     kept: dict[str, dict[str, Any]] = {}
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))

@@ -8,6 +8,8 @@
     suite.py --show NAME          one test, with all its output, at once
     suite.py 'bind-*' boot-ampere those that match
     suite.py --driver 580.142     what a branch has to pass, on that version (NV_SRC= is its source)
+    suite.py --driver 580.142 --kernel trixie
+                                  what a driver has to pass on the kernel of that Debian suite
     suite.py fuzz-checked --set CALLS=50000 --set SEED=7 --runs FILE
                                   a part of a long run, noted
 
@@ -38,7 +40,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent / "scripts")]
 
 from builder import BUILD, ROOT, Builder, BuildError, child, end_children  # noqa: E402
 from kernel_common import is_version  # noqa: E402
-from manifest import Test, all_tests, branch_tests  # noqa: E402
+from kernel_debian import KERNEL_SUITES  # noqa: E402
+from manifest import Test, all_tests, branch_tests, kernel_tests  # noqa: E402
 from record import add_to_record, add_to_runs, entry_of, run_of  # noqa: E402
 
 __all__ = ["main"]
@@ -236,6 +239,11 @@ def build_first(builder: Builder, test: Test) -> None:
             builder.tree(replace(test, mutant=""))
 
 
+def tests_of(driver: str, suite: str | None) -> list[Test]:
+    """What a driver has to pass, on the kernel of a Debian suite where one is named."""
+    return kernel_tests(suite, driver) if suite else branch_tests(driver)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -248,6 +256,9 @@ def main() -> int:
     parser.add_argument("--jobs", "-j", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument(
         "--driver", metavar="VERSION", help="the tests of a branch, on this version"
+    )
+    parser.add_argument(
+        "--kernel", choices=KERNEL_SUITES, help="with --driver: on the kernel of that Debian suite"
     )
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="with --driver: adds to a record"
@@ -263,12 +274,14 @@ def main() -> int:
     options = parser.parse_args()
     if options.driver is not None and not is_version(options.driver):
         parser.error(f"--driver {options.driver!r} is not a version of the driver, as 580.142 is")
+    if options.kernel and not options.driver:
+        parser.error("--kernel is for one driver: --driver VERSION")
     if options.record and not options.driver:
         parser.error("--record is of one driver: --driver VERSION")
     if options.record and options.set:
         parser.error("--record is of tests as they are, without --set")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    known = branch_tests(options.driver) if options.driver else all_tests()
+    known = tests_of(options.driver, options.kernel) if options.driver else all_tests()
     tests = with_parameters(select(known, options.names, options.long), options.set)
     if options.list:
         for test in tests:
@@ -280,7 +293,7 @@ def main() -> int:
     def record(result: Result) -> None:
         if options.record:
             entry = entry_of(result.test, result.word, result.output)
-            add_to_record(options.record, options.driver, [entry])
+            add_to_record(options.record, options.driver, [entry], options.kernel)
         if options.runs:
             spent = (result.seconds, result.processor_seconds)
             add_to_runs(options.runs, run_of(result.test, result.word, result.output, *spent))

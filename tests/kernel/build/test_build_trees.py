@@ -83,6 +83,7 @@ def test_names_of_trees(headers: KernelHeaders) -> None:
         Tree(VERSION, headers, mutant="no-zero"),
         Tree(VERSION, headers, mutant="no-wait"),
         Tree(VERSION, headers, own_kernel=True),
+        Tree(VERSION, headers, suite="trixie"),
         Tree(VERSION, headers, patches=2),
     ]
     assert [tree.name for tree in named] == [
@@ -92,6 +93,7 @@ def test_names_of_trees(headers: KernelHeaders) -> None:
         f"{VERSION}-release-mutant-no-zero",
         f"{VERSION}-release-mutant-no-wait",
         f"{VERSION}-release-6.1.0-9-x",
+        f"{VERSION}-release-trixie",
         f"{VERSION}-release-steps",
     ]
     assert named[3].work == named[4].work

@@ -469,10 +469,11 @@ static void gpu_goes_while_a_bind_waits(void) {
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_PUSH));
   call_start(&bind, bind_there);
   sleep_ms(2 * A_WHILE); /* it sleeps now, and for 10 ms at a time */
-  call_start(&gone, unregister_it);
   enough = false;
   CHECK(let_it_have_all(true));
   call_start(&hog, takes_it_all);
+  /* It waits with the address space locked: from here on no new thread, and nothing else that maps memory. */
+  call_start(&gone, unregister_it);
   sleep_ms(A_WHILE);
   OK(softgpu_hold(W.dev, 0, SOFTGPU_HOLD_RELEASE));
   for (unsigned tries = 0; tries < 100 && !gone.returned && !bind.returned; tries++) sleep_ms(50);

@@ -201,6 +201,28 @@ static void managed_memory(void) {
   munmap(words, BYTES);
 }
 
+/* HMM: memory that the driver has not allocated. Only a kernel with DEVICE_PRIVATE has it, which HMM=1 says. */
+static void system_memory(void) {
+  enum { BYTES = 4 << 20, WORDS = BYTES / 8 };
+  setup();
+  UVM_PAGEABLE_MEM_ACCESS_PARAMS p = {0};
+  EQ(uvm_call(UVM_PAGEABLE_MEM_ACCESS, &p, &p.rmStatus), NV_OK);
+  EQ(p.pageableMemAccess, parameter("HMM", 0));
+  if (!p.pageableMemAccess) SKIP("a kernel without DEVICE_PRIVATE");
+  uint64_t *words = aligned_alloc(BYTES_2M, BYTES);
+  CHECK(words != NULL);
+  for (uint64_t i = 0; i < WORDS; i++) words[i] = 0xabc0000 + i;
+  EQ(migrate(words, BYTES, uuid_of(0)), NV_OK);
+  EQ(gpu_xlate(&W, 0, (uintptr_t)words).out_aperture, SOFTGPU_APERTURE_VID);
+  OK(gpu_check(&W, 0, (uintptr_t)words, BYTES, 0xabc0000, 1));
+  OK(gpu_fill(&W, 0, (uintptr_t)words, BYTES / 2, 5, 2));
+  for (uint64_t i = 0; i < WORDS; i++) { /* by faults of the CPU */
+    uint64_t want = i < WORDS / 2 ? 5 + 2 * i : 0xabc0000 + i;
+    EQ(words[i], want);
+  }
+  free(words);
+}
+
 /* Another driver client's memory, mapped with each page size. */
 static void external_memory(void) {
   static const struct {
@@ -250,4 +272,5 @@ static void nothing_is_left(void) {
 }
 
 MAIN(TEST(channels_made_anew), TEST(data_structures), TEST(page_tree), TEST(engine), TEST(physical_memory),
-     TEST(managed_blocks), TEST(managed_memory), TEST(external_memory), TEST(two_gpus), TEST(nothing_is_left))
+     TEST(managed_blocks), TEST(managed_memory), TEST(system_memory), TEST(external_memory), TEST(two_gpus),
+     TEST(nothing_is_left))

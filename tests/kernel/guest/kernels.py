@@ -28,7 +28,8 @@ def kernel_for(tree: Path | None, build: Path) -> Path:
     if named:
         return Path(named)
     release = release_of(tree / "nvidia.ko") if tree else "*"
-    for folder in (build / "image" / "boot", Path("/boot")):
+    suites = sorted((build / "debian").glob("*/boot"))
+    for folder in (build / "image" / "boot", *suites, Path("/boot")):
         for image in sorted(folder.glob(f"vmlinuz-{release}"), reverse=True):
             return image
     raise GuestError(f"no kernel {release} here: see scripts/kernel_tree.py")

@@ -13,7 +13,7 @@ import record
 import suite
 from builder import Builder
 from manifest import Test as Entry
-from manifest import branch_tests
+from manifest import branch_tests, kernel_tests
 from record import add_to_record, add_to_runs, entry_of, run_of
 
 VERSION = "570.211.01"
@@ -56,7 +56,7 @@ def test_a_record_grows_and_begins_anew_with_other_sources(
 ) -> None:
     path = tmp_path / "record.json"
     sources = {"driver": VERSION, "module_sha256": "1"}
-    monkeypatch.setattr(record, "sources_of", lambda version: sources)
+    monkeypatch.setattr(record, "sources_of", lambda version, suite: sources)
 
     def results() -> dict[str, str]:
         read = json.loads(path.read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def test_blackwell_is_tested_where_uvm_knows_it(version: str, newest: str) -> No
 
 def test_a_record_has_a_line_for_each_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "record.json"
-    monkeypatch.setattr(record, "sources_of", lambda version: {"driver": version})
+    monkeypatch.setattr(record, "sources_of", lambda version, suite: {"driver": version})
     add_to_record(path, VERSION, [entry("two"), entry("one", output="a\nb\n")])
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [line.partition('"name": ')[2][:5] for line in lines[3:5]] == ['"one"', '"two"']
@@ -159,3 +159,14 @@ def test_pushes_of_the_debug_build_begin_late_but_for_uvms_own_tests() -> None:
     assert late.pop("builtin") is False
     assert all(late.values())
     assert not any("delay_us=" in t.module_args for t in branch_tests(VERSION) if t.type != "debug")
+
+
+def test_what_runs_on_another_kernel() -> None:
+    tests = kernel_tests("trixie", "550.163.01")
+    assert len({test.name for test in tests}) == len(tests)
+    for test in tests:
+        assert (test.suite, test.version) == ("trixie", "550.163.01")
+        assert test.tree[-2:] == ("--suite", "trixie")
+        assert not test.mutant
+    programs = {test.program for test in tests if (test.arch, test.type) == ("hopper", "release")}
+    assert programs >= {"basic", "gap", "builtin", "model", "fuzz", "kill"}

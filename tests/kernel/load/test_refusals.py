@@ -197,17 +197,17 @@ def test_another_version_of_a_branch_that_ran(lay: Lay) -> None:
 
 
 def test_both_are_told(lay: Lay) -> None:
-    changed = {"version": ["560.35.03"], "vermagic": [VERMAGIC.replace("6.1.0-1", "6.12.1")]}
+    changed = {"version": ["560.35.03"], "vermagic": [VERMAGIC.replace("6.1.0-1", "99.1.1")]}
     module, nvidia = (replace(one, info={**one.info, **changed}) for one in (OURS, NVIDIA))
     machine = lay(
         {
-            "proc/sys/kernel/osrelease": "6.12.1-amd64\n",
+            "proc/sys/kernel/osrelease": "99.1.1-amd64\n",
             "sys/module/nvidia/version": "560.35.03\n",
         }
     )
     driver, kernel = load_refusals(machine, module, nvidia)
     assert "branch 560" in driver
-    assert "6.12.1-amd64" in kernel
+    assert "99.1.1-amd64" in kernel
     assert load_refusals(machine, module, nvidia, {"kernel"}) == [driver]
 
 

@@ -9,8 +9,9 @@ from collections import Counter
 
 from manifest.branches import branch_tests
 from manifest.entry import DRIVER, Test
+from manifest.kernels import kernel_tests
 
-__all__ = ["DRIVER", "Test", "all_tests", "branch_tests"]
+__all__ = ["DRIVER", "Test", "all_tests", "branch_tests", "kernel_tests"]
 
 
 def all_tests() -> list[Test]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from manifest.c import BUILTIN_NOISE, KILLED, PROGRAMS
 from manifest.entry import DELAYS, DRIVER, Test
 
-__all__ = ["TESTS", "branch_tests"]
+__all__ = ["EACH", "TESTS", "branch_tests"]
 
 DEBIAN = (DRIVER, "550.163.01", "555.58.02")
 ARCHITECTURES = ("ampere", "hopper")

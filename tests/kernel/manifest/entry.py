@@ -37,6 +37,7 @@ class Test:
     mutant: str = ""
     patched: bool = True
     load: bool = True  # load both modules before, unload them after
+    suite: str = ""  # of Debian, on whose kernel it runs; none: on the guest's usual one
     checked: bool = False  # on the kernel with KASAN, lockdep, kmemleak, UBSAN, fault injection
     arch: str = "hopper"
     gpus: int = 1
@@ -55,7 +56,8 @@ class Test:
 
     @property
     def tree(self) -> tuple[str, ...]:
-        """What scripts/kernel_tree.py is to build, the kernel aside."""
+        """What scripts/kernel_tree.py is to build, the kernel that checks itself aside."""
         words = [self.version, "--type", self.type]
         words += ["--mutant", self.mutant] if self.mutant else []
+        words += ["--suite", self.suite] if self.suite else []
         return (*words,) if self.patched else (*words, "--unpatched")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: MIT
+"""What runs on the kernels of newer Debian releases: the short run, and what counts as run there.
+
+Debian's own pair of kernel and driver is in the long run; for others see suite.py --kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from manifest import c, pyvmem
+from manifest.branches import EACH
+from manifest.entry import Test
+
+__all__ = ["TESTS", "kernel_tests"]
+
+# The kernel of a Debian suite, and the driver that the same suite has.
+DEBIAN = (("trixie", "550.163.01"),)
+# Suites whose kernel has DEVICE_PRIVATE, and so HMM.
+WITH_HMM = ("trixie-backports",)
+# Evidence counts a version as run where all of EACH has passed in the release build.
+COUNTED = ("hopper", "release")
+
+
+def kernel_tests(suite: str, version: str) -> list[Test]:
+    """The tests of a driver on the kernel of a Debian suite."""
+    short = [test for test in (*c.TESTS, *pyvmem.TESTS) if not test.long]
+    arch, kind = COUNTED
+    each = [replace(t, name=f"{t.name}-{arch}-{kind}", arch=arch, type=kind) for t in EACH]
+    hmm = ["HMM=1"] if suite in WITH_HMM else []
+    return [
+        replace(
+            test,
+            name=f"{test.name}-{suite}",
+            version=version,
+            suite=suite,
+            args=[*test.args, *(hmm if test.program == "builtin" else [])],
+        )
+        for test in (*short, *each)
+    ]
+
+
+TESTS = [replace(test, long=True) for pair in DEBIAN for test in kernel_tests(*pair)]
