@@ -23,6 +23,7 @@ from pyvmem.bench import (
     batches,
     busy,
     calls,
+    host_copies,
     live,
     outputs,
     report,
@@ -65,6 +66,7 @@ PARTS: dict[str, tuple[str, PartFunction, float]] = {
     "slots": ("calls of the cache by max_batch", slots.run, 30),
     "attention": ("attention over 64 KB pages and over cudaMalloc memory", attention.run, 60),
     "readbw": ("reading 64 KB pages and cudaMalloc memory", attention.run_read, 20),
+    "hostcopy": ("scattered pages to host memory and back", host_copies.run, 30),
     "live": ("1 k to 1 M live pages", live.run, 200),
 }
 

@@ -14,6 +14,8 @@
     mover       prefixes that go to other pages, so that theirs can be given back
     choice      the page size, and the layout of vLLM, that suit the model and the card
     sleep       weights that sleep, by vLLM's interface for sleep back ends
+    offload     KV offloading: which connectors work, and our spec in the place of vLLM's
+                (offload_spec, offload_copies, offload_kernel; what is held for it: offload_holds)
     metrics     the ledger's numbers on vLLM's /metrics
     reach       how the scheduler finds its ranks, on this machine and on others
     channel     calls from the scheduler to ranks in other processes

@@ -81,7 +81,7 @@ class Demand:
         self._checking = self._watching = self._looked = self._overlooked = False
         self._computing: dict[str, Any] = {}  # running, with more to compute than the next token
         manager.get_computed_blocks = self._look
-        self.pool.get_new_blocks = self._take
+        self.pool.get_new_blocks = self._hand_out if elastic.holds.on else self._take
         self._counts, self._allocates, self._frees = (
             partial(self._count_blocks),
             partial(self._allocate_slots),
@@ -155,6 +155,11 @@ class Demand:
     def _take(self, num_blocks: int) -> Any:
         self.elastic.take(num_blocks)
         return self._get_new_blocks(num_blocks)
+
+    def _hand_out(self, num_blocks: int) -> Any:
+        blocks = self._take(num_blocks)
+        self.elastic.holds.hand_out(one.block_id for one in blocks)
+        return blocks
 
     def _check(self) -> int:
         free: int = self.pool.free_block_queue.num_free_blocks

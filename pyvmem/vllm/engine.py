@@ -35,6 +35,7 @@ from pyvmem.vllm.geometry import Geometry
 from pyvmem.vllm.idle import IdleBlocks
 from pyvmem.vllm.metrics import identity_of
 from pyvmem.vllm.mover import Mover
+from pyvmem.vllm.offload_holds import WORTH, Holds
 from pyvmem.vllm.quota import LedgerQuota, LocalQuota, join_ledgers
 from pyvmem.vllm.reach import connect
 from pyvmem.vllm.settings import Settings
@@ -62,6 +63,7 @@ class ElasticEngine:
         config: vLLM's.
         kv_cache_config: vLLM's.
         pool: its block pool, none of whose blocks is used yet.
+        connector: its KV connector, or None.
 
     Attributes:
         count_waiting: blocks that the requests in the queue may take in a step.
@@ -69,7 +71,7 @@ class ElasticEngine:
         may_gather: a request ran since `gather` last let blocks go.
     """
 
-    def __init__(self, config: Any, kv_cache_config: Any, pool: Any) -> None:
+    def __init__(self, config: Any, kv_cache_config: Any, pool: Any, connector: Any = None) -> None:
         self.settings = Settings.read()
         self.lock = threading.RLock()
         self.pool = pool
@@ -107,7 +109,8 @@ class ElasticEngine:
         self._denied = False  # in it, memory was asked for in vain
         self.may_gather = True
         self.idle = IdleBlocks(geometry.group_unit)
-        self.mover = Mover(pool, self.backing, self.idle)
+        self.holds = Holds(connector, len(self.ranks.ranks))
+        self.mover = Mover(pool, self.backing, self.idle, self.holds)
         self._watch_pool()
         self.count_waiting: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
@@ -172,10 +175,16 @@ class ElasticEngine:
         def free_blocks(ordered_blocks: Any) -> None:
             blocks = list(ordered_blocks)
             free(blocks)
+            self.holds.free(
+                block.block_id for block in blocks if not block.ref_cnt and not block.is_null
+            )
             self.idle.add(
                 block.block_id
                 for block in blocks
-                if not block.ref_cnt and block.block_hash is None and not block.is_null
+                if not block.ref_cnt
+                and block.block_hash is None
+                and not block.is_null
+                and block.block_id not in self.holds
             )
 
         def reset_prefix_cache() -> bool:
@@ -193,7 +202,11 @@ class ElasticEngine:
 
     def _find_idle(self) -> None:
         """Looks for idle blocks in all of vLLM's queue, after prefixes were forgotten."""
-        self.idle.add(block.block_id for block in self._free() if block.block_hash is None)
+        self.idle.add(
+            block.block_id
+            for block in self._free()
+            if block.block_hash is None and block.block_id not in self.holds
+        )
 
     def _free(self) -> Iterator[Any]:
         """vLLM's free blocks, the next to be taken first."""
@@ -241,6 +254,27 @@ class ElasticEngine:
     def end_step(self, step: int) -> None:
         """The output of a step has been taken."""
         self._ended = step
+
+    def order_transfers(self, metadata: Any) -> list[int]:
+        """Notes the KV transfers of the step that was numbered last; returns those dropped."""
+        if self.holds.on:
+            self._let_idle(self.holds.order(self._step, metadata))
+        return self.holds.take_dropped()
+
+    def end_transfers(self, output: Any) -> None:
+        """Notes what the ranks have transferred."""
+        done = getattr(getattr(output, "kv_connector_worker_meta", None), "completed_jobs", None)
+        if done:
+            self._let_idle(self.holds.report(done))
+
+    def _let_idle(self, blocks: Iterable[int]) -> None:
+        """Blocks are held no longer: those without contents are idle."""
+        every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
+        self.idle.add(
+            block.block_id
+            for block in every
+            if not block.ref_cnt and block.block_hash is None and not block.is_null
+        )
 
     def rest(self, resting: bool) -> None:
         """The scheduler is paused, or resumed; while it is paused, idle memory goes at once."""
@@ -425,6 +459,8 @@ class ElasticEngine:
             at_rest = quiet and not self.used_blocks()
             long_idle = at_rest and (force or self._resting or now > self._busy_until)
             self._note_peak(now)
+            if self.holds and at_rest and now > self._busy_until - self.settings.idle + WORTH:
+                self._let_idle(self.holds.expire(self._ended))
             due = now > self._reported + _REPORT
             if due or at_rest or force:
                 self._give_back(long_idle)
@@ -475,8 +511,11 @@ class ElasticEngine:
 
     def _give_back(self, long_idle: bool) -> None:
         # What is evicted is kept for as long as what requests leave: the next request takes it.
-        if self.settings.prefix is not None:
-            self._evict(self._count_for(self._cached_bytes() - self.settings.prefix))
+        most = self.settings.prefix
+        if most is None and long_idle and self.holds.on:
+            most = 0  # what is stored comes back from host memory
+        if most is not None:
+            self._evict(self._count_for(self._cached_bytes() - most))
         excess, self._has_more = self.quota.pressure()
         self._pressed = self._has_more or excess > 0
         keep = 0 if long_idle else self._ahead + self._peaks[0][1] - self._live_blocks()
@@ -547,7 +586,11 @@ class ElasticEngine:
 
     def _evict(self, count: int) -> int:
         """Evicts up to so many prefix blocks, least recently used first; they are idle now."""
-        cached = (block for block in self._free() if block.block_hash is not None)
+        cached = (
+            block
+            for block in self._free()
+            if block.block_hash is not None and block.block_id not in self.holds
+        )
         batch = list(islice(cached, max(0, count)))
         for block in batch:
             self.pool._maybe_evict_cached_block(block)
@@ -559,6 +602,7 @@ class ElasticEngine:
     def _retire(self, blocks: list[int]) -> int:
         """Takes idle blocks from vLLM, and gives their pages back; returns the bytes of these."""
         self.idle.remove(blocks)
+        self.holds.overwrite(blocks)
         for one in blocks:
             self.pool.free_block_queue.remove(self.pool.blocks[one])
         self._tidy = self._tidy or bool(blocks)
@@ -620,7 +664,7 @@ class ElasticEngine:
         while True:
             with self.lock:
                 under_way = self._ended != self._step and time.monotonic() < self._busy_until
-                if under_way or self.used_blocks() or self._stopped:
+                if under_way or self.used_blocks() or self.holds or self._stopped:
                     return
                 if not self.ranks.compact(_PIECE, self._step):
                     self._tidy = False
@@ -637,7 +681,7 @@ class ElasticEngine:
         while True:
             self.tick(force=True)
             with self.lock:
-                left = self._pages() or self.mover.victims or self.backing.outbox
+                left = self._pages() or self.mover.victims or self.backing.outbox or self.holds
                 if not (left or self.backing.unconfirmed):
                     return
             if time.monotonic() > end:

@@ -47,6 +47,8 @@ _POOL, _MANAGER = "v1.core.block_pool", "v1.core.kv_cache_manager"
 _BLOCKS, _SCHEDULER = "v1.core.kv_cache_utils", "v1.core.sched.scheduler"
 _WORKER, _SLEEP = "v1.worker.gpu_worker", "device_allocator.sleep_mode_backend"
 _TENSORS = "v1.kv_cache_interface"
+_CONNECTORS = "distributed.kv_transfer.kv_connector.v1"
+_OFFLOAD, _HOST = "v1.kv_offload.base", "v1.kv_offload.cpu.spec"
 
 
 def _members(module: str, owner: str, use: str, why: str, *names: str) -> list[Hook]:
@@ -194,6 +196,69 @@ HOOKS = (
         takes=("request_id", "num_tokens", "new_computed_blocks"),
     ),
     Hook(_MANAGER, "KVCacheManager.take_events", "called", "for the publisher"),
+    # ---- offloading
+    *_members(
+        *("config.kv_transfer", "KVTransferConfig", "read", "which connector there is"),
+        *("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config"),
+    ),
+    *_members(
+        *(f"{_CONNECTORS}.offloading_connector", "OffloadingConnector", "read", "its two halves"),
+        *("connector_scheduler", "connector_worker"),
+    ),
+    Hook(
+        *(f"{_CONNECTORS}.offloading.scheduler", "OffloadingConnectorScheduler.manager"),
+        *("read", "what is asked of it"),
+    ),
+    Hook(
+        *(f"{_CONNECTORS}.offloading.worker", "OffloadingConnectorWorker.worker", "read"),
+        "it is told which stores were dropped",
+    ),
+    *_members(
+        *(f"{_CONNECTORS}.offloading.common", "OffloadingConnectorMetadata", "read"),
+        "whose blocks a step stores and loads",
+        *("load_jobs", "store_jobs"),
+    ),
+    Hook(
+        *(f"{_CONNECTORS}.offloading.common", "OffloadingWorkerMetadata.completed_jobs", "read"),
+        "which transfers have ended",
+    ),
+    Hook("v1.outputs", "ModelRunnerOutput.kv_connector_output", "read", "that comes with it"),
+    Hook(_SCHEDULER, "Scheduler.connector", "read", "the scheduler's half"),
+    Hook(_SCHEDULER, "Scheduler.reset_connector_cache", "overridden", "stores are forgotten"),
+    Hook(_OFFLOAD, "OffloadingManager.prepare_store", "replaced", "what a store is known by"),
+    Hook(
+        *(_OFFLOAD, "OffloadingManager.complete_store", "replaced", "a dropped store has failed"),
+        takes=("keys", "req_context", "success"),
+    ),
+    Hook(_OFFLOAD, "OffloadingManager.get_stats", "replaced", "our numbers beside its own"),
+    Hook(
+        *(_OFFLOAD, "OffloadingWorker.submit_store", "overridden", "our copies"),
+        takes=("job_id", "src_spec", "dst_spec"),
+    ),
+    Hook(
+        *(_OFFLOAD, "OffloadingWorker.submit_load", "overridden", "our copies"),
+        takes=("job_id", "src_spec", "dst_spec"),
+    ),
+    *_members(
+        *(_OFFLOAD, "OffloadingWorker", "overridden", "our copies"),
+        *("get_finished", "wait", "shutdown"),
+    ),
+    *_members(
+        *(_OFFLOAD, "GPULoadStoreSpec", "read", "which blocks"), *("group_sizes", "block_indices")
+    ),
+    Hook(_OFFLOAD, "BlockIDsLoadStoreSpec.block_ids", "read", "which blocks, and which chunks"),
+    *_members(
+        *(_OFFLOAD, "CanonicalKVCaches", "read", "how blocks lie in KV tensors"),
+        *("tensors", "group_data_refs"),
+    ),
+    *_members(
+        *(_HOST, "CPUOffloadingSpec", "overridden", "vLLM's manager with our copies"),
+        *("build_metric_definitions", "get_worker"),
+    ),
+    *_members(
+        *(_HOST, "CPUOffloadingSpec", "read", "how much host memory there is"),
+        *("blocks_per_chunk", "kv_bytes_per_chunk", "cpu_page_size_per_worker"),
+    ),
     # ---- sleep
     Hook(
         *(_SLEEP, "SleepModeBackendFactory.register_backend", "called"),

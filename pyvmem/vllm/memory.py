@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.context import Context
 from pyvmem.errors import NotSupported, VMemError
@@ -27,6 +27,9 @@ from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 from pyvmem.reservation import Reservation
 from pyvmem.vllm.geometry import Geometry, Run
+
+if TYPE_CHECKING:
+    from pyvmem.vllm.offload_copies import Copies
 
 __all__ = ["KVMemory", "device_total", "open_context"]
 
@@ -93,6 +96,7 @@ class KVMemory:
         self._finished: dict[int, str] = {}
         self._launched = 0  # the last step all of whose work is on the stream
         self._stream: Any = None
+        self.copies: Sequence[Copies] = ()  # that need the pages, beside the steps
         self._spans: list[int] = []
         self._begins: list[int] = []  # of the first tensor of each class
         self._closed = False
@@ -200,13 +204,19 @@ class KVMemory:
                     self._finished[one.number] = str(error)
 
     def _event(self) -> tuple[Any, ...]:
+        copies = [event for one in self.copies for event in one.events()]
         if self._stream is None:
-            return ()
+            return tuple(copies)
         import torch
 
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return (event,)
+        return (event, *copies)
+
+    def fence(self) -> None:
+        """Makes the steps, from here on, wait for the copies that were started."""
+        for one in self.copies:
+            one.fence(self._stream)
 
     def finished(self) -> dict[int, str]:
         """Releases that ended since the last call, and what failed, ``""`` where nothing did."""
@@ -252,6 +262,7 @@ class KVMemory:
         import torch
 
         stream = self._stream
+        self.fence()
         source, place = torch.tensor(copies, dtype=torch.int64).reshape(-1, 2).unbind(1)
         with ExitStack() as on:
             if stream is not None:
@@ -355,6 +366,8 @@ class KVMemory:
                 after, self._parked = self._event(), []
             self.context.batch(self._unmaps(whole), after=after)
             self.context.trim()
+            for one in self.copies:
+                one.close()
         except VMemError:
             pass  # a batch is unfinished; the end of the context gives back what is left
         if not _closes(self.context):

@@ -18,6 +18,7 @@ from typing import Any
 
 from pyvmem.vllm.backing import Backing
 from pyvmem.vllm.idle import IdleBlocks
+from pyvmem.vllm.offload_holds import Holds
 
 __all__ = ["MOST", "Mover"]
 
@@ -31,16 +32,18 @@ class Mover:
         pool: vLLM's.
         backing: which blocks have memory.
         idle: which of them are idle.
+        holds: which of them a store needs.
 
     Attributes:
         victims: groups to be emptied, the next one first.
         moved: prefixes so far.
     """
 
-    def __init__(self, pool: Any, backing: Backing, idle: IdleBlocks) -> None:
+    def __init__(self, pool: Any, backing: Backing, idle: IdleBlocks, holds: Holds) -> None:
         self.pool = pool
         self.backing = backing
         self.idle = idle
+        self.holds = holds
         self.victims: list[int] = []
         self.moved = 0
         self._spare: set[int] = set()  # groups in which nothing is put
@@ -51,6 +54,8 @@ class Mover:
         return [b for b in self.backing.geometry.touching(group) if backed(b) and b not in idle]
 
     def _may_move(self, blocks: list[int]) -> bool:
+        if any(one in self.holds for one in blocks):
+            return False
         found = [self.pool.blocks[one] for one in blocks]
         return all(one.block_hash is not None and not one.ref_cnt for one in found)
 
@@ -116,6 +121,7 @@ class Mover:
             dst.next_free_block.prev_free_block = dst
             self.pool.move_block_hashes(src, dst)
             queue.prepend_n([src])
+        self.holds.overwrite(place for _, place in copies)
         self.idle.add(source for source, _ in copies)
         self.moved += len(copies)
 

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pyvmem.vllm import offload
 from pyvmem.vllm.metrics import publish
 from pyvmem.vllm.reach import EXECUTORS
 from pyvmem.vllm.settings import Settings
@@ -110,6 +111,7 @@ def configure(config: Any) -> None:
     parallel, scheduler = config.parallel_config, config.scheduler_config
     if scheduler.scheduler_cls in _SCHEDULERS.values():
         return
+    offload.select(config)
     parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
     scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
     if getattr(config.model_config, "enable_sleep_mode", False):
@@ -121,15 +123,12 @@ def configure(config: Any) -> None:
 
 def reasons_against(config: Any) -> Iterator[str]:
     """What in a configuration excludes the pool, each with the option's name."""
-    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
+    parallel, model = config.parallel_config, config.model_config
     if parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()):
         yield f"worker_cls={parallel.worker_cls} (the pool brings its own worker)"
     if config.scheduler_config.scheduler_cls not in (None, *_SCHEDULERS.values()):
         yield "scheduler_cls (the pool brings its own scheduler)"
-    if config.kv_transfer_config is not None:
-        yield "a KV connector (kv_transfer_config): it copies by cudaMemcpy, which refuses the pool"
-    if getattr(cache, "kv_offloading_size", None):
-        yield "kv_offloading_size (it copies by cudaMemcpy, which refuses the pool)"
+    yield from offload.reasons_against(config)
     for name in ("data", "decode_context", "prefill_context"):
         count = getattr(parallel, f"{name}_parallel_size", 1)
         if count > 1:

@@ -32,11 +32,13 @@ class StepOrders:
     Attributes:
         step: its number; 1 is the first.
         releases: numbers and runs of pages that no step from this one on touches.
+        dropped: stores to host memory that must not begin.
         moves: blocks to copy before the step, from and to.
     """
 
     step: int
     releases: list[tuple[int, list[Run]]]
+    dropped: list[int]
     moves: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -76,7 +78,8 @@ class _Elastic:
         super().__init__(*args, **kwargs)
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         config, kv_cache_config = self.vllm_config, self.kv_cache_config  # type: ignore[attr-defined]
-        self.elastic = ElasticEngine(config, kv_cache_config, manager.block_pool)
+        connector = self.connector  # type: ignore[attr-defined]
+        self.elastic = ElasticEngine(config, kv_cache_config, manager.block_pool, connector)
         _let_blocks_be_bare(manager.block_pool, self.elastic)
         self._demand = Demand(self, self.elastic)
         self.elastic.publish_events = self._publish_events
@@ -86,20 +89,24 @@ class _Elastic:
         """vLLM's; the output carries the step's number, its releases and its moves."""
         with self.elastic.lock:
             self._demand.begin()
+            self.elastic.holds.scheduling = True
             try:
                 output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             finally:
+                self.elastic.holds.scheduling = False
                 self._demand.end()
             step, releases = self.elastic.begin_step()
-            output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases])
+            dropped = self.elastic.order_transfers(output.kv_connector_metadata)
+            output.vmem = StepOrders(step, [(one.number, one.runs) for one in releases], dropped)
             if output.total_num_scheduled_tokens:
                 output.vmem.moves = self.elastic.moves()
             return output
 
-    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; counts the step as over."""
         with self.elastic.lock:
-            result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+            self.elastic.end_transfers(model_runner_output.kv_connector_output)
             orders = getattr(scheduler_output, "vmem", None)
             if orders is not None:  # else a step that this scheduler did not make: vLLM's empty one
                 self.elastic.end_step(orders.step)
@@ -123,6 +130,12 @@ class _Elastic:
             result = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         self.elastic.give_back_at_rest()
         return result
+
+    def reset_connector_cache(self) -> bool:
+        """vLLM's: host memory forgets its prefixes."""
+        with self.elastic.lock:
+            self.elastic.holds.forget()
+            return bool(super().reset_connector_cache())  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any) -> None:
         """vLLM's; a paused engine needs no idle memory."""

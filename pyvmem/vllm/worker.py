@@ -17,6 +17,7 @@ from typing import Any
 
 from pyvmem.ledger import device_of
 from pyvmem.units import format_bytes
+from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
 from pyvmem.vllm.choice import SMALL, choose_page, prefer_layouts
 from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
@@ -96,6 +97,7 @@ class ElasticWorker:
         self._answers = None
         if self._memory is not None:
             self._check_layout(self._memory)
+            offload.begin(self._memory, self.device)
 
     def _check_layout(self, memory: KVMemory) -> None:
         for view in _views(self.model_runner.kv_caches):
@@ -184,6 +186,9 @@ class ElasticWorker:
         orders = getattr(scheduler_output, "vmem", None)
         if orders is not None:
             self._step = orders.step
+            offload.drop(orders.dropped)
+            if scheduler_output.kv_cache_block_copies:
+                memory.fence()
             for number, runs in orders.releases:
                 memory.release(number, runs, orders.step - 1)
             if orders.moves:

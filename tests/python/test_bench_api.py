@@ -16,7 +16,7 @@ from pyvmem.bench.record import FORMAT
 from pyvmem.cli import main
 
 NEEDS_GPU = {"busy"}
-NEEDS_TORCH = {"step", "attention", "readbw"}
+NEEDS_TORCH = {"step", "attention", "readbw", "hostcopy"}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,8 @@ def test_rows_that_need_torch(quick: dict[str, Any]) -> None:
     for name in ("malloc0", "malloc3", "random0", "random1", "runs"):
         assert f"attention/sdpa/decode_b2_1k/{name}" in found
         assert f"readbw/{name}" in found
+    for way in ("to_host", "from_host"):
+        assert found[f"hostcopy/{way}/host/1"]["gb_per_s"] > 0
     assert any("the same bits" in note for note in quick["parts"]["attention"]["notes"])
 
 

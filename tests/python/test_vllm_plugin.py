@@ -284,11 +284,13 @@ def test_sleep_mode_sleeps_by_ours() -> None:
     assert made.model_config.sleep_mode_backend == "vmem"
 
 
+MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_connector_module_path": None}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"kv_transfer_config": object()}, "KV connector"),
-        ({"cache_config__kv_offloading_size": 4.0}, "kv_offloading_size"),
+        ({"kv_transfer_config": SimpleNamespace(**MOONCAKE)}, "kv_connector=MooncakeConnector"),
         ({"parallel_config__data_parallel_size": 4}, "data_parallel_size=4"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
@@ -309,8 +311,9 @@ def test_what_cannot_work_is_named(change: dict[str, Any], text: str) -> None:
 
 
 def test_all_reasons_at_once() -> None:
+    transfer = SimpleNamespace(**MOONCAKE)
     with pytest.raises(CannotWork, match=r"connector.*enable_dbo"):
-        configure(config(kv_transfer_config=object(), parallel_config__enable_dbo=True))
+        configure(config(kv_transfer_config=transfer, parallel_config__enable_dbo=True))
 
 
 # ---- variables -----------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""Scattered pages to host memory and back, as vLLM's KV offloading on the pool copies them.
+
+The kernel of `pyvmem.vllm.offload_copies` with several numbers of thread blocks, over plain
+addresses and page-locked host memory. Times are the GPU's own, by the events around the copy on its
+stream: the descriptors' way to the GPU is in them. On the CPU the same copies by memcpy.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+from pyvmem.bench.record import Book, Part
+from pyvmem.bench.setting import GB, MB, Setting, label
+from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
+from pyvmem.info import Caps
+from pyvmem.ops import OpBatch
+
+__all__ = ["run"]
+
+_BLOCKS = (4, 8, 16, 64)
+
+
+def run(setting: Setting, part: Part, deadline: Deadline) -> None:
+    """hostcopy/WAY/SYSTEM/BLOCKS: every page of a range, in random order, once."""
+    try:
+        import numpy as np
+        import torch
+
+        from pyvmem.vllm.offload_copies import (
+            Copies,
+            HostMemory,
+            Pieces,
+            StreamCopies,
+            ThreadCopies,
+        )
+    except ImportError as error:
+        part.not_run("*", str(error))
+        return
+    size, page = setting.count(1 * GB, 8 * MB), setting.single
+    count, book = size // page, Book(part)
+    order = list(range(count))
+    random.Random(1).shuffle(order)
+    with setting.open() as context:
+        number = context.cuda_device
+        gpu = number is not None
+        device = torch.device("cpu") if number is None else torch.device("cuda", number)
+        plain = gpu and Caps.PLAIN in context.info.caps
+        reservation = context.reserve(size, visible=False if plain else None)
+        ops = OpBatch(count)
+        for at in order:
+            ops.populate(reservation.addr + at * page, page, 1, page)
+        context.batch(ops)
+        host = HostMemory(size, locked=gpu)
+        pieces = Pieces(
+            reservation.addr + np.array(order, dtype=np.int64) * page,
+            host.addr + np.arange(count, dtype=np.int64) * page,
+            np.full(count, page, dtype=np.int64),
+        )
+        every: list[Copies] = []
+        turns = []
+        for way, to_host in (("to_host", True), ("from_host", False)):
+            for blocks in _BLOCKS if gpu else (1,):
+                copies: Copies = (
+                    StreamCopies(context, to_host, device, blocks)
+                    if gpu
+                    else ThreadCopies(context, to_host)
+                )
+                every.append(copies)
+                samples = book.samples(
+                    f"{way}/{setting.system}/{blocks}",
+                    f"{count} pages of {label(page)}{f', {blocks} thread blocks' * gpu}",
+                    setting.system,
+                    unit="ms",
+                    nbytes=size,
+                )
+                turns.append(partial(_turn, copies, pieces, samples))
+        with quiet():
+            interleave(turns, setting.count(20, 2), deadline)
+        for copies in every:
+            copies.close()
+        host.close()
+        context.batch(_unmap(reservation.addr, size))
+        reservation.close()
+    book.close()
+
+
+def _turn(copies: object, pieces: object, samples: Samples) -> None:
+    copy = copies.start(pieces)  # type: ignore[attr-defined]
+    copy.wait()
+    samples.new_round().append(copy.seconds() * 1e9)
+
+
+def _unmap(addr: int, size: int) -> OpBatch:
+    ops = OpBatch(1)
+    ops.unmap(addr, size, 1, size)
+    return ops

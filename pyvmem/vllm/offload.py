@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: MIT
+"""KV offloading: which connectors work on the pool, and how vLLM comes to use our copies.
+
+vLLM's OffloadingConnector takes an offloading spec by name and module. `VMemOffloadingSpec` is put
+there in place of vLLM's own for host memory, whose copies (cudaMemcpy) refuse the pool's addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pyvmem.units import format_bytes
+from pyvmem.vllm.memory import KVMemory, device_total
+
+__all__ = ["begin", "drop", "reasons_against", "select"]
+
+_SPEC, _MODULE = "VMemOffloadingSpec", "pyvmem.vllm.offload_spec"
+_SPECS = {None: "vLLM's", "CPUOffloadingSpec": "vLLM's", _SPEC: "ours"}
+_WHY = {
+    "SimpleCPUOffloadConnector": "it copies by cudaMemcpyBatchAsync, which refuses the pool; "
+    "without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM takes OffloadingConnector, which works",
+    "NixlConnector": "it registers the KV cache with the network card, and pages of the pool "
+    "cannot be registered; OffloadingConnector works",
+}
+_OTHERWISE = "it copies by cudaMemcpy, which refuses the pool; OffloadingConnector works"
+
+
+def reasons_against(config: Any) -> Iterator[str]:
+    """What in a configuration's KV transfers excludes the pool, each with the option's name."""
+    transfer = config.kv_transfer_config
+    name = getattr(transfer, "kv_connector", None)
+    if name is None:
+        return
+    if name != "OffloadingConnector" or transfer.kv_connector_module_path:
+        yield f"kv_connector={name} ({_WHY.get(name, _OTHERWISE)})"
+        return
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_role != "kv_both":
+        yield f"kv_role={transfer.kv_role} (offloading stores and loads: kv_both)"
+    spec = extra.get("spec_name")
+    if spec not in _SPECS:
+        yield f"spec_name={spec} (its copies are not the pool's; CPUOffloadingSpec's are replaced)"
+    if extra.get("canonical_layout"):
+        yield "canonical_layout (host memory has the layout of the KV cache)"
+    yield from _sizes(extra.get("cpu_bytes_to_use"))
+
+
+def _sizes(asked: Any) -> Iterator[str]:
+    if isinstance(asked, bool) or not isinstance(asked, int | float) or not math.isfinite(asked):
+        yield f"cpu_bytes_to_use={asked!r} (expected bytes of host memory; or kv_offloading_size)"
+    elif asked < 1:
+        yield f"kv_offloading_size of {asked:g} bytes (expected more than 0)"
+    elif asked > (most := device_total(None)):
+        yield (
+            f"kv_offloading_size of {int(asked)} bytes, {format_bytes(int(asked))} (the machine "
+            f"has {most} bytes of host memory)"
+        )
+
+
+def select(config: Any) -> None:
+    """Has vLLM's OffloadingConnector use our spec."""
+    transfer = config.kv_transfer_config
+    if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
+        return
+    extra = transfer.kv_connector_extra_config
+    extra.update(spec_name=_SPEC, spec_module_path=_MODULE)
+    # What an idle engine forgets on the card comes back from host memory, answers too.
+    extra.setdefault("offload_prompt_only", False)
+
+
+def _transferrer() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return None
+    worker = getattr(get_kv_transfer_group(), "connector_worker", None)
+    return getattr(worker, "worker", None)
+
+
+def begin(memory: KVMemory, device: Any) -> None:
+    """Has this rank's transfers, if there are any, start, and its memory wait for them."""
+    transferrer = _transferrer()
+    if transferrer is not None:
+        from pyvmem.vllm.offload_copies import copies_for
+
+        make = copies_for(memory.context, device)
+        memory.copies = [make(True), make(False)]
+        transferrer.begin(*memory.copies)
+
+
+def drop(stores: list[int]) -> None:
+    """Tells this rank's transfers which stores not to begin."""
+    if stores:
+        _transferrer().dropped.update(stores)

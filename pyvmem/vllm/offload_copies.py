@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: MIT
+"""Copies of scattered pieces between KV tensors and host memory, beside the engine's steps.
+
+    StreamCopies   a GPU: our kernel, on a stream of its own, over plain addresses
+    ThreadCopies   the CPU: memcpy, in a thread of its own
+
+Copies of one object run in the order in which they are started, after the steps launched before.
+Where the kernel or the memcpy cannot be started, libvmem's own staged copies take its place: slow,
+but they need no memory of the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from pyvmem.context import Context
+
+__all__ = ["Copies", "Copy", "HostMemory", "Pieces", "StreamCopies", "ThreadCopies", "split"]
+
+THREAD_BLOCKS = 8  # as fast as 64 on an H100, and the other 124 multiprocessors go on
+_PART = 64 << 10  # bytes that a thread block copies at a time
+_REGISTERED = 64 << 30  # bytes page-locked by one call; drivers have limits
+_PORTABLE_AND_MAPPED = 3
+
+log = logging.getLogger("vllm.vmem")
+
+
+class Pieces:
+    """What one transfer copies.
+
+    Args:
+        device: addresses in KV tensors.
+        host: addresses in host memory.
+        sizes: bytes of each piece.
+    """
+
+    def __init__(self, device: Any, host: Any, sizes: Any) -> None:
+        self.device, self.host, self.sizes = device, host, sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return int(self.sizes.sum())
+
+
+def split(pieces: Pieces, part: int = _PART) -> Pieces:
+    """The same bytes in pieces of at most `part`, so that all thread blocks have work."""
+    if not len(pieces.sizes) or pieces.sizes.max() <= part:
+        return pieces
+    counts = -(-pieces.sizes // part)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    at = (np.arange(len(first)) - first) * part
+    sizes = np.minimum(np.repeat(pieces.sizes, counts) - at, part)
+    return Pieces(np.repeat(pieces.device, counts) + at, np.repeat(pieces.host, counts) + at, sizes)
+
+
+class HostMemory:
+    """Host memory of this process alone: it goes with the process, however that ends.
+
+    Args:
+        nbytes: more than 0.
+        locked: page-locked, so that kernels of all CUDA devices reach it.
+
+    Raises:
+        MemoryError: it cannot be had, or not be locked.
+    """
+
+    def __init__(self, nbytes: int, locked: bool) -> None:
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{nbytes} bytes of host memory for KV offloading: {error}") from None
+        memory.madvise(mmap.MADV_DONTFORK)  # or a fork could part the pages from the GPU's view
+        view = ctypes.c_char.from_buffer(memory)
+        self.addr, self.nbytes = ctypes.addressof(view), nbytes
+        registered: list[int] = []
+        self._end = weakref.finalize(self, _give_back, [view], memory, registered)
+        for at in range(0, nbytes if locked else 0, _REGISTERED):
+            size = min(_REGISTERED, nbytes - at)
+            if failure := _register(self.addr + at, size):
+                self.close()
+                raise MemoryError(
+                    f"{nbytes} bytes of host memory for KV offloading cannot be page-locked: "
+                    f"{failure}; ask for less"
+                )
+            registered.append(self.addr + at)
+
+    def close(self) -> None:
+        """Gives it back. Idempotent."""
+        self._end()
+
+
+def _register(addr: int, size: int) -> str:
+    """Page-locks memory; returns what failed."""
+    import torch
+
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = runtime.cudaHostRegister(addr, size, _PORTABLE_AND_MAPPED)
+    return "" if int(result) == 0 else f"cudaHostRegister: {result}"
+
+
+def _give_back(view: list[Any], memory: mmap.mmap, registered: list[int]) -> None:
+    if registered:
+        import torch
+
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for addr in registered:
+            runtime.cudaHostUnregister(addr)
+    view.clear()
+    with contextlib.suppress(BufferError):  # somebody still has a view
+        memory.close()
+
+
+class Copy:
+    """A transfer that was started."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.error: BaseException | None = None
+
+    def ready(self) -> bool:
+        """True once it has ended."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Returns when it has ended."""
+        raise NotImplementedError
+
+    def seconds(self) -> float:
+        """How long it took."""
+        raise NotImplementedError
+
+
+class Copies(Protocol):
+    """Starts copies in one direction."""
+
+    def start(self, pieces: Pieces) -> Copy:
+        """Starts a copy, after the work launched so far and the copies started before."""
+
+    def events(self) -> tuple[Any, ...]:
+        """What work has to wait for that needs what is copied; on the CPU waits itself."""
+
+    def fence(self, stream: Any) -> None:
+        """Makes a stream wait for the copies started so far."""
+
+    def close(self) -> None:
+        """Waits for all of them. Idempotent."""
+
+
+def by_library(context: Context, pieces: Pieces, to_host: bool) -> None:
+    """Copies by libvmem's staged copies; returns when it is done.
+
+    Raises:
+        VMemError: they failed as well.
+    """
+    for device, host, size in zip(
+        pieces.device.tolist(), pieces.host.tolist(), pieces.sizes.tolist(), strict=True
+    ):
+        if to_host:
+            ctypes.memmove(host, context.read(device, size), size)
+        else:
+            context.write(device, (ctypes.c_char * size).from_address(host))
+
+
+class _Threaded(Copy):
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(pieces.nbytes)
+        self.pieces = pieces
+        self.ended = threading.Event()
+        self.took = 0.0
+
+    def ready(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        self.ended.wait()
+
+    def seconds(self) -> float:
+        return self.took
+
+
+class ThreadCopies:
+    """Copies by memcpy. A step of vLLM's CPU back end is over when it returns.
+
+    Args:
+        context: of the KV tensors.
+        to_host: the direction.
+    """
+
+    def __init__(self, context: Context, to_host: bool) -> None:
+        self._context, self._to_host = context, to_host
+        self._queue: SimpleQueue[_Threaded | None] = SimpleQueue()
+        self._last: _Threaded | None = None
+        self._thread = threading.Thread(target=self._run, name="vmem-offload", daemon=True)
+        self._thread.start()
+
+    def start(self, pieces: Pieces) -> Copy:
+        """Hands a copy to the thread."""
+        self._last = copy = _Threaded(pieces)
+        self._queue.put(copy)
+        return copy
+
+    def _run(self) -> None:
+        while (copy := self._queue.get()) is not None:
+            begin = time.perf_counter()
+            try:
+                try:
+                    self._move(copy.pieces)
+                except OSError as error:
+                    log.warning("vmem: a copy is done again by the library: %s", str(error))
+                    by_library(self._context, copy.pieces, self._to_host)
+            except BaseException as error:
+                copy.error = error
+            copy.took = time.perf_counter() - begin
+            copy.ended.set()
+
+    def _move(self, pieces: Pieces) -> None:
+        to, of = pieces.host, pieces.device
+        if not self._to_host:
+            to, of = of, to
+        for target, source, size in zip(
+            to.tolist(), of.tolist(), pieces.sizes.tolist(), strict=True
+        ):
+            ctypes.memmove(target, source, size)
+
+    def events(self) -> tuple[Any, ...]:
+        """Waits for the copies; there is nothing else to wait for."""
+        self.fence(None)
+        return ()
+
+    def fence(self, stream: Any) -> None:
+        """Waits for the copies."""
+        if self._last is not None:
+            self._last.wait()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+class _Streamed(Copy):
+    def __init__(self, nbytes: int, begin: Any, end: Any, kept: Any) -> None:
+        super().__init__(nbytes)
+        self._begin, self._end = begin, end
+        self._kept = kept  # the descriptors, which the stream reads
+
+    def ready(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        self._end.synchronize()
+
+    def seconds(self) -> float:
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+class StreamCopies:
+    """Copies by our kernel.
+
+    Args:
+        context: of the KV tensors.
+        to_host: the direction.
+        device: of torch.
+        thread_blocks: of the kernel.
+    """
+
+    def __init__(
+        self, context: Context, to_host: bool, device: Any, thread_blocks: int = THREAD_BLOCKS
+    ) -> None:
+        import torch
+
+        from pyvmem.vllm.offload_kernel import copy_pieces
+
+        self._context, self._to_host, self._device = context, to_host, device
+        self._kernel, self._blocks = copy_pieces, thread_blocks
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Compiled and loaded now, not by the first transfer: loading may wait for the device.
+        nothing = np.empty(0, dtype=np.int64)
+        for align in (16, 1):
+            self._launch(Pieces(nothing, nothing, nothing), align)
+        self.stream.synchronize()
+
+    def start(self, pieces: Pieces) -> Copy:
+        """Launches a copy."""
+        import torch
+
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        # Loads wait for the steps, too: such a step may still read what was in these blocks.
+        self.stream.wait_stream(current)
+        begin.record(self.stream)
+        kept: Any = None
+        try:
+            kept = self._launch(split(pieces), 16)
+        except RuntimeError as error:  # torch's out of memory is one
+            log.warning("vmem: a copy is done by the library: %s", str(error))
+            self.stream.synchronize()
+            by_library(self._context, pieces, self._to_host)
+        end.record(self.stream)
+        return _Streamed(pieces.nbytes, begin, end, kept)
+
+    def _launch(self, pieces: Pieces, align: int) -> Any:
+        import torch
+
+        source, target = pieces.device, pieces.host
+        if not self._to_host:
+            source, target = target, source
+        count = len(pieces.sizes)
+        rows = np.concatenate([source, target, pieces.sizes]).astype(np.int64)
+        wide = align == 16 and not int(np.bitwise_or.reduce(rows, initial=0)) & 15
+        with torch.cuda.device(self._device), torch.cuda.stream(self.stream):
+            kept = torch.from_numpy(rows if count else np.zeros(3, dtype=np.int64)).pin_memory()
+            found = kept.to(self._device, non_blocking=True)
+            grid = (max(1, min(self._blocks, count)),)
+            if wide:
+                self._kernel[grid](found, count, STEP=4096, WIDE=True, num_warps=16)
+            else:
+                self._kernel[grid](found, count, STEP=2048, WIDE=False, num_warps=16)
+        return kept
+
+    def events(self) -> tuple[Any, ...]:
+        """An event of the copies started so far."""
+        import torch
+
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return (event,)
+
+    def fence(self, stream: Any) -> None:
+        """Makes a stream wait for them."""
+        stream.wait_stream(self.stream)
+
+    def close(self) -> None:
+        """Waits for them."""
+        self.stream.synchronize()
+
+
+def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
+    """Makes the copies of a rank, by direction."""
+    if device.type == "cuda":
+        return lambda to_host: StreamCopies(context, to_host, device)
+    return lambda to_host: ThreadCopies(context, to_host)

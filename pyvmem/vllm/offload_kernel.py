@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT
+"""The Triton kernel of offloading, which copies scattered pieces; importing this needs Triton.
+
+A piece is an address to read, an address to write and a length. The addresses may be plain ones,
+which CUDA's own copies refuse, and page-locked host memory. A few thread blocks suffice: each keeps
+32 KiB of loads in flight, and PCIe is full at 8 of them.
+"""
+
+# No `from __future__ import annotations` here, nor any annotation but constexpr: Triton reads them.
+import triton
+import triton.language as tl
+
+__all__ = ["copy_pieces"]
+
+
+# `count` differs in every transfer, which must not compile anything.
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def copy_pieces(  # type: ignore[no-untyped-def]
+    pieces,
+    count,
+    STEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Copies `count` pieces; `pieces`: all sources, all destinations, all lengths in bytes.
+
+    With WIDE all of them are multiples of 16, and words are copied in pairs.
+    """
+    piece = tl.program_id(0)
+    lane = tl.arange(0, STEP)
+    while piece < count:
+        from_addr = tl.load(pieces + piece)
+        to_addr = tl.load(pieces + count + piece)
+        length = tl.load(pieces + 2 * count + piece)
+        if WIDE:
+            source = tl.multiple_of(from_addr.to(tl.pointer_type(tl.int64)), 16)
+            target = tl.multiple_of(to_addr.to(tl.pointer_type(tl.int64)), 16)
+            end = tl.multiple_of(length // 16 * 2, 2)  # the mask is equal within a pair
+        else:
+            source = from_addr.to(tl.pointer_type(tl.int8))
+            target = to_addr.to(tl.pointer_type(tl.int8))
+            end = length
+        for start in range(0, end, STEP):
+            at = start + lane
+            tl.store(target + at, tl.load(source + at, mask=at < end), mask=at < end)
+        piece += tl.num_programs(0)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: MIT
+"""Description: KV offloading without vLLM: what is held, what is copied, what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyvmem import Context
+from pyvmem.vllm.geometry import Run
+from pyvmem.vllm.memory import KVMemory, device_total
+from pyvmem.vllm.offload import reasons_against, select
+from pyvmem.vllm.offload_copies import HostMemory, Pieces, ThreadCopies, split
+from pyvmem.vllm.offload_holds import Holds
+
+# ---- configurations ------------------------------------------------------------------------------
+
+
+def config(connector: str | None = "OffloadingConnector", **changes: Any) -> Any:
+    extra = {"cpu_bytes_to_use": 1 << 20, **changes.pop("extra", {})}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            **{
+                "kv_connector": connector,
+                "kv_connector_module_path": None,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+                **changes,
+            }
+        )
+    )
+
+
+def test_offloading_takes_our_spec() -> None:
+    made = config()
+    assert list(reasons_against(made)) == []
+    for _ in range(2):  # vLLM configures twice
+        select(made)
+        assert list(reasons_against(made)) == []
+    extra = made.kv_transfer_config.kv_connector_extra_config
+    assert extra["spec_name"] == "VMemOffloadingSpec"
+    assert extra["spec_module_path"] == "pyvmem.vllm.offload_spec"
+    assert extra["offload_prompt_only"] is False
+    made = config(extra={"offload_prompt_only": True})
+    select(made)
+    assert made.kv_transfer_config.kv_connector_extra_config["offload_prompt_only"] is True
+
+
+def test_nothing_is_done_without_a_connector() -> None:
+    for made in (config(None), SimpleNamespace(kv_transfer_config=None)):
+        select(made)
+        assert list(reasons_against(made)) == []
+
+
+MOST = device_total(None)
+
+
+@pytest.mark.parametrize(
+    ("connector", "changes", "text"),
+    [
+        ("LMCacheConnectorV1", {}, "kv_connector=LMCacheConnectorV1 .it copies by cudaMemcpy"),
+        ("NixlConnector", {}, "kv_connector=NixlConnector .it registers"),
+        ("SimpleCPUOffloadConnector", {}, "without VLLM_USE_SIMPLE_KV_OFFLOAD"),
+        ("OffloadingConnector", {"kv_connector_module_path": "mine"}, "kv_connector=Offloading"),
+        ("OffloadingConnector", {"kv_role": "kv_producer"}, "kv_role=kv_producer"),
+        ("OffloadingConnector", {"extra": {"spec_name": "TieringOffloadingSpec"}}, "spec_name=T"),
+        ("OffloadingConnector", {"extra": {"canonical_layout": True}}, "canonical_layout"),
+        ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": None}}, "cpu_bytes_to_use=None"),
+        ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": "4G"}}, "cpu_bytes_to_use='4G'"),
+        ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": float("nan")}}, "use=nan"),
+        ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": -1}}, "of -1 bytes"),
+        ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": 0.0}}, "of 0 bytes"),
+        (
+            "OffloadingConnector",
+            {"extra": {"cpu_bytes_to_use": MOST + 1}},
+            rf"of {MOST + 1} bytes, .* \(the machine has {MOST} bytes of host memory\)",
+        ),
+    ],
+)
+def test_what_cannot_work_is_named(connector: str, changes: dict[str, Any], text: str) -> None:
+    (reason,) = reasons_against(config(connector, **changes))
+    assert re.search(text, reason), reason
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def test_long_pieces_are_cut() -> None:
+    whole = Pieces(np.array([1000, 5000]), np.array([0, 700]), np.array([250, 100]))
+    cut = split(whole, 100)
+    assert cut.device.tolist() == [1000, 1100, 1200, 5000]
+    assert cut.host.tolist() == [0, 100, 200, 700]
+    assert cut.sizes.tolist() == [100, 100, 50, 100]
+    assert cut.nbytes == whole.nbytes == 350
+    assert split(whole, 250) is whole
+    none = Pieces(*(np.empty(0, dtype=np.int64),) * 3)
+    assert split(none) is none
+
+
+def test_host_memory_goes_with_a_killed_process() -> None:
+    """None of it has a name that could outlive the process."""
+    code = (
+        "import ctypes, sys, time\n"
+        "from pyvmem.vllm.offload_copies import HostMemory\n"
+        "m = HostMemory(64 << 20, locked=False)\n"
+        "ctypes.memset(m.addr, 1, m.nbytes)\n"
+        "print(hex(m.addr), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as one:
+        try:
+            assert one.stdout is not None
+            addr = int(one.stdout.readline(), 16)
+            maps = Path(f"/proc/{one.pid}/maps").read_text(encoding="ascii").splitlines()
+            ranges = [(line.split("-", 1), line) for line in maps]
+            (line,) = (
+                line
+                for (low, rest), line in ranges
+                if int(low, 16) <= addr < int(rest.split()[0], 16)
+            )
+            assert line.split()[4] == "0", f"a file is behind it: {line}"
+            assert line.split()[1].endswith("p"), f"it is shared: {line}"
+        finally:
+            one.send_signal(signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_host_memory_is_given_back_once() -> None:
+    memory = HostMemory(1 << 20, locked=False)
+    memory.close()
+    memory.close()
+
+
+@pytest.mark.needs_tensors
+def test_pages_stay_until_their_copy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    memory = KVMemory(Context("host"), 4, [4 << 16])
+    host = HostMemory(4 << 16, locked=False)
+    gate, move = threading.Event(), ThreadCopies._move
+
+    def later(self: ThreadCopies, pieces: Pieces) -> None:
+        assert gate.wait(60)
+        move(self, pieces)
+
+    monkeypatch.setattr(ThreadCopies, "_move", later)
+    every = [Run(0, 0, memory.geometry.num_pages(0))]
+    memory.grow(every)
+    kv = memory.tensor(4 << 16)
+    kv.fill_(7)
+    memory.copies = [out] = [ThreadCopies(memory.context, to_host=True)]
+    copy = out.start(
+        Pieces(*(np.array([one], dtype=np.int64) for one in (kv.data_ptr(), host.addr, 4 << 16)))
+    )
+    release = threading.Thread(target=memory.release, args=(1, every, 0))
+    release.start()
+    release.join(0.1)
+    assert release.is_alive()
+    assert memory.context.stats().mapped_bytes >= 4 << 16
+    gate.set()
+    release.join()
+    assert copy.ready()
+    while not memory.finished():
+        time.sleep(0.001)
+    assert memory.context.stats().mapped_bytes == 0
+    found = torch.frombuffer((ctypes.c_char * (4 << 16)).from_address(host.addr), dtype=torch.int8)
+    assert bool((found == 7).all())
+    del kv, found
+    memory.close()
+    memory.close()
+    host.close()
+
+
+# ---- what is held --------------------------------------------------------------------------------
+
+
+class Manager:
+    """vLLM's, as far as holds look."""
+
+    def __init__(self) -> None:
+        self.completed: list[tuple[set[str], bool]] = []
+
+    def prepare_store(self, keys: list[str], context: Any) -> Any:
+        if not keys:
+            return None
+        return SimpleNamespace(keys_to_store=keys, store_spec=SimpleNamespace())
+
+    def complete_store(self, keys: set[str], context: Any, success: bool = True) -> None:
+        self.completed.append((keys, success))
+
+    def get_stats(self) -> Any:
+        return None
+
+
+def holds(ranks: int = 1) -> tuple[Holds, Manager]:
+    manager = Manager()
+    connector = SimpleNamespace(connector_scheduler=SimpleNamespace(manager=manager))
+    return Holds(connector, ranks), manager
+
+
+def ordered(manager: Manager, stores: dict[int, list[int]], loads: dict[int, int] | None = None):  # type: ignore[no-untyped-def]
+    def ids(blocks: list[int]) -> Any:
+        return SimpleNamespace(block_ids=np.array(blocks, dtype=np.int32))
+
+    jobs = {}
+    for number, blocks in stores.items():
+        output = manager.prepare_store([f"key {one}" for one in blocks], None)
+        jobs[number] = SimpleNamespace(src_spec=ids(blocks), dst_spec=output.store_spec)
+    loading = {
+        number: SimpleNamespace(dst_spec=ids(list(range(count))))
+        for number, count in (loads or {}).items()
+    }
+    return SimpleNamespace(store_jobs=jobs, load_jobs=loading)
+
+
+def test_a_block_is_held_from_its_release_to_the_report() -> None:
+    one, manager = holds(ranks=2)
+    one.hand_out([1, 2, 3, 4])
+    one.scheduling = True
+    one.free([4])  # preempted: nothing of it is stored later
+    one.scheduling = False
+    assert not one
+    one.free([1, 2, 3])
+    assert one
+    assert [block for block in (1, 2, 3, 4) if block in one] == [1, 2, 3]
+    assert one.order(1, ordered(manager, {10: [1, 2], 11: [2]}, {12: 5})) == [3]
+    assert [block for block in (1, 2, 3, 4) if block in one] == [1, 2]
+    assert one.report({10: 1, 12: 1}) == []
+    assert one.report({10: 1, 12: 1, 99: 1}) == [1]
+    assert 2 in one
+    assert one.report({11: 2}) == [2]
+    assert not one
+    assert one.take_dropped() == []
+    assert (one.counters.stored, one.counters.loaded, one.counters.dropped) == (3, 5, 0)
+
+
+def test_what_vllm_did_not_leave_there_is_not_stored() -> None:
+    one, manager = holds()
+    one.hand_out([1, 2])
+    one.overwrite([2])
+    one.order(1, ordered(manager, {10: [1], 11: [1, 2], 12: [7]}))
+    assert one.take_dropped() == [11, 12]
+    assert one.take_dropped() == []
+    manager.complete_store({"key 1"}, None)
+    manager.complete_store({"key 1", "key 2"}, None)
+    manager.complete_store({"key 7"}, None)
+    manager.complete_store({"key 7"}, None)  # another store of it, later
+    assert [ok for _, ok in manager.completed] == [True, False, False, True]
+    assert one.counters.dropped == 3
+
+
+def test_no_step_comes() -> None:
+    """What has begun ends by itself; what has not is dropped."""
+    one, manager = holds()
+    one.hand_out(range(1, 9))
+    one.order(1, ordered(manager, {10: [1]}))
+    one.order(2, ordered(manager, {11: [2, 3]}))
+    one.free([4])
+    assert sorted(one.expire(ended=2)) == [1, 2, 3, 4]
+    assert not one
+    assert one.take_dropped() == [11]
+    assert one.report({10: 1, 11: 1}) == []
+    assert (one.counters.stored, one.counters.dropped) == (1, 2)
+    one.forget()
+    manager.complete_store({"key 2", "key 3"}, None)
+    assert manager.completed[-1][1], "vLLM forgot all stores, and this is a new one"
+
+
+def test_without_a_connector_nothing_is_held() -> None:
+    one = Holds(None, 1)
+    one.free([1])
+    assert not one
+    assert not one.on

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: MIT
+"""Description: an idle engine gives its memory back, and its prefixes return from host memory."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_engine import (
+    Open,
+    Tokens,
+    answer,
+    check,
+    elastic_of,
+    expected,
+    greedy,
+    memory_of,
+    prompts,
+    stock,
+)
+
+from pyvmem import Context, Inject
+from pyvmem.vllm.geometry import Run
+from pyvmem.vllm.memory import KVMemory
+from pyvmem.vllm.offload_copies import HostMemory, ThreadCopies, copies_for
+from pyvmem.vllm.offload_spec import DROPPED, HELD, Transferrer, VMemOffloadingSpec
+from pyvmem.vllm.plugin import CannotWork
+
+__all__ = ["expected", "stock"]
+
+POOL = {"VMEM_VLLM": "1", "VMEM_IDLE": "0.1", "kv_offloading_size": 1 / 16}
+
+
+def counters(llm: Any) -> Any:
+    return elastic_of(llm).holds.counters
+
+
+def idle(llm: Any) -> None:
+    """Nothing is mapped but the null block, after a while."""
+    elastic = elastic_of(llm)
+    null = elastic.backing.geometry.first_bytes(1)
+    end = time.monotonic() + 60
+    while elastic.backing.mapped_bytes > null and time.monotonic() < end:
+        time.sleep(0.05)
+    check(llm)
+    assert elastic.backing.mapped_bytes == null
+    assert not elastic.holds
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama",
+        pytest.param("straddling", marks=pytest.mark.long),
+        pytest.param("gemma", marks=pytest.mark.long),
+    ],
+)
+def test_prefixes_come_back_from_host_memory(
+    start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """After rest, after copies that cannot be started, and where mapping fails amid loads."""
+    wanted = expected(model)
+    with start(model, **POOL) as llm:
+        assert answer(llm, prompts()) == wanted
+        idle(llm)
+        assert counters(llm).stored > 0
+        outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == wanted
+        assert sum(one.num_cached_tokens for one in outputs) > 0
+        loaded = counters(llm).loaded
+        assert loaded > 0
+        idle(llm)
+
+        def refuse(self: Any, pieces: Any) -> None:
+            raise OSError("no copy today")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadCopies, "_move", refuse)
+            asked = prompts() + prompts(seed=1, count=2)  # two that are stored meanwhile
+            stored = counters(llm).stored
+            first = answer(llm, asked)
+            assert first[: len(wanted)] == wanted
+            assert counters(llm).loaded > loaded
+            assert counters(llm).stored > stored
+            idle(llm)
+        assert answer(llm, asked) == first
+
+        failures, context = elastic_of(llm).backing.counters.failures, memory_of(llm).context
+        for skip in (0, 1, 3):
+            idle(llm)
+            context.inject(Inject.MAP, skip=skip, count=3, error=12)
+            assert answer(llm, prompts()) == wanted
+            context.inject(Inject.MAP, count=0)
+        assert elastic_of(llm).backing.counters.failures > failures
+
+
+def test_aborts_and_trims_while_blocks_are_copied(
+    start: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies take as long as a step or two; a page that went too early would be a fault."""
+    asked = prompts(3, 24)
+    with start("llama") as llm:
+        wanted = answer(llm, asked, 24)
+    move, rng = ThreadCopies._move, random.Random(5)
+
+    def slowly(self: Any, pieces: Any) -> None:
+        time.sleep(rng.choice([0, 0.01, 0.03]))
+        move(self, pieces)
+
+    monkeypatch.setattr(ThreadCopies, "_move", slowly)
+    with start("llama", **{**POOL, "VMEM_IDLE": "0.02"}) as llm:
+        engine, elastic = llm.llm_engine, elastic_of(llm)
+        aborted = 0
+        for turn in range(3):
+            todo, live = [(f"{turn}-{i}", i) for i in range(len(asked))], dict[str, int]()
+            while todo or live:
+                if todo and rng.random() < 0.6:
+                    name, i = todo.pop()
+                    engine.add_request(name, asked[i], greedy(rng.randrange(1, 24)))
+                    live[name] = i
+                for one in engine.step():
+                    if one.finished:
+                        got = list(one.outputs[0].token_ids)
+                        assert got == wanted[live.pop(one.request_id)][: len(got)]
+                if live and rng.random() < 0.15:
+                    engine.abort_request([name := rng.choice(sorted(live))])
+                    del live[name]
+                    aborted += 1
+                if rng.random() < 0.3:
+                    with elastic.lock:
+                        elastic._shrink(rng.choice([64 << 10, 1 << 20, 16 << 20]))
+                        assert elastic.backing.check() == []
+                if rng.random() < 0.05:
+                    llm.reset_prefix_cache()
+            idle(llm)
+        assert aborted > 0
+        assert counters(llm).loaded > 0
+        assert counters(llm).stored > 0
+
+
+def test_a_store_that_no_step_carries_on_is_dropped(start: Open) -> None:
+    """The engine in this process stops stepping with its last request; memory does not wait."""
+    asked = prompts(seed=7, count=4)
+    with start("llama", **POOL) as llm:
+        first = answer(llm, asked, 1)
+        assert elastic_of(llm).holds, "the last step's stores have not begun"
+        idle(llm)
+        dropped = counters(llm).dropped
+        assert dropped > 0
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        assert connector.get_kv_connector_stats().reduce()[DROPPED] == dropped
+        assert {DROPPED, HELD} <= set(VMemOffloadingSpec.build_metric_definitions({}))
+        for _ in range(2):
+            assert answer(llm, asked, 8) == answer(llm, asked, 8)
+            assert [one[:1] for one in answer(llm, asked, 8)] == first
+            idle(llm)
+        assert counters(llm).loaded > 0
+
+
+def test_a_size_above_host_memory_is_refused(start: Open) -> None:
+    with (
+        pytest.raises(CannotWork, match=r"kv_offloading_size of \d+ bytes, .* of host memory\)"),
+        start("llama", **{**POOL, "kv_offloading_size": 1e6}),
+    ):
+        pass
+
+
+# ---- a rank's part -------------------------------------------------------------------------------
+
+
+def test_a_size_below_a_block_is_refused() -> None:
+    config = SimpleNamespace(
+        extra_config={"cpu_bytes_to_use": 4096.0},
+        enable_kv_cache_events=False,
+        groups=(),
+        cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1),
+        parallel=SimpleNamespace(world_size=2, rank=0),
+        worker_kv_bytes_per_block=64 << 10,
+        replicated_layout=False,
+        canonical_layout=False,
+    )
+    with pytest.raises(ValueError, match=r"4096 bytes, is below one block of all ranks, 131072"):
+        VMemOffloadingSpec(config)
+
+
+def described(memory: KVMemory, sizes: list[int], groups: list[list[int]]) -> Any:
+    """vLLM's description of a memory's tensors, in groups of them."""
+    tensors = [
+        SimpleNamespace(tensor=memory.tensor(size).view(64, -1), page_size_bytes=size // 64)
+        for size in sizes
+    ]
+    refs = [
+        [SimpleNamespace(tensor_idx=i, page_size_bytes=sizes[i] // 64) for i in group]
+        for group in groups
+    ]
+    return SimpleNamespace(tensors=tensors, group_data_refs=refs)
+
+
+def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
+    return SimpleNamespace(
+        block_ids=np.array(blocks, dtype=np.int32), group_sizes=sizes, block_indices=first
+    )
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_blocks_go_to_their_places_and_come_back(
+    monkeypatch: pytest.MonkeyPatch, library: bool
+) -> None:
+    """Two groups of layers, two blocks to a chunk, the first of which is used from its middle."""
+    if library:
+        monkeypatch.setattr(ThreadCopies, "_move", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    sizes = [64 * 4096, 64 * 4096, 64 * 1000]
+    memory = KVMemory(Context("host"), 64, sizes)
+    try:
+        memory.grow([Run(kind, 0, memory.geometry.num_pages(kind)) for kind in (0, 1)])
+        described_ = described(memory, sizes, [[0, 2], [1]])
+        kv = [one.tensor for one in described_.tensors]
+        worker = Transferrer(described_, 2, 8, 2 * (4096 + 4096 + 1000))
+        copies = [copies_for(memory.context, torch.device("cpu"))(way) for way in (True, False)]
+        worker.begin(*copies)
+        for one in kv:
+            one.random_(-128, 127)
+        before = [one.clone() for one in kv]
+        device = spec([5, 9, 60, 7, 1], [3, 2], [3, 0])
+        host = SimpleNamespace(block_ids=np.array([6, 2, 4], dtype=np.int32))
+        assert worker.submit_store(1, device, host)
+        worker.wait({1})
+        (result,) = worker.get_finished()
+        assert (result.job_id, result.success) == (1, True)
+        assert result.transfer_size == 3 * 5096 + 2 * 4096
+        for one in kv:
+            one.zero_()
+        worker.dropped.add(2)
+        assert worker.submit_store(2, device, host)  # would store zeros
+        back = spec([11, 12, 13, 14, 15], [3, 2], [3, 0])
+        assert worker.submit_load(3, host, back)
+        worker.wait({2, 3})
+        assert [one.job_id for one in worker.get_finished()] == [2, 3]
+        for tensor, blocks in ((0, (5, 9, 60)), (2, (5, 9, 60)), (1, (7, 1))):
+            places = range(11, 14) if tensor != 1 else range(14, 16)
+            for block, place in zip(blocks, places, strict=True):
+                assert torch.equal(kv[tensor][place], before[tensor][block])
+                kv[tensor][place].zero_()
+        assert not any(one.any() for one in kv), "something else was written"
+        del kv, one, described_
+        worker.shutdown()
+        worker.shutdown()
+    finally:
+        memory.close()
+
+
+def test_a_transfer_that_does_not_add_up_is_refused() -> None:
+    memory = KVMemory(Context("host"), 64, [64 * 4096])
+    try:
+        caches = described(memory, [64 * 4096], [[0]])
+        worker = Transferrer(caches, 1, 4, 4096)
+        host = SimpleNamespace(block_ids=np.array([0, 1], dtype=np.int32))
+        with pytest.raises(ValueError, match="3 blocks and 2 chunks, of which 2 and 2 match"):
+            worker.submit_store(1, spec([1, 2, 3], [2], [0]), host)
+        with pytest.raises(RuntimeError, match="before the engine's memory is known"):
+            worker.submit_store(1, spec([1, 2], [2], [0]), host)
+        with pytest.raises(ValueError, match="has 4096 bytes, vLLM counted 4095"):
+            Transferrer(caches, 1, 4, 4095)
+        worker.shutdown()
+    finally:
+        memory.close()
+
+
+def test_host_memory_that_cannot_be_had() -> None:
+    with pytest.raises(MemoryError, match=f"{1 << 60} bytes of host memory"):
+        HostMemory(1 << 60, locked=False)
