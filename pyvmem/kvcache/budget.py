@@ -417,9 +417,11 @@ class Share:
 
     def room(self) -> int:
         """Bytes that the cache could take now without reclaiming from others."""
-        others = (one for one in self.budget._shares if one.pager is not self.pager)
-        kept = sum(max(one.used, one.floor) for one in others)
-        return self.budget.granted_bytes - kept - self.used
+        budget, taken = self.budget, 0
+        for one in budget._shares:  # a loop, since each step asks
+            used = one.reclaimer.held * one.layout.page_size
+            taken += used if one.pager is self.pager or used > one.floor else one.floor
+        return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 
     def total(self) -> int:
         """Bytes of the whole budget."""

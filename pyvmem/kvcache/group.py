@@ -29,12 +29,13 @@ from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.migration import Mover, Promoter, Window
+from pyvmem.kvcache.migration import Mover, Promoter
 from pyvmem.kvcache.pages import Block, Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Growth, Slot, SlotTable
+from pyvmem.kvcache.window import Window
 from pyvmem.ops import OpBatch
 from pyvmem.reservation import Reservation
 
@@ -138,7 +139,6 @@ class Group:
         place: the group's place among these.
         promoter: None: there are no large pages, or the rows are rewritten all the time.
         window: what slides; None: every row is kept.
-        moves_on: the promoter or the window has something to do after a step.
         reclaim_due: `reclaim_idle` is to be called by the next step.
         unprepared: `prepare` is.
         named: the last step named a request, which GPU work may be using; kept for the first group
@@ -154,6 +154,7 @@ class Group:
         table: type[SlotTable],
         prefixes: PrefixCache,
         place: int,
+        ops: OpBatch,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -176,7 +177,7 @@ class Group:
         large = layout.large_pages * layout.page_size
         self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
-        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
+        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
         if layout.large_pages and not layout.state:
@@ -184,7 +185,7 @@ class Group:
         if config.window:
             release = self.pager.release
             unit = prefixes.unit if prefixes.records else 1
-            self.window = Window(self.reclaimer, self.mover, config, unit, release)
+            self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window)
         # By slot, its owner and the pages per tensor that `step_async` left to a later call.
@@ -197,7 +198,6 @@ class Group:
         self.unprepared = False
         self.token_bytes = layout.row_bytes * layout.num_tensors
         self.page_bytes = layout.page_size * layout.num_tensors
-        self.moves_on = self.window is not None or self.promoter is not None
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None

@@ -39,11 +39,13 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import PriorWork, prune, record, wait_for, wait_for_device
 from pyvmem.kvcache.group import Group, make_parts, pool_low
+from pyvmem.kvcache.growth import Planner, extend
 from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.pages import DEVICE, EMPTY, Kind, Span, Stretch, Tier
 from pyvmem.kvcache.prefix_cache import PrefixCache, PrefixMatch
 from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Move, Slot, SlotTable
+from pyvmem.kvcache.window import slide
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 from pyvmem.reentry import call_part, reentrant_lock
@@ -195,9 +197,10 @@ class Manager:
                     limit=least,
                 )
         prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
+        ops = OpBatch(Planner.OPS * sum(config.max_batch for config in configs))
         for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
             journal.keep(self, "groups")
-            self.groups += (Group(config, one, journal, table, prefixes, place),)
+            self.groups += (Group(config, one, journal, table, prefixes, place, ops),)
         if budget is not None:
             for group in self.groups:
                 call_part(partial(budget.join, group.pager, group.config.memory_floor))
@@ -370,25 +373,23 @@ def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) 
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     """`KVCache.step` of groups with the same requests: all of them or none."""
-    begun = []
-    lacking = False
+    begun, growing = [], []
     try:
         for group in groups:
             rows, total, short = _begin(group, seq_lens, stream)
             begun.append((group, rows, total, short))
-            lacking = lacking or bool(short)
+            if short:
+                growing.append(group.pager)
         names = any(seq_lens)
         if names:
             groups[0].named = True
-        if lacking:
-            done = len(groups) == 1 and group.pager.extend(background=False)
-            if not done and not _grow_for(begun, stream):
+        if growing:
+            if not extend(growing, background=False) and not _grow_for(begun, stream):
                 _note_short(groups)
                 return -1
-            for group in groups:
-                own = group.reclaimer
-                if own.share is not None or own.limit - own.held < own.watermark * own.limit:
-                    group.keep_watermark()
+            own = groups[0].reclaimer
+            if own.share is not None or own.limit - own.held < own.watermark * own.limit:
+                _keep_watermarks(groups)
     except TooManyMappings as error:
         if groups[0].table.lockstep:  # the other ranks do not know
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
@@ -397,12 +398,17 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         return -1
     # What calls the context comes before or after the rows of all groups: an interruption after a
     # call in between would leave some groups with the new rows and some with the old.
+    windows = []
     for group, rows, _, _ in begun:
-        if group.moves_on:
-            _move_on(group, rows, stream)
+        if group.window is not None:
+            windows.append((group.window, rows))
+        if group.config.promote_tokens and group.promoter is not None:
+            group.promoter.step(rows, stream)
         runs = group.pager.runs
         if runs.joins and runs.used > runs.join_at:
             runs.join(stream)
+    if windows:
+        slide(windows, stream)
     if not names and groups[0].named:
         groups[0].rest(stream)
     for group, rows, total, _ in begun:
@@ -434,11 +440,9 @@ def step_async(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
     if lacking and not _begin_growing(begun):
         _note_short(groups)
         return -1
-    for group, short in begun:
-        own = group.reclaimer
-        scarce = own.share is not None or own.limit - own.held < own.watermark * own.limit
-        if short and scarce:
-            group.keep_watermark()
+    if lacking:
+        _keep_watermarks(groups)
+    for group in groups:
         group.counters.steps_async += 1
     return 0
 
@@ -468,6 +472,19 @@ def _begin(group: Group, seq_lens: Sequence[int], stream: Any) -> tuple[array[in
     return rows, total, short
 
 
+def _keep_watermarks(groups: Sequence[Group]) -> None:
+    """`Group.keep_watermark` of each, which have one budget."""
+    share = groups[0].reclaimer.share
+    room = 0 if share is None else share.room() + share.beyond()
+    for group in groups:
+        own = group.reclaimer
+        left = own.limit - own.held
+        if share is not None:
+            left = min(left, room // group.layout.page_size)
+        if left < own.watermark * own.limit:
+            group.keep_watermark()
+
+
 def _grow_for(begun: Sequence[tuple[Group, array[int], int, list[int]]], stream: Any) -> bool:
     """Gives slots that are short their pages, in all groups or in none."""
     wants = [(group, group.pager.wants(short)) for group, *_, short in begun]
@@ -485,10 +502,13 @@ def _settle(group: Group, stream: Any) -> None:
 
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     """Begins to give slots that are short their pages, in all groups or in none."""
+    for group, _ in begun:
+        if group.pager.growths or group.reclaimer.unmaps or group.left:
+            break
+    else:
+        if extend([group.pager for group, short in begun if short], background=True):
+            return True
     group = begun[0][0]
-    busy = group.pager.growths or group.reclaimer.unmaps or group.left
-    if len(begun) == 1 and not busy and group.pager.extend(background=True):
-        return True
     wants = [(group, _not_promised(group, group.pager.wants(short))) for group, short in begun]
     if group.table.lockstep:
         return grow(wants, background=True)
@@ -852,14 +872,6 @@ def _disown(group: Group, want: _Want) -> None:
             slot.job.grants = []
             slot.job.handover = []  # the slot keeps these events for its next owner
     group.pager.poll()
-
-
-def _move_on(group: Group, rows: array[int], stream: Any) -> None:
-    """Lets windows slide and pages be replaced, as the rows after a step allow it."""
-    if group.window is not None:
-        group.window.slide(rows, stream)
-    if group.config.promote_tokens and group.promoter is not None:
-        group.promoter.step(rows, stream)
 
 
 def _commit(group: Group, rows: array[int], total: int) -> None:

@@ -2051,6 +2051,29 @@ def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
 
 
 @scenario
+def layered_step_slides(engine: Engine) -> Steps:
+    """Two windows slide in one batch, and the layers of all classes grow in another."""
+    cache, first = _layered_windows(engine, 5 * ROWS)
+    second = _slid(engine, cache, 5 * ROWS)
+    tags = {reqid: engine.held.pop((cache, reqid)) for reqid in (first, second)}
+    want = lens(cache, dict.fromkeys(tags, 5 * ROWS + 1))
+
+    def call() -> None:
+        assert cache.step(want) == 0
+
+    def again() -> None:
+        call()
+        assert cache.step(lens(cache, dict.fromkeys(tags, 5 * ROWS + 2))) == 0
+        for reqid, written in tags.items():
+            for part in parts(cache):
+                (low,) = part.first_rows([reqid])
+                assert read_rows(part, reqid, low, written[low:]), "rows in the window"
+            cache.free_reqid(reqid)
+
+    return call, again
+
+
+@scenario
 def layered_fork_a_window(engine: Engine) -> Steps:
     cache, parent = _layered_windows(engine, 5 * ROWS + 3)
     return _forking(engine, cache, parent, None)
