@@ -58,10 +58,13 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Manager, Moved, SwappedRequest, unmap_idle
+from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.kvcache.tiers import Moved
+from pyvmem.kvcache.trim import unmap_idle
 from pyvmem.reentry import call_part
 from pyvmem.streams import check, device_ordinal
 

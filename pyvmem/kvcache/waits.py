@@ -27,17 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.manager import (
-    Manager,
-    Truncation,
-    begin_trim,
-    can_compact,
-    empty_slots,
-    kept_slots,
-    last_work,
-    make_free_alike,
-)
+from pyvmem.kvcache.manager import Manager
+from pyvmem.kvcache.prefix_alloc import empty_slots, kept_slots
+from pyvmem.kvcache.requests import make_free_alike
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
+from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
+from pyvmem.kvcache.truncation import Truncation
 from pyvmem.streams import Work
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pyvmem import (
     OutOfMemory,
     VMemError,
 )
-from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, manager
+from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -341,7 +341,7 @@ def test_no_host_memory_for_a_later_class(
     with shared(context) as cache:
         reqid, tags = started(cache, UNIT)
         before, taken = state(cache), []
-        real = manager._host_memory
+        real = swap._host_memory
 
         def host_memory(size: int, device: int | None) -> memoryview:
             if len(taken) == 2:
@@ -350,7 +350,7 @@ def test_no_host_memory_for_a_later_class(
             return real(size, device)
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(manager, "_host_memory", host_memory)
+            patch.setattr(swap, "_host_memory", host_memory)
             cache.swap_out(reqid)
         assert state(cache) == before
         assert holds(cache, reqid, tags)
