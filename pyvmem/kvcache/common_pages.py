@@ -9,6 +9,7 @@ import operator
 from pyvmem.errors import NotSupported, OutOfMemory, VMemError
 from pyvmem.features.table import FORK
 from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.group import Loan, lend
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.pages import EMPTY
 from pyvmem.kvcache.requests import claim, free
@@ -80,7 +81,7 @@ class CommonPages:
                 if others is None:
                     raise invalid(f"map_common_pages({tokens}): a slot is broken or taken")
                 if others:
-                    group.attach(others, self._span)
+                    lend([Loan(group, one, self._span, 0) for one in others])
             except VMemError:  # after anything else the journal takes all of it back
                 free(groups, _WRITER, None, None, None)
                 raise
@@ -102,6 +103,6 @@ class CommonPages:
             if slot.active:
                 free(groups, reqid, None, None, None)
             group.sharing.empty(slot)
-            group.attach([slot], self._span)
+            lend([Loan(group, slot, self._span, 0)])
             group.reclaimer.lend(EMPTY)
         self.idle.add(reqid)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, Loan, lend
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.requests import alloc, make_free_alike
@@ -100,33 +100,39 @@ def _begin_with(
         changed.
     """
     prefixes, resumed = groups[0].prefixes, goes_on
-    taken: list[tuple[Group, Slot]] = []
-
-    def detach() -> None:
-        for group, slot in taken:
-            group.detach([slot])
-
+    loans: list[Loan] = []
+    rest: list[tuple[Group, Slot, Span]] = []
+    taken = False
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
             group.sharing.order_after_writers(span, reader)
             if goes_on:
-                resumed &= slot.span.pages == span.pages
-                group.resume(slot, span)
-            else:
-                group.sharing.make_empty(1, [slot])
-                if not group.attach_copy(slot, span, match.length):
-                    break
-            taken.append((group, slot))
+                resumed = resumed and slot.span.pages == span.pages
+                loans.append(Loan(group, slot, span, slot.head))
+                continue
+            group.sharing.make_empty(1, [slot])
+            whole = span.pages if group.window is not None else span.floor(span.pages)
+            lent = span
+            if whole < span.pages:
+                rest.append((group, slot, span))
+                lent = span.slice(0, whole)
+            loans.append(Loan(group, slot, lent, group.layout.window_page(match.length)))
+        lend(loans)
+        taken = done = True
+        for group, slot, span in rest:
+            done = done and group.copy_rest(slot, span, match.length)
     except VMemError as error:
-        detach()
+        for group, slot, *_ in loans if taken else ():
+            group.detach([slot])
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    if len(taken) < len(groups):
-        detach()
+    if not done:
+        for group, slot, *_ in loans:
+            group.detach([slot])
         return None
     prefixes.hand_over(match, slots[0])
-    for group, slot in taken:
+    for group, slot, *_ in loans:
         group.enter(slot, match.length)
         group.note_peaks()
     return resumed

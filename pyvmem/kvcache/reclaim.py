@@ -755,8 +755,6 @@ class Reclaimer(Journaled):
         So that a request of another conversation finds one that it need not empty. False where some
         must wait.
         """
-        if not self.table.index.stale.entries:
-            return True
         self.poll()
         index = self.table.index
         kept = [slot for slot in index.cached if slot.kept]

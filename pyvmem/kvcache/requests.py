@@ -10,7 +10,7 @@ from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.slots import Slot
 
-__all__ = ["alloc", "claim", "free", "make_free_alike", "reclaim_free", "release"]
+__all__ = ["alloc", "claim", "free", "have_pages", "make_free_alike", "reclaim_free", "release"]
 
 
 def make_free_alike(groups: Sequence[Group]) -> None:
@@ -55,10 +55,10 @@ def free(
     """See `KVCache.free_reqid`."""
     slots = [group.slot(reqid) for group in groups]
     event = record(stream, groups[0].device)
-    first = [slot.shared for slot in slots]
+    first: list[int] = []
     goes_on = False
     if tokens is not None:
-        owner = slots[0].owner
+        first, owner = [slot.shared for slot in slots], slots[0].owner
 
         def finish() -> None:  # what is recorded may not be written to any more
             if slots[0].active and slots[0].owner == owner:
@@ -78,9 +78,34 @@ def free(
 def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
     """`Group.release` in all groups: what calls the context comes before the first."""
     for group, slot in zip(groups, slots, strict=True):
-        group.mover.abandon(slot)
+        if group.mover.moves:
+            group.mover.abandon(slot)
     for group, slot in zip(groups, slots, strict=True):
         group.release(slot, event)
+
+
+def have_pages(needs: Sequence[tuple[Group, int]]) -> bool:
+    """Reclaims unowned pages until groups have so many physical pages free, all at once.
+
+    Returns:
+        False where memory is short.
+
+    Raises:
+        VMemError: unowned pages could not be unmapped.
+    """
+    nbytes = 0
+    for group, pages in needs:
+        if pages and pages > group.reclaimer.free and not group.pager.have(pages):
+            return False
+        nbytes += pages * group.layout.page_size
+    if len(needs) == 1:
+        return True
+    first = needs[0][0]
+    while (missing := nbytes - first.reclaimer.room) > 0:
+        if not first.reclaimer.make_room(-(-missing // first.layout.page_size), {}):
+            first.reclaimer.raise_errors()
+            return False
+    return True
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:

@@ -159,12 +159,15 @@ class Runs:
             goals[place] = goal
         return goals
 
-    def ahead(self, count: int, pages: int, mapped: int, head: int) -> list[int]:
-        """`goals` of so many new requests that need `pages` each and have some mapped."""
+    def ahead(self, count: int, pages: int, mapped: int, head: int, room: int | None) -> list[int]:
+        """`goals` of so many new requests that need `pages` each and have some mapped.
+
+        `room`: see `look`.
+        """
         goals = [pages] * count
         if self._columns.runs.longest == 1:
             return goals
-        self.look()
+        self.look(room=room)
         return self._columns.goals(goals, [mapped] * count, [head] * count)
 
     def grown(self, pieces: Sequence[Piece]) -> None:

@@ -559,10 +559,11 @@ def _entry(slot: Slot) -> _Entry:
     spare = returning = 0
     if taking and not isinstance(job, Slide):  # whose pages `Reclaimer.sliding` counts
         returning = job.pages
+    simple = not (slot.span.pages or slot.head or slot.places.noted)
     if (taking or job is None) and not slot.lost:
-        spare = slot.spare_beyond(0)
+        spare = mapped - slot.granted if simple else slot.spare_beyond(0)
     age = (order, index)
-    stale = slot.stale
+    stale = not simple and slot.stale
     if slot.active:
         left = mapped > slot.granted and not slot.lost and job is None
         return _Entry(

@@ -159,7 +159,7 @@ def _settle(group: Group, stream: Any) -> None:
 def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
     """Begins to give slots that are short their pages, in all groups or in none."""
     for group, _ in begun:
-        if group.pager.growths or group.reclaimer.unmaps or group.left:
+        if group.pager.growths or group.left:
             break
     else:
         if extend([group.pager for group, short in begun if short], background=True):

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import errno
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pyvmem.errors import NotRecoverable, OutOfMemory, VMemError
+from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import Span
+from pyvmem.kvcache.pages import EMPTY, Span
+from pyvmem.kvcache.requests import have_pages
 from pyvmem.kvcache.slots import Slot
 from pyvmem.ops import OpBatch
 
@@ -49,9 +49,15 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
             one.group.pager.release(one.slot)
         each = [Truncation.of(one.group, one.slot, rows) for one in each]
         work.wait()
-        if not _unmap_all(each, partial(_complete, groups, reqid, slots[0].owner, rows, work)):
-            return -1
-    _shorten(each, work)
+    ownerless = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
+    if not any(one.unmaps for one in each):
+        _note_all(each, work)
+        _unpin(each)
+    elif not _unmap_all(each, work):
+        return -1
+    for one in ownerless:
+        if not one.group.config.deferred_reclaim and one.slot.job is None:
+            one.group.reclaimer.try_unmap(one.slot, one.keep)
     return 0
 
 
@@ -63,28 +69,40 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
 
 
-def _shorten(each: Sequence[Truncation], work: PriorWork) -> None:
-    """Notes the truncation in the records of every group, then unmaps what policy does not keep.
+def _note_all(each: Sequence[Truncation], work: PriorWork) -> list[Span]:
+    """Writes the truncation into the records of every group, but for `_unpin`.
 
-    `work`: the last work on the rows.
+    Args:
+        each: by group.
+        work: the last work on the rows.
+
+    Returns:
+        The shared pages that go, by group.
     """
-    disowned = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    event = work.record() if disowned else None
-    for one in disowned:
-        group, slot = one.group, one.slot
-        group.pager.shrink(slot, one.keep)
-        group.reclaimer.own_away = None
-        slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+    gone = []
     for one in each:
         group, slot = one.group, one.slot
+        if one.unmaps:
+            gone.append(one.note())
+        else:
+            gone.append(EMPTY)
+            if one.keep < slot.granted:
+                event = work.record()
+                group.pager.shrink(slot, one.keep)
+                group.reclaimer.own_away = None
+                slot.events = [*prune(slot.events), *(() if event is None else (event,))]
         if group.promoter is not None:
             group.promoter.shorten(slot, one.first)
-        group.prefixes.shorten(slot, one.rows)
         group.enter(slot, one.rows)
         group.table.changes += 1
-    for one in disowned:
-        if not one.group.config.deferred_reclaim and one.slot.job is None:
-            one.group.reclaimer.try_unmap(one.slot, one.keep)
+    return gone
+
+
+def _unpin(each: Sequence[Truncation]) -> None:
+    """Keeps no recorded prefix any more that the requests are now shorter than; idempotent."""
+    for one in each:
+        if one.slot.owner == one.owner and one.group.rows[one.slot.index] == one.rows:
+            one.group.prefixes.shorten(one.slot, one.rows)
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
@@ -109,29 +127,6 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
             group.reclaimer.try_unmap(slot, keep)
 
 
-def _complete(groups: Sequence[Group], reqid: int, owner: int, rows: int, work: PriorWork) -> None:
-    """Completes a truncation that an exception ended after pages had been unmapped.
-
-    Raises:
-        NotRecoverable: it could not; the request has lost rows, and the text names it.
-    """
-    slots = [group.table[reqid] for group in groups]
-    if slots[0].owner != owner or any(slot.lost for slot in slots):
-        return
-    try:
-        done = truncate(groups, reqid, rows, work) == 0
-    except VMemError as error:
-        raise groups[0].table.lose(slots[0], error) from error
-    if not done:
-        short = "memory is short for its last page"
-        raise groups[0].table.lose(
-            slots[0], OutOfMemory(short, errno=errno.ENOMEM, op="KVCache.truncate")
-        )
-    _shorten(
-        [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)], work
-    )
-
-
 @dataclass
 class Truncation:
     """The plan for a slot's pages.
@@ -147,6 +142,7 @@ class Truncation:
     its last row.
 
     Attributes:
+        owner: of the slot.
         rows: tokens that are kept.
         first: the page that the first dropped row begins in.
         keep: pages that the request keeps; a large one outside the device as a whole.
@@ -159,6 +155,7 @@ class Truncation:
 
     group: Group
     slot: Slot
+    owner: int
     rows: int
     first: int
     keep: int
@@ -183,7 +180,7 @@ class Truncation:
                 keep = shared  # what a kernel may over-read comes with the next step
         unmaps = shared < slot.shared or places.away_end > keep
         end = max(places.ceil(keep), copied)
-        return cls(group, slot, rows, first, keep, shared, copied, end, unmaps)
+        return cls(group, slot, slot.owner, rows, first, keep, shared, copied, end, unmaps)
 
     @property
     def stride(self) -> int:
@@ -195,58 +192,45 @@ class Truncation:
         """Physical pages that the copies take."""
         return (self.copied - self.shared) * self.group.layout.num_tensors
 
-    def copy(self) -> bool:
-        """Copies what is kept of shared pages; False where memory is short.
+    def copy(self, ops: OpBatch) -> None:
+        """Adds to a batch that what is kept of shared pages is copied to scratch addresses.
 
-        The request's own work is over; that of others who wrote the shared pages may not be.
+        The request's own work is over; that of others who wrote the shared pages is waited for.
         """
         group, slot, layout = self.group, self.slot, self.group.layout
-        if not self.new_pages:
-            return True
-        if not group.pager.have(self.new_pages):
-            return False
         for block, *_ in slot.shared_part(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
-        nbytes = layout.bytes_for(self.rows) - self.shared * layout.page_size
-        ops = OpBatch(1)
-        addresses = group.scratch.take(self.stride * layout.num_tensors)
+        self.addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(
-            addresses.addr,
+            self.addresses.addr,
             self.stride,
             layout.num_tensors,
             self.stride,
             layout.page_size,
             copy_from=slot.addr + self.shared * layout.page_size,
             copy_stride=layout.tensor_bytes,
-            copy_bytes=nbytes,
+            copy_bytes=layout.bytes_for(self.rows) - self.shared * layout.page_size,
         )
-        try:
-            with group.mapper.transaction() as change:
-                group.reclaimer.held += self.new_pages
-                change.run(ops, waits=group.counters.waits)
-        except VMemError as error:
-            group.scratch.give(addresses)
-            if group.sharing.is_shortage(error):
-                return False
-            raise
-        self.addresses = addresses
-        group.counters.grown += self.new_pages
-        return True
+
+    def give_addresses(self) -> None:
+        """Gives the scratch addresses back, where nothing is mapped."""
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            self.group.scratch.give(addresses)
 
     def drop_copy(self) -> None:
-        """Undoes `copy`."""
+        """Undoes `copy` once the batch has run."""
         if self.addresses is not None:
             addresses, self.addresses = self.addresses, None
             self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
             self.group.reclaimer.held -= self.new_pages
             self.group.counters.reclaimed += self.new_pages
 
-    def unmap(self) -> None:
-        """Maps the copies over shared pages, unmaps what follows: one batch, all or nothing."""
+    def unmap(self, ops: OpBatch) -> None:
+        """Adds to a batch that the copies are mapped over shared pages, and what follows goes."""
         group, slot, layout = self.group, self.slot, self.group.layout
         tensors = layout.num_tensors
-        ops = OpBatch(3)
         if self.addresses is not None:
             scratch, size = self.addresses.addr, self.stride
             ops.map(
@@ -267,18 +251,8 @@ class Truncation:
                 tensors,
                 layout.tensor_bytes,
             )
-        try:
-            with group.mapper.transaction() as change:
-                tail = self._note()
-                change.run(ops, slot.events, group.counters.waits)
-        except NotRecoverable as error:
-            raise group.table.lose(slot, error) from error
-        group.reclaimer.unref(tail)
-        if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            group.scratch.give(addresses)
 
-    def _note(self) -> Span:
+    def note(self) -> Span:
         """What `unmap` does, in the records; returns the shared pages that go."""
         group, slot, places = self.group, self.slot, self.slot.places
         own = max(self.end, slot.shared)
@@ -291,37 +265,72 @@ class Truncation:
         group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
         group.reclaimer.shared.use(tail, end=True)
         group.reclaimer.count_freed(gone, away)
-        group.enter(slot, self.rows)
         return tail
 
 
-def _unmap_all(each: Sequence[Truncation], complete: Callable[[], None]) -> bool:
-    """Unmaps at once what cannot stay, in every group; False, and nothing changed: memory is short.
+def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
+    """Unmaps at once what cannot stay, of every group in one batch, after one that copies.
 
-    `complete`: does the rest, if an exception from outside comes after the first unmap.
+    Returns:
+        False, and nothing changed: memory is short.
 
     Raises:
         NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
     """
     begun = [one for one in each if one.unmaps]
-    done: list[Truncation] = []
+    if not _copy_all([one for one in begun if one.new_pages]):
+        return False
+    first, ops = begun[0].group, OpBatch(3 * len(begun))
+    first.journal.on_abort(partial(_unpin, each))
     try:
-        if not all(one.copy() for one in begun):
-            _drop_copies(begun)
-            return False
-        begun[0].group.journal.on_abort(complete)
         for one in begun:
-            one.unmap()
-            done.append(one)
+            one.unmap(ops)
+        after = [event for one in begun for event in one.slot.events]
+        with first.mapper.transaction() as change:
+            gone = _note_all(each, work)
+            change.run(ops, after, first.counters.waits)
     except VMemError as error:
-        _drop_copies(begun)
-        if done and not isinstance(error, NotRecoverable):
-            one = begun[len(done)]
-            raise one.group.table.lose(one.slot, error) from error
+        if isinstance(error, NotRecoverable):
+            raise _lost(begun, error) from error
+        for one in begun:
+            one.drop_copy()
         raise
+    for one, span in zip(each, gone, strict=True):
+        one.group.reclaimer.unref(span)
+        one.give_addresses()
+    _unpin(each)
     return True
 
 
-def _drop_copies(begun: Sequence[Truncation]) -> None:
+def _copy_all(copies: Sequence[Truncation]) -> bool:
+    """Copies what is kept of shared pages; False, and nothing changed: memory is short."""
+    if not copies:
+        return True
+    if not have_pages([(one.group, one.new_pages) for one in copies]):
+        return False
+    ops, first = OpBatch(len(copies)), copies[0].group
+    try:
+        for one in copies:
+            one.copy(ops)
+        with first.mapper.transaction() as change:
+            for one in copies:
+                one.group.reclaimer.held += one.new_pages
+            change.run(ops, waits=first.counters.waits)
+    except VMemError as error:
+        for one in copies:
+            one.give_addresses()
+        if first.sharing.is_shortage(error):
+            return False
+        raise
+    for one in copies:
+        one.group.counters.grown += one.new_pages
+    return True
+
+
+def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:
+    """Retires the slots of the request whose pages could not be undone; returns what to raise."""
     for one in begun:
-        one.drop_copy()
+        one.group.reclaimer.mark_broken([(one.slot, one.shared, one.slot.mapped)])
+    broken = [one for one in begun if one.slot.broken] or begun
+    errors = [one.group.table.lose(one.slot, error) for one in broken]
+    return errors[0]

@@ -7,7 +7,7 @@ import pytest
 from kvcache_helpers import eventually, pending
 from test_kvcache_layers import holds, layered, state, units, write
 
-from pyvmem import Context, DriverError, Inject
+from pyvmem import Context, DriverError, Inject, VMemError
 from pyvmem.kvcache import LayeredCache, LayerShape
 
 
@@ -119,3 +119,35 @@ def test_a_request_ends_while_its_window_slides(context: Context) -> None:
             cache.trim()
             assert cache.stats().mapped_bytes == 0
             cache.check_integrity()
+
+
+@pytest.mark.parametrize("kind", [Inject.MAP, Inject.HEAP])
+def test_a_truncation_that_fails_changes_no_group(context: Context, kind: Inject) -> None:
+    """Whichever call of the driver fails, of those that copy and of those that replace pages."""
+    failed = 0
+    for skip in range(200):
+        with layered(context) as cache:
+            assert cache.alloc_reqid() == 0
+            assert cache.step(both(cache, 20, 1)) == 0
+            tags = list(range(1, 21))
+            write(cache, 0, 0, tags)
+            child = cache.fork(0)
+            assert child is not None
+            before = state(cache)
+            context.inject(kind, skip=skip)
+            try:
+                done = cache.truncate(child, 11) == 0  # or memory is short
+            except VMemError:
+                done = False
+            finally:
+                context.inject(kind, 0, 0)
+            cache.check_integrity()
+            assert holds(cache, 0, tags)
+            if done:
+                assert holds(cache, child, tags[:11])
+                break
+            failed += 1
+            assert state(cache) == before
+            assert holds(cache, child, tags)
+    assert failed >= (kind is Inject.MAP) * 2 * len(cache.caches)
+    assert skip < 199
