@@ -1015,7 +1015,7 @@ class KVCache(MustClose):
         """Slots that a request could get."""
         with self.lock, self.journal:
             groups = self._open()
-            requests.make_free_alike(groups)
+            requests.sync_free_slots(groups)
             return len(groups[0].table.free)
 
     @property

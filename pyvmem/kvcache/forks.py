@@ -19,7 +19,7 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.requests import have_pages, make_free_alike
+from pyvmem.kvcache.requests import have_pages, sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.truncation import check_kept
@@ -130,7 +130,7 @@ def fork_all(
 
     The first group chooses the slots, unless `into` does.
     """
-    make_free_alike(groups)
+    sync_free_slots(groups)
     for group in groups:
         group.sharing.require(FORK, "fork")
         if length is not None:
@@ -206,18 +206,18 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             if large and isinstance(error, OutOfMemory):
                 large = False  # small pages may fit where no large one does
                 continue
-            crowded = isinstance(error, TooManyMappings)
-            made = [_make_room(part, crowded=crowded) for part in parts]
+            out_of_mappings = isinstance(error, TooManyMappings)
+            made = [_make_room(part, out_of_mappings=out_of_mappings) for part in parts]
             if not any(made):
                 for part in parts:
                     part.group.reclaimer.raise_errors()
                 return False
 
 
-def _make_room(part: _Fork, *, crowded: bool) -> bool:
+def _make_room(part: _Fork, *, out_of_mappings: bool) -> bool:
     """Brings pages or mappings back for a group's new pages; whether some came."""
     pages, group = part.new_pages, part.group
-    if crowded:
+    if out_of_mappings:
         return group.pager.fewer_mappings(pages, {})
     return pages > 0 and group.reclaimer.make_room(pages, {})
 

@@ -34,7 +34,7 @@ from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.runs import CROWDED, Runs
+from pyvmem.kvcache.runs import SCARCE_AT, Runs
 from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
@@ -318,7 +318,7 @@ class Pager(Journaled):
         columns = table.index.columns if table.touched else self.columns
         near = columns.near(self.ahead, room, large=large)
         runs, calls = self.runs, len(near) * layout.num_tensors
-        if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // CROWDED):
+        if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // SCARCE_AT):
             return
         try:
             if not large:

@@ -10,7 +10,7 @@ from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.logs import warn
 
-__all__ = ["warn_crowded", "who_has_mappings"]
+__all__ = ["warn_out_of_mappings", "who_has_mappings"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def who_has_mappings(groups: Sequence[Group]) -> str:
     return f"of {total} in the context, " + ", ".join(texts)
 
 
-def warn_crowded(groups: Sequence[Group]) -> None:
+def warn_out_of_mappings(groups: Sequence[Group]) -> None:
     """Says why a step found no mapping, and who has some."""
     reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
     for group in groups:

@@ -11,7 +11,7 @@ from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.group import Group, Loan, lend
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixMatch
-from pyvmem.kvcache.requests import alloc, make_free_alike
+from pyvmem.kvcache.requests import alloc, sync_free_slots
 from pyvmem.kvcache.slots import Slot
 from pyvmem.streams import Work
 
@@ -22,7 +22,7 @@ def alloc_prefix(
     groups: Sequence[Group], tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> tuple[int, int] | None:
     """See `KVCache.alloc_prefix`."""
-    make_free_alike(groups)
+    sync_free_slots(groups)
     prefixes = groups[0].prefixes
     match, length = prefixes.wanted(tokens, leave, namespace)
     reqid = slots = resumed = None

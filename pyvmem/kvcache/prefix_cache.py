@@ -706,7 +706,7 @@ class PrefixCache:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
-            back += group.reclaimer.let_go(span) * column
+            back += group.reclaimer.drop_evicted(span) * column
         return back
 
     def _unpin_all(self) -> bool:

@@ -540,7 +540,7 @@ class Reclaimer(Journaled):
         )
         return sum(waiting) * self.layout.num_tensors
 
-    def forget_crowding(self) -> None:
+    def drop_mapping_errors(self) -> None:
         """Drops notes of background growths that lacked mappings: they were undone."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
@@ -723,7 +723,7 @@ class Reclaimer(Journaled):
                 complete &= slot.job is None and self.try_unmap(slot, 0, now)
         return complete
 
-    def let_go(self, span: Span) -> int:
+    def drop_evicted(self, span: Span) -> int:
         """Drops an evicted span.
 
         Returns:

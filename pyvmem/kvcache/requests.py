@@ -10,10 +10,10 @@ from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.slots import Slot
 
-__all__ = ["alloc", "claim", "free", "have_pages", "make_free_alike", "reclaim_free", "release"]
+__all__ = ["alloc", "claim", "free", "have_pages", "sync_free_slots", "reclaim_free", "release"]
 
 
-def make_free_alike(groups: Sequence[Group]) -> None:
+def sync_free_slots(groups: Sequence[Group]) -> None:
     """Polls what is in flight, and retires a slot in all groups once it is broken in one."""
     for group in groups:
         if group.reclaimer.unmaps:
@@ -29,7 +29,7 @@ def make_free_alike(groups: Sequence[Group]) -> None:
 
 def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
     """See `KVCache.alloc_reqid`: the slot that fits the first group best, in all of them."""
-    make_free_alike(groups)
+    sync_free_slots(groups)
     found = groups[0].fit(seq_len)
     if found is None:
         return None
@@ -42,7 +42,7 @@ def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
 
 def claim(groups: Sequence[Group], reqid: int) -> None:
     """See `KVCache.claim`."""
-    make_free_alike(groups)
+    sync_free_slots(groups)
     for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
         group.take(slot)
     for group in groups:

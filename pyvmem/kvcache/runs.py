@@ -38,12 +38,12 @@ from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Piece, Slot
 
-__all__ = ["CROWDED", "Runs"]
+__all__ = ["SCARCE_AT", "Runs"]
 
 _log = logging.getLogger(__name__)
 
 _RUN_BYTES = 2 << 20  # what one entry of the GPU's page tables covers: longer runs save little
-CROWDED = 8  # with 1 / CROWDED of the mappings used, runs get longer
+SCARCE_AT = 8  # with 1 / SCARCE_AT of the mappings used, runs get longer
 _LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
 _JOINS = 512  # driver calls of one step that joins, unless it would have to return -1
 _LEAST = 4  # map calls of a tensor from which joining is worthwhile
@@ -126,9 +126,9 @@ class Runs:
             columns = table.index.columns if table.touched else self._columns
             self._active, self._changes = columns.active.count(1), table.changes
         used = self.used if self.limit else 0
-        crowded = self.limit and used * CROWDED >= self.limit
+        scarce = self.limit and used * SCARCE_AT >= self.limit
         runs.active = self._active
-        runs.left = max(1, self.limit * 3 // 4 - used) if crowded else 0
+        runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def goals(self, want: Sequence[tuple[Slot, int]], kept: int = 0) -> list[int] | None:
         """Pages per tensor to map for each slot, at least what it needs; None: exactly that.

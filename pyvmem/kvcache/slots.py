@@ -157,7 +157,7 @@ class Slot(Watched):
 
     @property
     def grows_from(self) -> int:
-        """Where its next pages are mapped; 0 where it is stale: all that is there goes before."""
+        """Where its next pages are mapped; 0 if stale: its pages are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:

@@ -17,7 +17,7 @@ from pyvmem.errors import TooManyMappings, VMemError
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.growth import extend
 from pyvmem.kvcache.journal import put
-from pyvmem.kvcache.mappings import warn_crowded, who_has_mappings
+from pyvmem.kvcache.mappings import warn_out_of_mappings, who_has_mappings
 from pyvmem.kvcache.reclaim import Share
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.window import slide
@@ -53,7 +53,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
         if groups[0].table.lockstep:  # the other ranks do not know
             error.args = (f"{error}; {who_has_mappings(groups)}", *error.args[1:])
             raise
-        _note_crowded(groups, error)
+        _note_out_of_mappings(groups, error)
         return -1
     # What calls the context comes before or after the rows of all groups: an interruption after a
     # call in between would leave some groups with the new rows and some with the old.
@@ -172,10 +172,10 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
 
 
 def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
-    """Grows without a wait what can grow now; what brings the other pages back is begun.
+    """Maps what fits now and starts to reclaim memory for the rest. Never blocks.
 
-    A later call begins with the rest, or the `step` waits for it. False where the pages cannot
-    come, as far as the records tell.
+    A later call maps the rest, or the `step` waits for it. False where even reclaiming would not
+    free enough, as far as the records tell.
     """
     now: list[tuple[Group, _Want]] = []
     for group, want in wants:
@@ -183,13 +183,13 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
     before = [(group, _left_to_a_step(group, want)) for group, want in wants]
     ready = _joined(now, before)
     everything = _joined(wants, before)
-    if not _fit(everything) and not (_can_come(everything) and _begin_to_reclaim(everything)):
+    if not _fit(everything) and not (_reclaimable(everything) and _begin_to_reclaim(everything)):
         return False
     fits = _fit(ready)
     if not fits:  # the others have what comes back
-        now = _what_fits(now)
-    if _grow_each(_prompt(now, slow=False), True, wait=False):
-        _grow_each(_prompt(now, slow=True), True, wait=False)
+        now = _select_fitting(now)
+    if _grow_each(_by_speed(now, slow=False), True, wait=False):
+        _grow_each(_by_speed(now, slow=True), True, wait=False)
     elif fits and _fit(
         ready
     ):  # the driver has less than the records say; perhaps enough comes back
@@ -209,10 +209,10 @@ def _joined(
     return [(group, want + others) for (group, want), (_, others) in zip(wants, more, strict=True)]
 
 
-def _prompt(wants: Sequence[tuple[Group, _Want]], *, slow: bool) -> list[tuple[Group, _Want]]:
-    """Those that GPU work of an earlier owner holds up, or those that it does not.
+def _by_speed(wants: Sequence[tuple[Group, _Want]], *, slow: bool) -> list[tuple[Group, _Want]]:
+    """Slots that must wait for an earlier owner's GPU work (`slow`), or those that need not.
 
-    A growth ends as a whole, so that these are to have one of their own.
+    A growth completes as a whole, so the two get growths of their own.
     """
     return [
         (group, [one for one in want if group.pager.is_slow(one[0]) == slow])
@@ -232,7 +232,7 @@ def _fit(wants: Sequence[tuple[Group, _Want]]) -> bool:
     )
 
 
-def _what_fits(wants: Sequence[tuple[Group, _Want]]) -> list[tuple[Group, _Want]]:
+def _select_fitting(wants: Sequence[tuple[Group, _Want]]) -> list[tuple[Group, _Want]]:
     """The slots whose pages are free, together and in all groups; those that lack least come first.
 
     So a request that decodes does not wait until there is memory for another one's prompt.
@@ -253,8 +253,8 @@ def _what_fits(wants: Sequence[tuple[Group, _Want]]) -> list[tuple[Group, _Want]
     return some if _fit(some) else [(group, []) for group, _ in wants]  # a group is at its ceiling
 
 
-def _can_come(wants: Sequence[tuple[Group, _Want]]) -> bool:
-    """Whether they could be, once all that belongs to no request is back."""
+def _reclaimable(wants: Sequence[tuple[Group, _Want]]) -> bool:
+    """Whether all would fit once everything unowned has been reclaimed."""
     need, own = _bytes_lacking(wants), 0
     for group, want in wants:
         reclaimer, keep = group.reclaimer, dict(want)
@@ -351,7 +351,7 @@ def _missing(wants: Sequence[tuple[Group, _Want]], more: int) -> int:
 
 
 def _left_to_a_step(group: Group, want: _Want) -> _Want:
-    """What earlier calls of other slots said would be there, and is not yet."""
+    """Growth promised to other slots by earlier calls but not yet mapped."""
     if not group.left:
         return []
     for slot, (owner, pages) in list(group.left.items()):
@@ -368,7 +368,7 @@ def _lacking(group: Group, want: _Want) -> int:
 
 
 def _not_promised(group: Group, want: _Want) -> _Want:
-    """What no growth under way will give."""
+    """Wants not covered by in-flight growth."""
     pager = group.pager
     if want and pager.growths:
         promised = {
@@ -418,7 +418,7 @@ def _note_short(groups: Sequence[Group]) -> None:
         group.journal.entries.append((put, counters, "short", short))
         counters.short = short + 1
     if any(group.pager.runs.refused for group in groups):
-        warn_crowded(groups)
+        warn_out_of_mappings(groups)
     if _log.isEnabledFor(logging.DEBUG):
         for group in groups:
             reclaimer = group.reclaimer
@@ -431,7 +431,7 @@ def _note_short(groups: Sequence[Group]) -> None:
             )
 
 
-def _note_crowded(groups: Sequence[Group], error: TooManyMappings) -> None:
+def _note_out_of_mappings(groups: Sequence[Group], error: TooManyMappings) -> None:
     """The driver had no mapping left for what was begun in the background; that was undone."""
     groups[0].pager.runs.refused = str(error)
     _note_short(groups)

@@ -15,7 +15,7 @@ from pyvmem.kvcache.config import invalid
 from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.requests import make_free_alike, release
+from pyvmem.kvcache.requests import release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.steps import grow
 
@@ -163,7 +163,7 @@ def swap_in(
         raise invalid(f"{swapped!r} is another cache's")
     length = swapped.seq_len
     if into is None:
-        make_free_alike(groups)
+        sync_free_slots(groups)
         found = groups[0].fit(length)
     else:
         found = groups[0].table[into]
