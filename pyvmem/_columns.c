@@ -124,7 +124,6 @@ uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_colum
  */
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops) {
-  uint64_t *head = growth->capacity; /* borrowed until it gets its own contents */
   growth->lacking = growth->reused = growth->ops = 0;
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
@@ -134,18 +133,16 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
     uint64_t mapped = columns->mapped[slot];
     growth->pages[i] = pages;
     growth->mapped[i] = mapped;
-    growth->granted[i] = columns->granted[slot];
     growth->lacking += pages > mapped ? pages - mapped : 0;
     growth->reused += smaller(pages, mapped) - columns->granted[slot];
-    head[i] = columns->head[slot];
+    growth->head[i] = columns->head[slot];
   }
   if (growth->lacking > runs->free) return -1;
-  uint64_t ahead = pyvmem_goals(runs, growth->count, growth->pages, growth->mapped, head, growth->goal);
+  uint64_t ahead = pyvmem_goals(runs, growth->count, growth->pages, growth->mapped, growth->head, growth->goal);
   growth->added = growth->lacking + ahead;
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
     uint64_t mapped = growth->mapped[i];
-    growth->capacity[i] = columns->capacity[slot];
     if (growth->goal[i] <= mapped) {
       growth->goal[i] = mapped;
       continue;
@@ -213,22 +210,36 @@ void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait,
   pyvmem_wait_add(waits, ns, driver > wait->driver_ns ? driver - wait->driver_ns : 0);
 }
 
+/* Writes one UNMAP for each item: pages [low, high) of a slot, in every tensor. */
+void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint64_t *slot, const uint64_t *low,
+                   const uint64_t *high, struct vmem_op *ops) {
+  for (uint64_t i = 0; i < count; i++)
+    ops[i] = (struct vmem_op){
+        .op = VMEM_OP_UNMAP,
+        .addr = place->base + slot[i] * place->slot_bytes + low[i] * place->page_size,
+        .bytes = (high[i] - low[i]) * place->page_size,
+        .count = place->tensors,
+        .stride = place->tensor_bytes,
+    };
+}
+
 /*
- * Runs the map calls of a planned growth, where there are any, and notes that it is mapped and granted.
+ * Runs the `n` map calls of growths that were planned together, as one batch, and notes that they are mapped and
+ * granted; `outcome` has the edits of the other records.
  *
- * Returns what vmem_batch did. Where that is not 0 nothing changed, and the wait in growth->wait is to be
- * ended by the caller, who asks for the error first.
+ * Returns what vmem_batch did. Where that is not 0 nothing changed, and `wait` is to be ended by the caller, who asks
+ * for the error first.
  */
-int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,
-                  struct pyvmem_columns *columns, struct pyvmem_growth *growth, const struct vmem_op *ops,
-                  struct pyvmem_waits *waits) {
-  if (growth->ops) {
-    pyvmem_wait_begin(&growth->wait, vm);
-    int code = pyvmem_batch(outcome, vm, ops, growth->ops, NULL, 0, 0);
+int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_grown *groups, uint64_t count,
+                  const struct vmem_op *ops, uint64_t n, struct pyvmem_waits *waits, struct pyvmem_wait *wait) {
+  if (n) {
+    pyvmem_wait_begin(wait, vm);
+    int code = pyvmem_batch(outcome, vm, ops, n, NULL, 0, 0);
     if (code) return code;
-    pyvmem_wait_end(waits, &growth->wait, vm);
+    pyvmem_wait_end(waits, wait, vm);
+  } else {
+    pyvmem_note(outcome, 0, 0);
   }
-  commit(place, columns, growth);
-  *outcome = (struct pyvmem_outcome){.called = 1};
+  for (uint64_t i = 0; i < count; i++) commit(groups[i].place, groups[i].columns, groups[i].growth);
   return 0;
 }

@@ -56,14 +56,19 @@ struct pyvmem_growth {
   uint64_t *pages;  /* granted afterwards */
   uint64_t *goal;   /* mapped afterwards, at least `pages` */
   uint64_t *mapped; /* before */
-  uint64_t *granted;
-  uint64_t *capacity;
+  uint64_t *head;
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */
   uint64_t added;   /* pages that the growth maps: these, and what runs ahead */
   uint64_t reused;  /* pages granted that are mapped */
-  struct pyvmem_wait wait;
+};
+
+/* A group of layers that grows. */
+struct pyvmem_grown {
+  const struct pyvmem_place *place;
+  struct pyvmem_columns *columns;
+  const struct pyvmem_growth *growth;
 };
 
 /* Times that calls of the cache waited for the driver, or for GPU work. */
@@ -83,9 +88,10 @@ uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_colum
                      const uint64_t *held, uint64_t ahead, uint64_t room, int large, uint64_t *needs, uint32_t *found);
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops);
-int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_place *place,
-                  struct pyvmem_columns *columns, struct pyvmem_growth *growth, const struct vmem_op *ops,
-                  struct pyvmem_waits *waits);
+void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint64_t *slot, const uint64_t *low,
+                   const uint64_t *high, struct vmem_op *ops);
+int pyvmem_extend(struct pyvmem_outcome *outcome, vmem_t vm, const struct pyvmem_grown *groups, uint64_t count,
+                  const struct vmem_op *ops, uint64_t n, struct pyvmem_waits *waits, struct pyvmem_wait *wait);
 void pyvmem_wait_add(struct pyvmem_waits *waits, uint64_t ns, uint64_t driver_ns);
 void pyvmem_wait_begin(struct pyvmem_wait *wait, vmem_t vm);
 void pyvmem_wait_end(struct pyvmem_waits *waits, const struct pyvmem_wait *wait, vmem_t vm);

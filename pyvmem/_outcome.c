@@ -1,11 +1,52 @@
 /* SPDX-License-Identifier: MIT */
+#if !defined(Py_LIMITED_API) && !defined(_CFFI_NO_LIMITED_API)
+#define Py_LIMITED_API 0x030a0000
+#endif
+#include <Python.h>
+
+/* clang-format off */
 #include "_outcome.h"
+/* clang-format on */
+
+/* Puts `values[at]` where it belongs, and what was there into `values[at]`. */
+static void exchange(PyObject *owner, PyObject *key, PyObject *values, Py_ssize_t at) {
+  int attribute = PyUnicode_Check(key);
+  PyObject *old = attribute ? PyObject_GetAttr(owner, key) : PyObject_GetItem(owner, key);
+  if (!old) { /* there was nothing */
+    PyErr_Clear();
+    Py_INCREF(Py_None);
+    old = Py_None;
+  }
+  PyObject *value = PyList_GetItem(values, at);
+  Py_XINCREF(value);
+  if (!value || (attribute ? PyObject_GenericSetAttr(owner, key, value) : PyObject_SetItem(owner, key, value)))
+    PyErr_WriteUnraisable(owner); /* the records are wrong from here on */
+  PyList_SetItem(values, at, old);
+  Py_XDECREF(value);
+}
+
+static void apply(PyObject *edits) {
+  PyGILState_STATE state = PyGILState_Ensure();
+  for (Py_ssize_t i = 0; i < PyList_Size(edits); i++) {
+    PyObject *edit = PyList_GetItem(edits, i);
+    PyObject *owner = PyList_GetItem(edit, 0), *key = PyList_GetItem(edit, 1), *value = PyList_GetItem(edit, 2);
+    if (!PyList_Check(owner) || !PyUnicode_Check(key)) {
+      exchange(owner, key, edit, 2);
+      continue;
+    }
+    for (Py_ssize_t at = 0; at < PyList_Size(owner); at++) exchange(PyList_GetItem(owner, at), key, value, at);
+  }
+  PyGILState_Release(state);
+}
 
 #include "_holes.h"
 
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value) {
+  PyObject *edits = outcome->edits;
   outcome->code = code;
   outcome->value = code ? 0 : value;
+  outcome->edits = NULL;
+  if (edits && !code) apply(edits);
   outcome->called = 1;
   return code;
 }

@@ -8,9 +8,14 @@ struct pyvmem_outcome {
   int32_t called; /* 1: the call was made and has returned */
   int32_t code;   /* what it returned */
   uint64_t value; /* what it made: a ticket, a handle, an address; 0 = nothing */
+  void *edits;    /* list of [owner, key, value]: applied if the call succeeds, before it returns; NULL: none */
 };
 
-/* Notes what a call returned, and what it made. */
+/* Notes what a call returned, and what it made; applies the edits if it succeeded, and forgets them.
+ *
+ * An edit sets an attribute of an object, past its __setattr__, where the key is a str, and else an item. With a list
+ * of owners and a str it sets the attribute of each to the value at the same place of a list. Each value is replaced by
+ * the one that was there, so that no finalizer runs before the caller drops the edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
                  const struct vmem_after *after, size_t num_after, uint32_t flags);

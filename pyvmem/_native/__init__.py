@@ -11,7 +11,7 @@ from pyvmem._native.arrays import (
     dlpack_capsule,
 )
 from pyvmem._native.boundary import constant, fail, text_of
-from pyvmem._native.columns import Columns, Grown, Waiting, Waits
+from pyvmem._native.columns import Columns, Grown, Waiting, Waits, extend
 from pyvmem._native.memory import (
     AFTER_NONE,
     batch,
@@ -77,6 +77,7 @@ __all__ = [
     "dlpack_capsule",
     "drop",
     "drop_range",
+    "extend",
     "fail",
     "ffi",
     "fill",

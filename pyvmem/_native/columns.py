@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
 """The part of a step that looks at every slot, in C (_columns.c): an array a field, an item a slot.
 
-found = columns.scan(lengths)            # the slots that lack pages for these lengths
-grown = columns.plan(ops)                # writes their map calls, if nothing else is to be done
-columns.run(vm, ops, outcome, waits)     # makes the calls and updates the arrays
+found = columns.scan(lengths)                    # the slots that lack pages for these lengths
+grown = columns.plan(ops)                        # writes their map calls, if that is all to be done
+extend(vm, [columns], ops, n, outcome, waits)    # makes the calls and updates the arrays
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pyvmem._native.boundary import last_error
 from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi, lib
 
-__all__ = ["Columns", "Grown", "Waiting", "Waits"]
+__all__ = ["Columns", "Grown", "Waiting", "Waits", "extend"]
 
 
 class Waits:
@@ -61,7 +61,7 @@ class Grown(NamedTuple):
 
     Attributes:
         slots: their numbers.
-        mapped, granted, capacity: what they are before the growth.
+        mapped: pages per tensor before the growth.
         goals, pages: mapped and granted pages per tensor after it.
         ops: operations written.
         added: pages per tensor that it maps, over all slots.
@@ -71,8 +71,6 @@ class Grown(NamedTuple):
 
     slots: list[int]
     mapped: list[int]
-    granted: list[int]
-    capacity: list[int]
     goals: list[int]
     pages: list[int]
     ops: int
@@ -89,7 +87,7 @@ class Columns:
         needs: rows that the last `scan` wanted pages for, a prefill's over-read rows included.
         capacity: rows that each slot has pages for.
         mapped, granted, head: as in `kvcache.slots`; `file` writes them.
-        calls, joined: as in `kvcache.growth.Runs`.
+        calls, joined: as in `kvcache.runs.Runs`.
         active: 1 where a slot is a request's; `file` writes it.
         plain: 1 where growing the slot takes a map call and nothing else; `file` writes it.
         named: 1 where the last `scan` got a length above 0.
@@ -125,7 +123,7 @@ class Columns:
         ):
             self._point(self._at, name, _pointer(getattr(self, name)))
         self._growth: Any = ffi.new("struct pyvmem_growth *")
-        for name in ("pages", "goal", "mapped", "granted", "capacity"):
+        for name in ("pages", "goal", "mapped", "head"):
             self._point(self._growth, name, ffi.new("uint64_t[]", count))
         self._beyond: Any = ffi.new("uint32_t[]", count + 1)
         self._growth.slot = self._beyond
@@ -201,8 +199,6 @@ class Columns:
         return Grown(
             unpack(growth.slot, count),
             unpack(growth.mapped, count),
-            unpack(growth.granted, count),
-            unpack(growth.capacity, count),
             unpack(growth.goal, count),
             unpack(growth.pages, count),
             growth.ops,
@@ -211,18 +207,11 @@ class Columns:
             growth.lacking + growth.reused,
         )
 
-    def run(self, vm: int, ops: Any, outcome: Outcome, waits: Waits) -> None:
-        """Makes the planned map calls, and records what is then mapped and granted.
-
-        Raises:
-            VMemError: the batch failed; nothing changed.
-        """
-        growth = self._growth
-        code = lib.pyvmem_extend(outcome.cell, vm, self.place, self._at, growth, ops, waits.struct)
-        if code:
-            error = last_error(code, "vmem_batch")
-            lib.pyvmem_wait_end(waits.struct, ffi.addressof(growth, "wait"), vm)
-            raise error
+    def unmaps(self, slots: list[int], low: list[int], high: list[int], ops: Any) -> None:
+        """Writes the unmap calls for pages [low, high) of slots into ``struct vmem_op[]``."""
+        new = ffi.new
+        at_slots, at_low = new("uint64_t[]", slots), new("uint64_t[]", low)
+        lib.pyvmem_unmaps(self.place, len(slots), at_slots, at_low, new("uint64_t[]", high), ops)
 
     def goals(self, pages: Sequence[int], mapped: Sequence[int], heads: Sequence[int]) -> list[int]:
         """Pages to map for requests that are to have `pages`; `plan` chooses the same."""
@@ -239,21 +228,51 @@ class Columns:
         """Pages per tensor of plain slots that are mapped and not granted."""
         return int(self._at.surplus)
 
-    def file(
-        self, index: int, mapped: int, granted: int, head: int, active: bool, plain: bool
-    ) -> None:
-        """Writes a slot's fields into the arrays."""
-        before = self.mapped[index] - self.granted[index] if self.plain[index] else 0
-        after = mapped - granted if plain else 0
-        if before != after:
-            self._at.surplus += after - before
-        self.mapped[index], self.granted[index], self.head[index] = mapped, granted, head
-        self.active[index], self.plain[index] = active, plain
+    def file(self, fields: Iterable[tuple[int, int, int, int, bool, bool]]) -> None:
+        """Writes slots into the arrays: index, mapped, granted, head, active and plain of each."""
+        surplus = 0
+        for index, mapped, granted, head, active, plain in fields:
+            if self.plain[index]:
+                surplus -= self.mapped[index] - self.granted[index]
+            if plain:
+                surplus += mapped - granted
+            self.mapped[index], self.granted[index], self.head[index] = mapped, granted, head
+            self.active[index], self.plain[index] = active, plain
+        if surplus:
+            self._at.surplus += surplus
 
     def clear(self) -> None:
         """Marks no slot as plain until it is filed again."""
         self.plain[:] = bytes(len(self.plain))
         self._at.surplus = 0
+
+
+def extend(
+    vm: int, columns: Sequence[Columns], ops: Any, count: int, outcome: Outcome, waits: Waits
+) -> None:
+    """Makes the map calls that each has planned, one batch, and records what is mapped and granted.
+
+    Args:
+        vm: the context.
+        columns: of groups of layers.
+        ops: ``struct vmem_op[]``, which all have written their calls into.
+        count: how many these are.
+        outcome: with the edits of the other records.
+        waits: the call is counted there.
+
+    Raises:
+        VMemError: the batch failed; nothing changed.
+    """
+    groups = ffi.new("struct pyvmem_grown[]", len(columns))
+    for group, one in zip(groups, columns, strict=True):
+        group.place, group.columns, group.growth = one.place, one._at, one._growth
+    wait: Any = ffi.new("struct pyvmem_wait *")
+    struct = waits.struct
+    code = lib.pyvmem_extend(outcome.cell, vm, groups, len(columns), ops, count, struct, wait)
+    if code:
+        error = last_error(code, "vmem_batch")
+        lib.pyvmem_wait_end(struct, wait, vm)
+        raise error
 
 
 def _pointer(column: array[int] | bytearray) -> Any:

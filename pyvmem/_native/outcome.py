@@ -14,16 +14,38 @@ class Outcome:
     """Memory that a call writes its result to before it returns, so that the result is never lost.
 
     Python runs a signal's handler between two bytecode instructions, never inside C: either the
-    call was not made, or everything that it reported is here.
+    call was not made, or everything that it reported is here, and what it was to change is changed.
+
+    Args:
+        edits: see `of`.
+
+    Attributes:
+        cell: a ``struct pyvmem_outcome *``.
+        edits: to be set to None after the call: they hold what was there before. C forgets them.
     """
 
-    __slots__ = ("cell",)
+    __slots__ = ("cell", "edits")
 
     cell: Any
-    """A ``struct pyvmem_outcome *``."""
+    edits: list[list[Any]] | None
 
-    def __init__(self) -> None:
+    def __init__(self, edits: list[list[Any]] | None = None) -> None:
         self.cell = ffi.new("struct pyvmem_outcome *")
+        self.edits = edits
+        if edits is not None:
+            self.cell.edits = ffi.cast("void *", id(edits))
+
+    def of(self, edits: list[list[Any]]) -> Outcome:
+        """Has the call, which is still to be made, make edits before it returns, if it succeeds.
+
+        Args:
+            edits: ``[owner, name, value]`` sets an attribute past its owner's `__setattr__`,
+                ``[owners, name, values]`` those of a list, and ``[items, key, value]`` an item,
+                whose key is no str. C replaces each value by the one that was there.
+        """
+        self.edits = edits
+        self.cell.edits = ffi.cast("void *", id(edits))
+        return self
 
     @property
     def happened(self) -> bool:

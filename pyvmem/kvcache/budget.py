@@ -16,7 +16,7 @@ At all times the sum of ``max(used, floor)`` over the caches is at most the budg
 
 One lock serves all caches of a budget. So a cache that is short of memory can inspect the others
 and reclaim from them without deadlock, and whether a call gets its memory depends only on the
-sequence of calls. The lock goes to the first waiter (`Turns`).
+sequence of calls. The lock goes to the first waiter (`FairLock`).
 
 A call holds the lock while it waits for GPU work, so a cache's calls may take as long as the GPU
 work on the free slots of another cache. That work must therefore end without a further call to any
@@ -52,13 +52,13 @@ __all__ = [
     "BudgetStats",
     "Share",
     "ShareInfo",
-    "Turns",
+    "FairLock",
     "available_bytes",
     "free_bytes",
 ]
 
 
-class Turns(RLock):  # type: ignore[misc]  # final for the checkers alone
+class FairLock(RLock):  # type: ignore[misc]  # final for the checkers alone
     """A lock for `with` blocks. The first waiter holds the gate, and the others wait for the gate.
 
     So the lock goes to the first waiter; among the others the operating system chooses. Both locks
@@ -178,7 +178,7 @@ class Budget(Closable):
             )
         self.context = context
         self.total_bytes = total or available_bytes(context)
-        self.lock = Turns()
+        self.lock = FairLock()
         self.journal = Journal()
         self._shares: list[Share] = []
         self._ledger: OnLedger | None = None
@@ -417,9 +417,11 @@ class Share:
 
     def room(self) -> int:
         """Bytes that the cache could take now without reclaiming from others."""
-        others = (one for one in self.budget._shares if one.pager is not self.pager)
-        kept = sum(max(one.used, one.floor) for one in others)
-        return self.budget.granted_bytes - kept - self.used
+        budget, taken = self.budget, 0
+        for one in budget._shares:  # a loop, since each step asks
+            used = one.reclaimer.held * one.layout.page_size
+            taken += used if one.pager is self.pager or used > one.floor else one.floor
+        return (budget.total_bytes if budget._ledger is None else budget.granted_bytes) - taken
 
     def total(self) -> int:
         """Bytes of the whole budget."""

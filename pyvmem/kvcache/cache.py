@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`KVCache`: what an engine calls.
 
-It takes the lock, checks that the cache is open, and hands the call to manager.py, which runs it in
-every group of layers: one here, several in a `LayeredCache`.
+It takes the lock, checks that the cache is open, and hands the call to a module below, which runs
+it in every group of layers: one here, several in a `LayeredCache`.
 
 `KVCache` chooses slots itself, and its limit is set when it is made. A program written for another
 cache may choose slots itself (`KVCache.claim`) or reserve memory after the tensors exist
@@ -25,8 +25,21 @@ from pyvmem.closing import MustClose
 from pyvmem.context import Context
 from pyvmem.errors import Busy, NotSupported
 from pyvmem.info import Caps, Location
-from pyvmem.kvcache import integrity, manager, waits
+from pyvmem.kvcache import (
+    admission,
+    forks,
+    integrity,
+    prefix_alloc,
+    requests,
+    steps,
+    swap,
+    tiers,
+    trim,
+    truncation,
+    waits,
+)
 from pyvmem.kvcache.budget import Budget
+from pyvmem.kvcache.common_pages import CommonPages
 from pyvmem.kvcache.config import (
     MOST_BYTES,
     KVCacheConfig,
@@ -41,20 +54,16 @@ from pyvmem.kvcache.config import (
 )
 from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import (
-    IDLE_SECONDS,
-    CommonPages,
-    IdleThread,
-    Manager,
-    Moved,
-    SwappedRequest,
-)
+from pyvmem.kvcache.manager import Manager, check_memory
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
+from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.kvcache.tiers import Moved
 from pyvmem.plumbing.validation import expect
 from pyvmem.reentry import call_part
 from pyvmem.reservation import Reservation
@@ -301,7 +310,7 @@ class KVCache(MustClose):
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
         with self.lock, self.journal:
-            return manager.alloc(self._open(), seq_len)
+            return requests.alloc(self._open(), seq_len)
 
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
@@ -333,7 +342,7 @@ class KVCache(MustClose):
             VMemError: it could not be recorded; it was not freed.
         """
         with self.lock, self.journal:
-            manager.free(self._open(), reqid, stream, tokens, namespace)
+            requests.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
         """Drops a request's rows from `length` on, and the pages that hold nothing else.
@@ -380,7 +389,7 @@ class KVCache(MustClose):
         return waits.when_clear(
             self._manager,
             partial(waits.before_truncate, reqid=reqid, length=length, work=work),
-            partial(manager.truncate, reqid=reqid, length=length, work=work),
+            partial(truncation.truncate, reqid=reqid, length=length, work=work),
         )
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -410,7 +419,7 @@ class KVCache(MustClose):
         if stream is not None:
             check(stream)
         with self.lock, self.journal:
-            return manager.step(self._open(), seq_lens, stream)
+            return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Begins to map, in the background, what `step` will ask for with the same numbers.
@@ -439,7 +448,7 @@ class KVCache(MustClose):
         if stream is not None:
             check(stream)
         with self.lock, self.journal:
-            return manager.step_async(self._open(), seq_lens)
+            return steps.step_async(self._open(), seq_lens)
 
     # ---- forks -----------------------------------------------------------------------------------
 
@@ -501,9 +510,7 @@ class KVCache(MustClose):
             partial(
                 waits.before_fork, reqid=reqid, count=number, length=length, work=work, into=into
             ),
-            partial(
-                manager.fork_all, reqid=reqid, count=number, length=length, work=work, into=into
-            ),
+            partial(forks.fork_all, reqid=reqid, count=number, length=length, work=work, into=into),
         )
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -614,7 +621,11 @@ class KVCache(MustClose):
                 waits.before_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
             ),
             partial(
-                manager.alloc_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
+                prefix_alloc.alloc_prefix,
+                tokens=tokens,
+                leave=leave,
+                reader=reader,
+                namespace=namespace,
             ),
         )
 
@@ -624,7 +635,7 @@ class KVCache(MustClose):
         For a request that is freed because it could not go on: it will be asked for again.
         """
         with self.lock, self.journal:
-            manager.withdraw(self._open())
+            prefix_alloc.withdraw(self._open())
 
     def prefix_changes(self, after: int | None = None) -> list[Change]:
         """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
@@ -666,7 +677,7 @@ class KVCache(MustClose):
         return waits.when_clear(
             self._manager,
             partial(waits.before_swap_out, reqid=reqid, work=work),
-            partial(manager.swap_out, reqid=reqid, work=work),
+            partial(swap.swap_out, reqid=reqid, work=work),
         )
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
@@ -688,7 +699,7 @@ class KVCache(MustClose):
         return waits.when_clear(
             self._manager,
             partial(waits.before_swap_in, length=getattr(swapped, "seq_len", 0), work=work),
-            partial(manager.swap_in, swapped=swapped, stream=stream),
+            partial(swap.swap_in, swapped=swapped, stream=stream),
         )
 
     def can_admit(
@@ -715,7 +726,7 @@ class KVCache(MustClose):
             PrefixEvicted: as in `alloc_prefix`.
         """
         with self.lock, self.journal:
-            return manager.can_admit(self._open(), seq_lens, matches)
+            return admission.can_admit(self._open(), seq_lens, matches)
 
     def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
         """Unmaps all unowned pages and returns the pool's free memory to the device.
@@ -749,7 +760,7 @@ class KVCache(MustClose):
         return waits.when_clear(
             owner,
             partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact),
-            lambda groups: manager.trim(owner, prefixes, compact, stream, before),
+            lambda groups: trim.trim(owner, prefixes, compact, stream, before),
         )
 
     # ---- where pages lie -------------------------------------------------------------------------
@@ -783,7 +794,7 @@ class KVCache(MustClose):
         return waits.when_clear(
             self._manager,
             partial(waits.before_promote, reqid=reqid, work=work, wait=wait),
-            partial(manager.promote, reqid=reqid, work=work, wait=wait),
+            partial(tiers.promote, reqid=reqid, work=work, wait=wait),
         )
 
     def move(
@@ -831,8 +842,8 @@ class KVCache(MustClose):
         work = PriorWork(stream, self._groups[0].device)
 
         def call(groups: Sequence[Group]) -> Moved:
-            tier = manager.tier_of(groups[0], location, device)
-            return manager.move(groups, reqid, tier, tokens, work, wait=wait)
+            tier = tiers.tier_of(groups[0], location, device)
+            return tiers.move(groups, reqid, tier, tokens, work, wait=wait)
 
         look = partial(waits.before_move, reqid=reqid, work=work, wait=wait)
         return waits.when_clear(self._manager, look, call)
@@ -846,7 +857,7 @@ class KVCache(MustClose):
             InvalidArgument: no such slot, it is taken, or its addresses are lost.
         """
         with self.lock, self.journal:
-            manager.claim(self._open(), reqid)
+            requests.claim(self._open(), reqid)
 
     def map_common_pages(self, tokens: int) -> CommonPages:
         """Maps the same first pages in all slots: reqid 0 may write them, the others read them.
@@ -904,7 +915,7 @@ class KVCache(MustClose):
         waits.when_clear(
             self._manager,
             partial(waits.before_reclaim, keep=keep) if wait else lambda groups: [],
-            partial(manager.reclaim_free, keep=keep, wait=wait),
+            partial(requests.reclaim_free, keep=keep, wait=wait),
         )
 
     def capacity(self, reqid: int) -> int:
@@ -934,7 +945,7 @@ class KVCache(MustClose):
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
         with self.lock, self.journal:
-            return manager.is_ready(self._open(), reqid, seq_len)
+            return admission.is_ready(self._open(), reqid, seq_len)
 
     def missing_pages(
         self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None
@@ -950,7 +961,7 @@ class KVCache(MustClose):
             InvalidArgument: no such reqid, not taken, or a length out of range.
         """
         with self.lock, self.journal:
-            return manager.missing(self._open(), reqid, seq_len, match)
+            return admission.missing(self._open(), reqid, seq_len, match)
 
     def obtainable_pages(self) -> tuple[int, int]:
         """Physical pages that requests could still get, and all that the cache may have.
@@ -975,7 +986,7 @@ class KVCache(MustClose):
         than it holds.
         """
         with self.lock, self.journal:
-            return manager.copied(self._open(), reqid, operator.index(length))
+            return truncation.copied(self._open(), reqid, operator.index(length))
 
     def forked_bytes(self, reqid: int, count: int, length: int) -> int:
         """Bytes that `fork_many` of the first tokens of a request needs: what is not shared.
@@ -984,9 +995,7 @@ class KVCache(MustClose):
         than it holds.
         """
         with self.lock, self.journal:
-            return manager.forked(
-                self._open(), reqid, operator.index(count), operator.index(length)
-            )
+            return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
 
     def lacking_bytes(self, seq_lens: Sequence[int]) -> int:
         """`missing_bytes` of all requests together, for a `step` with these numbers.
@@ -994,19 +1003,19 @@ class KVCache(MustClose):
         Raises InvalidArgument for what `step` refuses.
         """
         with self.lock, self.journal:
-            return manager.lacking(self._open(), seq_lens)
+            return admission.lacking(self._open(), seq_lens)
 
     def obtainable_bytes(self) -> tuple[int, int]:
         """`obtainable_pages` in bytes."""
         with self.lock, self.journal:
-            return manager.obtainable(self._open())
+            return admission.obtainable(self._open())
 
     @property
     def num_free_slots(self) -> int:
         """Slots that a request could get."""
         with self.lock, self.journal:
             groups = self._open()
-            manager.make_free_alike(groups)
+            requests.sync_free_slots(groups)
             return len(groups[0].table.free)
 
     @property
@@ -1102,7 +1111,7 @@ class KVCache(MustClose):
         budget: what the other caches leave now.
         """
         with self.lock, self.journal:
-            return manager.free_pages(self._open())
+            return admission.free_pages(self._open())
 
     @property
     def layout(self) -> Layout:
@@ -1168,7 +1177,7 @@ class KVCache(MustClose):
         """
         with self.lock, self.journal:
             groups = self._open()
-            room = manager.free_pages(groups)
+            room = admission.free_pages(groups)
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
@@ -1417,4 +1426,4 @@ def check_arguments(
         raise invalid(f"backend {backend!r} is none of {', '.join(names)}")
     expect("context", context, Context, optional=True)
     expect("budget", budget, Budget, optional=True)
-    manager.check_memory(whole, len(counts) > 1, context, budget)
+    check_memory(whole, len(counts) > 1, context, budget)

@@ -58,10 +58,13 @@ from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
-from pyvmem.kvcache.manager import Manager, Moved, SwappedRequest, unmap_idle
+from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.swap import SwappedRequest
+from pyvmem.kvcache.tiers import Moved
+from pyvmem.kvcache.trim import unmap_idle
 from pyvmem.reentry import call_part
 from pyvmem.streams import check, device_ordinal
 
@@ -314,7 +317,7 @@ class _Broken(Exception):
     """Stands for what has not come yet when a rank is failed in advance."""
 
 
-_CROWDED = 1  # a status below those of `Failure`
+_OUT_OF_MAPPINGS = 1  # a status below those of `Failure`
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -346,8 +349,8 @@ class ParallelKVCache(MustClose):
     it, until `recover`, and the other ranks learn of it in `check_step`.
 
     One kind of shortage depends on where a rank's pages lie: that of mappings. A rank whose `step`
-    lacks only mappings raises TooManyMappings, is *crowded*, and goes on to `check_step`, where
-    every rank undoes the step.
+    lacks only mappings raises TooManyMappings, is *out of mappings*, and goes on to `check_step`,
+    where every rank undoes the step.
 
     Args:
         config: the same on every rank, but for `memory_limit`. `num_kv_heads` is per rank
@@ -372,7 +375,7 @@ class ParallelKVCache(MustClose):
         self._closed = True
         self._failure: Failure | None = None
         self._digest = 0
-        self._crowded = ""
+        self._out_of_mappings = ""
         self._ahead = False  # a `step_async` returned 0, and no `step` has followed
         self._before: tuple[Sequence[int], Any] | None = (
             None  # the last step's rows before, its stream
@@ -455,7 +458,7 @@ class ParallelKVCache(MustClose):
                 entered = True
                 return call()
         except BaseException as error:
-            known = self._failure is not None or self._crowded or _is_refusal(error)
+            known = self._failure is not None or self._out_of_mappings or _is_refusal(error)
             if entered and not known:
                 self._poison(error, name)
             raise
@@ -463,13 +466,13 @@ class ParallelKVCache(MustClose):
     def _answer(self, name: str, call: Callable[[], _T]) -> _T:
         group = self._open()
         try:
-            group.reclaimer.forget_crowding()
+            group.reclaimer.drop_mapping_errors()
             result = call_part(call)  # perhaps wrapped
-            group.reclaimer.forget_crowding()
+            group.reclaimer.drop_mapping_errors()
             group.reclaimer.raise_errors()  # from the background; they may explain the answer
         except BaseException as error:
             if isinstance(error, TooManyMappings) and name == "step":
-                self._crowded = str(error)
+                self._out_of_mappings = str(error)
                 self._note(name, 0)  # as on the ranks that could; what they call next differs
             elif _is_refusal(error):
                 self._note(name, type(error).__name__)
@@ -503,8 +506,8 @@ class ParallelKVCache(MustClose):
         """The group, for a call that holds the lock; raises if this rank may make no calls."""
         if not self._closed and self._failure is not None:
             raise self._failure.error()
-        if not self._closed and self._crowded:
-            raise _too_many(f"{self._crowded}; call check_step, as the other ranks do")
+        if not self._closed and self._out_of_mappings:
+            raise _too_many(f"{self._out_of_mappings}; call check_step, as the other ranks do")
         return self._manager.open()[0]
 
     def _usable(self) -> KVCache:
@@ -541,7 +544,11 @@ class ParallelKVCache(MustClose):
         Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
         """
         with self.lock, self.journal:
-            own = self._failure.status if self._failure else _CROWDED * bool(self._crowded)
+            own = (
+                self._failure.status
+                if self._failure
+                else _OUT_OF_MAPPINGS * bool(self._out_of_mappings)
+            )
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
@@ -571,14 +578,14 @@ class ParallelKVCache(MustClose):
 
     def _agree(self, status: int, digest: int, negative: int) -> None:
         with self.lock, self.journal:
-            crowded, self._crowded = self._crowded, ""
-            if status == _CROWDED:
+            reason, self._out_of_mappings = self._out_of_mappings, ""
+            if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
                     self._poison(_Broken("interrupted"), "taking a step back")  # until it is done
                     self._take_back()
                     self._failure = None
                     raise _too_many(
-                        crowded or "another rank has no mapping left for the step, which was undone"
+                        reason or "another rank has no mapping left for the step, which was undone"
                     )
                 status = 0
             failure = Failure.from_status(status)
@@ -620,7 +627,7 @@ class ParallelKVCache(MustClose):
         try:
             yield
         except BaseException as error:
-            known = self._failure is not None or self._crowded
+            known = self._failure is not None or self._out_of_mappings
             alike = isinstance(error, PrefixEvicted) or (
                 isinstance(error, InvalidArgument) and _is_refusal(error)
             )
@@ -736,7 +743,7 @@ class ParallelKVCache(MustClose):
                 if slot.active:
                     group.disown_beyond(slot, rows[slot.index], event)
             unmap_idle([group], prefixes=True)
-            group.reclaimer.forget_crowding()
+            group.reclaimer.drop_mapping_errors()
             group.reclaimer.raise_errors()
             group.pager.runs.relieve()
         except Exception as error:
@@ -911,7 +918,7 @@ class ParallelKVCache(MustClose):
             have = [0] * (len(self._manager.groups[0].table) + 1)
             status = 0
             self._poison(_Broken("interrupted"), "recover")  # until every rank is reset
-            self._crowded = ""
+            self._out_of_mappings = ""
             try:
                 have = self._reset(stream)
             except Exception as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Outcome
 from pyvmem.context import Context
@@ -29,23 +29,23 @@ from pyvmem.kvcache.journal import Journal, put
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.migration import Mover, Promoter, Window
+from pyvmem.kvcache.migration import Mover, Promoter
 from pyvmem.kvcache.pages import Block, Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
-from pyvmem.kvcache.slots import Growth, Slot, SlotTable
+from pyvmem.kvcache.slots import Slot, SlotTable
+from pyvmem.kvcache.window import Window
 from pyvmem.ops import OpBatch
 from pyvmem.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
 
-__all__ = ["Group", "Parts", "make_parts", "pool_low"]
+__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_FEW_PARTS = 4
 _NEWCOMERS = 8  # one in so many slots stays free of recorded rows, if any is free
 
 
@@ -138,7 +138,6 @@ class Group:
         place: the group's place among these.
         promoter: None: there are no large pages, or the rows are rewritten all the time.
         window: what slides; None: every row is kept.
-        moves_on: the promoter or the window has something to do after a step.
         reclaim_due: `reclaim_idle` is to be called by the next step.
         unprepared: `prepare` is.
         named: the last step named a request, which GPU work may be using; kept for the first group
@@ -154,6 +153,7 @@ class Group:
         table: type[SlotTable],
         prefixes: PrefixCache,
         place: int,
+        ops: OpBatch,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -176,7 +176,7 @@ class Group:
         large = layout.large_pages * layout.page_size
         self.scratch = Scratch(self.mapper, max(large, layout.page_size))
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
-        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device)
+        self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
         if layout.large_pages and not layout.state:
@@ -184,7 +184,7 @@ class Group:
         if config.window:
             release = self.pager.release
             unit = prefixes.unit if prefixes.records else 1
-            self.window = Window(self.reclaimer, self.mover, config, unit, release)
+            self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
         prefixes.join(self.sharing, self.window)
         # By slot, its owner and the pages per tensor that `step_async` left to a later call.
@@ -197,7 +197,6 @@ class Group:
         self.unprepared = False
         self.token_bytes = layout.row_bytes * layout.num_tensors
         self.page_bytes = layout.page_size * layout.num_tensors
-        self.moves_on = self.window is not None or self.promoter is not None
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
@@ -305,10 +304,12 @@ class Group:
 
         Nothing is unmapped: `reclaim_idle` does that.
         """
-        self.mover.abandon(slot)
+        if self.mover.moves:
+            self.mover.abandon(slot)
         if self.promoter is not None:
             self.promoter.forget(slot)
-        self.pager.revoke(slot)
+        if slot.granted:
+            self.pager.revoke(slot)
         if self.window is not None:
             self.window.forget(slot)
         if slot.span.pages and not slot.stale:
@@ -316,9 +317,10 @@ class Group:
         if slot.pins:
             self.prefixes.unpin(slot)
         self.table.give_back(slot, event, self.clock)
-        self.reclaimer.own_away = None
+        if self.reclaimer.own_away is not None:
+            self.reclaimer.own_away = None
         self.enter(slot, 0)
-        if slot.stale and not slot.lost:
+        if (slot.span.pages or slot.head or slot.places.noted) and slot.stale and not slot.lost:
             self.reclaim_due = True
 
     def enter(self, slot: Slot, length: int) -> None:
@@ -439,91 +441,7 @@ class Group:
 
     # ---- shared pages in more slots --------------------------------------------------------------
 
-    def attach(self, slots: Sequence[Slot], span: Span, head: int = 0) -> None:
-        """Takes empty slots and maps shared pages there, in one batch; on failure takes none.
-
-        `head`: the page of the slots that the span begins at.
-        """
-        sharing, end = self.sharing, head + span.pages
-        ops = sharing.batch(len(slots) * len(span.parts) or 1)
-        for slot in slots:
-            sharing.map_span(ops, slot, span, head)
-        self._free_on_abort(slots)
-        try:
-            with self.mapper.transaction() as change:
-                for slot in slots:
-                    self._lend(slot, span, head)
-                if span.pages:
-                    change.run(ops)
-        except NotRecoverable:
-            self.reclaimer.mark_broken([(slot, head, end) for slot in slots])
-            raise
-
-    def fork(
-        self,
-        parent: Slot,
-        slots: Sequence[Slot],
-        full: int,
-        pages: int,
-        nbytes: int,
-        *,
-        ahead: bool,
-        large: bool,
-    ) -> None:
-        """Takes empty slots that begin with the rows of a request, in one batch, or none.
-
-        The batch makes the parent's full pages read-only, maps them in each slot, and copies the
-        rows after them to new pages. None of them has what left the parent's window.
-
-        Args:
-            parent: a request without a batch in flight over its slot.
-            slots: free and without a page.
-            full: the parent's pages up to here are shared from now on; no large page is split.
-            pages: where each slot's pages end.
-            nbytes: of the rows, per tensor, that each slot begins with.
-            ahead: map more pages than these rows need, where requests grow by runs.
-            large: new pages are large where large ones fit.
-        """
-        sharing, pager, reclaimer = self.sharing, self.pager, self.reclaimer
-        head = parent.head
-        low = head + parent.span.pages
-        own = sharing.handles(parent, low, full) if low < full else []
-        # A request that was forked at many lengths has as many parts; one handle covers all.
-        many = len(parent.span.parts) + len(own) > _FEW_PARTS
-        whole = sharing.handles(parent, head, full) if many else []
-        ops = sharing.batch(len(own) + len(slots) * (max(_FEW_PARTS, len(whole)) + 3))
-        sharing.map_pieces(ops, parent, own, replace=True)
-        goals = [pages] * len(slots)
-        if ahead and pages > full:
-            goals = pager.runs.ahead(len(slots), pages, full, head)
-        job = Growth(list(slots))
-        self._free_on_abort(slots)
-        try:
-            with self.mapper.transaction() as change:
-                if own:
-                    sharing.adopt(parent, own, [], self.prefixes.unit_pages[self.place])
-                span = parent.span if own or full == low else parent.shared_part(head, full)
-                for slot, goal in zip(slots, goals, strict=True):
-                    pager.assign(slot, span, pages, goal, head)
-                    if many:
-                        sharing.map_pieces(ops, slot, whole)
-                    else:
-                        sharing.map_span(ops, slot, span, head)
-                if self.window is not None:
-                    self.window.follow(slots, parent)
-                if pages > full:
-                    pager.copy_tail(ops, job, full, goals, parent, nbytes, large=large)
-                if pages:
-                    change.run(ops, waits=self.counters.waits)
-        except NotRecoverable as error:
-            pieces = [(slot, head, goal) for slot, goal in zip(slots, goals, strict=True)]
-            reclaimer.mark_broken([*pieces, (parent, low, full)])
-            if parent.broken:
-                raise self.table.lose(parent, error) from error
-            raise
-        pager.note_growth(job)
-
-    def _free_on_abort(self, slots: Sequence[Slot]) -> None:
+    def free_on_abort(self, slots: Sequence[Slot]) -> None:
         """Frees slots that the call is about to take, if it is not completed."""
         before = list(map(attrgetter("owner"), slots))
 
@@ -534,7 +452,7 @@ class Group:
         self.journal.on_abort(free)
 
     def detach(self, slots: Sequence[Slot]) -> None:
-        """Undoes `attach` and any growth since: frees the slots and waits until they are free."""
+        """Undoes `lend` and any growth since: frees the slots and waits until they are free."""
         for slot in slots:
             with suppress(VMemError):
                 self.pager.release(slot)
@@ -543,47 +461,29 @@ class Group:
             with suppress(VMemError):
                 self.pager.release(slot)
 
-    def attach_copy(self, slot: Slot, span: Span, rows: int) -> bool:
-        """`attach` in one slot, where the span may end in the middle of a large page.
-
-        The span's part of that page is copied into pages of the slot's own.
+    def copy_rest(self, slot: Slot, span: Span, rows: int) -> bool:
+        """Copies a span's part of its last large page into pages of a slot's own.
 
         Args:
-            slot: empty, from `Sharing.make_empty`.
-            span: the pages; they start at the slot's first page or, with a window, at its first
-                mapped page.
+            slot: has the span up to there; see `lend`.
+            span: the pages, from the slot's first page on.
             rows: tokens that they hold.
 
         Returns:
-            Whether memory sufficed; if not, the slot is free again.
+            Whether memory sufficed.
         """
-        layout = self.layout
-        if self.window is not None:
-            self.attach([slot], span, layout.window_page(rows))
-            return True
-        whole = span.floor(span.pages)
-        self.attach([slot], span if whole == span.pages else span.slice(0, whole))
-        if whole == span.pages:
-            return True
-        last = span.parts[-1]
-        done = False
-        try:
-            with self._reading(last.block, last.high - (span.pages - whole)) as address:
-                source = Source(
-                    address - whole * layout.page_size,
-                    last.block.kind.unit * layout.page_size,
-                    layout.bytes_for(rows),
-                )
-                want = [(slot, layout.pages_for(rows))]
-                events = last.block.events
-                done = self.pager.grow(want, background=False, source=source, after=events)
-                if done:
-                    self.pager.release(slot)
-        except VMemError:
-            self.detach([slot])
-            raise
-        if not done:
-            self.detach([slot])
+        layout, whole, last = self.layout, span.floor(span.pages), span.parts[-1]
+        with self._reading(last.block, last.high - (span.pages - whole)) as address:
+            source = Source(
+                address - whole * layout.page_size,
+                last.block.kind.unit * layout.page_size,
+                layout.bytes_for(rows),
+            )
+            want = [(slot, layout.pages_for(rows))]
+            events = last.block.events
+            done = self.pager.grow(want, background=False, source=source, after=events)
+            if done:
+                self.pager.release(slot)
         return done
 
     @contextmanager
@@ -637,26 +537,7 @@ class Group:
         self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
-    def resume(self, slot: Slot, span: Span) -> None:
-        """Takes a kept slot and maps the rest of the span; see `Sharing.begins`."""
-        have, head = slot.span.pages, slot.head
-        end = head + span.pages
-        self._free_on_abort([slot])
-        if have == span.pages:
-            self._lend(slot, span, head)
-            return
-        more = span.slice(have, span.pages)
-        ops = self.sharing.batch(len(more.parts))
-        self.sharing.map_span(ops, slot, more, head + have)
-        try:
-            with self.mapper.transaction() as change:
-                self._lend(slot, span, head)
-                change.run(ops)
-        except NotRecoverable:
-            self.reclaimer.mark_broken([(slot, head + have, end)])
-            raise
-
-    def _lend(self, slot: Slot, span: Span, head: int) -> None:
+    def begin_with(self, slot: Slot, span: Span, head: int) -> None:
         """Gives a free slot to a request that begins with a span, which is at page `head`."""
         end = head + span.pages
         self.pager.assign(slot, span, end, end, head)
@@ -673,10 +554,11 @@ class Group:
 
     def reclaim_idle(self) -> None:
         """Begins to unmap what the policy does not keep: see `KVCacheConfig`."""
-        if self.reclaimer.unmaps:
-            self.reclaimer.poll()
-        config = self.config
-        stale = not self.reclaimer.release_stale()
+        reclaimer = self.reclaimer
+        if reclaimer.unmaps:
+            reclaimer.poll()
+        config, some = self.config, bool(self.table.index.stale.entries)
+        stale = some and not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
             complete = self.reclaimer.release_before(
@@ -685,8 +567,10 @@ class Group:
             self.reclaim_due = bool(age) or not complete or stale
         else:
             self.reclaim_due = stale
-        self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
-        self.keep_watermark()
+        if some:
+            self.reclaim_due |= not reclaimer.spare_slots(self._newcomers)
+        if reclaimer.share is not None or reclaimer.limit - reclaimer.held < reclaimer.low_pages:
+            self.keep_watermark()
 
     def prepare(self) -> None:
         """Keeps slots free for newcomers, and with ample memory one with `eager_pages` mapped.
@@ -694,7 +578,8 @@ class Group:
         What requests wait for is mapped first; ranks, whose answers must not depend on how far
         the background is, do not look.
         """
-        self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
+        if self.table.index.stale.entries:
+            self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
         pages = self._eager_pages
         if not pages:
             return
@@ -740,3 +625,50 @@ class Group:
             reservation.leave()
         if self in self.journal.recoverables:
             self.journal.recoverables.remove(self)
+
+
+class Loan(NamedTuple):
+    """Shared pages that a request is to begin with.
+
+    Attributes:
+        group: of the slot.
+        slot: a free slot with no page, or with the first ones of the span.
+        span: the pages.
+        head: the page of the slot that they begin at.
+    """
+
+    group: Group
+    slot: Slot
+    span: Span
+    head: int
+
+
+def lend(loans: Sequence[Loan]) -> None:
+    """Takes slots and maps shared pages there, in one batch for all groups; on failure takes none.
+
+    Raises:
+        NotRecoverable: an undo failed. VMemError: nothing changed.
+    """
+    first, parts = loans[0].group, 1
+    missing = []
+    for group, slot, span, head in loans:
+        have = slot.span.pages
+        if have < span.pages:
+            more = span.slice(have, span.pages) if have else span
+            missing.append((group, slot, more, head + have))
+            parts += len(more.parts)
+    ops = first.sharing.batch(parts)
+    for group, slot, more, page in missing:
+        group.sharing.map_span(ops, slot, more, page)
+    for group, slot, *_ in loans:
+        group.free_on_abort([slot])
+    try:
+        with first.mapper.transaction() as change:
+            for group, slot, span, head in loans:
+                group.begin_with(slot, span, head)
+            if missing:
+                change.run(ops)
+    except NotRecoverable:
+        for group, slot, more, page in missing:
+            group.reclaimer.mark_broken([(slot, page, page + more.pages)])
+        raise

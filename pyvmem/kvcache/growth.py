@@ -1,28 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Growing requests: what a growth maps, how long its runs are, and how it ends.
-
-A driver call makes one mapping of a physical run, and a context's mappings are limited
-(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB in single pages of 64 KB. So a
-request that lacks a page gets more than it needs:
-
-    0 ................. granted ...... mapped
-    | what it has       | surplus      |            mapped ends at a multiple of the run's length
-
-The surplus is mapped and has no owner (slots.py): a later step grants it without a driver call, and
-where memory is short it is unmapped like the pages of a free slot. No call fails because of it.
-
-The length of a run, a power of two:
-
-- a fraction of what the request has (`KVCacheConfig.growth_fraction`);
-- once an eighth of the mappings is used, at least so much that the remaining ones can map twice the
-  free memory, with a quarter of the limit kept for forks and for a fragmented pool;
-- at most 2 MiB, and for all requests together at most half of the free memory, or all of it in the
-  second case.
-
-Where that is not enough, requests are *joined* at a step: what was mapped in pieces but is one
-physical run (growing slots prefer 2 MiB of their own) is remapped in one piece. On ``stock`` the
-addresses have no memory for a moment, so the step first waits for the whole device.
-"""
+"""Growing requests: what a growth maps, and how it ends. How long its runs are: runs.py."""
 
 from __future__ import annotations
 
@@ -36,16 +13,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem import _native
-from pyvmem._native import Outcome
+from pyvmem._native import Columns, Grown, Outcome
 from pyvmem.errors import (
-    Busy,
     InvalidArgument,
     NotRecoverable,
     OutOfMemory,
     TooManyMappings,
     VMemError,
 )
-from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig, invalid
 from pyvmem.kvcache.events import (
     is_over,
@@ -53,14 +28,14 @@ from pyvmem.kvcache.events import (
     order_ticket,
     prune,
     wait_for,
-    wait_for_device,
 )
-from pyvmem.kvcache.journal import Journaled, drain, put, put_all
+from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
-from pyvmem.kvcache.slots import Growth, Piece, Slot, Unmap
+from pyvmem.kvcache.runs import SCARCE_AT, Runs
+from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
 from pyvmem.ops import OpBatch
 from pyvmem.pages import Ticket
 
@@ -68,7 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Pager", "Planner", "Runs", "Source"]
+__all__ = ["Pager", "Planner", "Source", "extend"]
 
 _SPREAD = _native.constant("VMEM_OP_SPREAD")
 _DIRTY = _native.constant("VMEM_OP_DIRTY")
@@ -96,15 +71,15 @@ class Planner:
     Args:
         layout: where everything lies.
         count: slots of the cache.
+        mapping: gets what `plan` writes.
         zero_fill: zero pages that an earlier owner may have written before granting them.
-
-    Attributes:
-        mapping: what the last `plan` wrote.
     """
 
-    def __init__(self, layout: Layout, count: int, *, zero_fill: bool) -> None:
-        # Per slot: small pages, large ones, small ones again, and a fill.
-        self.mapping = OpBatch((4 if layout.large_pages else 2) * count)
+    OPS = 4
+    """Operations for a slot: small pages, large ones, small ones again, and a fill."""
+
+    def __init__(self, layout: Layout, count: int, mapping: OpBatch, *, zero_fill: bool) -> None:
+        self.mapping = mapping
         self._filling = OpBatch(count)
         self._layout = layout
         self._zero_fill = zero_fill
@@ -233,6 +208,8 @@ class Pager(Journaled):
             those that left a window included.
         runs: how long the runs are that requests grow by.
         ahead: how many rows before the end of its pages a request gets the next ones.
+        page_bytes: of a page in every tensor.
+        ops: the batch of growths, of all groups of the cache; `array`: its operations.
     """
 
     def __new__(cls, reclaimer: Reclaimer, *args: Any) -> Self:
@@ -240,7 +217,12 @@ class Pager(Journaled):
         return cls._with(reclaimer.mapper.journal.entries)
 
     def __init__(
-        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
+        self,
+        reclaimer: Reclaimer,
+        mover: Mover,
+        config: KVCacheConfig,
+        device: int | None,
+        ops: OpBatch,
     ) -> None:
         self.reclaimer = reclaimer
         self.mover = mover
@@ -255,8 +237,9 @@ class Pager(Journaled):
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
         self.granted_pages = 0
-        self._planner = Planner(self.layout, slots, zero_fill=config.zero_fill)
-        self._ops = self._planner.mapping.array
+        self.page_bytes = self.layout.page_size * self.layout.num_tensors
+        self.ops, self.array = ops, ops.array
+        self._planner = Planner(self.layout, slots, ops, zero_fill=config.zero_fill)
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self.ahead = 0
@@ -265,7 +248,6 @@ class Pager(Journaled):
             # that needs no more than it has does not meet the growth under way.
             self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
         self._large = Kind(self.layout.large_pages, DEVICE)
-        self._outcome = Outcome()  # of `extend`, of which a call makes one
 
     @property
     def used_pages(self) -> int:
@@ -336,11 +318,11 @@ class Pager(Journaled):
         columns = table.index.columns if table.touched else self.columns
         near = columns.near(self.ahead, room, large=large)
         runs, calls = self.runs, len(near) * layout.num_tensors
-        if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // _CROWDED):
+        if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // SCARCE_AT):
             return
         try:
             if not large:
-                self.extend(background=True, ahead=True)
+                extend([self], background=True, ahead=True)
                 return
             want = [one for one in self.wants(near) if one[0].job is None and not one[0].lost]
             if want:
@@ -348,97 +330,55 @@ class Pager(Journaled):
         except VMemError as error:
             _log.debug("growth ahead: %s", str(error))
 
-    def extend(self, *, background: bool, ahead: bool = False) -> bool:
-        """Grows the slots that the last scan found, where one map call is enough.
+    def edit(
+        self,
+        edits: list[list[Any]],
+        grown: Grown,
+        ticket: Ticket | None,
+        *,
+        ahead: bool,
+        quiet: bool,
+    ) -> None:
+        """Adds what a planned growth changes in the records.
 
-        In the background it has begun when this returns, else it is done. Most steps take this
-        path, so it does not use the transactions of mapper.py: C plans it, the records are written,
-        and C runs it and reports that it happened in one call.
-
-        Returns:
-            False where it takes more, or something is short: see `grow`. Nothing changed.
+        Args:
+            edits: see `Outcome`.
+            grown: what `Columns.plan` returned.
+            ticket: of the growth in the background; None: the pages are granted at once.
+            ahead: see `grow_ahead`.
+            quiet: another group's growth reports the failure of the batch.
         """
-        if self.layout.large_pages:
-            return False
-        reclaimer, columns, mapping = self.reclaimer, self.columns, self._planner.mapping
-        self.runs.look(reclaimer.low_pages if ahead else 0)
-        grown = columns.plan(self._ops)
-        if grown is None:
-            return False
-        tensors = self.layout.num_tensors
+        reclaimer, counters, tensors = self.reclaimer, self.counters, self.layout.num_tensors
         slots = list(map(reclaimer.table.slots.__getitem__, grown.slots))
-        entries, mark = self.journal.entries, len(self.journal.entries)
-        held = reclaimer.held
-        try:
-            if background and grown.ops:
-                mapping.wrote(grown.ops)
-                ticket = Ticket(self.mapper.context)
-                job = self._job(slots, grown, ticket, ahead)
-                entries.append((self._unbegin, job, grown, held))
-                drain(map(put, slots, repeat("mapped"), grown.goals))
-                drain(map(put, slots, repeat("job"), repeat(job)))
-                put(reclaimer, "held", held + job.new_pages)
-                self.growths.append(job)
-                reclaimer.table.touched.update(slots)
-                entries.append(ticket.outcome)
-                self.mapper.context.submit(mapping, (), ticket, late=True)
-                if self.runs.limit:
-                    self.runs.grown(job.pieces)
-            else:
-                outcome = self._outcome
-                outcome.cell.called = 0
-                entries.append((self._shorten, slots, grown, self.granted_pages, held))
-                drain(map(put, slots, repeat("mapped"), grown.goals))
-                drain(map(put, slots, repeat("granted"), grown.pages))
-                put(self, "granted_pages", self.granted_pages + grown.granting)
-                put(reclaimer, "held", held + grown.added * tensors)
-                entries.append(outcome)
-                columns.run(self.mapper.context.handle, self._ops, outcome, self.counters.waits)
-        except VMemError as error:
-            self.journal.rollback(mark)
-            if isinstance(error, NotRecoverable):
-                reclaimer.mark_broken(list(zip(slots, grown.mapped, grown.goals, strict=True)))
-            elif isinstance(error, (OutOfMemory, TooManyMappings)):
-                return False
-            raise
-        counters = self.counters
-        counters.grown += grown.added * tensors
-        counters.reused += 0 if ahead else grown.reused * tensors
-        if reclaimer.held > counters.peak_mapped:
-            counters.peak_mapped = reclaimer.held
-        return True
-
-    def _shorten(self, slots: list[Slot], grown: _native.Grown, before: int, held: int) -> None:
-        """Undoes `extend`; the columns are rebuilt after an undo."""
-        put_all(slots, "mapped", grown.mapped)
-        put_all(slots, "granted", grown.granted)
-        put(self, "granted_pages", before)
-        put(self.reclaimer, "held", held)
-        for index, capacity in zip(grown.slots, grown.capacity, strict=True):
-            self.capacity[index] = capacity
-
-    def _job(self, slots: list[Slot], grown: _native.Grown, ticket: Ticket, ahead: bool) -> Growth:
-        """The growth that `extend` begins; `settle` grants its pages, unless it is `ahead`."""
+        added, reused = grown.added * tensors, 0 if ahead else grown.reused * tensors
+        held = reclaimer.held + added
+        edits += (
+            [slots, "mapped", grown.goals],
+            [reclaimer, "held", held],
+            [counters, "grown", counters.grown + added],
+            [counters, "reused", counters.reused + reused],
+            [counters, "peak_mapped", max(held, counters.peak_mapped)],
+        )
+        if ticket is None:  # C writes the columns
+            granted = self.granted_pages + grown.granting
+            edits += ([slots, "granted", grown.pages], [self, "granted_pages", granted])
+            return
         pieces = list(zip(slots, grown.mapped, grown.goals, strict=True))
-        if grown.ops < len(slots):
-            pieces = [piece for piece in pieces if piece[2] > piece[1]]
         owners = map(attrgetter("owner"), slots)
-        return Growth(
+        job = Growth(
             slots,
-            pieces,
+            [piece for piece in pieces if piece[2] > piece[1]],
             grants=[] if ahead else list(zip(slots, owners, grown.pages, strict=True)),
             mapping=ticket,
             ahead=ahead,
-            new_pages=grown.added * self.layout.num_tensors,
-            reused_pages=0 if ahead else grown.reused * self.layout.num_tensors,
+            quiet=ahead or quiet,
+            new_pages=added,
+            reused_pages=reused,
         )
-
-    def _unbegin(self, job: Growth, grown: _native.Grown, held: int) -> None:
-        """Undoes what `extend` began."""
-        put_all(job.slots, "mapped", grown.mapped)
-        put_all(job.slots, "job", [None] * len(job.slots))
-        put(self.reclaimer, "held", held)
-        self.growths[:] = [one for one in self.growths if one is not job]
+        edits += ([slots, "job", [job] * len(slots)], [self, "growths", [*self.growths, job]])
+        reclaimer.table.touched.update(slots)
+        if self.runs.limit:
+            self.runs.grown(job.pieces)
 
     def grow(
         self,
@@ -471,7 +411,7 @@ class Pager(Journaled):
         """
         goals = self.runs.goals(want, self.reclaimer.low_pages if ahead else 0)
         while True:
-            job = Growth([slot for slot, _ in want], ahead=ahead)
+            job = Growth([slot for slot, _ in want], ahead=ahead, quiet=ahead)
             writers: list[Any] = []
             late = self._planner.plan(want, job, writers, source=source, goals=goals)
             grants = job.grants
@@ -612,7 +552,7 @@ class Pager(Journaled):
         Raises:
             VMemError: a batch failed, or the earlier owner's shared pages could not be unmapped.
         """
-        if isinstance(slot.job, Unmap):
+        if isinstance(slot.job, (Unmap, Slide)):
             with self.counters.waiting():
                 self.reclaimer.finish(slot.job)
         elif slot.job is not None:
@@ -866,7 +806,7 @@ class Pager(Journaled):
         """
         short = isinstance(error, (OutOfMemory, TooManyMappings))
         short = short and not self.reclaimer.table.lockstep
-        return None if short or job.ahead else error
+        return None if short or job.quiet else error
 
     def grant(self, slot: Slot, pages: int) -> None:
         """Gives mapped pages to the slot's owner."""
@@ -985,6 +925,65 @@ class Pager(Journaled):
         )
 
 
+def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
+    """Grows the slots that the last scans found, where a map call each is enough: one batch.
+
+    In the background it has begun when this returns, else it is done. Most steps take this path. C
+    plans the growth of each group; then one call of C runs or submits the batch and, if that
+    succeeds, writes the records. Nothing is changed before.
+
+    Args:
+        pagers: of groups that have the same requests.
+        background: on the worker thread.
+        ahead: see `Pager.grow_ahead`.
+
+    Returns:
+        False where it takes more, or something is short: see `Pager.grow`. Nothing changed.
+    """
+    first = pagers[0]
+    ops, array = first.ops, first.array
+    context, share = first.mapper.context, first.reclaimer.share
+    room = None if share is None else share.room()
+    each: list[tuple[Pager, Grown]] = []
+    columns: list[Columns] = []
+    written = 0
+    for pager in pagers:
+        if pager.layout.large_pages:
+            return False
+        pager.runs.look(pager.reclaimer.low_pages if ahead else 0, room)
+        grown = pager.columns.plan(array + written)
+        if grown is None:
+            return False
+        each.append((pager, grown))
+        columns.append(pager.columns)
+        written += grown.ops
+        if room is not None:
+            room -= grown.added * pager.page_bytes
+    ticket = Ticket(context) if background and written else None
+    edits: list[list[Any]] = []
+    for pager, grown in each:
+        pager.edit(edits, grown, ticket, ahead=ahead, quiet=pager is not first)
+    outcome = Outcome(edits) if ticket is None else ticket.outcome.of(edits)
+    first.journal.entries.append(outcome)
+    try:
+        if ticket is None:
+            waits = first.counters.waits
+            _native.extend(context.handle, columns, array, written, outcome, waits)
+        else:
+            ops.wrote(written)
+            context.submit(ops, (), ticket, late=True)
+    except (OutOfMemory, TooManyMappings):
+        return False
+    except NotRecoverable:
+        for pager, grown in each:
+            slots = map(pager.reclaimer.table.__getitem__, grown.slots)
+            pager.reclaimer.mark_broken(list(zip(slots, grown.mapped, grown.goals, strict=True)))
+        raise
+    finally:
+        outcome.edits = None
+    return True
+
+
 def _may_fail(job: Growth, ticket: Any) -> bool:
     """True while a batch of a growth is unfinished, or has failed and is not undone yet."""
     return ticket is not None and (not job.done() or _failed(ticket))
@@ -997,240 +996,3 @@ def _failed(ticket: Any) -> bool:
     except VMemError:
         return True
     return False
-
-
-_RUN_BYTES = 2 << 20  # what one entry of the GPU's page tables covers: longer runs save little
-_CROWDED = 8  # with 1 / _CROWDED of the mappings used, runs get longer
-_LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
-_JOINS = 512  # driver calls of one step that joins, unless it would have to return -1
-_LEAST = 4  # map calls of a tensor from which joining is worthwhile
-
-
-class Runs:
-    """Chooses run lengths and joins runs; one per cache.
-
-    Attributes:
-        limit: the most mappings that the context may have; 0: no limit.
-        joins: whether to call `join` with more than `join_at` mappings used.
-        refused: why the last growth found no mapping; "": nothing to report.
-    """
-
-    def __init__(
-        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
-    ) -> None:
-        self._reclaimer = reclaimer
-        self._mover = mover
-        self._mapper = reclaimer.mapper
-        self._context = reclaimer.mapper.context
-        self._table = reclaimer.table
-        self._layout = layout = reclaimer.layout
-        self._counters = reclaimer.counters
-        self._device = device
-        self.limit = self._context.info.max_mappings
-        self._fraction = config.growth_fraction
-        self.join_at = int(config.join_at * self.limit)
-        self._joins = Caps.JOIN in self._context.info.caps
-        self.joins = self._joins and self.join_at > 0
-        self._chunk = max(1, _RUN_BYTES // layout.page_size)
-        # A large page cannot be given back in part: at most half of one is surplus.
-        self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
-        self._used = self._seen = 0  # mappings, and pages grown when they were counted
-        self._count()
-        # Hints: an exception from outside may leave them wrong; only choices depend on them. By
-        # slot: map calls of each tensor since its pages were last joined, and the pages that are
-        # joined.
-        self._columns = columns = self._table.columns
-        self._calls, self._joined = columns.calls, columns.joined
-        self._active = self._changes = -1  # requests, and table changes when they were counted
-        columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
-        columns.runs.longest = self._longest if self._fraction else 1
-        columns.runs.fraction = self._fraction
-        self._stream: Any = None
-        self.refused = ""
-
-    @property
-    def used(self) -> int:
-        """Mappings of the context, or a few more: each page mapped since may be one."""
-        grown = self._counters.grown - self._seen
-        return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
-
-    def _count(self) -> int:
-        """The mappings that there are."""
-        self._seen = self._counters.grown
-        self._used = self._context.stats().mappings
-        return self._used
-
-    # ---- growth ----------------------------------------------------------------------------------
-
-    def look(self, kept: int = 0) -> None:
-        """Tells `Columns.plan` what is free, for the next growth.
-
-        `kept`: physical pages that the growth must leave free.
-        """
-        runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
-        free = reclaimer.limit - reclaimer.held if reclaimer.share is None else reclaimer.free
-        free -= kept
-        runs.free = free // self._layout.num_tensors if free > 0 else 0
-        if runs.longest == 1:
-            return
-        if self._changes != table.changes:
-            columns = table.index.columns if table.touched else self._columns
-            self._active, self._changes = columns.active.count(1), table.changes
-        used = self.used if self.limit else 0
-        crowded = self.limit and used * _CROWDED >= self.limit
-        runs.active = self._active
-        runs.left = max(1, self.limit * 3 // 4 - used) if crowded else 0
-
-    def goals(self, want: Sequence[tuple[Slot, int]], kept: int = 0) -> list[int] | None:
-        """Pages per tensor to map for each slot, at least what it needs; None: exactly that.
-
-        `kept`: see `look`.
-        """
-        runs = self._columns.runs
-        if runs.longest == 1:
-            return None
-        self.look(kept)
-        # Slots without an owner get no surplus.
-        idle, places = 0, []
-        needs, mapped, heads, goals = [], [], [], []
-        for place, (slot, pages) in enumerate(want):
-            goals.append(pages)
-            if slot.active:
-                places.append(place)
-                needs.append(pages)
-                mapped.append(slot.mapped)
-                heads.append(slot.head)
-            elif pages > slot.mapped:
-                idle += pages - slot.mapped
-        runs.free -= min(runs.free, idle)
-        found = self._columns.goals(needs, mapped, heads)
-        if found == needs:
-            return None
-        for place, goal in zip(places, found, strict=True):
-            goals[place] = goal
-        return goals
-
-    def ahead(self, count: int, pages: int, mapped: int, head: int) -> list[int]:
-        """`goals` of so many new requests that need `pages` each and have some mapped."""
-        goals = [pages] * count
-        if self._columns.runs.longest == 1:
-            return goals
-        self.look()
-        return self._columns.goals(goals, [mapped] * count, [head] * count)
-
-    def grown(self, pieces: Sequence[Piece]) -> None:
-        """Records new pages, where the number of mappings is limited."""
-        for slot, low, _ in pieces:
-            self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
-            self._joined[slot.index] = min(self._joined[slot.index], low)
-
-    def needed(self, lengths: Sequence[int]) -> int:
-        """Mappings for new requests of so many pages per tensor: runs of 2 MiB, and one more each.
-
-        0 where mappings are not limited.
-        """
-        table = self._table
-        if not self.limit or table.lockstep or len(table.free) == len(table):
-            return 0
-        runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
-        return runs * self._layout.num_tensors
-
-    def obtainable(self) -> int:
-        """Mappings that unmapping free slots and joining would free."""
-        found = 0
-        for slot in self._table:
-            calls = min(self._calls[slot.index], slot.mapped)
-            if slot.active:
-                calls = max(0, calls - self._pieces(slot)) if self.joins else 0
-            found += calls
-        return found * self._layout.num_tensors
-
-    def holders(self) -> tuple[int, int]:
-        """Approximate mappings of pages that requests own, and of unowned pages."""
-        found = [0, 0]
-        for slot in self._table:
-            found[not slot.active] += min(self._calls[slot.index], slot.mapped)
-        return found[0] * self._layout.num_tensors, found[1] * self._layout.num_tensors
-
-    @property
-    def left(self) -> int:
-        """Mappings that the context may still have, counted now."""
-        return self.limit - self._count()
-
-    # ---- joining ---------------------------------------------------------------------------------
-
-    def join(self, stream: Any) -> None:
-        """Joins what frees the most mappings, where too many are used; some in each step."""
-        self._stream = stream
-        if self._count() > self.join_at:
-            self._join(self._used - self.join_at + self.limit // 16, _JOINS)
-
-    def relieve(self) -> bool:
-        """Joins all that can be joined, now; returns whether there are fewer mappings."""
-        if not self.joins:
-            return False
-        before = self._count()
-        self._join(before, before)
-        return self._used < before
-
-    def _join(self, spare: int, most: int) -> None:
-        """Joins slots, most pieces first, to free `spare` mappings in about `most` calls."""
-        tensors = self._layout.num_tensors
-        slots = [slot for slot in self._table if self._can_join(slot)]
-        if not slots:
-            return
-        slots.sort(key=lambda slot: -self._calls[slot.index])
-        self._wait()
-        with self._counters.waiting():
-            for slot in slots:
-                if spare <= 0 or most <= 0:
-                    break
-                spare -= (self._calls[slot.index] - 1) * tensors
-                try:
-                    most -= self._join_slot(slot)
-                except Busy:  # the range is being read
-                    continue
-                except VMemError as error:
-                    if isinstance(error, NotRecoverable):
-                        self._table.mark_broken(slot)
-                        slot.lost = True
-                    self._reclaimer.errors.append(error)
-                    break
-        before = self._used
-        _log.debug("joining: %d mappings, down from %d", self._count(), before)
-
-    def _can_join(self, slot: Slot) -> bool:
-        return (
-            slot.active
-            and slot.job is None
-            and not slot.lost
-            and self._calls[slot.index] >= _LEAST
-            and slot not in self._mover.moves
-        )
-
-    def _pieces(self, slot: Slot) -> int:
-        """Runs per tensor that joining a slot would leave, not counting joined ones."""
-        return -(-(slot.mapped - self._first(slot)) // self._chunk)
-
-    def _first(self, slot: Slot) -> int:
-        """The first page to join: the last joined run of 2 MiB may have grown."""
-        joined = min(self._joined[slot.index], slot.mapped)
-        return max(joined // self._chunk * self._chunk, slot.shared)
-
-    def _join_slot(self, slot: Slot) -> int:
-        """Joins a slot's pages in every tensor; returns the driver calls."""
-        layout = self._layout
-        first = self._first(slot)
-        calls = 0
-        if first < slot.mapped:
-            nbytes = (slot.mapped - first) * layout.page_size
-            for tensor in range(layout.num_tensors):
-                at = slot.addr + layout.offset(0, first, tensor)
-                calls += self._mapper.join(at, nbytes)
-        self._calls[slot.index] = 1
-        self._joined[slot.index] = slot.mapped
-        return calls
-
-    def _wait(self) -> None:
-        """Waits for all work on the device, on every stream."""
-        wait_for_device(self._stream, self._device)

@@ -12,7 +12,7 @@ from pyvmem.info import Location, RangeFlags
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import PLAIN, Tier
-from pyvmem.kvcache.slots import Growth, Slot, Unmap
+from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
 
 __all__ = [
     "IntegrityError",
@@ -152,14 +152,13 @@ def check(group: Group) -> list[str]:
     """Every contradiction found; empty when the records agree with themselves and with libvmem."""
     found: list[str] = []
     table, pager, reclaimer, layout = group.table, group.pager, group.reclaimer, group.layout
-    held = returning = granted = slid = 0
+    held = granted = slid = 0
+    returning = sum(one.pages for one in reclaimer.unmaps)
     for slot in table:
         name = f"slot {slot.index}"
         held += slot.mapped - slot.shared
         held -= sum(slot.places.away(slot.shared, slot.mapped).values())
         slid += slot.head if slot.active and not slot.stale else 0
-        if isinstance(slot.job, Unmap):
-            returning += slot.job.pages
         granted += slot.granted
         if not 0 <= slot.granted <= slot.mapped <= layout.slot_pages:
             found.append(
@@ -206,6 +205,9 @@ def check(group: Group) -> list[str]:
         found.append(f"{held} + {returning} pages per tensor counted, {reclaimer.held} pages held")
     if granted != pager.granted_pages:
         found.append(f"{granted} pages per tensor granted, {pager.granted_pages} counted")
+    sliding = sum(one.pages for one in reclaimer.unmaps if isinstance(one, Slide))
+    if sliding != reclaimer.sliding:
+        found.append(f"{sliding} pages per tensor in slides, {reclaimer.sliding} counted")
     if slid != reclaimer.slid:
         found.append(f"{slid} pages per tensor slid, {reclaimer.slid} counted")
     found.extend(table.check())
@@ -246,7 +248,9 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     size = layout.page_size
     sure, end = slot.mapped, slot.mapped  # mapped below `sure`, not mapped from `end` on
     gone, job = slot.head, slot.job
-    if isinstance(job, Unmap) and job.slides:
+    if isinstance(job, Slide):
+        gone = job.lows[job.slots.index(slot)]
+    elif isinstance(job, Unmap) and job.slides:
         gone = job.low
     elif isinstance(job, Unmap):
         end = job.high

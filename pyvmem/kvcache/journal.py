@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An undo log of a cache's records, so that an exception at any point leaves them true.
+"""An undo log of a cache's records: an exception at any point leaves them consistent.
 
 An exception may come from outside between any two of Python's instructions: Ctrl-C, another
 signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its records

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pages of a running request that are replaced under their addresses, or that leave a window.
+"""Pages of a running request that are replaced under their addresses.
 
 A *move* has two phases. First new pages appear at scratch addresses and the old ones are copied to
 them, after the work that writes the rows; the GPU may read the old ones meanwhile. Then, when no
@@ -16,35 +16,20 @@ Until the second phase is over both count as memory of the cache.
 multiple of that. Once its last row is written a part is only read, so its pages may change. Pages
 that are one physical run already (growing slots prefer 2 MiB of their own) are mapped again in one
 piece instead, where that saves mappings.
-
-A *window* slides. A step from `old` to `new` tokens computes the tokens from `old` on. The first of
-them attends to rows from ``old - window + 1`` on, and its kernel reads the whole tile that this row
-lies in:
-
-    0 ............... head ..... old - window - window_tile ..... old - window ..... old .... new
-    | unmapped, pages | slack    | kernel's tile                 | attended to      | computed |
-
-So when a step asks for `new`, pages wholly below ``old - window - window_tile`` are unmapped after
-the work that was launched before: that step's work is the last that read them. A prefill of more
-tokens than the window has all of them mapped until the next step.
-
-Here `old` is rounded down to whole sharing units (prefix_cache.py): there the rows so far can be
-recorded, and a request that begins with them needs their window there.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.info import Caps
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.mapper import Scratch
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Tier
@@ -53,7 +38,7 @@ from pyvmem.kvcache.slots import Move, QuietTicket, Slot, Unmap
 from pyvmem.ops import OpBatch
 from pyvmem.reservation import Reservation
 
-__all__ = ["Mover", "Promoter", "Window"]
+__all__ = ["Mover", "Promoter"]
 
 _NEVER = 1 << 62
 
@@ -594,138 +579,3 @@ class Promoter:
             query(slot.addr + layout.offset(0, low, tensor)).run_bytes >= size
             for tensor in range(layout.num_tensors)
         )
-
-
-class Window:
-    """Decides which pages have left the window.
-
-    Args:
-        reclaimer: unmaps them.
-        mover: has the moves that are under way.
-        config: the window.
-        unit: tokens of a sharing unit; 1 where nothing can be recorded.
-        release: returns when no batch is in flight over a slot's addresses.
-    """
-
-    def __init__(
-        self,
-        reclaimer: Reclaimer,
-        mover: Mover,
-        config: KVCacheConfig,
-        unit: int,
-        release: Callable[[Slot], None],
-    ) -> None:
-        self._release = release
-        self._unit = unit
-        self._mover = mover
-        self._reclaimer = reclaimer
-        self._journal = reclaimer.mapper.journal
-        self._layout = reclaimer.layout
-        self._window = config.window
-        self._kept = config.window + config.window_tile
-        self._first = self._goes_at(1)
-        # By slot: the length at which the next page can go, and the least that may be asked for.
-        self._next = [self._first] * config.max_batch
-        self._least = [0] * config.max_batch
-
-    def _rows(self, pages: int) -> int:
-        """Rows that so many pages hold at least a byte of."""
-        return -(-pages * self._layout.page_size // self._layout.row_bytes)
-
-    def _goes_at(self, pages: int) -> int:
-        """The length at which so many pages have left the window."""
-        rows = self._kept + self._rows(pages)
-        return rows + -rows % self._unit
-
-    def first_page(self, slot: Slot) -> int:
-        """The first page of a request whose rows are there."""
-        least = self._least[slot.index]
-        gone = max(0, least - self._window) * self._layout.row_bytes // self._layout.page_size
-        return max(slot.head, gone)
-
-    def check(self, slot: Slot, length: int) -> None:
-        """Raises InvalidArgument for a length whose window has been unmapped."""
-        least = self._least[slot.index]
-        if slot.head and not slot.stale:  # what a step let go that an exception ended
-            least = max(least, self._window + self._rows(slot.head))
-        if length < least:
-            raise invalid(
-                f"length {length}: with fewer than {least} tokens the window of "
-                f"{self._window} of reqid {slot.index} begins in rows that are gone",
-                limit=least,
-            )
-
-    def slide(self, lens: Sequence[int], stream: Any) -> None:
-        """Begins to unmap what the step to `lens` no longer needs; does not wait."""
-        table = self._reclaimer.table
-        old = table.columns.held
-        events: list[Any] | None = None
-        for index in compress(range(len(table)), map(operator.ge, old, self._next)):
-            slot = table[index]
-            if lens[index] <= old[index]:
-                continue  # the same length again: perhaps its work has not been launched yet
-            if slot.job is not None:
-                if not table.lockstep:
-                    continue  # the next step is soon enough
-                self._release(slot)
-            if events is None:
-                event = record(stream, self._mover.device)
-                events = [] if event is None else [event]
-            layout = self._layout
-            head = layout.window_page(old[index] - old[index] % self._unit)
-            places = slot.places
-            if not self._mover.make_way(slot, head):
-                continue
-            if places and places.floor(head) != head:  # in the middle of a large page
-                end, head = places.ceil(head), places.floor(head)
-                if head <= slot.head:
-                    self._set(index, self._goes_at(end), self._least[index])
-                    continue
-            if head <= slot.head:  # they went in a step that an exception ended
-                least = max(self._least[index], self._window + self._rows(head))
-                self._set(index, self._goes_at(head + 1), least)
-                continue
-            after = [*slot.events, *events]
-            if not self._reclaimer.try_slide(slot, head, after):  # the queue is full
-                if not table.lockstep:
-                    return  # the next step tries again
-                self._reclaimer.finish_all()
-                if not self._reclaimer.try_slide(slot, head, after):
-                    raise TooManyBatches(
-                        "pages before the window could not be unmapped",
-                        errno=errno.EAGAIN,
-                        op="KVCache",
-                    )
-            self._set(index, self._goes_at(head + 1), self._window + self._rows(head))
-
-    def begin(self, slot: Slot, head: int) -> None:
-        """Notes that a request begins with the window of a recorded prefix, from page `head` on."""
-        if head:
-            self._set(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
-
-    def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
-        """Notes that requests begin with the rows that another's window holds."""
-        for slot in slots:
-            self._set(slot.index, self._next[parent.index], self._least[parent.index])
-
-    def resume(self, slot: Slot, head: int) -> None:
-        """A request is back whose rows in the pages below `head` were gone: they go again.
-
-        Where they cannot now, the next step lets them go.
-        """
-        least = self._window + self._rows(head)
-        self._set(slot.index, self._first, least)
-        low = slot.places.floor(head) if slot.places else head
-        if low > slot.head and slot.job is None and self._reclaimer.try_slide(slot, low, []):
-            self._set(slot.index, self._goes_at(low + 1), least)
-
-    def forget(self, slot: Slot) -> None:
-        """Ends a request; call it while the slot is still its own."""
-        if not slot.stale:
-            self._reclaimer.slid -= slot.head
-        self._set(slot.index, self._first, 0)
-
-    def _set(self, index: int, later: int, least: int) -> None:
-        for numbers, value in ((self._next, later), (self._least, least)):
-            self._journal.undo(numbers.__setitem__, index, numbers[index])
-            numbers[index] = value

@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
-    from pyvmem.kvcache.migration import Window
     from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
+    from pyvmem.kvcache.window import Window
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
@@ -706,7 +706,7 @@ class PrefixCache:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
-            back += group.reclaimer.let_go(span) * column
+            back += group.reclaimer.drop_evicted(span) * column
         return back
 
     def _unpin_all(self) -> bool:

@@ -22,7 +22,7 @@ from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
-from pyvmem.kvcache.slots import DoneTicket, Piece, Slot, SlotTable, Unmap
+from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.logs import warn
 from pyvmem.ops import OpBatch
 
@@ -124,6 +124,7 @@ class Reclaimer(Journaled):
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
+        sliding: of these, pages in a `Slide` in flight.
         share: the cache's part of a budget; None: the cache has a limit of its own.
     """
 
@@ -148,12 +149,12 @@ class Reclaimer(Journaled):
         self.limit = limit
         self.watermark = low_watermark
         self.counters = counters
-        self.held = self.slid = 0
+        self.held = self.slid = self.sliding = 0
         self.away: Counter[Tier] = Counter()
         self.own_away: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
         self._prefixes = prefixes
-        self.unmaps: list[Unmap] = []
+        self.unmaps: list[Unmap | Slide] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
         self._ops = OpBatch(1)
@@ -311,11 +312,12 @@ class Reclaimer(Journaled):
             slot.addr + low * size, (high - low) * size, layout.num_tensors, layout.tensor_bytes
         )
 
-    def failed(self, slot: Slot, error: VMemError) -> None:
-        """Notes that pages of a slot could not be unmapped."""
+    def failed(self, slot: Slot | None, error: VMemError) -> None:
+        """Notes that pages of a slot could not be unmapped; None: of the windows of several."""
         self.errors.append(error)
-        warn(_log, "unmap", "pages of reqid %d could not be unmapped: %s", slot.index, error)
-        if isinstance(error, NotRecoverable):
+        whose = "windows" if slot is None else f"reqid {slot.index}"
+        warn(_log, "unmap", "pages of %s could not be unmapped: %s", whose, error)
+        if slot is not None and isinstance(error, NotRecoverable):
             self.table.mark_broken(slot)  # and its pages are no longer counted
 
     def rebuild(self, moving: int, away: Mapping[Tier, int]) -> None:
@@ -332,9 +334,11 @@ class Reclaimer(Journaled):
             others.update(outside)
             pages += slot.mapped - slot.shared - sum(outside.values())
             self.slid += slot.head if slot.active and not slot.stale else 0
+        self.sliding = 0
         for unmap in self.unmaps:
             pages += unmap.pages
             others.update(unmap.away)
+            self.sliding += unmap.pages if isinstance(unmap, Slide) else 0
         tensors = self.layout.num_tensors
         self.held = pages * tensors
         self.away = Counter({tier: count * tensors for tier, count in others.items()})
@@ -355,7 +359,7 @@ class Reclaimer(Journaled):
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
             self._finish(unmap)
 
-    def finish(self, unmap: Unmap) -> None:
+    def finish(self, unmap: Unmap | Slide) -> None:
         """Waits for one unmap."""
         self._finish(unmap, None)
 
@@ -364,8 +368,11 @@ class Reclaimer(Journaled):
         for unmap in list(self.unmaps):
             self._finish(unmap, None)
 
-    def _finish(self, unmap: Unmap, timeout: float | None = 0.0) -> None:
+    def _finish(self, unmap: Unmap | Slide, timeout: float | None = 0.0) -> None:
         """Waits for an unmap and notes what came back; nothing where it is not over in time."""
+        if isinstance(unmap, Slide):
+            self._finish_slide(unmap, timeout)
+            return
         slot, pages = unmap.slot, unmap.pages
         try:
             unmap.ticket.wait(timeout)
@@ -392,6 +399,31 @@ class Reclaimer(Journaled):
         slot.job = None
         self.count_freed(pages, unmap.away)
         self.unref(unmap.span)
+
+    def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
+        """The same for the pages that left the windows of slots."""
+        pages = freed = slide.pages
+        try:
+            slide.ticket.wait(timeout)
+        except Timeout:
+            return
+        except VMemError as error:
+            if not slide.quiet:
+                self.failed(None, error)
+            pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
+            if isinstance(error, NotRecoverable):
+                self.mark_broken(pieces)
+            for (slot, low, head), owner in zip(pieces, slide.owners, strict=True):
+                if not slot.broken:  # undone: the pages are where they were
+                    slot.head = low
+                    freed -= head - low
+                    if slot.owner == owner:
+                        self.slid -= head - low
+        self.journal.keep_list(self.unmaps)
+        self.unmaps.remove(slide)
+        self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
+        self.sliding -= pages
+        self.count_freed(freed, {})
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
@@ -496,7 +528,7 @@ class Reclaimer(Journaled):
     @property
     def returning(self) -> int:
         """Physical pages in unmaps in flight."""
-        return self.table.index.returning * self.layout.num_tensors
+        return (self.table.index.returning + self.sliding) * self.layout.num_tensors
 
     @property
     def late(self) -> int:
@@ -504,11 +536,11 @@ class Reclaimer(Journaled):
         waiting = (
             one.pages
             for one in self.unmaps
-            if not one.done() and (one.slides or prune(one.slot.events))
+            if not one.done() and (isinstance(one, Slide) or one.slides or prune(one.slot.events))
         )
         return sum(waiting) * self.layout.num_tensors
 
-    def forget_crowding(self) -> None:
+    def drop_mapping_errors(self) -> None:
         """Drops notes of background growths that lacked mappings: they were undone."""
         if self.errors:
             self.errors = [one for one in self.errors if not isinstance(one, TooManyMappings)]
@@ -691,7 +723,7 @@ class Reclaimer(Journaled):
                 complete &= slot.job is None and self.try_unmap(slot, 0, now)
         return complete
 
-    def let_go(self, span: Span) -> int:
+    def drop_evicted(self, span: Span) -> int:
         """Drops an evicted span.
 
         Returns:
@@ -723,8 +755,6 @@ class Reclaimer(Journaled):
         So that a request of another conversation finds one that it need not empty. False where some
         must wait.
         """
-        if not self.table.index.stale.entries:
-            return True
         self.poll()
         index = self.table.index
         kept = [slot for slot in index.cached if slot.kept]

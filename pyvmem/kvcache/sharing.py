@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from pyvmem.pages import Pages
     from pyvmem.streams import Work
 
-__all__ = ["Sharing"]
+__all__ = ["Held", "Sharing"]
 
-_Held: TypeAlias = "tuple[Pages, int, int, Kind]"
+Held: TypeAlias = "tuple[Pages, int, int, Kind]"
 """A handle to pages [low, high) of a slot, all of one kind."""
 
 
@@ -81,12 +81,12 @@ class Sharing:
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
-    def gather(self, slot: Slot, pages: int) -> list[_Held]:
+    def gather(self, slot: Slot, pages: int) -> list[Held]:
         """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
         return self.handles(slot, slot.shared, slot.places.ceil(pages))
 
     def donate(
-        self, slot: Slot, pages: int, handles: list[_Held], event: Any, unit_pages: int
+        self, slot: Slot, pages: int, handles: list[Held], event: Any, unit_pages: int
     ) -> None:
         """Shares pages of a slot that is about to be freed, so that they need no new mapping.
 
@@ -103,7 +103,7 @@ class Sharing:
         self.adopt(slot, handles, [] if event is None else [event], unit_pages)
         self.pager.grant(slot, slot.shared)  # the rest of a large page is the owner's now, too
 
-    def adopt(self, slot: Slot, pieces: list[_Held], events: list[Any], unit_pages: int) -> None:
+    def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
         """Records that a request's pages, past those it already shares, are now shared."""
         shared = self.reclaimer.shared
         if self.reclaimer.own_away is not None:
@@ -113,7 +113,7 @@ class Sharing:
             parts.append(shared.adopt(handle, high - low, list(events), kind))
         slot.span = Span(tuple(parts), unit_pages)
 
-    def handles(self, slot: Slot, low: int, high: int) -> list[_Held]:
+    def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
         """Handles to a slot's pages, one for each stretch of a kind."""
         layout, places, found = self.layout, slot.places, []
         stretches = places.stretches(low, high) if places.noted else ((low, high, PLAIN),)
@@ -135,7 +135,7 @@ class Sharing:
         return self._ops
 
     def map_pieces(
-        self, ops: OpBatch, slot: Slot, pieces: list[_Held], *, replace: bool = False
+        self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False
     ) -> None:
         """Maps pages that `handles` returned at the same places of a slot, read-only."""
         layout = self.layout

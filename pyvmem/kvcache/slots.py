@@ -64,6 +64,7 @@ __all__ = [
     "Slot",
     "SlotIndex",
     "SlotTable",
+    "Slide",
 ]
 
 _log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Slot(Watched):
 
     @property
     def grows_from(self) -> int:
-        """Where its next pages are mapped; 0 where it is stale: all that is there goes before."""
+        """Where its next pages are mapped; 0 if stale: its pages are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
@@ -443,7 +444,8 @@ class SlotIndex:
     """The slots, filed.
 
     A request's slot is *plain* where growing it takes a map call and nothing else (`file_all`
-    tells): most are at most times, and these are in the columns alone.
+    tells): most are at most times, and these are in the columns alone, as are those that would be
+    plain if their window were not sliding.
 
     Attributes:
         free: those that a request may get, least recently used first.
@@ -491,23 +493,25 @@ class SlotIndex:
 
     def file_all(self, slots: Iterable[Slot]) -> None:
         """Files slots under what their attributes say now."""
-        filed, file = self._filed, self.columns.file
+        filed, fields = self._filed, []
         for slot in slots:
-            index, granted = slot.index, slot.granted
+            index, granted, job = slot.index, slot.granted, slot.job
             plain = (
                 slot.active
-                and slot.job is None
                 and not slot.lost
                 and slot.dirty <= granted
                 and slot.span.pages <= granted
                 and slot.head <= granted
                 and not slot.places.noted
             )
-            file(index, slot.mapped, granted, slot.head, slot.active, plain)
-            if not plain:
+            nothing = plain and (job is None or (type(job) is Slide and slot.mapped == granted))
+            plain = plain and job is None
+            fields.append((index, slot.mapped, granted, slot.head, slot.active, plain))
+            if not nothing:
                 self._file(index, _entry(slot))
             elif index in filed:
                 self._file(index, _NOTHING)
+        self.columns.file(fields)
 
     def _file(self, index: int, new: _Entry) -> None:
         filed = self._filed
@@ -553,12 +557,13 @@ def _entry(slot: Slot) -> _Entry:
     index, mapped, order, job = slot.index, slot.mapped, slot.freed_order, slot.job
     taking = job is not None and job.takes_pages
     spare = returning = 0
-    if taking:
+    if taking and not isinstance(job, Slide):  # whose pages `Reclaimer.sliding` counts
         returning = job.pages
+    simple = not (slot.span.pages or slot.head or slot.places.noted)
     if (taking or job is None) and not slot.lost:
-        spare = slot.spare_beyond(0)
+        spare = mapped - slot.granted if simple else slot.spare_beyond(0)
     age = (order, index)
-    stale = slot.stale
+    stale = not simple and slot.stale
     if slot.active:
         left = mapped > slot.granted and not slot.lost and job is None
         return _Entry(
@@ -593,9 +598,9 @@ class Growth:
     Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
     `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. `large` holds the pieces that are large pages. One that is `ahead` nobody
-    asked for: it grants nothing, and its failure is told to nobody. The counts are of physical
-    pages.
+    nothing is filled. `large` holds the pieces that are large pages. One that is `ahead` grants
+    nothing: nobody asked for it. The failure of a `quiet` one is not raised: nobody asked for it,
+    or another group's growth in the same batch raises it. The counts are of physical pages.
     """
 
     takes_pages: ClassVar[bool] = False
@@ -609,6 +614,7 @@ class Growth:
     filling: Any = None
     granted: bool = False
     ahead: bool = False
+    quiet: bool = False
     new_pages: int = 0
     reused_pages: int = 0
     zeroed_pages: int = 0
@@ -661,6 +667,35 @@ class Unmap:
     def pages(self) -> int:
         """Pages per tensor of the device that were the slot's alone."""
         return self.high - self.low - self.span.pages - sum(self.away.values())
+
+    def done(self) -> bool:
+        """Whether the batch is finished, well or not."""
+        return bool(self.ticket.done())
+
+
+@dataclass(slots=True, eq=False)
+class Slide:
+    """Pages that left the windows of slots, on their way back to the pool: one batch for all.
+
+    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), all small, in the
+    device and its own. The failure of a `quiet` one is reported by another group's.
+    """
+
+    takes_pages: ClassVar[bool] = True
+    span: ClassVar[Span] = EMPTY
+    away: ClassVar[dict[Tier, int]] = {}
+
+    slots: list[Slot]
+    owners: list[int]
+    lows: list[int]
+    heads: list[int]
+    ticket: Any
+    quiet: bool
+
+    @property
+    def pages(self) -> int:
+        """Pages per tensor, of all slots together."""
+        return sum(self.heads) - sum(self.lows)
 
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""

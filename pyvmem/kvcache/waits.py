@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What a call of a cache waits for, so that it is waited for before the call takes the lock.
+"""Waiting for GPU work and batches before a call takes the cache's lock.
 
-A call that waits for GPU work must not make other requests' calls wait. So each call that waits
-begins with a look: under the lock, what is in its way is listed, begun where it can be (pages of no
-request are unmapped), and waited for without the lock. Then it looks again. When nothing is in the
-way the call itself runs, in the same block of the lock, and finds nothing to wait for:
+A call that waits for GPU work must not make other requests' calls wait. So each such call begins
+with a look: under the lock it lists its blockers and starts what it can (unowned pages are
+unmapped), then waits for them unlocked, and looks again. With no blocker left the call itself runs,
+still under the lock, and finds nothing to wait for:
 
     look -> wait -> look -> wait -> ... -> look, call
     lock            lock                   lock
@@ -27,17 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.manager import (
-    Manager,
-    Truncation,
-    begin_trim,
-    can_compact,
-    empty_slots,
-    kept_slots,
-    last_work,
-    make_free_alike,
-)
+from pyvmem.kvcache.manager import Manager
+from pyvmem.kvcache.prefix_alloc import empty_slots, kept_slots
+from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
+from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
+from pyvmem.kvcache.truncation import Truncation
 from pyvmem.streams import Work
 
 if TYPE_CHECKING:
@@ -206,7 +201,7 @@ def before_swap_out(groups: Groups, reqid: int, work: PriorWork) -> Waits:
 
 def before_swap_in(groups: Groups, length: int, work: PriorWork) -> Waits:
     """See `KVCache.swap_in`; `work`: the work of those who will use the rows, so far."""
-    make_free_alike(groups)
+    sync_free_slots(groups)
     found = groups[0].fit(length)
     if found is None:
         return []

@@ -17,7 +17,7 @@ from parallel_share import RankModel
 
 import pyvmem
 from pyvmem import FdEvent, Inject
-from pyvmem.kvcache import manager
+from pyvmem.kvcache import swap
 from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = [
@@ -366,7 +366,7 @@ def prepared(cache: ParallelKVCache, prompt: list[int]) -> tuple[int, Any]:
 def swap_without_memory(rank: Any) -> Any:
     """The host of one rank has no memory for a request that is swapped out."""
     out: list[Any] = []
-    real = manager._host_memory
+    real = swap._host_memory
 
     def none(*args: Any) -> Any:
         raise MemoryError
@@ -375,14 +375,14 @@ def swap_without_memory(rank: Any) -> Any:
         cache.alloc_reqid()
         cache.step([20, 0, 0, 0])
         if rank.index == 1:
-            manager._host_memory = none  # type: ignore[assignment]
+            swap._host_memory = none  # type: ignore[assignment]
         try:
             cache.swap_out(0)
         except MemoryError:
             assert rank.index == 1
         else:
             assert rank.index != 1
-        manager._host_memory = real
+        swap._host_memory = real
         out.append(caught(cache.check_step))
         cache.recover()
         out.append(cache.alloc_reqid())

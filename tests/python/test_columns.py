@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from pyvmem import Context, DriverError, Inject, InvalidArgument, KVCache, KVCacheConfig, OpBatch
-from pyvmem._native import Columns, Outcome, Waits
+from pyvmem._native import Columns, Outcome, Waits, extend
 
 PAGE, ROW = 4096, 100
 
@@ -145,8 +145,8 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
         ops = OpBatch(4)
         grown = columns.plan(ops.array)
         assert grown == (
-            *([0, 1, 2], [1, 3, 0], [1, 1, 0], [32, 32, 0]),
-            *([2, 3, 25], [2, 3, 25], 2, 26, 2, 28),
+            *([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25]),
+            *(2, 26, 2, 28),
         )
         first, second = ops.array[0], ops.array[1]
         found = (first.addr, first.bytes, first.count, first.stride, first.page_size, first.flags)
@@ -155,10 +155,10 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
         outcome, waits = Outcome(), Waits()
         context.inject(Inject.MAP)
         with pytest.raises(DriverError, match="injected"):
-            columns.run(context.handle, ops.array, outcome, waits)
+            extend(context.handle, [columns], ops.array, 2, outcome, waits)
         assert list(columns.mapped) == [1, 3, 0, 5]
         assert (outcome.happened, waits.struct.count) == (False, 1)
-        columns.run(context.handle, ops.array, outcome, waits)
+        extend(context.handle, [columns], ops.array, 2, outcome, waits)
         assert (outcome.happened, waits.struct.count) == (True, 2)
         assert context.stats().mapped_bytes == 2 * 26 * PAGE
         assert list(columns.mapped) == [2, 3, 25, 5]
@@ -176,16 +176,88 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
     assert columns.plan(ops.array) is None
 
 
+def test_groups_that_grow_together_grow_in_one_batch() -> None:
+    with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
+        ops, each = OpBatch(4), []
+        for group in range(2):
+            base = addresses.addr + (group << 24)
+            columns = columns_of(2, base=base, slot_bytes=1 << 20, tensor_bytes=1 << 23, tensors=2)
+            columns.place.max_rows = 1000
+            columns.runs.longest, columns.runs.free = 1, 100
+            columns.scan([100 * (group + 1), 50])
+            assert columns.plan(ops.array + 2 * group)
+            each.append(columns)
+        outcome, waits = Outcome(), Waits()
+        context.inject(Inject.MAP, skip=3)
+        with pytest.raises(DriverError, match="injected"):
+            extend(context.handle, each, ops.array, 4, outcome, waits)
+        assert [list(one.mapped) for one in each] == [[0, 0], [0, 0]]
+        assert context.stats().mapped_bytes == 0
+        before = context.stats().batches
+        extend(context.handle, each, ops.array, 4, outcome, waits)
+        assert context.stats().batches == before + 1
+        assert [list(one.mapped) for one in each] == [[3, 2], [5, 2]]
+        assert context.stats().mapped_bytes == 2 * 12 * PAGE
+        addresses.close(unmap=True)
+
+
+def test_unmap_calls_of_slots() -> None:
+    columns = columns_of(4, base=1 << 30, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=3)
+    ops = OpBatch(2)
+    columns.unmaps([3, 1], [0, 2], [1, 7], ops.array)
+    found = [(one.addr, one.bytes, one.count, one.stride) for one in ops.array]
+    assert found == [
+        ((1 << 30) + (3 << 20), PAGE, 3, 1 << 24),
+        ((1 << 30) + (1 << 20) + 2 * PAGE, 5 * PAGE, 3, 1 << 24),
+    ]
+
+
+class Guarded:
+    """Refuses to be changed but by what goes past it."""
+
+    __slots__ = ("held",)
+    held: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AssertionError(name)
+
+
+def test_edits_are_made_by_the_call_that_succeeds() -> None:
+    with Context("host", granule=PAGE) as context, context.reserve(1 << 20) as addresses:
+        one, two = Guarded(), Guarded()
+        object.__setattr__(one, "held", first := object())
+        items, table = array("Q", [1, 2]), {5: 1}
+        edits: list[list[Any]] = [
+            [one, "held", 5], [[one, two], "held", [6, 7]], [items, 1, 8], [table, 6, 9],
+        ]  # fmt: skip
+        ops, outcome = OpBatch(1), Outcome(edits)
+        ops.populate(addresses.addr, PAGE)
+        context.inject(Inject.MAP)
+        with pytest.raises(DriverError, match="injected"):
+            context.batch(ops, (), outcome)
+        assert (one.held, list(items), table) == (first, [1, 2], {5: 1})
+        assert not hasattr(two, "held")
+        outcome.of(edits)
+        context.batch(ops, (), outcome)
+        assert outcome.happened
+        assert (one.held, two.held, list(items), table) == (6, 7, [1, 8], {5: 1, 6: 9})
+        # What was there lives on until the edits are dropped.
+        assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, None, 2, None]
+        object.__setattr__(one, "held", 1)
+        ops.clear()
+        ops.unmap(addresses.addr, PAGE)
+        context.batch(ops, (), outcome)
+        assert one.held == 1, "made once"
+
+
 def test_surplus_is_of_plain_slots() -> None:
     columns = columns_of(3)
     columns.clear()
-    for index, (mapped, granted, plain) in enumerate([(5, 2, True), (9, 1, False), (4, 4, True)]):
-        columns.file(index, mapped, granted, 0, True, plain)
+    columns.file([(0, 5, 2, 0, True, True), (1, 9, 1, 0, True, False), (2, 4, 4, 0, True, True)])
     assert columns.surplus == 3
-    columns.file(0, 7, 2, 0, True, True)
-    columns.file(1, 9, 8, 0, True, True)
+    columns.file([(0, 7, 2, 0, True, True), (1, 9, 8, 0, True, True)])
     assert columns.surplus == 6
-    columns.file(0, 7, 2, 0, True, False)
+    columns.file([(0, 7, 2, 0, True, False)])
     assert columns.surplus == 1
     columns.clear()
     assert columns.surplus == 0

@@ -52,7 +52,7 @@ from pyvmem.engine import Request, RequestCache, State
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kv_events import KVEvents
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
-from pyvmem.kvcache.budget import Turns
+from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points of a scenario in `make test`
@@ -2051,6 +2051,29 @@ def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
 
 
 @scenario
+def layered_step_slides(engine: Engine) -> Steps:
+    """Two windows slide in one batch, and the layers of all classes grow in another."""
+    cache, first = _layered_windows(engine, 5 * ROWS)
+    second = _slid(engine, cache, 5 * ROWS)
+    tags = {reqid: engine.held.pop((cache, reqid)) for reqid in (first, second)}
+    want = lens(cache, dict.fromkeys(tags, 5 * ROWS + 1))
+
+    def call() -> None:
+        assert cache.step(want) == 0
+
+    def again() -> None:
+        call()
+        assert cache.step(lens(cache, dict.fromkeys(tags, 5 * ROWS + 2))) == 0
+        for reqid, written in tags.items():
+            for part in parts(cache):
+                (low,) = part.first_rows([reqid])
+                assert read_rows(part, reqid, low, written[low:]), "rows in the window"
+            cache.free_reqid(reqid)
+
+    return call, again
+
+
+@scenario
 def layered_fork_a_window(engine: Engine) -> Steps:
     cache, parent = _layered_windows(engine, 5 * ROWS + 3)
     return _forking(engine, cache, parent, None)
@@ -2645,10 +2668,10 @@ def test_signals() -> None:
 
 def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
     """Also where the thread has the lock already: it is let go as often as it was taken."""
-    turns = Turns()
+    lock = FairLock()
 
     def call() -> None:
-        with turns, turns:
+        with lock, lock:
             pass
 
     counter = Interrupts()
@@ -2657,7 +2680,7 @@ def test_a_block_that_an_exception_keeps_out_of_has_no_lock() -> None:
     for at in range(1, counter.count + 1):
         with pytest.raises(Interrupted):
             Interrupts(at).run(call)
-        assert not turns._is_owned(), f"point {at}"  # type: ignore[attr-defined]
+        assert not lock._is_owned(), f"point {at}"  # type: ignore[attr-defined]
 
 
 def test_a_recovery_that_was_ended_is_taken_up_though_nothing_is_left_to_undo() -> None:

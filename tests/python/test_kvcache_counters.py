@@ -92,6 +92,15 @@ class Trace:
         answered, begun = self.call(self.cache.alloc_prefix, asked)
         if form:
             asked.release()
+        if self.cut:  # the exception may have come when all was done, and taken the answer alone
+            stats, told = self.cache.stats(), {}
+            for name in ("queries", "query_tokens", "hits", "hit_tokens"):
+                told[name] = getattr(stats, f"prefix_{name}") - self.want[f"prefix_{name}"]
+                self.want[f"prefix_{name}"] += told[name]
+            done = told["queries"]
+            assert done in (0, 1)
+            assert told["query_tokens"] == done * len(ids)
+            assert told["hits"] == (told["hit_tokens"] > 0) <= done
         if answered and begun is not None:
             reqid, held = begun
             self.tokens[reqid] = ids[:held]

@@ -20,7 +20,7 @@ from kvcache_helpers import eventually
 
 import pyvmem
 from pyvmem import Context, KVCache, KVCacheConfig, logs
-from pyvmem.kvcache import Budget, growth
+from pyvmem.kvcache import Budget, runs
 from pyvmem.kvcache.cache import LayeredCache
 from pyvmem.ledger import Ledger, Participant, device_of
 from pyvmem.models.shapes import LayerShape
@@ -174,7 +174,7 @@ def test_joining_keeps_the_rows_and_makes_room() -> None:
 def test_joining_waits_for_the_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     stream = SimpleNamespace(__cuda_stream__=lambda: (0, 7))
-    monkeypatch.setattr(growth, "wait_for_device", lambda stream, device: order.append(stream))
+    monkeypatch.setattr(runs, "wait_for_device", lambda stream, device: order.append(stream))
     original = Context.join
 
     def join(self: Context, addr: int, size: int) -> int:

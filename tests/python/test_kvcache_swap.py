@@ -38,7 +38,7 @@ from pyvmem import (
     NotMapped,
     NotSupported,
 )
-from pyvmem.kvcache import SwappedRequest, manager
+from pyvmem.kvcache import SwappedRequest, idle
 
 TENSORS = 2 * LAYERS
 
@@ -271,7 +271,7 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
 ) -> None:
     """Such as torch's, for an event of a context that is gone."""
     calls: list[int] = []
-    real = manager.begin_trim
+    real = idle.begin_trim
 
     def failing(*args: Any, **options: Any) -> bool:
         calls.append(1)
@@ -279,11 +279,11 @@ def test_an_idle_thread_survives_an_error_that_is_not_the_caches(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return real(*args, **options)
 
-    monkeypatch.setattr(manager, "begin_trim", failing)
+    monkeypatch.setattr(idle, "begin_trim", failing)
     with small_cache(host, idle_seconds=0.02) as cache:
         cache.free_reqid(started(cache, ROWS))
         eventually(lambda: cache.stats().mapped_bytes == 0)
-    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache.manager"]
+    logged = [one for one in caplog.records if one.name == "pyvmem.kvcache.idle"]
     assert len(logged) == 1
     assert logged[0].exc_info is not None
 

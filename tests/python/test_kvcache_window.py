@@ -30,7 +30,7 @@ from pyvmem import (
     NotMapped,
     OutOfMemory,
 )
-from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape, layer_shapes, manager
+from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape, layer_shapes, steps
 
 TENSORS = 2 * LAYERS
 WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
@@ -66,7 +66,7 @@ def test_what_an_interrupted_step_let_go_is_gone(
         assert cache.alloc_reqid() == 0
         assert cache.step(lens(cache, r0=10 * ROWS)) == 0
         with monkeypatch.context() as patched:
-            patched.setattr(manager, "_commit", interrupted)
+            patched.setattr(steps, "_commit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cache.step(lens(cache, r0=10 * ROWS + 1))
         (first,) = cache.first_rows([0])

@@ -19,7 +19,8 @@ from pyvmem import (
     OutOfMemory,
     VMemError,
 )
-from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, manager
+from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
+from pyvmem.kvcache.growth import Pager
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -136,14 +137,15 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         parent, tags = started(cache, 2 * UNIT + 1)
         cache.record(parent, range(2 * UNIT))
         before, pages = state(cache), cache.stats().active_pages
-        group = cache._groups[place]
+        pager, real = cache._groups[place].pager, Pager.assign
 
-        def broken(*args: Any, **options: Any) -> None:
-            raise error("the driver has no more of it")
+        def broken(self: Pager, *args: Any) -> None:
+            if self is pager:
+                raise error("the driver has no more of it")
+            real(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(group, "fork", broken)
-            patch.setattr(group, "attach", broken)
+            patch.setattr(Pager, "assign", broken)
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None
@@ -341,7 +343,7 @@ def test_no_host_memory_for_a_later_class(
     with shared(context) as cache:
         reqid, tags = started(cache, UNIT)
         before, taken = state(cache), []
-        real = manager._host_memory
+        real = swap._host_memory
 
         def host_memory(size: int, device: int | None) -> memoryview:
             if len(taken) == 2:
@@ -350,7 +352,7 @@ def test_no_host_memory_for_a_later_class(
             return real(size, device)
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(manager, "_host_memory", host_memory)
+            patch.setattr(swap, "_host_memory", host_memory)
             cache.swap_out(reqid)
         assert state(cache) == before
         assert holds(cache, reqid, tags)

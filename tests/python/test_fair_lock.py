@@ -8,41 +8,41 @@ import threading
 import pytest
 from kvcache_helpers import at_the_gate, eventually
 
-from pyvmem.kvcache.budget import Turns
+from pyvmem.kvcache.budget import FairLock
 
 
 def test_who_waits_comes_before_who_had_it() -> None:
-    turns = Turns()
+    lock = FairLock()
     order: list[str] = []
 
     def other() -> None:
-        with turns:
+        with lock:
             order.append("other")
 
     thread = threading.Thread(target=other, daemon=True)
-    with turns:
+    with lock:
         thread.start()
-        eventually(lambda: at_the_gate(turns))
+        eventually(lambda: at_the_gate(lock))
         order.append("first")
-    with turns:  # with an RLock, this thread would have it again
+    with lock:  # with an RLock, this thread would have it again
         order.append("again")
     thread.join(60)
     assert order == ["first", "other", "again"]
 
 
 def test_a_block_within_a_block_waits_for_nobody() -> None:
-    turns = Turns()
+    lock = FairLock()
     done: list[str] = []
 
     def other() -> None:
-        with turns, turns:
+        with lock, lock:
             done.append("other")
 
     thread = threading.Thread(target=other, daemon=True)
-    with turns:
+    with lock:
         thread.start()
-        eventually(lambda: at_the_gate(turns))
-        with turns, turns:
+        eventually(lambda: at_the_gate(lock))
+        with lock, lock:
             done.append("inner")
         assert done == ["inner"], "a block that ended inside has not let the lock go"
     thread.join(60)
@@ -50,25 +50,25 @@ def test_a_block_within_a_block_waits_for_nobody() -> None:
 
 
 def test_an_exception_lets_it_go() -> None:
-    turns = Turns()
-    with pytest.raises(KeyError), turns, turns:
+    lock = FairLock()
+    with pytest.raises(KeyError), lock, lock:
         raise KeyError
-    thread = threading.Thread(target=turns.__enter__, daemon=True)
+    thread = threading.Thread(target=lock.__enter__, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
 
 
 def test_many_threads_count_right() -> None:
-    turns = Turns()
+    lock = FairLock()
     count = 0
 
     def add() -> None:
         nonlocal count
         for _ in range(500):
-            with turns:
+            with lock:
                 before = count
-                with turns:
+                with lock:
                     count = before + 1
 
     threads = [threading.Thread(target=add, daemon=True) for _ in range(4)]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: MIT
+"""Whether requests fit, and what they lack, without changing anything."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.prefix_cache import PrefixMatch
+from pyvmem.plumbing.validation import expect
+
+__all__ = ["can_admit", "free_pages", "is_ready", "lacking", "missing", "obtainable"]
+
+
+def can_admit(
+    groups: Sequence[Group], seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None
+) -> bool:
+    """See `KVCache.can_admit`; of several caches with the same requests, in all of them."""
+    first = groups[0]
+    lengths = [operator.index(length) for length in seq_lens]
+    longest = first.config.max_seq_len
+    for place, length in enumerate(lengths):
+        if not 0 <= length <= longest:
+            raise invalid(
+                f"seq_lens[{place}] is {length}; it must lie between 0 and {longest}",
+                limit=longest,
+            )
+    found = _matches(first, lengths, matches)
+    begun = [0 if match is None else match.length for match in found] or [0] * len(lengths)
+    each = [list(map(group.layout.pages_for_step, begun, lengths)) for group in groups]
+    pages = [_pages(group, one, found) for group, one in zip(groups, each, strict=True)]
+    if len(lengths) > len(first.table.free):
+        return False
+    if not _find_mappings(groups, each):
+        return False
+    new = [group.pager.could_have(need) for group, need in zip(groups, pages, strict=True)]
+    if None in new:
+        return False
+    if len(groups) > 1 and not _fit_together(groups, pages):
+        return False
+    return not any(new) or _context_has(groups, pages, new[0] or 0)
+
+
+def _matches(
+    group: Group, lengths: list[int], matches: Sequence[PrefixMatch | None] | None
+) -> list[PrefixMatch | None]:
+    """For each length its match, leased."""
+    if matches is None:
+        return []
+    found = list(matches)
+    for place, one in enumerate(found):
+        expect(f"matches[{place}]", one, PrefixMatch, optional=True)
+    if len(found) != len(lengths):
+        raise invalid(f"{len(found)} matches for {len(lengths)} requests", limit=len(lengths))
+    for place, (match, length) in enumerate(zip(found, lengths, strict=True)):
+        if match is not None and group.prefixes.own(match).length > length:
+            raise invalid(
+                f"matches[{place}] has {match.length} tokens, seq_lens[{place}] is {length}",
+                limit=length,
+            )
+    for match in found:
+        if match is not None:
+            group.prefixes.renew(match)
+    return found
+
+
+def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None]) -> int:
+    """Physical pages that requests of so many pages each need beyond their prefixes'."""
+    kept = group.prefixes.kept_pages
+    pages = sum(each) - sum(kept(group.place, match) for match in matches if match is not None)
+    return pages * group.layout.num_tensors
+
+
+def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
+    """Whether the context has mappings for requests of so many pages in each group."""
+    need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
+    runs = groups[0].pager.runs
+    if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
+        return True
+    room = runs.left
+    return need <= room or need <= room + sum(group.pager.runs.obtainable() for group in groups)
+
+
+def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
+    """Whether the groups' budget has room for all of them at once, not only for each alone."""
+    share = groups[0].reclaimer.share
+    assert share is not None
+    need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
+    if need <= _reach(groups):
+        return True
+    share.ask(need - _unshared(groups[0]))
+    return False
+
+
+def _context_has(groups: Sequence[Group], pages: list[int], new: int) -> bool:
+    """True if the context's pool and its device have what no cache of the budget could give up.
+
+    `new`: of the pages of the first group, those that are not its own yet.
+    """
+    first = groups[0]
+    share, context = first.reclaimer.share, first.context
+    need = new * first.layout.page_size
+    if share is not None:
+        each = [count * group.layout.page_size for group, count in zip(groups, pages, strict=True)]
+        own = _unshared(first) + first.pager.unsettled({}) * first.layout.page_size
+        others = share.within_reach() - share.beyond() - share.room() + share.unsettled()
+        need = sum(each) - own - others
+    need -= context.stats().free_bytes
+    return need <= 0 or need <= context.memory().free_bytes
+
+
+def _reach(groups: Sequence[Group]) -> int:
+    """Bytes of their budget that requests in several groups could still get."""
+    share = groups[0].reclaimer.share
+    assert share is not None
+    return share.within_reach() + _unshared(groups[0])
+
+
+def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
+    """See `KVCache.obtainable_bytes`."""
+    for group in groups:
+        group.reclaimer.poll()
+    first, page = groups[0].reclaimer, groups[0].layout.page_size
+    if len(groups) == 1:
+        return first.obtainable({}) * page, first.limit * page
+    assert first.share is not None
+    return _reach(groups), first.share.total()
+
+
+def missing(
+    groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
+) -> int:
+    """See `KVCache.missing_pages`."""
+    pages, length = 0, _length(groups[0], seq_len)
+    for group in groups:
+        held, have = 0, 0
+        if reqid is not None:
+            slot = group.slot(reqid)
+            held, have = group.rows[slot.index], slot.granted
+        elif match is not None:
+            held, have = match.length, group.prefixes.kept_pages(group.place, match)
+        need = group.layout.pages_for_step(held, length)
+        pages += max(0, need - have) * group.layout.num_tensors
+    return pages
+
+
+def lacking(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
+    """See `KVCache.lacking_bytes`."""
+    pages = 0
+    for group in groups:
+        *_, short = group.pager.scan(seq_lens)
+        wants = group.pager.wants(short)
+        pages += sum([need - slot.granted for slot, need in wants]) * group.layout.num_tensors
+    return pages * groups[0].layout.page_size
+
+
+def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
+    """See `KVCache.is_ready`."""
+    slots, length = [group.slot(reqid) for group in groups], _length(groups[0], seq_len)
+    needs = [group.layout.pages_for_step(group.rows[slots[0].index], length) for group in groups]
+    return all(
+        slot.granted >= need or group.pager.is_mapped(slot, need)
+        for group, slot, need in zip(groups, slots, needs, strict=True)
+    )
+
+
+def _length(group: Group, seq_len: int) -> int:
+    """A number of tokens that a slot can hold."""
+    length, longest = operator.index(seq_len), group.config.max_seq_len
+    if not 0 <= length <= longest:
+        raise invalid(f"seq_len {length} is not between 0 and {longest}", limit=longest)
+    return length
+
+
+def free_pages(groups: Sequence[Group]) -> int:
+    """See `KVCache.num_free_pages`: each group sees all that the budget has."""
+    for group in groups:
+        group.reclaimer.poll()
+    free = [group.reclaimer.free for group in groups]
+    share = groups[0].reclaimer.share
+    if len(groups) == 1 or share is None:
+        return free[0]
+    return min(share.room() // groups[0].layout.page_size, sum(free))
+
+
+def _unshared(group: Group) -> int:
+    """Bytes that a cache can take without asking its budget: on their way back, or held idle."""
+    return group.reclaimer.idle({}) * group.layout.page_size

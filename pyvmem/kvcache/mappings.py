@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: MIT
+"""The report of who holds driver mappings, for a step that finds none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.prefix_cache import PrefixCache
+from pyvmem.logs import warn
+
+__all__ = ["warn_out_of_mappings", "who_has_mappings"]
+
+_log = logging.getLogger(__name__)
+
+
+def who_has_mappings(groups: Sequence[Group]) -> str:
+    """Who could give mappings back, as far as context, budget and ledger tell.
+
+    Mappings of a cache are counted by its calls, so that the numbers are a little high. Where the
+    driver has no limit of its own on them, but the machine has, they are not counted.
+    """
+    context, journal = groups[0].context, groups[0].journal
+    total, known, texts = context.stats().mappings, 0, []
+    if not context.info.max_mappings:
+        return f"{total} are the context's"
+    caches: dict[PrefixCache, list[Group]] = {}  # the groups of a cache have one
+    for one in journal.recoverables:
+        if isinstance(one, Group) and one.context is context:
+            caches.setdefault(one.prefixes, []).append(one)
+    for number, parts in enumerate(caches.values(), 1):
+        taken, idle = map(sum, zip(*[one.pager.runs.holders() for one in parts], strict=True))
+        own = parts[0].prefixes is groups[0].prefixes
+        name = "this cache" if own else f"cache {number} of the budget"
+        texts.append(f"{name} has about {taken} for requests and {idle} for unowned pages")
+        known += taken + idle
+    if total > known:
+        texts.append(f"{total - known} are others' in the context, or of recorded prefixes")
+    share = groups[0].reclaimer.share
+    engines = [] if share is None else share.engines()
+    texts += [f"{name} has {count}" for name, count in sorted(engines, key=lambda one: -one[1])]
+    if len(caches) == 1 and not engines:
+        texts.append("no other holder is known")
+    return f"of {total} in the context, " + ", ".join(texts)
+
+
+def warn_out_of_mappings(groups: Sequence[Group]) -> None:
+    """Says why a step found no mapping, and who has some."""
+    reasons = [group.pager.runs.refused for group in groups if group.pager.runs.refused]
+    for group in groups:
+        group.pager.runs.refused = ""
+    warn(
+        _log,
+        "mappings",
+        "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages or "
+        "promote_tokens need fewer",
+        reasons[0],
+        who_has_mappings(groups),
+    )

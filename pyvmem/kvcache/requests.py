@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT
+"""Slots given to requests and taken back, in all groups of layers or in none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from pyvmem.kvcache.events import record
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.slots import Slot
+
+__all__ = ["alloc", "claim", "free", "have_pages", "sync_free_slots", "reclaim_free", "release"]
+
+
+def sync_free_slots(groups: Sequence[Group]) -> None:
+    """Polls what is in flight, and retires a slot in all groups once it is broken in one."""
+    for group in groups:
+        if group.reclaimer.unmaps:
+            group.reclaimer.poll()
+        if group.pager.growths:
+            group.pager.poll()
+    if len(groups) > 1 and len({len(group.table.free) for group in groups}) > 1:
+        broken = {slot.index for group in groups for slot in group.table if slot.broken}
+        for group in groups:
+            for index in broken:
+                group.table.mark_broken(group.table[index])
+
+
+def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
+    """See `KVCache.alloc_reqid`: the slot that fits the first group best, in all of them."""
+    sync_free_slots(groups)
+    found = groups[0].fit(seq_len)
+    if found is None:
+        return None
+    for group in groups:
+        group.take(group.table[found.index])
+    for group in groups:
+        group.prepare()
+    return found.index
+
+
+def claim(groups: Sequence[Group], reqid: int) -> None:
+    """See `KVCache.claim`."""
+    sync_free_slots(groups)
+    for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
+        group.take(slot)
+    for group in groups:
+        group.prepare()
+
+
+def free(
+    groups: Sequence[Group], reqid: int, stream: Any, tokens: Any, namespace: Hashable
+) -> None:
+    """See `KVCache.free_reqid`."""
+    slots = [group.slot(reqid) for group in groups]
+    event = record(stream, groups[0].device)
+    first: list[int] = []
+    goes_on = False
+    if tokens is not None:
+        first, owner = [slot.shared for slot in slots], slots[0].owner
+
+        def finish() -> None:  # what is recorded may not be written to any more
+            if slots[0].active and slots[0].owner == owner:
+                release(groups, slots, event)
+
+        groups[0].journal.on_abort(finish)
+        goes_on = groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
+    release(groups, slots, event)
+    if goes_on:
+        for group, slot, pages in zip(groups, slots, first, strict=True):
+            group.keep(slot, pages)
+    for group in groups:
+        group.prepare()
+        group.reclaim_idle()
+
+
+def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
+    """`Group.release` in all groups: what calls the context comes before the first."""
+    for group, slot in zip(groups, slots, strict=True):
+        if group.mover.moves:
+            group.mover.abandon(slot)
+    for group, slot in zip(groups, slots, strict=True):
+        group.release(slot, event)
+
+
+def have_pages(needs: Sequence[tuple[Group, int]]) -> bool:
+    """Reclaims unowned pages until groups have so many physical pages free, all at once.
+
+    Returns:
+        False where memory is short.
+
+    Raises:
+        VMemError: unowned pages could not be unmapped.
+    """
+    nbytes = 0
+    for group, pages in needs:
+        if pages and pages > group.reclaimer.free and not group.pager.have(pages):
+            return False
+        nbytes += pages * group.layout.page_size
+    if len(needs) == 1:
+        return True
+    first = needs[0][0]
+    while (missing := nbytes - first.reclaimer.room) > 0:
+        if not first.reclaimer.make_room(-(-missing // first.layout.page_size), {}):
+            first.reclaimer.raise_errors()
+            return False
+    return True
+
+
+def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
+    """See `KVCache.reclaim_free`."""
+    for group in groups:
+        group.reclaimer.poll()
+        for slot in group.table.free:
+            if slot.index in keep:
+                continue
+            if wait:
+                group.pager.release(slot)
+            if slot.mapped and slot.job is None:
+                group.reclaimer.try_unmap(slot, 0, now=wait)
+    if wait:
+        for group in groups:
+            group.reclaimer.finish_all()
+        for group in groups:
+            group.reclaimer.raise_errors()

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: MIT
+"""The lengths of the runs that requests grow by.
+
+A driver call makes one mapping of a physical run, and a context's mappings are limited
+(`ContextInfo.max_mappings`): on ``stock`` to 237,568, which is 15 GB in single pages of 64 KB. So a
+request that lacks a page gets more than it needs:
+
+    0 ................. granted ...... mapped
+    | what it has       | surplus      |            mapped ends at a multiple of the run's length
+
+The surplus is mapped and has no owner (slots.py): a later step grants it without a driver call, and
+where memory is short it is unmapped like the pages of a free slot. No call fails because of it.
+
+The length of a run, a power of two:
+
+- a fraction of what the request has (`KVCacheConfig.growth_fraction`);
+- once an eighth of the mappings is used, at least so much that the remaining ones can map twice the
+  free memory, with a quarter of the limit kept for forks and for a fragmented pool;
+- at most 2 MiB, and for all requests together at most half of the free memory, or all of it in the
+  second case.
+
+Where that is not enough, requests are *joined* at a step: what was mapped in pieces but is one
+physical run (growing slots prefer 2 MiB of their own) is remapped in one piece. On ``stock`` the
+addresses have no memory for a moment, so the step first waits for the whole device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pyvmem.errors import Busy, NotRecoverable, VMemError
+from pyvmem.info import Caps
+from pyvmem.kvcache.config import KVCacheConfig
+from pyvmem.kvcache.events import wait_for_device
+from pyvmem.kvcache.migration import Mover
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.slots import Piece, Slot
+
+__all__ = ["SCARCE_AT", "Runs"]
+
+_log = logging.getLogger(__name__)
+
+_RUN_BYTES = 2 << 20  # what one entry of the GPU's page tables covers: longer runs save little
+SCARCE_AT = 8  # with 1 / SCARCE_AT of the mappings used, runs get longer
+_LOOKS = 64  # mappings are counted again after growth by 1 / _LOOKS of the limit
+_JOINS = 512  # driver calls of one step that joins, unless it would have to return -1
+_LEAST = 4  # map calls of a tensor from which joining is worthwhile
+
+
+class Runs:
+    """Chooses run lengths and joins runs; one per cache.
+
+    Attributes:
+        limit: the most mappings that the context may have; 0: no limit.
+        joins: whether to call `join` with more than `join_at` mappings used.
+        refused: why the last growth found no mapping; "": nothing to report.
+    """
+
+    def __init__(
+        self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig, device: int | None
+    ) -> None:
+        self._reclaimer = reclaimer
+        self._mover = mover
+        self._mapper = reclaimer.mapper
+        self._context = reclaimer.mapper.context
+        self._table = reclaimer.table
+        self._layout = layout = reclaimer.layout
+        self._counters = reclaimer.counters
+        self._device = device
+        self.limit = self._context.info.max_mappings
+        self._fraction = config.growth_fraction
+        self.join_at = int(config.join_at * self.limit)
+        self._joins = Caps.JOIN in self._context.info.caps
+        self.joins = self._joins and self.join_at > 0
+        self._chunk = max(1, _RUN_BYTES // layout.page_size)
+        # A large page cannot be given back in part: at most half of one is surplus.
+        self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
+        self._used = self._seen = 0  # mappings, and pages grown when they were counted
+        self._count()
+        # Hints: an exception from outside may leave them wrong; only choices depend on them. By
+        # slot: map calls of each tensor since its pages were last joined, and the pages that are
+        # joined.
+        self._columns = columns = self._table.columns
+        self._calls, self._joined = columns.calls, columns.joined
+        self._active = self._changes = -1  # requests, and table changes when they were counted
+        columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
+        columns.runs.longest = self._longest if self._fraction else 1
+        columns.runs.fraction = self._fraction
+        self._stream: Any = None
+        self.refused = ""
+
+    @property
+    def used(self) -> int:
+        """Mappings of the context, or a few more: each page mapped since may be one."""
+        grown = self._counters.grown - self._seen
+        return self._used + grown if 0 <= grown * _LOOKS <= self.limit else self._count()
+
+    def _count(self) -> int:
+        """The mappings that there are."""
+        self._seen = self._counters.grown
+        self._used = self._context.stats().mappings
+        return self._used
+
+    # ---- growth ----------------------------------------------------------------------------------
+
+    def look(self, kept: int = 0, room: int | None = None) -> None:
+        """Tells `Columns.plan` what is free, for the next growth.
+
+        Args:
+            kept: physical pages that the growth must leave free.
+            room: bytes that are free in the budget, if that is known.
+        """
+        runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
+        free = reclaimer.limit - reclaimer.held
+        if room is None and reclaimer.share is not None:
+            room = reclaimer.share.room()
+        if room is not None:
+            free = min(free, room // self._layout.page_size)
+        free -= kept
+        runs.free = free // self._layout.num_tensors if free > 0 else 0
+        if runs.longest == 1:
+            return
+        if self._changes != table.changes:
+            columns = table.index.columns if table.touched else self._columns
+            self._active, self._changes = columns.active.count(1), table.changes
+        used = self.used if self.limit else 0
+        scarce = self.limit and used * SCARCE_AT >= self.limit
+        runs.active = self._active
+        runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
+
+    def goals(self, want: Sequence[tuple[Slot, int]], kept: int = 0) -> list[int] | None:
+        """Pages per tensor to map for each slot, at least what it needs; None: exactly that.
+
+        `kept`: see `look`.
+        """
+        runs = self._columns.runs
+        if runs.longest == 1:
+            return None
+        self.look(kept)
+        # Slots without an owner get no surplus.
+        idle, places = 0, []
+        needs, mapped, heads, goals = [], [], [], []
+        for place, (slot, pages) in enumerate(want):
+            goals.append(pages)
+            if slot.active:
+                places.append(place)
+                needs.append(pages)
+                mapped.append(slot.mapped)
+                heads.append(slot.head)
+            elif pages > slot.mapped:
+                idle += pages - slot.mapped
+        runs.free -= min(runs.free, idle)
+        found = self._columns.goals(needs, mapped, heads)
+        if found == needs:
+            return None
+        for place, goal in zip(places, found, strict=True):
+            goals[place] = goal
+        return goals
+
+    def ahead(self, count: int, pages: int, mapped: int, head: int, room: int | None) -> list[int]:
+        """`goals` of so many new requests that need `pages` each and have some mapped.
+
+        `room`: see `look`.
+        """
+        goals = [pages] * count
+        if self._columns.runs.longest == 1:
+            return goals
+        self.look(room=room)
+        return self._columns.goals(goals, [mapped] * count, [head] * count)
+
+    def grown(self, pieces: Sequence[Piece]) -> None:
+        """Records new pages, where the number of mappings is limited."""
+        for slot, low, _ in pieces:
+            self._calls[slot.index] = self._calls[slot.index] + 1 if low else 1
+            self._joined[slot.index] = min(self._joined[slot.index], low)
+
+    def needed(self, lengths: Sequence[int]) -> int:
+        """Mappings for new requests of so many pages per tensor: runs of 2 MiB, and one more each.
+
+        0 where mappings are not limited.
+        """
+        table = self._table
+        if not self.limit or table.lockstep or len(table.free) == len(table):
+            return 0
+        runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
+        return runs * self._layout.num_tensors
+
+    def obtainable(self) -> int:
+        """Mappings that unmapping free slots and joining would free."""
+        found = 0
+        for slot in self._table:
+            calls = min(self._calls[slot.index], slot.mapped)
+            if slot.active:
+                calls = max(0, calls - self._pieces(slot)) if self.joins else 0
+            found += calls
+        return found * self._layout.num_tensors
+
+    def holders(self) -> tuple[int, int]:
+        """Approximate mappings of pages that requests own, and of unowned pages."""
+        found = [0, 0]
+        for slot in self._table:
+            found[not slot.active] += min(self._calls[slot.index], slot.mapped)
+        return found[0] * self._layout.num_tensors, found[1] * self._layout.num_tensors
+
+    @property
+    def left(self) -> int:
+        """Mappings that the context may still have, counted now."""
+        return self.limit - self._count()
+
+    # ---- joining ---------------------------------------------------------------------------------
+
+    def join(self, stream: Any) -> None:
+        """Joins what frees the most mappings, where too many are used; some in each step."""
+        self._stream = stream
+        if self._count() > self.join_at:
+            self._join(self._used - self.join_at + self.limit // 16, _JOINS)
+
+    def relieve(self) -> bool:
+        """Joins all that can be joined, now; returns whether there are fewer mappings."""
+        if not self.joins:
+            return False
+        before = self._count()
+        self._join(before, before)
+        return self._used < before
+
+    def _join(self, spare: int, most: int) -> None:
+        """Joins slots, most pieces first, to free `spare` mappings in about `most` calls."""
+        tensors = self._layout.num_tensors
+        slots = [slot for slot in self._table if self._can_join(slot)]
+        if not slots:
+            return
+        slots.sort(key=lambda slot: -self._calls[slot.index])
+        self._wait()
+        with self._counters.waiting():
+            for slot in slots:
+                if spare <= 0 or most <= 0:
+                    break
+                spare -= (self._calls[slot.index] - 1) * tensors
+                try:
+                    most -= self._join_slot(slot)
+                except Busy:  # the range is being read
+                    continue
+                except VMemError as error:
+                    if isinstance(error, NotRecoverable):
+                        self._table.mark_broken(slot)
+                        slot.lost = True
+                    self._reclaimer.errors.append(error)
+                    break
+        before = self._used
+        _log.debug("joining: %d mappings, down from %d", self._count(), before)
+
+    def _can_join(self, slot: Slot) -> bool:
+        return (
+            slot.active
+            and slot.job is None
+            and not slot.lost
+            and self._calls[slot.index] >= _LEAST
+            and slot not in self._mover.moves
+        )
+
+    def _pieces(self, slot: Slot) -> int:
+        """Runs per tensor that joining a slot would leave, not counting joined ones."""
+        return -(-(slot.mapped - self._first(slot)) // self._chunk)
+
+    def _first(self, slot: Slot) -> int:
+        """The first page to join: the last joined run of 2 MiB may have grown."""
+        joined = min(self._joined[slot.index], slot.mapped)
+        return max(joined // self._chunk * self._chunk, slot.shared)
+
+    def _join_slot(self, slot: Slot) -> int:
+        """Joins a slot's pages in every tensor; returns the driver calls."""
+        layout = self._layout
+        first = self._first(slot)
+        calls = 0
+        if first < slot.mapped:
+            nbytes = (slot.mapped - first) * layout.page_size
+            for tensor in range(layout.num_tensors):
+                at = slot.addr + layout.offset(0, first, tensor)
+                calls += self._mapper.join(at, nbytes)
+        self._calls[slot.index] = 1
+        self._joined[slot.index] = slot.mapped
+        return calls
+
+    def _wait(self) -> None:
+        """Waits for all work on the device, on every stream."""
+        wait_for_device(self._stream, self._device)

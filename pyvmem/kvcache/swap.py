@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: MIT
+"""Preemption: the rows of a request in host memory, and back."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from pyvmem.closing import Closable
+from pyvmem.errors import BadHandle, OutOfMemory, VMemError
+from pyvmem.features.table import SWAP
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import PriorWork, record, wait_for
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.journal import Journal
+from pyvmem.kvcache.requests import release, sync_free_slots
+from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.steps import grow
+
+__all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
+
+
+class SwappedRequest(Closable):
+    """A swapped-out request; the cache's `swap_in` brings it back, once.
+
+    It holds no page: all rows that were there were copied, those in shared pages too, and when it
+    comes back all its pages are its own. Rows that had left a window are zero then, and go again.
+
+    Holds host memory (pinned where torch has CUDA) until it is swapped in or closed, whether its
+    cache is open or not. A context manager.
+
+    Attributes:
+        seq_len: tokens of the request.
+        nbytes: host memory that was taken.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        seq_len: int,
+        rows: Sequence[memoryview],
+        heads: Sequence[int],
+    ) -> None:
+        self.seq_len = seq_len
+        self.nbytes = sum(one.nbytes for one in rows)
+        self._groups = tuple(groups)
+        self._heads = tuple(heads)  # pages that had left the window, by group
+        self._rows: Sequence[memoryview] | None = rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be swapped in."""
+        return self._rows is not None
+
+    def close(self, journal: Journal | None = None) -> None:
+        """Drops the request and its host memory. Idempotent.
+
+        `journal`: of the calls that this is one with, and undone with (`KVCache.journal`).
+        """
+        if journal is not None:
+            journal.keep(self, "_rows")
+        self._rows = None
+
+    def __repr__(self) -> str:
+        state = f"{self.nbytes} bytes" if self.is_open else "closed"
+        return f"<SwappedRequest: {self.seq_len} tokens, {state}>"
+
+
+def _host_memory(size: int, device: int | None) -> memoryview:
+    """Host memory, pinned where there is a GPU."""
+    if device is not None and size:
+        import torch
+
+        if torch.cuda.is_available():
+            pinned: Any = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return memoryview(pinned)
+    return memoryview(bytearray(size))
+
+
+def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list[int]]:
+    """Bytes of the first `length` rows from page `head` on, and where they begin in each tensor."""
+    layout = group.layout
+    size = max(0, layout.bytes_for(length) - head * layout.page_size)
+    tensors = range(layout.num_tensors if size else 0)
+    return size, [slot.addr + layout.offset(0, head, one) for one in tensors]
+
+
+def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
+    """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
+    for group in groups:
+        group.sharing.require(SWAP, "swap_out")
+    slots = [group.slot(reqid) for group in groups]
+    length = groups[0].rows[slots[0].index]
+    for group, slot in zip(groups, slots, strict=True):
+        group.pager.release(slot)
+    heads = [slot.head for slot in slots]
+    if any(heads):
+        _check_return(groups, slots, length)
+    pieces = [
+        _pieces(group, slot, head, length)
+        for group, slot, head in zip(groups, slots, heads, strict=True)
+    ]
+    rows = [
+        _host_memory(size * group.layout.num_tensors, group.device)
+        for group, (size, _) in zip(groups, pieces, strict=True)
+    ]
+    work.wait()
+    for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
+        for tensor, address in enumerate(addresses):
+            group.context.read_into(address, held[tensor * size : (tensor + 1) * size])
+    swapped = SwappedRequest(groups, length, rows, heads)
+    release(groups, slots, None)  # the work is over
+    groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
+    for group in groups:
+        group.reclaim_idle()
+    return swapped
+
+
+def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -> None:
+    """Raises OutOfMemory if a request could never come back: that takes all its pages at once."""
+    needed = held = 0  # what is held comes back, if no other request uses it
+    for group, slot in zip(groups, slots, strict=True):
+        tensors = group.layout.num_tensors
+        own = slot.granted - slot.shared - sum(slot.places.away(slot.shared, slot.granted).values())
+        needed += group.layout.pages_for(length) * tensors
+        held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors
+    if not groups[0].pager.can_have(needed - held, {}):
+        reclaimer = groups[0].reclaimer
+        room = held + reclaimer.obtainable({})
+        raise OutOfMemory(
+            f"reqid {slots[0].index}: {held} pages are its alone, but to be swapped in its "
+            f"{length} tokens need {needed} for a moment, and {room} can be had; free it and "
+            "compute it again",
+            errno=errno.ENOMEM,
+            op="KVCache.swap_out",
+            limit=room,
+        )
+
+
+def bring_back(groups: Sequence[Group], swapped: SwappedRequest, reqid: int) -> None:
+    """Undoes a `swap_out` whose result its caller never got. Idempotent."""
+    slot = groups[0].table[reqid]
+    if swapped.is_open and not slot.active:
+        swap_in(groups, swapped, None, into=reqid)
+
+
+def swap_in(
+    groups: Sequence[Group], swapped: SwappedRequest, stream: Any, into: int | None = None
+) -> int | None:
+    """See `KVCache.swap_in`; into several caches with the same requests, all or none.
+
+    `into`: the reqid that it shall have, which is free; None: any.
+    """
+    if not isinstance(swapped, SwappedRequest):
+        raise TypeError(f"expected a SwappedRequest, not {swapped!r:.80}")
+    if swapped._rows is None:
+        raise BadHandle(
+            f"{swapped!r} was closed or swapped in before", errno=errno.EBADF, op="KVCache.swap_in"
+        )
+    if swapped._groups != tuple(groups):
+        raise invalid(f"{swapped!r} is another cache's")
+    length = swapped.seq_len
+    if into is None:
+        sync_free_slots(groups)
+        found = groups[0].fit(length)
+    else:
+        found = groups[0].table[into]
+    if found is None:
+        return None
+    slots = [group.table[found.index] for group in groups]
+    for group, slot in zip(groups, slots, strict=True):
+        group.pager.release(slot)
+    for group, slot in zip(groups, slots, strict=True):
+        group.take(slot)
+
+    def give_back() -> None:
+        for group, slot in zip(groups, slots, strict=True):
+            group.release(slot, None)
+
+    try:
+        want = [
+            (group, [(slot, group.layout.pages_for(length))] if length else [])
+            for group, slot in zip(groups, slots, strict=True)
+        ]
+        if not grow(want, background=False):
+            give_back()
+            return None
+        for group in groups:
+            group.pager.settle(stream)
+        # Zero-fills, and earlier owners' work where nothing is filled: ordered before it just now.
+        wait_for(record(stream, groups[0].device))
+        groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
+        both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
+        for group, slot, head, rows in both:
+            size, addresses = _pieces(group, slot, head, length)
+            for tensor, address in enumerate(addresses):
+                group.context.write(address, rows[tensor * size : (tensor + 1) * size])
+    except VMemError:
+        give_back()
+        raise
+    for group, slot, head in zip(groups, slots, swapped._heads, strict=True):
+        group.enter(slot, length)
+        if group.window is not None and head:
+            group.window.resume(slot, head)
+        group.note_peaks()
+    swapped.close(groups[0].journal)
+    return found.index

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: MIT
+"""Pages of requests moved to another memory, or promoted to large ones, on demand."""
+
+from __future__ import annotations
+
+import errno
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pyvmem.errors import OutOfMemory, VMemError
+from pyvmem.features.table import HOST_PAGES, PEER_PAGES
+from pyvmem.info import Location
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import PriorWork
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.pages import DEVICE, Kind, Stretch, Tier
+from pyvmem.kvcache.slots import Move, Slot
+from pyvmem.streams import device_ordinal
+
+__all__ = ["Moved", "move", "promote", "tier_of"]
+
+
+class Moved(NamedTuple):
+    """What `KVCache.move` did; physical pages of `Layout.page_size`, of all tensors together.
+
+    Attributes:
+        pages: pages that moved, or are on their way.
+        shared: pages that stay where they are, since others have them too.
+    """
+
+    pages: int
+    shared: int
+
+
+def tier_of(group: Group, location: str | Location, device: Any) -> Tier:
+    """The tier that a caller names."""
+    names = {one.name.lower(): one for one in Location}
+    place = names.get(location) if isinstance(location, str) else None
+    if isinstance(location, int) and location in names.values():
+        place = Location(location)
+    if place is None:
+        raise invalid(f"location {location!r} is not one of {', '.join(map(repr, names))}")
+    if place is not Location.PEER and device is not None:
+        raise invalid(f"device {device!r}: a location of {place.name.lower()!r} takes none")
+    info = group.context.info
+    if place is not Location.DEVICE:
+        (HOST_PAGES if place is Location.HOST else PEER_PAGES).require(info, "move")
+    if place is not Location.PEER:
+        return Tier(place)
+    if device is None:
+        raise invalid("location 'peer' needs a device, one of the context's")
+    ordinal, own = device_ordinal(device), info.devices[0]
+    if ordinal == own or ordinal not in info.devices:
+        peers = [one for one in info.devices if one != own]
+        raise invalid(f"device {ordinal} is none of the context's peers, {peers}")
+    return Tier(place, ordinal)
+
+
+def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> int:
+    """See `KVCache.promote`."""
+    done = 0
+    slots = [group.slot(reqid) for group in groups]
+    if all(group.promoter is None for group in groups):
+        raise invalid("promote: the cache has no large_page_size")
+    for group, slot in zip(groups, slots, strict=True):
+        if group.promoter is None:  # a state: it is written all the time
+            continue
+        group.mover.sweep()
+        done += group.promoter.promote(slot, group.rows[slot.index], work, wait=wait)
+    return done
+
+
+def move(
+    groups: Sequence[Group],
+    reqid: int,
+    tier: Tier,
+    tokens: Sequence[int] | None,
+    work: PriorWork,
+    *,
+    wait: bool,
+) -> Moved:
+    """See `KVCache.move`: new pages in all groups or in none, before any is put in place."""
+    both = [(group, group.slot(reqid)) for group in groups]
+    for group, slot in both:
+        group.mover.sweep()
+        group.mover.finish(slot, work)
+        group.pager.release(slot)
+    begun: list[tuple[Group, Slot]] = []
+
+    def cancel() -> None:
+        for group, slot in begun:
+            group.mover.abandon(slot)
+
+    groups[0].journal.on_abort(cancel)
+    moved = []
+    try:
+        for group, slot in both:
+            begun.append((group, slot))
+            moved.append(_begin_move(groups, group, slot, tier, tokens, work, wait=wait))
+    except VMemError:
+        cancel()
+        raise
+    begun.clear()  # from here on an interruption leaves the rest to the next step
+    if wait:
+        try:
+            for group, slot in both:
+                group.mover.finish(slot, work)
+        except VMemError:
+            for group, slot in both:
+                group.mover.abandon(slot)
+            raise
+    return Moved(sum(one.pages for one in moved), sum(one.shared for one in moved))
+
+
+def _begin_move(
+    groups: Sequence[Group],
+    group: Group,
+    slot: Slot,
+    tier: Tier,
+    tokens: Sequence[int] | None,
+    work: PriorWork,
+    *,
+    wait: bool,
+) -> Moved:
+    """The first phase of `move` in one group, of a slot over which nothing is in flight."""
+    low, high = _pages_of(group, slot, tokens, wait)
+    tensors = group.layout.num_tensors
+    shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
+    low = max(low, slot.shared)
+    wanted: list[Stretch] = [
+        (first, last, Kind(kind.unit, tier))
+        for first, last, kind in slot.places.stretches(low, high)
+        if kind.tier != tier
+    ]
+    if not wanted:
+        return Moved(0, shared)
+    pages = sum(last - first for first, last, _ in wanted) * tensors
+    _make_tier_room(groups, group, tier, pages)
+    event = work.record()
+    after = [] if event is None else [event]
+    try:
+        group.mover.begin(Move(slot, wanted), after, background=not wait)
+    except OutOfMemory:
+        if all(kind.unit == 1 for *_, kind in wanted):
+            raise
+        small = [(first, last, Kind(1, tier)) for first, last, _ in wanted]
+        group.mover.begin(Move(slot, small), after, background=not wait)
+    return Moved(pages, shared)
+
+
+def _pages_of(
+    group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
+) -> tuple[int, int]:
+    """The pages that hold only rows of these tokens; no large page is split."""
+    layout, held = group.layout, group.rows[slot.index]
+    first, last = 0, held
+    if tokens is not None:
+        try:
+            first, last = (tokens.start, tokens.stop) if isinstance(tokens, range) else tokens
+            first, last = operator.index(first), operator.index(last)
+        except (TypeError, ValueError):
+            raise invalid(f"tokens must be a range or (first, last), not {tokens!r:.80}") from None
+        if isinstance(tokens, range) and tokens.step != 1:
+            raise invalid(f"tokens is {tokens}; the step of a range must be 1")
+        if not 0 <= first <= last <= held:
+            raise invalid(
+                f"tokens {first} to {last}: reqid {slot.index} holds {held} tokens", limit=held
+            )
+    if layout.state:  # as a whole, and not while it is written
+        whole = wait and (first, last) == (0, held)
+        return 0, slot.places.floor(slot.granted) if whole else 0
+    low = slot.places.ceil(-(-first * layout.row_bytes // layout.page_size))
+    high = last * layout.row_bytes // layout.page_size
+    if wait and last == held:  # nothing is written meanwhile, so the last page can go, too
+        high = slot.places.ceil(-(-last * layout.row_bytes // layout.page_size))
+    high = slot.places.floor(min(high, slot.granted))
+    return min(low, high), high
+
+
+def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: int) -> None:
+    """Makes room for pages of a group in a tier; raises OutOfMemory where there is too little."""
+    size = group.layout.page_size
+    if tier == DEVICE:
+        if not group.pager.have(pages):
+            raise _tier_full(group, tier, pages, group.reclaimer.free * size)
+        return
+    host = tier.location is Location.HOST
+    limit = group.config.host_limit if host else group.config.peer_limit  # of all groups together
+    if not limit:
+        return
+    taken = sum(
+        count * one.layout.page_size
+        for one in groups
+        for at, count in one.reclaimer.away.items()
+        if at.location is tier.location
+    )
+    if taken + pages * size > limit:
+        raise _tier_full(group, tier, pages, max(0, limit - taken))
+
+
+def _tier_full(group: Group, tier: Tier, pages: int, left: int) -> OutOfMemory:
+    size = pages * group.layout.page_size
+    return OutOfMemory(
+        f"move of {pages} pages, {size} bytes: {tier} has {left} bytes left for the cache",
+        errno=errno.ENOMEM,
+        op="KVCache.move",
+        bytes=size,
+        limit=left,
+    )

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT
+"""Memory given back: pages that no request owns, and slabs that are used in part."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pyvmem.errors import NotSupported
+from pyvmem.kvcache.events import prune, wait_for, wait_for_device
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.manager import Manager
+
+__all__ = ["begin_trim", "can_compact", "last_work", "trim", "unmap_idle"]
+
+_log = logging.getLogger(__name__)
+
+
+def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = True) -> bool:
+    """Begins to unmap all pages that no request owns; True when no unmap is in flight.
+
+    `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
+    """
+    group.pager.poll()
+    group.reclaimer.poll()
+    group.mover.sweep()
+    if prefixes:
+        group.prefixes.evict_all(leased)
+    group.reclaimer.release_stale(kept=kept)
+    for slot in group.table.victims():
+        if kept or not slot.kept:
+            group.reclaimer.try_unmap(slot, slot.granted)
+    return not group.reclaimer.unmaps
+
+
+def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int) -> int:
+    """See `KVCache.trim`; `before`: what the context had taken from the device."""
+    groups, context = manager.groups, manager.context
+    unmap_idle(groups, prefixes)
+    context.trim(0)
+    if compact:
+        _compact(manager, stream)
+    elif compact is None and can_compact(manager):
+        with groups[0].counters.waiting():
+            for event in last_work(groups):
+                wait_for(event)
+            context.compact()
+    for group in groups:
+        group.reclaimer.raise_errors()
+    back = max(0, before - context.stats().slab_bytes)
+    _log.debug("trim: %d bytes given back to the device, %d had been taken", back, before)
+    return back
+
+
+def _compact(manager: Manager, stream: Any) -> None:
+    """Empties slabs that are used in part.
+
+    Raises:
+        NotSupported: the context is not the cache's own.
+    """
+    if not manager.owns_context:
+        raise NotSupported(
+            "compact: the context is not the cache's own, and others may be using its pages; "
+            "Context.compact is for whoever knows them all",
+            errno=errno.EOPNOTSUPP,
+            op="KVCache.trim",
+        )
+    first = manager.groups[0]
+    with first.counters.waiting():
+        wait_for_device(stream, first.device)
+        manager.context.compact()
+
+
+def can_compact(manager: Manager) -> bool:
+    """Whether no GPU work can be using live pages, once the work in `last_work` is over.
+
+    Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
+    not see what an engine launches. It only knows which requests that work may use: those that the
+    last `step` named, and, in a context of others, any.
+    """
+    groups = manager.groups
+    if not manager.owns_context:
+        return False
+    if groups[0].named and any(slot.active for slot in groups[0].table):
+        return False
+    return all(
+        any(group.owns(found) for group in groups) for found in manager.context.reservations()
+    )
+
+
+def last_work(groups: Sequence[Group]) -> list[Any]:
+    """The GPU work that is not known to be over, where the last `step` named no request."""
+    events: list[Any] = []
+    for group in groups:
+        group.rested = prune(group.rested)
+        events += group.rested
+        for slot in group.table:
+            slot.events = prune(slot.events)
+            events += slot.events
+        for block in group.reclaimer.shared.blocks:
+            block.events = prune(block.events)
+            events += block.events
+    return events
+
+
+def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
+    """Unmaps all pages that no request owns, and waits; failures are in `Reclaimer.errors`."""
+    for group in groups:
+        group.pager.finish_idle()
+        with group.counters.waiting():
+            while not begin_trim(group, prefixes, leased=True):
+                group.reclaimer.finish_all()
+                if group.reclaimer.errors:
+                    break

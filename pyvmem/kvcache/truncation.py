@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: MIT
+"""Requests cut back to fewer tokens, in all groups of layers or in none."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pyvmem.errors import NotRecoverable, VMemError
+from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.events import PriorWork, prune, wait_for
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.pages import EMPTY, Span
+from pyvmem.kvcache.requests import have_pages
+from pyvmem.kvcache.slots import Slot
+from pyvmem.ops import OpBatch
+
+if TYPE_CHECKING:
+    from pyvmem.reservation import Reservation
+
+__all__ = ["Truncation", "check_kept", "copied", "truncate"]
+
+
+def check_kept(length: int, reqid: int, held: int) -> None:
+    """Raises InvalidArgument unless a request that holds so many tokens can keep `length`."""
+    if not 0 <= length <= held:
+        raise invalid(f"length {length}: reqid {reqid} holds {held} tokens", limit=held)
+
+
+def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
+    """See `KVCache.truncate`; of several caches with the same requests, all or none."""
+    slots = [group.slot(reqid) for group in groups]
+    rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
+    check_kept(rows, slots[0].index, held)
+    for group, slot in zip(groups, slots, strict=True):
+        group.check_back(slot, rows)
+    if rows == held:
+        _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
+        return 0
+    for group, slot in zip(groups, slots, strict=True):
+        page = group.layout.bytes_for(rows) // group.layout.page_size
+        group.mover.shorten(slot, page, work)
+    each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
+    if any(one.unmaps for one in each):
+        for one in each:
+            one.group.pager.release(one.slot)
+        each = [Truncation.of(one.group, one.slot, rows) for one in each]
+        work.wait()
+    ownerless = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
+    if not any(one.unmaps for one in each):
+        _note_all(each, work)
+        _unpin(each)
+    elif not _unmap_all(each, work):
+        return -1
+    for one in ownerless:
+        if not one.group.config.deferred_reclaim and one.slot.job is None:
+            one.group.reclaimer.try_unmap(one.slot, one.keep)
+    return 0
+
+
+def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
+    """See `KVCache.copied_bytes`."""
+    slots = [group.slot(reqid) for group in groups]
+    check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
+    each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
+    return sum(one.new_pages for one in each) * groups[0].layout.page_size
+
+
+def _note_all(each: Sequence[Truncation], work: PriorWork) -> list[Span]:
+    """Writes the truncation into the records of every group, but for `_unpin`.
+
+    Args:
+        each: by group.
+        work: the last work on the rows.
+
+    Returns:
+        The shared pages that go, by group.
+    """
+    gone = []
+    for one in each:
+        group, slot = one.group, one.slot
+        if one.unmaps:
+            gone.append(one.note())
+        else:
+            gone.append(EMPTY)
+            if one.keep < slot.granted:
+                event = work.record()
+                group.pager.shrink(slot, one.keep)
+                group.reclaimer.own_away = None
+                slot.events = [*prune(slot.events), *(() if event is None else (event,))]
+        if group.promoter is not None:
+            group.promoter.shorten(slot, one.first)
+        group.enter(slot, one.rows)
+        group.table.changes += 1
+    return gone
+
+
+def _unpin(each: Sequence[Truncation]) -> None:
+    """Keeps no recorded prefix any more that the requests are now shorter than; idempotent."""
+    for one in each:
+        if one.slot.owner == one.owner and one.group.rows[one.slot.index] == one.rows:
+            one.group.prefixes.shorten(one.slot, one.rows)
+
+
+def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
+    """Takes back the pages that a prefill's kernel might read past the request's rows.
+
+    They were never written, so the request may get them again as they are.
+    """
+    each = []
+    for group, slot in both:
+        places = slot.places
+        keep = max(places.whole_away(group.layout.pages_for(rows)), places.away_end, slot.shared)
+        if keep < slot.granted and slot not in group.mover.moves:
+            each.append((group, slot, keep))
+    event = work.record() if each else None
+    for group, slot, keep in each:
+        group.pager.shrink(slot, keep, written=False)
+        group.reclaimer.own_away = None
+        group.table.changes += 1
+        if event is not None:
+            slot.events = [*prune(slot.events), event]
+        if not group.config.deferred_reclaim and slot.job is None:
+            group.reclaimer.try_unmap(slot, keep)
+
+
+@dataclass
+class Truncation:
+    """The plan for a slot's pages.
+
+        0 ......... length ......... granted ......... mapped
+        | rows kept | dropped        |                 |
+        | pages kept   | no owner from here on         |
+
+    Pages of the request's own stay mapped, as those of a freed slot do: the request may have them
+    again, zeroed, and whoever is short may take them. Pages that a request shares or that lie
+    outside the device cannot stay without an owner. They are unmapped at once, and of a
+    shared page that is kept in part the request gets a copy of its own, since it may write past
+    its last row.
+
+    Attributes:
+        owner: of the slot.
+        rows: tokens that are kept.
+        first: the page that the first dropped row begins in.
+        keep: pages that the request keeps; a large one outside the device as a whole.
+        shared: of these, shared ones.
+        copied: end of the pages, from `shared` on, that copies take the place of.
+        end: pages from here on go where pages are unmapped at once.
+        unmaps: they are.
+        addresses: where the copies are before they take their place.
+    """
+
+    group: Group
+    slot: Slot
+    owner: int
+    rows: int
+    first: int
+    keep: int
+    shared: int
+    copied: int
+    end: int
+    unmaps: bool
+    addresses: Reservation | None = None
+
+    @classmethod
+    def of(cls, group: Group, slot: Slot, rows: int) -> Truncation:
+        """The slot is the request's, without a move under way past its rows."""
+        layout, places = group.layout, slot.places
+        first, rest = divmod(layout.bytes_for(rows), layout.page_size)
+        keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
+        shared = min(slot.shared, places.floor(first))
+        copied = shared
+        if shared < slot.shared:
+            if rest or shared < first:
+                copied = min(places.ceil(keep), slot.shared)
+            else:
+                keep = shared  # what a kernel may over-read comes with the next step
+        unmaps = shared < slot.shared or places.away_end > keep
+        end = max(places.ceil(keep), copied)
+        return cls(group, slot, slot.owner, rows, first, keep, shared, copied, end, unmaps)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of the copies in each tensor."""
+        return (self.copied - self.shared) * self.group.layout.page_size
+
+    @property
+    def new_pages(self) -> int:
+        """Physical pages that the copies take."""
+        return (self.copied - self.shared) * self.group.layout.num_tensors
+
+    def copy(self, ops: OpBatch) -> None:
+        """Adds to a batch that what is kept of shared pages is copied to scratch addresses.
+
+        The request's own work is over; that of others who wrote the shared pages is waited for.
+        """
+        group, slot, layout = self.group, self.slot, self.group.layout
+        for block, *_ in slot.shared_part(self.shared, self.copied).parts:
+            for event in prune(block.events):
+                wait_for(event)
+        self.addresses = group.scratch.take(self.stride * layout.num_tensors)
+        ops.populate(
+            self.addresses.addr,
+            self.stride,
+            layout.num_tensors,
+            self.stride,
+            layout.page_size,
+            copy_from=slot.addr + self.shared * layout.page_size,
+            copy_stride=layout.tensor_bytes,
+            copy_bytes=layout.bytes_for(self.rows) - self.shared * layout.page_size,
+        )
+
+    def give_addresses(self) -> None:
+        """Gives the scratch addresses back, where nothing is mapped."""
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            self.group.scratch.give(addresses)
+
+    def drop_copy(self) -> None:
+        """Undoes `copy` once the batch has run."""
+        if self.addresses is not None:
+            addresses, self.addresses = self.addresses, None
+            self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
+            self.group.reclaimer.held -= self.new_pages
+            self.group.counters.reclaimed += self.new_pages
+
+    def unmap(self, ops: OpBatch) -> None:
+        """Adds to a batch that the copies are mapped over shared pages, and what follows goes."""
+        group, slot, layout = self.group, self.slot, self.group.layout
+        tensors = layout.num_tensors
+        if self.addresses is not None:
+            scratch, size = self.addresses.addr, self.stride
+            ops.map(
+                slot.addr + self.shared * layout.page_size,
+                size,
+                group.mapper.gather(scratch, size, tensors, size),
+                0,
+                tensors,
+                layout.tensor_bytes,
+                consume=True,
+                replace=True,
+            )
+            ops.unmap(scratch, size, tensors, size)
+        if self.end < slot.mapped:
+            ops.unmap(
+                slot.addr + self.end * layout.page_size,
+                (slot.mapped - self.end) * layout.page_size,
+                tensors,
+                layout.tensor_bytes,
+            )
+
+    def note(self) -> Span:
+        """What `unmap` does, in the records; returns the shared pages that go."""
+        group, slot, places = self.group, self.slot, self.slot.places
+        own = max(self.end, slot.shared)
+        away = places.away(own, slot.mapped)
+        gone = max(0, slot.mapped - own) - sum(away.values())
+        tail = slot.shared_part(self.shared, slot.shared)
+        places.forget(self.shared, self.copied)
+        places.forget(self.end, slot.mapped)
+        mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
+        group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
+        group.reclaimer.shared.use(tail, end=True)
+        group.reclaimer.count_freed(gone, away)
+        return tail
+
+
+def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
+    """Unmaps at once what cannot stay, of every group in one batch, after one that copies.
+
+    Returns:
+        False, and nothing changed: memory is short.
+
+    Raises:
+        NotRecoverable: the request has lost rows; the text names it. VMemError: nothing changed.
+    """
+    begun = [one for one in each if one.unmaps]
+    if not _copy_all([one for one in begun if one.new_pages]):
+        return False
+    first, ops = begun[0].group, OpBatch(3 * len(begun))
+    first.journal.on_abort(partial(_unpin, each))
+    try:
+        for one in begun:
+            one.unmap(ops)
+        after = [event for one in begun for event in one.slot.events]
+        with first.mapper.transaction() as change:
+            gone = _note_all(each, work)
+            change.run(ops, after, first.counters.waits)
+    except VMemError as error:
+        if isinstance(error, NotRecoverable):
+            raise _lost(begun, error) from error
+        for one in begun:
+            one.drop_copy()
+        raise
+    for one, span in zip(each, gone, strict=True):
+        one.group.reclaimer.unref(span)
+        one.give_addresses()
+    _unpin(each)
+    return True
+
+
+def _copy_all(copies: Sequence[Truncation]) -> bool:
+    """Copies what is kept of shared pages; False, and nothing changed: memory is short."""
+    if not copies:
+        return True
+    if not have_pages([(one.group, one.new_pages) for one in copies]):
+        return False
+    ops, first = OpBatch(len(copies)), copies[0].group
+    try:
+        for one in copies:
+            one.copy(ops)
+        with first.mapper.transaction() as change:
+            for one in copies:
+                one.group.reclaimer.held += one.new_pages
+            change.run(ops, waits=first.counters.waits)
+    except VMemError as error:
+        for one in copies:
+            one.give_addresses()
+        if first.sharing.is_shortage(error):
+            return False
+        raise
+    for one in copies:
+        one.group.counters.grown += one.new_pages
+    return True
+
+
+def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:
+    """Retires the slots of the request whose pages could not be undone; returns what to raise."""
+    for one in begun:
+        one.group.reclaimer.mark_broken([(one.slot, one.shared, one.slot.mapped)])
+    broken = [one for one in begun if one.slot.broken] or begun
+    errors = [one.group.table.lose(one.slot, error) for one in broken]
+    return errors[0]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: MIT
+"""Sliding windows: pages of a running request that no later token attends to.
+
+A step from `old` to `new` tokens computes the tokens from `old` on. The first of
+them attends to rows from ``old - window + 1`` on, and its kernel reads the whole tile that this row
+lies in:
+
+    0 ............... head ..... old - window - window_tile ..... old - window ..... old .... new
+    | unmapped, pages | slack    | kernel's tile                 | attended to      | computed |
+
+So when a step asks for `new`, pages wholly below ``old - window - window_tile`` are unmapped after
+the work that was launched before: that step's work is the last that read them. A prefill of more
+tokens than the window has all of them mapped until the next step.
+
+Here `old` is rounded down to whole sharing units (prefix_cache.py): there the rows so far can be
+recorded, and a request that begins with them needs their window there.
+"""
+
+from __future__ import annotations
+
+import errno
+import operator
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+
+from pyvmem.errors import OutOfMemory, TooManyBatches
+from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.events import prune, record
+from pyvmem.kvcache.migration import Mover
+from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.slots import Slide, Slot
+from pyvmem.ops import OpBatch
+from pyvmem.pages import Ticket
+
+__all__ = ["Window", "slide"]
+
+
+class Window:
+    """Decides which pages have left the window.
+
+    Args:
+        reclaimer: unmaps them.
+        mover: has the moves that are under way.
+        config: the window.
+        unit: tokens of a sharing unit; 1 where nothing can be recorded.
+        release: returns when no batch is in flight over a slot's addresses.
+        ops: the batch of steps, of all groups of the cache.
+    """
+
+    def __init__(
+        self,
+        reclaimer: Reclaimer,
+        mover: Mover,
+        config: KVCacheConfig,
+        unit: int,
+        release: Callable[[Slot], None],
+        ops: OpBatch,
+    ) -> None:
+        self.ops = ops
+        self._release = release
+        self._unit = unit
+        self._mover, self.device = mover, mover.device
+        self.reclaimer = reclaimer
+        self._journal = reclaimer.mapper.journal
+        self._size, self._row = reclaimer.layout.page_size, reclaimer.layout.row_bytes
+        self._window = config.window
+        self._kept = config.window + config.window_tile
+        self._first = self._goes_at(1)
+        # By slot: the length at which the next page can go, and the least that may be asked for.
+        self._next = [self._first] * config.max_batch
+        self._least = [0] * config.max_batch
+
+    def _rows(self, pages: int) -> int:
+        """Rows that so many pages hold at least a byte of."""
+        return -(-pages * self._size // self._row)
+
+    def _goes_at(self, pages: int) -> int:
+        """The length at which so many pages have left the window."""
+        rows = self._kept + self._rows(pages)
+        return rows + -rows % self._unit
+
+    def first_page(self, slot: Slot) -> int:
+        """The first page of a request whose rows are there."""
+        least = self._least[slot.index]
+        gone = max(0, least - self._window) * self._row // self._size
+        return max(slot.head, gone)
+
+    def check(self, slot: Slot, length: int) -> None:
+        """Raises InvalidArgument for a length whose window has been unmapped."""
+        least = self._least[slot.index]
+        if slot.head and not slot.stale:  # gone since, in a step that an exception ended
+            least = max(least, self._window + self._rows(slot.head))
+        if length < least:
+            raise invalid(
+                f"length {length}: with fewer than {least} tokens the window of "
+                f"{self._window} of reqid {slot.index} begins in rows that are gone",
+                limit=least,
+            )
+
+    def due(self, lens: Sequence[int], stream: Any) -> list[tuple[Slot, int, int, int]]:
+        """Finds what the step to `lens` no longer needs.
+
+        Slots with shared or large pages, or some outside the device, let theirs go at once.
+
+        Returns:
+            Slots, their first pages that stay, and what `_next` and `_least` are once those before
+            are gone.
+        """
+        table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
+        old = table.columns.held
+        found: list[tuple[Slot, int, int, int]] = []
+        for index in compress(range(len(old)), map(operator.ge, old, self._next)):
+            slot = table.slots[index]
+            held = old[index]
+            if lens[index] <= held:
+                continue  # the same length again: perhaps its work has not been launched yet
+            if slot.job is not None:
+                if not table.lockstep:
+                    continue  # the next step is soon enough
+                self._release(slot)
+            head = (held - held % self._unit - self._kept) * row // size
+            if mover.moves and not mover.make_way(slot, head):
+                continue
+            if slot.span.pages or slot.places.noted:
+                self._slide_alone(slot, head, stream)
+                continue
+            later = self._kept - (head + 1) * -size // row  # as `_goes_at`
+            later += -later % self._unit
+            least = self._window - head * -size // row
+            if head > slot.head:
+                found.append((slot, head, later, least))
+            else:
+                self._set(index, later, max(least, self._least[index]))
+        return found
+
+    def _slide_alone(self, slot: Slot, head: int, stream: Any) -> None:
+        """Begins to unmap the pages of a slot below `head`, and notes what that is for others."""
+        places, index = slot.places, slot.index
+        if places and places.floor(head) != head:  # in the middle of a large page
+            end, head = places.ceil(head), places.floor(head)
+            if head <= slot.head:
+                self._set(index, self._goes_at(end), self._least[index])
+                return
+        least = self._window + self._rows(head)
+        if head > slot.head:
+            event = record(stream, self.device)
+            after = [*slot.events, *([] if event is None else [event])]
+            if not self.reclaimer.try_slide(slot, head, after):  # the queue is full
+                if not self.reclaimer.table.lockstep:
+                    return  # the next step tries again
+                self.reclaimer.finish_all()
+                if not self.reclaimer.try_slide(slot, head, after):
+                    raise _queue_full()
+        self._set(index, self._goes_at(head + 1), max(least, self._least[index]))
+
+    def edit(
+        self,
+        edits: list[list[Any]],
+        due: list[tuple[Slot, int, int, int]],
+        ops: Any,
+        ticket: Ticket,
+        *,
+        quiet: bool,
+    ) -> None:
+        """Writes what is `due` into a batch, and adds what that changes in the records.
+
+        Args:
+            edits: see `Outcome`.
+            due: of this window.
+            ops: where the unmap calls are written.
+            ticket: of the batch.
+            quiet: another group reports its failure.
+        """
+        reclaimer, owners = self.reclaimer, []
+        slots, indexes, lows, heads = [], [], [], []
+        for slot, head, later, least in due:
+            index = slot.index
+            slots.append(slot)
+            indexes.append(index)
+            owners.append(slot.owner)
+            lows.append(slot.head)
+            heads.append(head)
+            edits += ([self._next, index, later], [self._least, index, least])
+        reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
+        job = Slide(slots, owners, lows, heads, ticket, quiet)
+        pages = job.pages
+        edits += (
+            [slots, "head", heads[:]],
+            [slots, "job", [job] * len(slots)],
+            [reclaimer, "unmaps", [*reclaimer.unmaps, job]],
+            [reclaimer, "slid", reclaimer.slid + pages],
+            [reclaimer, "sliding", reclaimer.sliding + pages],
+            [reclaimer, "own_away", None],
+        )
+        reclaimer.table.touched.update(slots)
+
+    def begin(self, slot: Slot, head: int) -> None:
+        """Notes that a request begins with the window of a recorded prefix, from page `head` on."""
+        if head:
+            self._set(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
+
+    def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
+        """Notes that requests begin with the rows that another's window holds."""
+        for slot in slots:
+            self._set(slot.index, self._next[parent.index], self._least[parent.index])
+
+    def resume(self, slot: Slot, head: int) -> None:
+        """A request is back whose rows in the pages below `head` were gone: they go again.
+
+        Where they cannot now, the next step lets them go.
+        """
+        least = self._window + self._rows(head)
+        self._set(slot.index, self._first, least)
+        low = slot.places.floor(head) if slot.places else head
+        if low > slot.head and slot.job is None and self.reclaimer.try_slide(slot, low, []):
+            self._set(slot.index, self._goes_at(low + 1), least)
+
+    def forget(self, slot: Slot) -> None:
+        """Ends a request; call it while the slot is still its own."""
+        if not slot.stale:
+            self.reclaimer.slid -= slot.head
+        self._set(slot.index, self._first, 0)
+
+    def _set(self, index: int, later: int, least: int) -> None:
+        for numbers, value in ((self._next, later), (self._least, least)):
+            self._journal.undo(numbers.__setitem__, index, numbers[index])
+            numbers[index] = value
+
+
+def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
+    """Begins to unmap what a step no longer needs, in one batch for all slots; does not wait.
+
+    Args:
+        windows: of groups that have the same requests, each with the lengths of the step.
+        stream: of the work so far, which may read the pages.
+    """
+    found = []
+    for window, lens in windows:
+        if due := window.due(lens, stream):
+            found.append((window, due))
+    if not found:
+        return
+    first = found[0][0]
+    ops, mapper, table = first.ops, first.reclaimer.mapper, first.reclaimer.table
+    event = record(stream, first.device)
+    after = [] if event is None else [event]
+    for _, due in found:
+        for slot, *_ in due:
+            if slot.events:
+                after += prune(slot.events)
+    for last in (not table.lockstep, True):
+        ticket, count = Ticket(mapper.context), 0
+        edits: list[list[Any]] = []
+        for window, due in found:
+            window.edit(edits, due, ops.array + count, ticket, quiet=window is not first)
+            count += len(due)
+        ops.wrote(count)
+        mapper.journal.entries.append(ticket.outcome.of(edits))
+        try:
+            mapper.context.submit(ops, after, ticket)
+            return
+        except (TooManyBatches, OutOfMemory):
+            if last:
+                break
+        finally:
+            ticket.outcome.edits = None
+        for window, _ in found:
+            window.reclaimer.finish_all()
+    if table.lockstep:  # else the next step tries again
+        raise _queue_full()
+
+
+def _queue_full() -> TooManyBatches:
+    return TooManyBatches(
+        "pages before the window could not be unmapped", errno=errno.EAGAIN, op="KVCache"
+    )
