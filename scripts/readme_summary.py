@@ -153,15 +153,15 @@ def headline() -> list[str]:
 
 
 def vllm_full() -> tuple[str, str]:
-    """Throughput on a full card over stock's, with the confidence interval."""
+    """Throughput on a full card over stock's, with each run's confidence interval."""
     found = []
     where: list[Result] = []
     for run in runs("vllm"):
         over = rows(run).get("full/over/rate/elastic")
         if over is not None:
-            found.append(f"{over['value']:.3f} ± {over['half_width']:.3f} times")
+            found.append(f"{over['value']:.3f} ± {over['half_width']:.3f}")
             where.append(run)
-    return (", ".join(found), machines(where)) if found else (NOT_MEASURED, "")
+    return (f"{' and '.join(found)} times", machines(where)) if found else (NOT_MEASURED, "")
 
 
 def counts() -> tuple[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which pages the pool takes, and which of vLLM's layouts it would rather have.
+"""The page size that the pool takes.
 
 Small pages cost time where much is mapped, and large ones cost memory where little is:
 
@@ -12,8 +12,10 @@ Small pages cost time where much is mapped, and large ones cost memory where lit
 The times are of an H100 and an H200 (benchmarks/kernels). Between 8 and 16 GiB they begin to
 differ, so 8 GiB is the bound.
 
-From 0.32 on all layers of a block may lie together. Where that is a multiple of 2 MB, a block is a
-few large pages of its own: nothing is shared, nothing has to move, and one call maps it.
+From 0.32 on all layers of a block may lie together (VLLM_KV_CACHE_LAYOUT=BLHNC or BLNHC). Where
+that is a multiple of 2 MB, a block is a few large pages of its own: nothing is shared, nothing has
+to move, and one call maps it. The pool does not ask vLLM for it: on a full H100 it made each decode
+step 1.2 to 1.4 % longer, in stock vLLM as well (results/logs/h100-vllm-layouts.log).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from pyvmem.units import format_bytes
 from pyvmem.vllm.geometry import Geometry
 
-__all__ = ["LARGE", "SMALL", "choose_page", "prefer_layouts"]
+__all__ = ["LARGE", "SMALL", "choose_page"]
 
 SMALL, LARGE = 64 << 10, 2 << 20
 _FAST = 8 << 30  # bytes mapped up to which small pages cost no time
@@ -64,20 +66,3 @@ def choose_page(
         return SMALL, f"{text}, of which a page of 2 MB in every tensor is {format_bytes(pages)}"
     cost = "3.4 to 6.3 times" if len(sizes) == 1 else "up to 1.07 times"
     return LARGE, f"{text}, and pages of 64 KB would make attention take {cost} as long"
-
-
-def prefer_layouts(found: Sequence[str], layers: Sequence[int], asked: int) -> list[str]:
-    """vLLM's layouts, the one first that keeps a block's layers together, where that fits.
-
-    The order within a layer stays that of vLLM's favourite: heads before tokens, where tokens came
-    first, made each decode step of stock vLLM itself 1.2 % longer on a full H100.
-
-    Args:
-        found: names, vLLM's favourite first.
-        layers: bytes of a block in each layer.
-        asked: what ``VMEM_PAGE_SIZE`` says; 0: nothing.
-    """
-    together = sum(layers)
-    fits = len(set(layers)) == 1 and together % LARGE == 0 and asked in (0, LARGE)
-    wanted = "BL" + found[0].removeprefix("LB")
-    return sorted(found, key=lambda name: name != wanted) if fits else list(found)

@@ -92,7 +92,6 @@ HOOKS = (
         "KV tensors and weights are allocated in the context that it returns",
         takes=("tag",),
     ),
-    Hook(_WORKER, "Worker.get_kv_cache_spec", "called", "which layouts suit the layers"),
     Hook(_WORKER, "Worker.compile_or_warm_up_model", "overridden", "its blocks are lent memory"),
     Hook(
         *(_WORKER, "Worker.execute_model", "overridden"),

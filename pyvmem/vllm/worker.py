@@ -19,7 +19,7 @@ from pyvmem.ledger import device_of
 from pyvmem.units import format_bytes
 from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
-from pyvmem.vllm.choice import SMALL, choose_page, prefer_layouts
+from pyvmem.vllm.choice import SMALL, choose_page
 from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
 from pyvmem.vllm.memory import KVMemory, device_total, open_context
 from pyvmem.vllm.reach import LOCAL, Place, machine
@@ -77,15 +77,6 @@ class ElasticWorker:
         from pyvmem.vllm.sleep import loading_weights
 
         return loading_weights(self._settings, self.device.index or 0)
-
-    def get_supported_kv_cache_layouts(self) -> list[str]:
-        """vLLM's, from 0.32 on; the first one is taken, unless the user says otherwise."""
-        found: list[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
-        specs = list(self.get_kv_cache_spec().values())  # type: ignore[attr-defined]
-        # Layers of several kinds take turns on the same bytes, in groups that are made later.
-        alike = all(spec == specs[0] for spec in specs)
-        layers = [spec.page_size_bytes for spec in specs] if alike else []
-        return prefer_layouts(found, layers, self._settings.page_size)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, with KV tensors of ours."""

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Description: which page size and layout the vLLM pool takes for which model, and what it says."""
+"""Description: which page size the vLLM pool takes for which model, and what it says."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pyvmem.vllm.choice import LARGE, SMALL, choose_page, prefer_layouts
+from pyvmem.vllm.choice import LARGE, SMALL, choose_page
 from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.worker import ElasticWorker
 
@@ -55,58 +54,19 @@ def test_what_the_variable_says_is_taken() -> None:
         choose_page(1000, sizes, 1 * G, LARGE, (72 << 20) - 1)
 
 
-@pytest.mark.parametrize(
-    ("layers", "asked", "first"),
-    [
-        (LLAMA, 0, "BLNHC"),
-        (LLAMA, LARGE, "BLNHC"),
-        (LLAMA, SMALL, "LBNHC"),  # pages of 64 KB would make that layout slow
-        (QWEN, 0, "LBNHC"),  # 2.25 MB
-        ([1 << 20, 2 << 20, 1 << 20], 0, "LBNHC"),  # kinds of layers: vLLM packs them
-    ],
-)
-def test_layout(layers: list[int], asked: int, first: str) -> None:
-    found = ["LBNHC", "LBHNC", "BLHNC", "BLNHC"]
-    preferred = prefer_layouts(found, layers, asked)
-    assert preferred[0] == first
-    assert sorted(preferred) == sorted(found)
-    assert [one for one in preferred if one != first] == [one for one in found if one != first]
-    assert prefer_layouts(found[:3], layers, asked) == found[:3]
-
-
-def test_layout_keeps_the_order_within_a_layer() -> None:
-    assert prefer_layouts(["LBHNC", "BLNHC", "BLHNC"], LLAMA, 0)[0] == "BLHNC"
-
-
 # ---- the worker ----------------------------------------------------------------------------------
 
 
 class Base:
-    """As much of vLLM's worker as asks for layouts."""
+    """As much of vLLM's worker as opens the memory."""
 
     rank = 0
     device = SimpleNamespace(type="cpu", index=None)
-
-    def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC", "LBHNC", "BLNHC"]
-
-    def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {str(i): SimpleNamespace(page_size_bytes=one) for i, one in enumerate(LLAMA)}
 
 
 class Worker(ElasticWorker, Base):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-
-
-def test_the_worker_names_the_layout_that_suits_the_pool_first() -> None:
-    assert Worker(Settings()).get_supported_kv_cache_layouts() == ["BLNHC", "LBNHC", "LBHNC"]
-    mixed = Worker(Settings())
-    specs = [SimpleNamespace(page_size_bytes=one, window=i % 2) for i, one in enumerate(LLAMA)]
-    mixed.get_kv_cache_spec = lambda: dict(enumerate(specs))  # type: ignore[method-assign,assignment,return-value]
-    assert mixed.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLNHC"]
-    asked = Worker(Settings(page_size=SMALL))
-    assert asked.get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC", "BLNHC"]
 
 
 @pytest.mark.parametrize(
