@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pyvmem.ledger import Ledger, default_folder, devices
+from pyvmem.ledger.accounts import Ledger, default_folder, devices
 
 
 def show() -> int:

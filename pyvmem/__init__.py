@@ -21,9 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
-from pyvmem.array import VirtualArray
-from pyvmem.context import Context, PlainReservationWarning
-from pyvmem.dtypes import DType
+from pyvmem.commands.probe import ProbeResult, probe
 from pyvmem.errors import (
     AccessDenied,
     AddressOverflow,
@@ -50,7 +48,10 @@ from pyvmem.errors import (
     TooManyTickets,
     VMemError,
 )
-from pyvmem.info import (
+from pyvmem.memory.array import VirtualArray
+from pyvmem.memory.context import Context, PlainReservationWarning
+from pyvmem.memory.dtypes import DType
+from pyvmem.memory.info import (
     KEEP_ALL,
     Caps,
     ContextInfo,
@@ -62,16 +63,15 @@ from pyvmem.info import (
     RangeInfo,
     Stats,
 )
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Pages, Ticket
-from pyvmem.probe import ProbeResult, probe
-from pyvmem.reservation import Reservation
-from pyvmem.streams import CurrentStream, FdEvent
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Pages, Ticket
+from pyvmem.memory.reservation import Reservation
+from pyvmem.memory.streams import CurrentStream, FdEvent
 
 if TYPE_CHECKING:
+    from pyvmem.commands.viewer import watch
     from pyvmem.kvcache import KVCache, KVCacheConfig
-    from pyvmem.presence import announce
-    from pyvmem.viewer import watch
+    from pyvmem.ledger.presence import announce
 
 __all__ = [
     "KEEP_ALL",
@@ -130,8 +130,8 @@ __all__ = [
 _OF_CACHES = {
     "KVCache": "pyvmem.kvcache",
     "KVCacheConfig": "pyvmem.kvcache",
-    "announce": "pyvmem.presence",
-    "watch": "pyvmem.viewer",
+    "announce": "pyvmem.ledger.presence",
+    "watch": "pyvmem.commands.viewer",
 }
 
 __version__: str = _native.version()

@@ -3,6 +3,6 @@
 
 import sys
 
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 
 sys.exit(main())

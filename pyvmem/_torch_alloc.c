@@ -10,7 +10,7 @@
  * and has no memory; `save` is where its contents lie, NULL when they were given up.
  *
  * A pool's lock is held across driver calls, so that another thread that frees through torch meanwhile
- * finds a block either mapped or paused. pyvmem/torch_pool.py is the only caller of the other functions.
+ * finds a block either mapped or paused. pyvmem/torch_pool/pool.py is the only caller of the other functions.
  */
 #include <errno.h>
 #include <inttypes.h>

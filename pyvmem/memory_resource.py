@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome
-from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, InvalidArgument, Reentered, VMemError
 from pyvmem.features import require_page_size
-from pyvmem.info import Caps
 from pyvmem.kvcache.events import record, wait_for_device
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Ticket
+from pyvmem.memory.info import Caps
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
+from pyvmem.memory.reservation import Reservation
+from pyvmem.memory.streams import check
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.plumbing.validation import unexpected
-from pyvmem.reentry import reentrant_lock
-from pyvmem.reservation import Reservation
-from pyvmem.streams import check
 
 try:
     from cuda.core import Buffer, MemoryResource
@@ -35,8 +35,8 @@ except ImportError:  # before 1.0
     from cuda.core.experimental import Buffer, MemoryResource
 
 if TYPE_CHECKING:
-    from pyvmem.array import VirtualArray
-    from pyvmem.context import Context
+    from pyvmem.memory.array import VirtualArray
+    from pyvmem.memory.context import Context
 
 __all__ = ["VMemResource"]
 

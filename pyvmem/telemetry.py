@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, TypeVar
 
-from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess
-from pyvmem.info import ContextInfo, Stats
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
-from pyvmem.logs import warn
+from pyvmem.memory.info import ContextInfo, Stats
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.logs import warn
+from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.plumbing.validation import bounded, expect, invalid, unexpected
-from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
 

@@ -48,7 +48,7 @@ END = "\0"  # printed between blocks
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
-PRIVATE = ("selftest", "bench", "commands", "usage.py")  # what is raised there is caught there
+PRIVATE = ("selftest", "bench", "commands")  # what is raised there is caught there
 SECONDS = 120.0  # for one block: far above what any takes, far below for ever
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from pyvmem import cli
+from pyvmem.commands import cli
 
 WIDTH = "88"  # of usage lines, whatever the terminal
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
-from pyvmem.units import counted
+from pyvmem.plumbing.units import counted
 
 MODES = {
     "mapped": "everything mapped before",

@@ -13,8 +13,8 @@ from readme_format import ROOT
 sys.path.insert(0, str(ROOT))
 
 from pyvmem import _native
-from pyvmem.info import ContextInfo, Stats
 from pyvmem.kvcache.metrics import CacheStats
+from pyvmem.memory.info import ContextInfo, Stats
 from pyvmem.telemetry import Family, Telemetry
 
 COMMON = {"cache", "le"}  # labels of every metric, and of every histogram

@@ -11,7 +11,7 @@ from pyvmem._vmem import ffi, lib
 __all__ = ["again", "conceal", "taken"]
 
 again: Callable[[], None] = lib.pyvmem_holes_again
-"""Has the interpreter call `pyvmem.holes.tell` again, soon."""
+"""Has the interpreter call `pyvmem.memory.holes.tell` again, soon."""
 
 conceal: Callable[[], None] = lib.pyvmem_holes_conceal
 """Makes holes that were read fault again."""

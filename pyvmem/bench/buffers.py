@@ -15,8 +15,8 @@ from pyvmem.bench.native import MAP, Native
 if TYPE_CHECKING:
     import torch
 
-    from pyvmem.context import Context
-    from pyvmem.reservation import Reservation
+    from pyvmem.memory.context import Context
+    from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Buffers", "malloc_names", "vmem_names"]
 

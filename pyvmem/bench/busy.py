@@ -18,9 +18,9 @@ from pyvmem.bench.kernels import Kernels
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet, time_each
-from pyvmem.context import Context
-from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import KEEP_ALL
 
 __all__ = ["run"]
 

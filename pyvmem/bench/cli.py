@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench import (
     attention,
     bandwidth,
@@ -38,13 +37,14 @@ from pyvmem.bench.record import Part, Record
 from pyvmem.bench.running import backends, conducted, ended, now, put_together
 from pyvmem.bench.setting import PartFunction, Setting
 from pyvmem.bench.timing import Deadline
+from pyvmem.commands.arguments import add_backend, add_device
 from pyvmem.commands.cumem import Cuda, CudaUnavailable, CuMem
 from pyvmem.commands.machine import describe
-from pyvmem.context import Context
+from pyvmem.commands.usage import BadUsage
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import positive
-from pyvmem.paths import existing_file, replaced
-from pyvmem.usage import BadUsage
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.paths import existing_file, replaced
 
 __all__ = ["OTHERS", "PARTS", "add_parser", "measure", "run"]
 

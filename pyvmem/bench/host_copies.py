@@ -14,8 +14,8 @@ from functools import partial
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import GB, MB, Setting, label
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
-from pyvmem.info import Caps
-from pyvmem.ops import OpBatch
+from pyvmem.memory.info import Caps
+from pyvmem.memory.ops import OpBatch
 
 __all__ = ["run"]
 

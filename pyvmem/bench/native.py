@@ -13,8 +13,8 @@ from typing import Any
 
 from pyvmem import _native
 from pyvmem._vmem import ffi, lib
-from pyvmem.context import Context
 from pyvmem.errors import error_class
+from pyvmem.memory.context import Context
 
 __all__ = ["DIRTY", "HOLES", "MAP", "POPULATE", "SPREAD", "Native", "UNMAP"]
 

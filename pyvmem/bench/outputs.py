@@ -15,7 +15,7 @@ from typing import Any
 
 from pyvmem.bench.record import mark_interrupted
 from pyvmem.commands.page import picture, write_report
-from pyvmem.paths import picture_file, replaced
+from pyvmem.plumbing.paths import picture_file, replaced
 
 __all__ = ["add_options", "document_of", "stoppable", "with_options"]
 

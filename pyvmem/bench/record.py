@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.timing import Samples, summarize
-from pyvmem.paths import replace_text
+from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["FORMAT", "Book", "Part", "Record", "SCALES", "lines", "mark_interrupted"]
 

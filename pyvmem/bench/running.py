@@ -17,7 +17,7 @@ from typing import Any
 from pyvmem.bench import report
 from pyvmem.bench.merge import MergeError
 from pyvmem.bench.record import Part, Record
-from pyvmem.probe import probe
+from pyvmem.commands.probe import probe
 
 __all__ = ["NOT_MEASURED", "backends", "conducted", "ended", "now", "put_together", "said"]
 

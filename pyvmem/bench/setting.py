@@ -11,8 +11,8 @@ from pyvmem.bench.native import Native
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline, Samples, quiet, time_block, time_each
 from pyvmem.commands.cumem import Cuda, CuMem
-from pyvmem.context import Context
-from pyvmem.info import Caps
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
 
 __all__ = ["KB", "MB", "GB", "OUR_PAGES", "Overheads", "PartFunction", "Setting", "label"]
 

@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import Setting, label
 from pyvmem.bench.timing import Deadline, interleave, quiet
-from pyvmem.closing import Closable
-from pyvmem.context import Context
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.closing import Closable
 
 __all__ = ["SLOTS", "run"]
 

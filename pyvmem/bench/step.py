@@ -16,8 +16,8 @@ from pyvmem.bench.native import Native
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import GB, Setting, label
 from pyvmem.bench.timing import Deadline, interleave, quiet, time_each
-from pyvmem.context import Context
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.memory.context import Context
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 __all__ = ["CuMem", "Cuda", "CudaCallError", "CudaUnavailable"]
-from pyvmem.closing import Closable
+from pyvmem.plumbing.closing import Closable
 
 
 class CudaUnavailable(Exception):

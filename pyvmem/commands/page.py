@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.commands.tables import number
-from pyvmem.paths import replace_text
+from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["page", "picture", "write_report"]
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.context import Context
 from pyvmem.errors import Busy, OutOfMemory
-from pyvmem.info import KEEP_ALL
 from pyvmem.kvcache import CommonPages, KVCache, KVCacheConfig
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import KEEP_ALL
 from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:

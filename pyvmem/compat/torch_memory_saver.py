@@ -30,10 +30,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, InvalidArgument, NotSupported
-from pyvmem.reentry import reentrant_lock
-from pyvmem.torch_pool import VMemPool
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.reentry import reentrant_lock
+from pyvmem.torch_pool.pool import VMemPool
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pyvmem.errors import Reentered
 from pyvmem.kvcache.events import record
-from pyvmem.streams import Kind, work_of
+from pyvmem.memory.streams import Kind, work_of
 
 __all__ = ["Background", "CallFuture", "Pending", "work_until_now"]
 

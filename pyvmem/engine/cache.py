@@ -11,7 +11,6 @@ from functools import partial
 from itertools import count as count_up
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyvmem.closing import Closable
 from pyvmem.engine.background import Background, CallFuture, Pending, work_until_now
 from pyvmem.engine.config import Model, Policy, make_cache
 from pyvmem.engine.prefix import Namespace, Prefix, key_of
@@ -20,9 +19,10 @@ from pyvmem.engine.shortage import Shortage
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.kvcache import KVCache, PrefixEvicted, PrefixMatch, TokenIds, waits
 from pyvmem.kvcache.events import PriorWork
+from pyvmem.memory.streams import check, work_of
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.reentry import call_part, reentrant_lock
 from pyvmem.plumbing.validation import invalid
-from pyvmem.reentry import call_part, reentrant_lock
-from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pyvmem.context import Context
-from pyvmem.info import ContextInfo
 from pyvmem.kvcache import (
     KVCache,
     LayerShape,
@@ -36,6 +34,8 @@ from pyvmem.layouts import (
     choices,
     generate,
 )
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import ContextInfo
 from pyvmem.models.hf_config import dtype_of, longest_of
 from pyvmem.models.shapes import DTYPE_BYTES, Shape, classes_of
 from pyvmem.plumbing.validation import bounded, expect, invalid, real, switched

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle
+from pyvmem.plumbing.closing import Scoped
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import PrefixMatch, TokenIds

@@ -9,13 +9,13 @@ import time
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.arguments import ordinal
+from pyvmem.commands.arguments import ordinal
 from pyvmem.commands.machine import describe
-from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.features.record import Probed, about
 from pyvmem.features.table import FEATURES
-from pyvmem.paths import write_text, written
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.paths import write_text, written
 
 __all__ = ["FORMAT", "add_parser", "run", "survey"]
 

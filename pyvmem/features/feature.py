@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pyvmem.errors import InvalidArgument, NotSupported
 from pyvmem.features.record import Probed
-from pyvmem.info import Caps
+from pyvmem.memory.info import Caps
 
 __all__ = ["BackEnd", "Feature", "require_page_size"]
 

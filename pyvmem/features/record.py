@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pyvmem.info import Caps, ContextInfo
+from pyvmem.memory.info import Caps, ContextInfo
 
 __all__ = ["Probed", "about"]
 

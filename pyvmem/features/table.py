@@ -8,7 +8,7 @@ by libvmem itself, which goes by the same capabilities; a test holds every row a
 from __future__ import annotations
 
 from pyvmem.features.feature import Feature
-from pyvmem.info import Caps
+from pyvmem.memory.info import Caps
 
 __all__ = ["FEATURES", "FORK", "HOST_PAGES", "OVERREAD", "PEER_PAGES", "PREFIXES", "SWAP"]
 

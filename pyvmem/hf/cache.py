@@ -15,8 +15,6 @@ from typing import Any
 
 from transformers import cache_utils
 
-from pyvmem.closing import MustClose
-from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.empty import VMemNothing
 from pyvmem.hf.layer import VMemLayer
@@ -26,9 +24,11 @@ from pyvmem.kvcache import EmptyShape, KVCache, LayerShape, StateShape, layer_sh
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.cache import check_arguments
 from pyvmem.kvcache.config import LONGEST, MOST_SLOTS
+from pyvmem.memory.context import Context
 from pyvmem.models.hf_config import ATTENTION, NO_ATTENTION
+from pyvmem.plumbing.closing import MustClose
+from pyvmem.plumbing.reentry import when_collected
 from pyvmem.plumbing.validation import bounded, invalid
-from pyvmem.reentry import when_collected
 
 __all__ = ["VMemCache", "drafting"]
 

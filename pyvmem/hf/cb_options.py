@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pyvmem.attention.kernels import KERNELS
-from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import latent_rank
 from pyvmem.hf.named import NamedRequests
@@ -23,6 +22,7 @@ from pyvmem.kvcache import KVCacheConfig, LayerShape
 from pyvmem.kvcache.budget import free_bytes
 from pyvmem.kvcache.cache import cache_of, check_arguments
 from pyvmem.kvcache.config import AHEAD_TOKENS, LONGEST, MOST_SLOTS
+from pyvmem.memory.context import Context
 from pyvmem.models.hf_config import plain_rows
 from pyvmem.plumbing.validation import bounded, invalid, switched
 

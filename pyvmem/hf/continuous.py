@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pyvmem.context import Context
 from pyvmem.errors import NotSupported
 from pyvmem.hf.cb_options import Options, check_attention
 from pyvmem.kvcache import KVCache
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.plumbing.validation import invalid
-from pyvmem.reentry import reentrant_lock
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
 

@@ -34,8 +34,8 @@ from pyvmem.errors import VMemError
 from pyvmem.features.table import FORK
 from pyvmem.hf.next_batch import NextBatch, close_quietly
 from pyvmem.kvcache import KVCache
+from pyvmem.plumbing.reentry import when_collected
 from pyvmem.plumbing.validation import invalid
-from pyvmem.reentry import when_collected
 
 __all__ = ["NamedRequests"]
 

@@ -33,13 +33,7 @@ from pyvmem.kvcache import waits
 from pyvmem.kvcache.budget import Budget, BudgetStats, ShareInfo
 from pyvmem.kvcache.cache import GroupView, KVCache, LayeredCache
 from pyvmem.kvcache.common_pages import CommonPages
-from pyvmem.kvcache.config import (
-    EmptyShape,
-    KVCacheConfig,
-    LayerShape,
-    StateShape,
-    layer_shapes,
-)
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
@@ -47,6 +41,8 @@ from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
 from pyvmem.kvcache.prefix_tree import TokenIds
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
+from pyvmem.models.hf_config import layer_shapes
+from pyvmem.models.shapes import EmptyShape, LayerShape, StateShape
 
 __all__ = [
     "Budget",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.plumbing.validation import expect

@@ -33,16 +33,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyvmem.closing import Closable
-from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy, OutOfMemory
-from pyvmem.kvcache.config import MOST_BYTES, bounded, invalid
+from pyvmem.kvcache.checks import bounded, invalid
+from pyvmem.kvcache.config import MOST_BYTES
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.reclaim import wait_for_unmaps
-from pyvmem.ledger import Ledger, Participant, device_of, weakly
+from pyvmem.ledger.accounts import Ledger, Participant, device_of, weakly
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.reentry import RLock, free_in_children, reentrant_lock, when_collected
 from pyvmem.plumbing.validation import expect
-from pyvmem.reentry import RLock, free_in_children, reentrant_lock, when_collected
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.reclaim import Reclaimer

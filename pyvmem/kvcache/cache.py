@@ -21,10 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import backend_names
-from pyvmem.closing import MustClose
-from pyvmem.context import Context
 from pyvmem.errors import Busy, NotSupported
-from pyvmem.info import Caps, Location
 from pyvmem.kvcache import (
     admission,
     forks,
@@ -39,19 +36,9 @@ from pyvmem.kvcache import (
     waits,
 )
 from pyvmem.kvcache.budget import Budget
+from pyvmem.kvcache.checks import bounded, invalid
 from pyvmem.kvcache.common_pages import CommonPages
-from pyvmem.kvcache.config import (
-    MOST_BYTES,
-    KVCacheConfig,
-    LayerShape,
-    Place,
-    Shape,
-    StateShape,
-    bounded,
-    classes_of,
-    invalid,
-    policy_of,
-)
+from pyvmem.kvcache.config import MOST_BYTES, KVCacheConfig, policy_of
 from pyvmem.kvcache.events import PriorWork, wait_for_device
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
@@ -64,10 +51,14 @@ from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps, Location
+from pyvmem.memory.reservation import Reservation
+from pyvmem.memory.streams import check, work_of
+from pyvmem.models.shapes import LayerShape, Place, Shape, StateShape, classes_of
+from pyvmem.plumbing.closing import MustClose
+from pyvmem.plumbing.reentry import call_part
 from pyvmem.plumbing.validation import expect
-from pyvmem.reentry import call_part
-from pyvmem.reservation import Reservation
-from pyvmem.streams import check, work_of
 
 if TYPE_CHECKING:
     import torch
@@ -329,7 +320,7 @@ class KVCache(MustClose):
             stream: the stream (torch, cuda.core, ``__cuda_stream__``) of the slot's last work, an
                 event recorded after it, or an `FdEvent`; None: torch's current stream, on host
                 nothing. For other accepted objects and the rules with CUDA graphs, see
-                `pyvmem.streams`.
+                `pyvmem.memory.streams`.
             tokens: record the request's rows under these ids, as `record` does, for requests that
                 begin with them; they stay mapped in the slot, where a next turn continues
                 (`KVCacheConfig.keep_mapped`). None: record nothing. There may be more tokens than

@@ -8,7 +8,7 @@ import operator
 
 from pyvmem.errors import NotSupported, OutOfMemory, VMemError
 from pyvmem.features.table import FORK
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.group import Loan, lend
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.pages import EMPTY

@@ -8,16 +8,9 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.kvcache.checks import bounded, invalid, real, switched
-from pyvmem.models.hf_config import dtype_of, layer_shapes, longest_of, text_config, uniform_layers
+from pyvmem.models.hf_config import uniform_layers
 from pyvmem.models.shapes import (
     DTYPE_BYTES,
-    EmptyShape,
-    LayerClass,
-    LayerShape,
-    Place,
-    Shape,
-    StateShape,
-    classes_of,
 )
 
 if TYPE_CHECKING:
@@ -25,28 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AHEAD_TOKENS",
-    "DTYPE_BYTES",
     "LONGEST",
     "MOST_BYTES",
     "MOST_SLOTS",
     "PREFILL_TOKENS",
-    "EmptyShape",
     "KVCacheConfig",
-    "LayerClass",
-    "LayerShape",
-    "Place",
-    "Shape",
-    "StateShape",
-    "bounded",
-    "classes_of",
-    "dtype_of",
-    "invalid",
-    "layer_shapes",
-    "longest_of",
     "policy_of",
-    "real",
-    "switched",
-    "text_config",
 ]
 
 AHEAD_TOKENS = 8

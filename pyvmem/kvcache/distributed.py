@@ -39,8 +39,6 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from pyvmem.closing import MustClose
-from pyvmem.context import Context
 from pyvmem.errors import (
     BadHandle,
     InvalidArgument,
@@ -51,10 +49,10 @@ from pyvmem.errors import (
     TooManyMappings,
     VMemError,
 )
-from pyvmem.info import KEEP_ALL, Location
 from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.cache import KVCache
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.layout import Layout
@@ -65,8 +63,11 @@ from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
 from pyvmem.kvcache.trim import unmap_idle
-from pyvmem.reentry import call_part
-from pyvmem.streams import check, device_ordinal
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import KEEP_ALL, Location
+from pyvmem.memory.streams import check, device_ordinal
+from pyvmem.plumbing.closing import MustClose
+from pyvmem.plumbing.reentry import call_part
 
 __all__ = [
     "Failure",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import BadHandle
-from pyvmem.streams import (
+from pyvmem.memory.streams import (
     FdEvent,
     Kind,
     Work,

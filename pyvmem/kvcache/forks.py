@@ -16,14 +16,14 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.features.table import FORK
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.requests import have_pages, sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.truncation import check_kept
-from pyvmem.ops import OpBatch
+from pyvmem.memory.ops import OpBatch
 
 __all__ = ["fork_all", "forked"]
 

@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyvmem._native import Outcome
-from pyvmem.context import Context
 from pyvmem.errors import (
     NotRecoverable,
     OutOfMemory,
@@ -22,7 +21,8 @@ from pyvmem.errors import (
 from pyvmem.features import require_page_size
 from pyvmem.features.table import SPARSE
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.growth import Pager, Source
 from pyvmem.kvcache.journal import Journal, put
@@ -36,8 +36,9 @@ from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.window import Window
-from pyvmem.ops import OpBatch
-from pyvmem.reservation import Reservation
+from pyvmem.memory.context import Context
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget

@@ -21,7 +21,8 @@ from pyvmem.errors import (
     TooManyMappings,
     VMemError,
 )
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import (
     is_over,
     order_after,
@@ -36,8 +37,8 @@ from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
 from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Ticket
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self

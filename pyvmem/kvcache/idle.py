@@ -9,10 +9,10 @@ from _thread import start_new_thread
 from collections.abc import Callable
 
 from pyvmem.errors import VMemError
-from pyvmem.flag import Flag
 from pyvmem.kvcache.events import wait_for_device
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
+from pyvmem.plumbing.flag import Flag
 
 __all__ = ["IDLE_SECONDS", "IdleThread"]
 

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pyvmem.errors import VMemError
-from pyvmem.info import Location, RangeFlags
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.kvcache.pages import PLAIN, Tier
 from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
+from pyvmem.memory.info import Location, RangeFlags
 
 __all__ = [
     "IntegrityError",

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
-from pyvmem.reentry import call_part, within
+from pyvmem.plumbing.reentry import call_part, within
 
 if TYPE_CHECKING:
     from typing_extensions import Self

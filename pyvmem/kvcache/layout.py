@@ -22,7 +22,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig, invalid
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig
 
 __all__ = ["Layout"]
 

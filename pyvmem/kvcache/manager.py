@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyvmem.context import Context
 from pyvmem.errors import BadHandle, Busy
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, make_parts, pool_low
 from pyvmem.kvcache.growth import Planner
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.slots import SlotTable
-from pyvmem.ops import OpBatch
+from pyvmem.memory.context import Context
+from pyvmem.memory.ops import OpBatch
+from pyvmem.plumbing.reentry import call_part, reentrant_lock
 from pyvmem.plumbing.validation import expect
-from pyvmem.reentry import call_part, reentrant_lock
 
 __all__ = ["Manager", "check_memory"]
 

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import Outcome, Waits
 from pyvmem.errors import NotRecoverable, VMemError
-from pyvmem.info import Caps
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Pages, Ticket
-from pyvmem.reservation import Reservation
+from pyvmem.memory.info import Caps
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Pages, Ticket
+from pyvmem.memory.reservation import Reservation
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
-    from pyvmem.info import RangeInfo
     from pyvmem.kvcache.journal import Journal
+    from pyvmem.memory.context import Context
+    from pyvmem.memory.info import RangeInfo
 
 __all__ = ["Mapper", "Scratch", "Transaction"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.prefix_cache import PrefixCache
-from pyvmem.logs import warn
+from pyvmem.plumbing.logs import warn
 
 __all__ = ["warn_out_of_mappings", "who_has_mappings"]
 

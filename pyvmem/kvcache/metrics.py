@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem import _native
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
+    from pyvmem.memory.context import Context
 
 __all__ = ["CacheStats", "Counters", "SlotInfo", "together"]
 

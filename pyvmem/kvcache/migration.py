@@ -28,15 +28,15 @@ from itertools import compress
 from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, VMemError
-from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.mapper import Scratch
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Move, QuietTicket, Slot, Unmap
-from pyvmem.ops import OpBatch
-from pyvmem.reservation import Reservation
+from pyvmem.memory.info import Caps
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Mover", "Promoter"]
 

@@ -40,13 +40,13 @@ from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.info import Location
 from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
+from pyvmem.memory.info import Location
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.mapper import Mapper
-    from pyvmem.pages import Pages
+    from pyvmem.memory.pages import Pages
 
 __all__ = [
     "Block",

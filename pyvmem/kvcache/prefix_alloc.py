@@ -13,7 +13,7 @@ from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.requests import alloc, sync_free_slots
 from pyvmem.kvcache.slots import Slot
-from pyvmem.streams import Work
+from pyvmem.memory.streams import Work
 
 __all__ = ["alloc_prefix", "empty_slots", "kept_slots", "withdraw"]
 

@@ -54,14 +54,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle, InvalidArgument, NotSupported
 from pyvmem.features.table import PREFIXES
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
+from pyvmem.plumbing.closing import Scoped
 
 if TYPE_CHECKING:
     from pyvmem._native import Columns

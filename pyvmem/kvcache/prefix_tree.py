@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import count as count_up
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 
 __all__ = [
     "Change",

@@ -16,15 +16,15 @@ from pyvmem.errors import (
     TooManyMappings,
     VMemError,
 )
-from pyvmem.info import RangeFlags
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
-from pyvmem.logs import warn
-from pyvmem.ops import OpBatch
+from pyvmem.memory.info import RangeFlags
+from pyvmem.memory.ops import OpBatch
+from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -31,12 +31,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyvmem.errors import Busy, NotRecoverable, VMemError
-from pyvmem.info import Caps
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import wait_for_device
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Piece, Slot
+from pyvmem.memory.info import Caps
 
 __all__ = ["SCARCE_AT", "Runs"]
 

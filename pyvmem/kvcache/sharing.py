@@ -19,13 +19,13 @@ from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.pages import PLAIN, Kind, Span
 from pyvmem.kvcache.slots import Slot
-from pyvmem.ops import OpBatch
+from pyvmem.memory.ops import OpBatch
 
 if TYPE_CHECKING:
     from pyvmem.features import Feature
-    from pyvmem.info import ContextInfo
-    from pyvmem.pages import Pages
-    from pyvmem.streams import Work
+    from pyvmem.memory.info import ContextInfo
+    from pyvmem.memory.pages import Pages
+    from pyvmem.memory.streams import Work
 
 __all__ = ["Held", "Sharing"]
 

@@ -45,12 +45,12 @@ from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Watched
 from pyvmem.kvcache.pages import EMPTY, Places, Span, Stretch, Tier
-from pyvmem.logs import warn
+from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.journal import Journal
-    from pyvmem.pages import Ticket
-    from pyvmem.reservation import Reservation
+    from pyvmem.memory.pages import Ticket
+    from pyvmem.memory.reservation import Reservation
 
 __all__ = [
     "Unmap",

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, OutOfMemory, VMemError
 from pyvmem.features.table import SWAP
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.requests import release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.steps import grow
+from pyvmem.plumbing.closing import Closable
 
 __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from pyvmem.errors import OutOfMemory, VMemError
 from pyvmem.features.table import HOST_PAGES, PEER_PAGES
-from pyvmem.info import Location
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.pages import DEVICE, Kind, Stretch, Tier
 from pyvmem.kvcache.slots import Move, Slot
-from pyvmem.streams import device_ordinal
+from pyvmem.memory.info import Location
+from pyvmem.memory.streams import device_ordinal
 
 __all__ = ["Moved", "move", "promote", "tier_of"]
 

@@ -10,16 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import NotRecoverable, VMemError
-from pyvmem.kvcache.config import invalid
+from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.pages import EMPTY, Span
 from pyvmem.kvcache.requests import have_pages
 from pyvmem.kvcache.slots import Slot
-from pyvmem.ops import OpBatch
+from pyvmem.memory.ops import OpBatch
 
 if TYPE_CHECKING:
-    from pyvmem.reservation import Reservation
+    from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Truncation", "check_kept", "copied", "truncate"]
 

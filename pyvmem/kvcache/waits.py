@@ -33,7 +33,7 @@ from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.slots import Growth, QuietTicket, Slot
 from pyvmem.kvcache.trim import begin_trim, can_compact, last_work
 from pyvmem.kvcache.truncation import Truncation
-from pyvmem.streams import Work
+from pyvmem.memory.streams import Work
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -25,13 +25,14 @@ from itertools import compress
 from typing import Any
 
 from pyvmem.errors import OutOfMemory, TooManyBatches
-from pyvmem.kvcache.config import KVCacheConfig, invalid
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Ticket
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
 
 __all__ = ["Window", "slide"]
 

@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from pyvmem.commands.usage import BadUsage
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.adviser import (
     CALL_US,
@@ -33,9 +34,8 @@ from pyvmem.layouts.options import (
 )
 from pyvmem.layouts.shapes import SHAPES, ModelShape
 from pyvmem.layouts.workload import Request, generate, read_trace
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import invalid
-from pyvmem.units import counted
-from pyvmem.usage import BadUsage
 
 __all__ = ["RESERVE", "add_parser", "budget", "run"]
 

@@ -7,12 +7,12 @@ import argparse
 import math
 from typing import Any
 
+from pyvmem.commands.usage import BadUsage
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.models.shapes import DTYPE_BYTES
-from pyvmem.paths import existing_file, replaced
-from pyvmem.units import parse_bytes
-from pyvmem.usage import BadUsage
+from pyvmem.plumbing.paths import existing_file, replaced
+from pyvmem.plumbing.units import parse_bytes
 
 __all__ = [
     "MOST",

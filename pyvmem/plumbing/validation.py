@@ -10,7 +10,7 @@ import operator
 from typing import Any
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.units import parse_bytes
+from pyvmem.plumbing.units import parse_bytes
 
 __all__ = ["bounded", "expect", "invalid", "real", "shown", "switched", "unexpected"]
 

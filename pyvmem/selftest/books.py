@@ -10,7 +10,7 @@ import sys
 from pyvmem import Caps, Context, NotMapped, OpBatch
 from pyvmem.commands.cumem import Cuda, CudaUnavailable
 from pyvmem.errors import VMemError
-from pyvmem.info import Inject
+from pyvmem.memory.info import Inject
 from pyvmem.selftest.check import Failed, NotRun, expect, raises, reserve
 
 __all__ = ["CHECKS"]

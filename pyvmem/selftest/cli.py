@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pyvmem
-from pyvmem.arguments import add_backend, add_device
+from pyvmem.commands.arguments import add_backend, add_device
 from pyvmem.commands.machine import describe
 from pyvmem.commands.page import write_report
+from pyvmem.commands.probe import ProbeResult, probe
 from pyvmem.features import about
 from pyvmem.layouts.options import MOST, whole
-from pyvmem.paths import replaced, write_text, written
-from pyvmem.probe import ProbeResult, probe
+from pyvmem.plumbing.paths import replaced, write_text, written
 from pyvmem.selftest.run import line, passed, run_checks
 from pyvmem.selftest.timing import measure
 

@@ -13,18 +13,18 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.arguments import add_backend, add_device
+from pyvmem.commands.arguments import add_backend, add_device
+from pyvmem.commands.usage import BadUsage
 from pyvmem.errors import InvalidArgument, VMemError
 from pyvmem.features import require_page_size
 from pyvmem.layouts.options import count, page_size, size
-from pyvmem.paths import existing_file, picture_file, write_text, written
-from pyvmem.units import counted, format_bytes
-from pyvmem.usage import BadUsage
+from pyvmem.plumbing.paths import existing_file, picture_file, write_text, written
+from pyvmem.plumbing.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
-    from pyvmem.info import ContextInfo
     from pyvmem.kvcache import KVCache
+    from pyvmem.memory.context import Context
+    from pyvmem.memory.info import ContextInfo
     from pyvmem.models.shapes import Shape
     from pyvmem.serve.engine import TokenEvent
     from pyvmem.serve.job import Completion, Job
@@ -119,7 +119,7 @@ def _note(message: str) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from pyvmem.context import Context
+    from pyvmem.memory.context import Context
     from pyvmem.serve import model, prompts
 
     try:

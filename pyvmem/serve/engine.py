@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pyvmem.attention import Attention
-from pyvmem.closing import Closable
 from pyvmem.engine import RequestCache
 from pyvmem.errors import NotSupported
 from pyvmem.hf.latent import absorbed, latent_rank
 from pyvmem.kvcache import LayeredCache, LayerShape, StateShape, layer_shapes
 from pyvmem.models.hf_config import NO_ATTENTION, plain_rows
+from pyvmem.plumbing.closing import Closable
 from pyvmem.serve import attention
 from pyvmem.serve.job import Completion, FinishReason, Job, Sequence
 from pyvmem.serve.scheduler import Scheduler

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.ledger import private
-from pyvmem.paths import folder_in
+from pyvmem.ledger.accounts import private
+from pyvmem.plumbing.paths import folder_in
 
 if TYPE_CHECKING:
     import torch

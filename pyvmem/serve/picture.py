@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pyvmem.paths import existing_file, picture_file
+from pyvmem.plumbing.paths import existing_file, picture_file
+from pyvmem.plumbing.units import counted
 from pyvmem.serve.trace import TRACE_FORMAT
-from pyvmem.units import counted
 
 __all__ = ["draw", "main"]
 

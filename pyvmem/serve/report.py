@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from pyvmem.kvcache import CacheStats
+from pyvmem.plumbing.units import counted
 from pyvmem.serve.engine import EngineStats
 from pyvmem.serve.job import Completion
 from pyvmem.serve.trace import Recorder
 from pyvmem.serve.verify import Verdict
-from pyvmem.units import counted
 
 __all__ = ["FORMULA", "build", "page_name", "summary", "tables"]
 

@@ -11,8 +11,8 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.plumbing.units import format_bytes
 from pyvmem.serve.printer import ended
-from pyvmem.units import format_bytes
 
 if TYPE_CHECKING:
     from pyvmem.kvcache import KVCache

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pyvmem.errors import VMemError
-from pyvmem.ledger import default_folder, device_of, private
+from pyvmem.ledger.accounts import default_folder, device_of, private
 from pyvmem.vllm.geometry import Geometry, Run, TensorClass
 from pyvmem.vllm.memory import KVMemory
 from pyvmem.vllm.quota import join_device

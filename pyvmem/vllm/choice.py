@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyvmem.units import format_bytes
+from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm.geometry import Geometry
 
 __all__ = ["LARGE", "SMALL", "choose_page"]

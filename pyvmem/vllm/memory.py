@@ -19,13 +19,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.context import Context
 from pyvmem.errors import NotSupported, VMemError
-from pyvmem.info import Caps
-from pyvmem.ledger import Account
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Ticket
-from pyvmem.reservation import Reservation
+from pyvmem.ledger.accounts import Account
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
+from pyvmem.memory.reservation import Reservation
 from pyvmem.vllm.geometry import Geometry, Run
 
 if TYPE_CHECKING:

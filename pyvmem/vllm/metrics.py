@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.errors import VMemError
-from pyvmem.ledger import EngineInfo, Ledger, default_folder, devices
+from pyvmem.ledger.accounts import EngineInfo, Ledger, default_folder, devices
 
 __all__ = ["identity_of", "publish"]
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from pyvmem.units import format_bytes
+from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm.memory import KVMemory, device_total
 
 __all__ = ["begin", "drop", "reasons_against", "select"]

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pyvmem.context import Context
+from pyvmem.memory.context import Context
 
 __all__ = ["Copies", "Copy", "HostMemory", "Pieces", "StreamCopies", "ThreadCopies", "split"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.ledger import Account, Ledger, engine_name
+from pyvmem.ledger.accounts import Account, Ledger, engine_name
 from pyvmem.vllm.remote import RemoteAccount
 
 if TYPE_CHECKING:

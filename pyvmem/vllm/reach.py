@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyvmem.ledger import default_folder, private
+from pyvmem.ledger.accounts import default_folder, private
 from pyvmem.vllm.channel import LocalRank, Rank, SocketRank
 from pyvmem.vllm.memory import KVMemory
 from pyvmem.vllm.settings import Settings

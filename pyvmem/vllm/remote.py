@@ -7,7 +7,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import InvalidArgument
-from pyvmem.ledger import Account
+from pyvmem.ledger.accounts import Account
 
 if TYPE_CHECKING:
     from pyvmem.vllm.channel import Rank

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from pyvmem._native import backend_names
 from pyvmem.errors import InvalidArgument
-from pyvmem.ledger import is_off
-from pyvmem.paths import folder_in
-from pyvmem.units import parse_bytes
+from pyvmem.ledger.accounts import is_off
+from pyvmem.plumbing.paths import folder_in
+from pyvmem.plumbing.units import parse_bytes
 
 __all__ = ["Settings"]
 

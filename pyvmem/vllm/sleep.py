@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
-from pyvmem.info import Caps
-from pyvmem.torch_pool import VMemPool
+from pyvmem.memory.info import Caps
+from pyvmem.torch_pool.pool import VMemPool
 from pyvmem.vllm.memory import open_context
 from pyvmem.vllm.settings import Settings
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
-from pyvmem.ledger import device_of
-from pyvmem.units import format_bytes
+from pyvmem.ledger.accounts import device_of
+from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
 from pyvmem.vllm.choice import SMALL, choose_page

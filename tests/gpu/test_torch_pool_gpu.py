@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import pyvmem
-from pyvmem import torch_host
-from pyvmem.torch_pool import VMemPool
+from pyvmem.torch_pool import host as torch_host
+from pyvmem.torch_pool.pool import VMemPool
 
 torch = pytest.importorskip("torch")
 from gpu_helpers import BACKENDS, contexts, needs_gpu  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pyvmem import streams
+from pyvmem.memory import streams
 
 CURRENT, DEFAULT, TORCH, CORE, OTHER, LEGACY = 0x10, 0, 0x20, 0x30, 0x40, 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem.cli import _COMMANDS
+from pyvmem.commands.cli import _COMMANDS
 
 UID = 12345
 USER = shlex.split(
@@ -31,7 +31,7 @@ PLACES = {
     "/dev/shm is closed": "mount -t tmpfs -o mode=755 none /dev/shm",
     "no /proc": "mount -t tmpfs none /proc",
 }
-MAIN = "import sys; from pyvmem.cli import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "import sys; from pyvmem.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 
 # of each command: words, exit status, and what the one line on standard error says
 CALLS: dict[str, list[tuple[str, int, str]]] = {

@@ -13,7 +13,7 @@ import pytest
 import pyvmem
 from pyvmem.bench import cli
 from pyvmem.bench.record import FORMAT
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 
 NEEDS_GPU = {"busy"}
 NEEDS_TORCH = {"step", "attention", "readbw", "hostcopy"}

@@ -16,7 +16,7 @@ import pytest
 
 import pyvmem
 from pyvmem.attention import infer
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from vmem_bench import deferred, fill, overlap, overlap_modes, paged, prefix_map
 from vmem_bench.command import Command
 from vmem_bench.footprint import Footprint

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from pyvmem import KVCache
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from vmem_bench import devices
 
 

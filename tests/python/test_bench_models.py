@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the extra 'serve' is not installed")
 
 from serve_helpers import one_thread
 
-from pyvmem import cli
+from pyvmem.commands import cli
 from pyvmem.kvcache import KVCache
 from vmem_bench import models
 

@@ -16,8 +16,8 @@ import pytest
 
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.timing import Samples
-from pyvmem.cli import main
 from pyvmem.commands import page
+from pyvmem.commands.cli import main
 
 API = ["bench", "api", "--backend", "host", "--quick", "--only", "batch"]
 

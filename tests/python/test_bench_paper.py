@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pyvmem.bench import cli
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from vmem_bench.paper import command
 from vmem_bench.paper.driver import Check, checks, costs, section, workloads
 from vmem_bench.paper.pictures import PICTURES, available, digest, draw

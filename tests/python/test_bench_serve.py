@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import pytest
 
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request, poisson, read_arrivals, read_trace
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pyvmem import KVCache, KVCacheConfig
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from pyvmem.kvcache.layout import Layout
 from pyvmem.serve import model
 from vmem_bench import sharing

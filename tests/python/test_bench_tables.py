@@ -12,7 +12,7 @@ import readme_index
 import readme_tables
 
 from pyvmem.bench import record
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from vmem_bench import vllm_picture
 
 pytest.importorskip("torch")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import Context, _native, bug_report, probe
-from pyvmem.cli import main
+from pyvmem import Context, _native
+from pyvmem.commands import bug_report, probe
+from pyvmem.commands.cli import main
 from pyvmem.selftest.run import CHECKS
 
 

@@ -22,9 +22,10 @@ from gpu_stand_ins import CURRENT, TORCH, gpu
 from kvcache_helpers import eventually
 
 import pyvmem
-from pyvmem import Caps, Context, KVCache, streams
+from pyvmem import Caps, Context, KVCache
 from pyvmem.engine import Request, RequestCache
 from pyvmem.kvcache import KVCacheConfig, LayeredCache, LayerShape
+from pyvmem.memory import streams
 
 __all__ = ["gpu"]
 
@@ -304,7 +305,7 @@ def test_what_shares_pages_after_gpu_work(
 
     with open_context("host", pool_high=pyvmem.KEEP_ALL) as context:
         context.cuda_device = 0
-        monkeypatch.setattr("pyvmem.context.after_items", after_items)
+        monkeypatch.setattr("pyvmem.memory.context.after_items", after_items)
         with cache_of(context, pages=21, slots=8, layers=16) as cache:
             lens, tokens = [0] * 8, list(range(20 * ROWS))
             first = cache.alloc_reqid() or 0

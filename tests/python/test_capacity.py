@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyvmem import Context, InvalidArgument, KVCache, cli
+from pyvmem import Context, InvalidArgument, KVCache
 from pyvmem.bench.record import Record
+from pyvmem.commands import cli
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts import SHAPES, ModelShape, Request, generate, read_trace
 from pyvmem.layouts.cli import budget

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import cli, paths, top
 from pyvmem.bench.cli import OTHERS
+from pyvmem.commands import cli, top
+from pyvmem.plumbing import paths
 
 # A call of each command that ends by itself and prints something.
 CALLS = {

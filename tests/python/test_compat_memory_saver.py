@@ -22,7 +22,7 @@ import pyvmem
 from pyvmem import BadHandle, Busy, InvalidArgument, NotSupported
 from pyvmem.compat import torch_memory_saver as module
 from pyvmem.compat.torch_memory_saver import TorchMemorySaver, configure_subprocess, install
-from pyvmem.torch_pool import VMemPool
+from pyvmem.torch_pool.pool import VMemPool
 
 pytestmark = pytest.mark.needs_tensors
 PAGE = 4096

@@ -9,7 +9,7 @@ import time
 import pytest
 from interrupts_helpers import Interrupted, Interrupts
 
-from pyvmem.flag import Flag
+from pyvmem.plumbing.flag import Flag
 
 
 def test_wait_ends_when_it_is_set_or_late() -> None:

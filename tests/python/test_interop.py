@@ -13,7 +13,7 @@ import pytest
 
 import pyvmem
 from pyvmem import _native
-from pyvmem.streams import after_items, device_ordinal, stream_handle
+from pyvmem.memory.streams import after_items, device_ordinal, stream_handle
 
 
 @pytest.fixture

@@ -25,14 +25,15 @@ from test_interrupts import MORE_PAIRS, PAIRS, sample
 from test_torch_pool import Libcuda, Torch
 
 import pyvmem._native.objects as objects
-from pyvmem import BadHandle, Busy, Context, KVCache, cuda_primary
+from pyvmem import BadHandle, Busy, Context, KVCache
 from pyvmem._vmem import ffi, lib
 from pyvmem.compat import _manager, vattention
 from pyvmem.compat import torch_memory_saver as savers
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
 from pyvmem.memory_resource import VMemResource
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Ticket
-from pyvmem.torch_pool import VMemPool
+from pyvmem.torch_pool import primary as cuda_primary
+from pyvmem.torch_pool.pool import VMemPool
 
 torch = pytest.importorskip("torch")
 

@@ -17,7 +17,7 @@ from kvcache_helpers import ROWS, eventually, small_config
 
 from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache, NotSupported, announce
 from pyvmem.kvcache import Budget
-from pyvmem.ledger import Account, EngineInfo, Ledger
+from pyvmem.ledger.accounts import Account, EngineInfo, Ledger
 
 PAGE = 4096
 COLUMN = 4  # pages: one in each tensor of a cache

@@ -19,9 +19,9 @@ from pyvmem import (
     RangeFlags,
     VMemError,
 )
-from pyvmem.info import Location
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Places, Tier
+from pyvmem.memory.info import Location
 
 LARGE = Kind(UNIT, DEVICE)
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL

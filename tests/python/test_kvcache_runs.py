@@ -19,11 +19,12 @@ import pytest
 from kvcache_helpers import eventually
 
 import pyvmem
-from pyvmem import Context, KVCache, KVCacheConfig, logs
+from pyvmem import Context, KVCache, KVCacheConfig
 from pyvmem.kvcache import Budget, runs
 from pyvmem.kvcache.cache import LayeredCache
-from pyvmem.ledger import Ledger, Participant, device_of
+from pyvmem.ledger.accounts import Ledger, Participant, device_of
 from pyvmem.models.shapes import LayerShape
+from pyvmem.plumbing import logs
 
 PAGE = 64 << 10
 ROWS = 8  # of a page

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyvmem import Context, InvalidArgument, cli
+from pyvmem import Context, InvalidArgument
+from pyvmem.commands import cli
 from pyvmem.kvcache import LayeredCache, LayerShape
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts import (

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import cli, ledger, top
+from pyvmem.commands import cli, top
 from pyvmem.errors import AccessDenied, InvalidArgument, NotSupported
-from pyvmem.ledger import (
+from pyvmem.ledger import accounts as ledger
+from pyvmem.ledger.accounts import (
     MAX_HANDLES,
     Account,
     Ledger,

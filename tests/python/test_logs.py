@@ -9,7 +9,8 @@ import pytest
 from conftest import open_context
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache
 
-from pyvmem import Caps, Context, DriverError, Inject, logs
+from pyvmem import Caps, Context, DriverError, Inject
+from pyvmem.plumbing import logs
 
 TENSORS = 2 * LAYERS
 

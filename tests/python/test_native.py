@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import pyvmem
-from pyvmem import _native, _vmem, cli
+from pyvmem import _native, _vmem
+from pyvmem.commands import cli
 
 ROOT = Path(__file__).parents[2]
 HEADER = ROOT / "libvmem" / "include" / "vmem.h"

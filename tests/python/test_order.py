@@ -12,7 +12,7 @@ from gpu_stand_ins import CORE, CURRENT, DEFAULT, LEGACY, OTHER, TORCH, Gpu, gpu
 from kvcache_helpers import ROWS, lens, small_cache, state
 
 import pyvmem
-from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, NotGpuWork, OpBatch, streams
+from pyvmem import Context, CurrentStream, FdEvent, InvalidArgument, NotGpuWork, OpBatch
 from pyvmem.kvcache import LayeredCache, LayerShape
 from pyvmem.kvcache.events import (
     PriorWork,
@@ -23,7 +23,8 @@ from pyvmem.kvcache.events import (
     record,
     wait_for,
 )
-from pyvmem.streams import Kind, work_of
+from pyvmem.memory import streams
+from pyvmem.memory.streams import Kind, work_of
 
 __all__ = ["gpu"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from kvcache_helpers import eventually
 
-from pyvmem import Context, InvalidArgument, cli
+from pyvmem import Context, InvalidArgument
+from pyvmem.commands import cli
 from pyvmem.kvcache import LayeredCache, LayerShape
 from vmem_bench import prefixes
 from vmem_bench.prefix_replay import (

@@ -12,10 +12,11 @@ import pytest
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache, small_config
 
 import pyvmem
-from pyvmem import Context, Inject, InvalidArgument, KVCache, cli
+from pyvmem import Context, Inject, InvalidArgument, KVCache
+from pyvmem.commands import cli
 from pyvmem.kvcache import Budget
-from pyvmem.ledger import EngineInfo, Ledger
-from pyvmem.presence import Announced
+from pyvmem.ledger.accounts import EngineInfo, Ledger
+from pyvmem.ledger.presence import Announced
 
 
 @pytest.fixture
@@ -115,7 +116,9 @@ def test_a_cache_that_cannot_change_its_limit_says_so_and_stays(
                 order(folder, host, "rank", pages * page)
                 assert announced.report()
             assert [one.limit for one in shown(folder, host)] == [before]
-            (text,) = [one.message for one in caplog.records if one.name == "pyvmem.presence"]
+            (text,) = [
+                one.message for one in caplog.records if one.name == "pyvmem.ledger.presence"
+            ]
             assert "rank keeps its limit" in text
             assert "the ranks have agreed on their limit" in text
     finally:

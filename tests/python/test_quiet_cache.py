@@ -97,16 +97,16 @@ for name in sys.argv[1:]:
 
 ROLLOUT = f"""
 import os, time
-import pyvmem.context
+import pyvmem.memory.context
 from pyvmem import FdEvent, KVCache, KVCacheConfig
 
-real = pyvmem.context.after_items
+real = pyvmem.memory.context.after_items
 
 def after_items(after, device):
     items, keep = real(after, device)
     return items, keep or list(after)  # kept until the batch is over, as CUDA events are
 
-pyvmem.context.after_items = after_items
+pyvmem.memory.context.after_items = after_items
 
 def over():
     return FdEvent(os.eventfd(1))

@@ -31,8 +31,8 @@ from pyvmem.engine import RequestCache
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.cache import GroupView
 from pyvmem.kvcache.sharing import Sharing
-from pyvmem.reentry import reentrant_lock, when_collected
-from pyvmem.streams import KeptEvents
+from pyvmem.memory.streams import KeptEvents
+from pyvmem.plumbing.reentry import reentrant_lock, when_collected
 from pyvmem.telemetry import Telemetry
 
 PAGE = 4096
@@ -371,7 +371,7 @@ def test_an_end_without_a_thread_to_make_it_waits_for_the_next(
     when_collected(owners[0], lambda: ended.append(1))
     with Context("host", granule=PAGE) as context:
         with monkeypatch.context() as patch:
-            patch.setattr("pyvmem.reentry.start_new_thread", fails)
+            patch.setattr("pyvmem.plumbing.reentry.start_new_thread", fails)
             Handler(1, owners.clear).run(context.stats)
         assert not ended
         when_collected(more, lambda: None)

@@ -15,7 +15,7 @@ from test_torch_pool import Torch
 
 from pyvmem import BadHandle, Busy, Context, KVCache, VMemError, _native
 from pyvmem._native import boundary
-from pyvmem.torch_pool import VMemPool
+from pyvmem.torch_pool.pool import VMemPool
 
 PAGE = 4096
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import pyvmem
-from pyvmem import Caps, ProbeResult, cli
+from pyvmem import Caps, ProbeResult
+from pyvmem.commands import cli
 from pyvmem.selftest import books, memory
 from pyvmem.selftest import cli as selftest
 from pyvmem.selftest.check import run_check

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from serve_helpers import VOCABULARY, one_thread, tiny_model
 
-from pyvmem import cli
+from pyvmem.commands import cli
 from pyvmem.serve import cli as demo
 
 __all__ = ["one_thread"]  # a fixture

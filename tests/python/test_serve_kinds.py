@@ -173,7 +173,7 @@ def test_attention_that_is_not_ours_to_make_is_refused(
 def test_the_command_serves_layers_that_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pyvmem import cli
+    from pyvmem.commands import cli
     from pyvmem.serve import model as models
 
     class Words:

@@ -18,6 +18,7 @@ from serve_helpers import make_requests, one_thread, tiny_model
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.kvcache import KVCache, KVCacheConfig
+from pyvmem.plumbing.units import format_bytes
 from pyvmem.serve import (
     Completion,
     Engine,
@@ -31,7 +32,6 @@ from pyvmem.serve import model as models
 from pyvmem.serve.printer import AnswerPrinter
 from pyvmem.serve.screen import Screen
 from pyvmem.serve.trace import Recorder, Replay
-from pyvmem.units import format_bytes
 
 __all__ = ["one_thread"]  # a fixture
 

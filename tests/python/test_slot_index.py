@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pyvmem.info import Location
 from pyvmem.kvcache.distributed import LockstepTable
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.pages import DEVICE, EMPTY, PLAIN, Kind, Span, Tier
 from pyvmem.kvcache.slots import Slot, SlotIndex, SlotTable
+from pyvmem.memory.info import Location
 
 COUNT = 12
 

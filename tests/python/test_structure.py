@@ -213,3 +213,9 @@ def test_the_places_that_the_documentation_names_are_there() -> None:
     for name, path in named:
         found = (ROOT.parent / path).read_text(encoding="utf-8")
         assert all(re.search(rf"\b{part}\b", found) for part in name.split(".")), f"{name}: {path}"
+
+
+def test_the_root_of_the_package_has_public_modules_alone() -> None:
+    """Everything else has a room: a new module goes where its neighbours are."""
+    names = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__", "_build"}
+    assert names == {"compiled", "errors", "kv_events", "memory_resource", "telemetry"}

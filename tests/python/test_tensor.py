@@ -17,7 +17,7 @@ from conftest import open_context
 
 import pyvmem
 from pyvmem._native import Outcome
-from pyvmem.dtypes import find_dtype
+from pyvmem.memory.dtypes import find_dtype
 
 torch = pytest.importorskip("torch")
 
@@ -223,7 +223,7 @@ def test_a_reservation_whose_making_was_interrupted_warns(
         made = pyvmem.Reservation(context, Outcome())
         assert repr(made) == "<Reservation 0x0, length not known>"
         with monkeypatch.context() as patched:
-            patched.setattr("pyvmem.context._native.range_query", interrupted)
+            patched.setattr("pyvmem.memory.context._native.range_query", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 context.reserve(page, into=made)
         assert made.addr

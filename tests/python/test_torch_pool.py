@@ -19,8 +19,8 @@ import pytest
 import pyvmem
 from pyvmem import Inject, _vmem
 from pyvmem._native import torch_alloc
-from pyvmem.torch_host import HostMemory
-from pyvmem.torch_pool import VMemPool
+from pyvmem.torch_pool.host import HostMemory
+from pyvmem.torch_pool.pool import VMemPool
 
 SEGMENT = 20 << 20  # as torch asks for when a tensor has 1 MiB or more
 

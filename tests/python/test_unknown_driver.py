@@ -40,7 +40,7 @@ found = []
 for case in json.loads(sys.argv[1]):
     os.environ.update(SOFTRM_VERSION=case[0], SOFTRM_LIE=case[1], VMEM_UNKNOWN_DRIVER=case[2])
     said.clear()
-    pyvmem.logs._last.clear()
+    pyvmem.plumbing.logs._last.clear()
     probed = {one.backend: one for one in pyvmem.probe()}["stock"]
     with pyvmem.Context() as context, context.reserve(1 << 24) as range_:
         page = context.info.granule

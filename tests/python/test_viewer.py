@@ -15,7 +15,8 @@ import pytest
 from kvcache_helpers import LAYERS, ROWS, lens, small_cache
 
 import pyvmem
-from pyvmem import Context, InvalidArgument, KVCache, cli, viewer
+from pyvmem import Context, InvalidArgument, KVCache
+from pyvmem.commands import cli, viewer
 from pyvmem.telemetry import Server, Telemetry
 
 

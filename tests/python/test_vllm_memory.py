@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pyvmem.info import Caps
+from pyvmem.memory.info import Caps
 from pyvmem.vllm.memory import KVMemory
 
 MIB = 1 << 20

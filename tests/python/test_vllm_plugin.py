@@ -14,7 +14,7 @@ import pytest
 
 import pyvmem_vllm
 from pyvmem.errors import NotSupported
-from pyvmem.units import parse_bytes
+from pyvmem.plumbing.units import parse_bytes
 from pyvmem.vllm import plugin, versions
 from pyvmem.vllm.plugin import CannotWork, configure
 from pyvmem.vllm.settings import Settings

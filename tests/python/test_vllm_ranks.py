@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("torch")
 
 from pyvmem import Inject
-from pyvmem.ledger import Ledger
+from pyvmem.ledger.accounts import Ledger
 from pyvmem.vllm import channel, reach
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
 from pyvmem.vllm.geometry import Geometry, runs_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyvmem.cli import main
+from pyvmem.commands.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.vllm_loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns

@@ -52,7 +52,7 @@ def memory_of(llm: Any) -> Any:
 
 def another(ledger: Any) -> Any:
     """The account of another engine, without a floor and a limit."""
-    from pyvmem.ledger import Ledger
+    from pyvmem.ledger.accounts import Ledger
 
     return Ledger("host", folder=ledger).join(
         "other", floor=0, limit=1 << 40, least=1, virtual=1 << 40
@@ -457,7 +457,7 @@ def test_an_engine_that_is_forgotten(models: Callable[[str], str], ledger: Any) 
 
 
 def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
-    from pyvmem.ledger import Ledger
+    from pyvmem.ledger.accounts import Ledger
 
     with start("llama", VMEM_VLLM="1", VMEM_NAME="one", VMEM_RESERVE="4M") as llm:
         elastic = elastic_of(llm)
@@ -475,7 +475,7 @@ def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
 
 def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
     """They keep what they hold, and the engine shrinks as they end."""
-    from pyvmem.ledger import Ledger
+    from pyvmem.ledger.accounts import Ledger
 
     with start("straddling", VMEM_VLLM="1", VMEM_NAME="one", VMEM_RESERVE="0") as llm:
         elastic, engine = elastic_of(llm), llm.llm_engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_engine import answer, elastic_of, prompts
 
-from pyvmem.ledger import Ledger
+from pyvmem.ledger.accounts import Ledger
 
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 

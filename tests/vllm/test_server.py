@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from test_engine import answer, prompts
 
-from pyvmem.ledger import EngineInfo, Ledger
+from pyvmem.ledger.accounts import EngineInfo, Ledger
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from test_engine import answer, check, elastic_of, greedy, memory_of, prompts
 import pyvmem
 from pyvmem import Inject, OutOfMemory, _vmem
 from pyvmem._native import torch_alloc
-from pyvmem.torch_pool import VMemPool
+from pyvmem.torch_pool.pool import VMemPool
 
 SIZE = 2 << 20
 

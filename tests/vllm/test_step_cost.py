@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_engine import Open, answer, elastic_of, expected, greedy, idle_becomes, prompts, stock
 
-from pyvmem.ledger import Ledger
+from pyvmem.ledger.accounts import Ledger
 
 __all__ = ["expected", "stock"]
 

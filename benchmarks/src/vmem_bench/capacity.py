@@ -47,7 +47,7 @@ from pyvmem.layouts.options import (
 )
 from pyvmem.layouts.shapes import ModelShape, shape_of
 from pyvmem.layouts.workload import Request, generate, read_trace
-from pyvmem.units import counted
+from pyvmem.plumbing.units import counted
 
 __all__ = ["FORMAT", "System", "add_parser", "aims", "measure", "run", "systems"]
 

@@ -12,17 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.arguments import add_backend, add_device
 from pyvmem.bench import fa3
 from pyvmem.bench.aims import Aims
 from pyvmem.bench.record import Part, Record
 from pyvmem.bench.running import backends, conducted, now, said
 from pyvmem.bench.timing import Deadline
+from pyvmem.commands.arguments import add_backend, add_device
 from pyvmem.commands.machine import describe
-from pyvmem.context import Context
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import page_size, positive
-from pyvmem.paths import existing_file, replaced
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.paths import existing_file, replaced
 
 if TYPE_CHECKING:
     import torch

@@ -25,12 +25,12 @@ from pyvmem.bench.record import Book, Part
 from pyvmem.bench.running import conducted
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet, time_each
 from pyvmem.bench.torch_timer import timer
-from pyvmem.context import Context
 from pyvmem.errors import VMemError
-from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.layouts.options import count
-from pyvmem.units import counted
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
+from pyvmem.plumbing.units import counted
 from vmem_bench.command import Command, WrongResult, add_common, open_command
 
 if TYPE_CHECKING:

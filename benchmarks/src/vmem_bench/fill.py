@@ -26,13 +26,13 @@ from pyvmem.bench.memory import KernelMemory
 from pyvmem.bench.record import Part
 from pyvmem.bench.running import conducted
 from pyvmem.bench.timing import Samples, quiet
-from pyvmem.closing import Closable
-from pyvmem.context import Context
 from pyvmem.errors import TooManyMappings, VMemError
-from pyvmem.info import Caps
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
 from pyvmem.kvcache.budget import available_bytes
 from pyvmem.layouts.options import count, size
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
+from pyvmem.plumbing.closing import Closable
 from vmem_bench.command import Command, WrongResult, add_common, open_command
 
 __all__ = ["WAYS", "add_parser", "run"]

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Samples, interleave, quiet
 from pyvmem.bench.torch_timer import captured, timer
-from pyvmem.context import Context
-from pyvmem.info import Caps
 from pyvmem.layouts.options import page_name
-from pyvmem.ops import OpBatch
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
+from pyvmem.memory.ops import OpBatch
 from vmem_bench.command import Command, WrongResult
 from vmem_bench.paged_kernels import Call, Case, Kernel
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from pyvmem.closing import Closable
-from pyvmem.context import Context
 from pyvmem.errors import OutOfMemory
-from pyvmem.pages import Pages
+from pyvmem.memory.context import Context
+from pyvmem.memory.pages import Pages
+from pyvmem.plumbing.closing import Closable
 
 __all__ = ["Fragments"]
 

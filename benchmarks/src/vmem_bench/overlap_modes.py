@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.record import SCALES, Part
 from pyvmem.bench.timing import Samples
-from pyvmem.closing import Closable
 from pyvmem.kvcache import KVCache
+from pyvmem.plumbing.closing import Closable
 from vmem_bench.command import Command
 
 if TYPE_CHECKING:

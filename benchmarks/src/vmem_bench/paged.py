@@ -19,8 +19,8 @@ from pyvmem.bench.buffers import Buffers
 from pyvmem.bench.record import Part
 from pyvmem.bench.running import conducted
 from pyvmem.bench.timing import Deadline
-from pyvmem.context import Context
 from pyvmem.layouts.options import page_name, sizes
+from pyvmem.memory.context import Context
 from vmem_bench.command import Command, WrongResult, add_common, add_page, open_command
 from vmem_bench.footprint import Footprint
 from vmem_bench.paged_bench import GROUP, OURS, SLOTS, THEIRS, PagedBench

@@ -23,11 +23,11 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.running import conducted
 from pyvmem.bench.setting import label
 from pyvmem.bench.timing import Deadline, Samples, quiet
-from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
 from pyvmem.kvcache import KVCache, KVCacheConfig, TokenIds
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.options import count
+from pyvmem.plumbing.closing import Closable
 from vmem_bench.command import Command, WrongResult, add_common, open_command
 from vmem_bench.fragments import Fragments
 

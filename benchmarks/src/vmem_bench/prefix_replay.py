@@ -31,11 +31,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pyvmem.closing import Closable
-from pyvmem.context import Context
 from pyvmem.engine import RequestCache, Shortage
 from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.kvcache.prefix_tree import ID_BYTES, MAX_ID, Match, PrefixTree, TokenIds
+from pyvmem.memory.context import Context
+from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.validation import invalid
 from vmem_bench.command import WrongResult
 

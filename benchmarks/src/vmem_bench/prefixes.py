@@ -32,8 +32,8 @@ from pyvmem.layouts.options import add_output, add_workload, count, model_shape,
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
 from pyvmem.models.shapes import LayerShape
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import invalid
-from pyvmem.units import counted
 
 __all__ = ["FORMAT", "PARTS", "add_parser", "hits", "match", "run", "turns", "windows"]
 

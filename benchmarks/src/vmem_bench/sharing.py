@@ -27,7 +27,7 @@ from pyvmem.commands.machine import describe
 from pyvmem.kvcache.layout import Layout
 from pyvmem.layouts.options import count, counts, page_sizes
 from pyvmem.layouts.shapes import SHAPES, ModelShape
-from pyvmem.paths import replaced
+from pyvmem.plumbing.paths import replaced
 from vmem_bench.capacity import System, systems
 
 __all__ = ["LOADS", "MODELS", "Family", "Load", "Parents", "add_parser", "run", "saved"]

@@ -30,8 +30,8 @@ from pyvmem.bench.running import conducted
 from pyvmem.bench.timing import Samples, percentile
 from pyvmem.layouts.options import page_name, size
 from pyvmem.layouts.workload import Arrival, Request
-from pyvmem.ledger import Ledger, devices
-from pyvmem.paths import existing_file
+from pyvmem.ledger.accounts import Ledger, devices
+from pyvmem.plumbing.paths import existing_file
 from vmem_bench.command import Command, WrongResult, add_common, open_command
 from vmem_bench.vllm_engines import LONGEST, SHAPES, Fleet, Plan, TimeUp
 from vmem_bench.vllm_full import measure as measure_full

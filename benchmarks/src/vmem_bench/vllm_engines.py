@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pyvmem.bench.timing import Deadline
-from pyvmem.ledger import EngineInfo, Ledger, devices
+from pyvmem.ledger.accounts import EngineInfo, Ledger, devices
 from vmem_bench.command import Command, WrongResult
 
 __all__ = ["LLAMA", "LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]

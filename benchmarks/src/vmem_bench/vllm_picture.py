@@ -13,7 +13,7 @@ import json
 from io import StringIO
 from typing import Any
 
-from pyvmem.paths import existing_file, written
+from pyvmem.plumbing.paths import existing_file, written
 
 __all__ = ["digest", "draw", "main", "series"]
 

@@ -27,7 +27,7 @@ from pyvmem.bench.timing import quiet
 from pyvmem.errors import VMemError
 from pyvmem.layouts.options import size
 from pyvmem.layouts.workload import Arrival, Request, generate, poisson, read_arrivals
-from pyvmem.paths import existing_file
+from pyvmem.plumbing.paths import existing_file
 from vmem_bench.command import Command, WrongResult, add_common, open_command, run_on_device
 from vmem_bench.serving.results import AGAIN, VLLM, add_aims, add_rows, figures, join
 

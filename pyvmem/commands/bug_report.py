@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem import Context, _native
 from pyvmem.commands.machine import describe
-from pyvmem.paths import write_text
+from pyvmem.plumbing.paths import write_text
 from pyvmem.selftest.check import Result
 from pyvmem.selftest.run import line, passed, run_checks
 
 if TYPE_CHECKING:
-    from pyvmem.probe import ProbeResult
+    from pyvmem.commands.probe import ProbeResult
 
 __all__ = ["bug_report", "modules_of", "scrub", "write"]
 

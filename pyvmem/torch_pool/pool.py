@@ -31,14 +31,14 @@ from typing import Any
 
 from pyvmem import _native, _vmem
 from pyvmem._native import Outcome, torch_alloc
-from pyvmem.context import Context
-from pyvmem.cuda_primary import PrimaryContext
 from pyvmem.errors import Busy
-from pyvmem.info import Caps
-from pyvmem.remains import Remains, end_lost
-from pyvmem.reservation import Reservation
-from pyvmem.torch_host import HostMemory
-from pyvmem.torch_tags import Tag, TorchPoolStats
+from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
+from pyvmem.memory.reservation import Reservation
+from pyvmem.plumbing.remains import Remains, end_lost
+from pyvmem.torch_pool.host import HostMemory
+from pyvmem.torch_pool.primary import PrimaryContext
+from pyvmem.torch_pool.tags import Tag, TorchPoolStats
 
 __all__ = ["TorchPoolStats", "VMemPool"]
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pyvmem.ledger import (
+from pyvmem.ledger.accounts import (
     EngineInfo,
     Ledger,
     LedgerError,
@@ -22,8 +22,8 @@ from pyvmem.ledger import (
     is_off,
     named_folder,
 )
-from pyvmem.paths import existing_folder
-from pyvmem.units import format_bytes
+from pyvmem.plumbing.paths import existing_folder
+from pyvmem.plumbing.units import format_bytes
 
 __all__ = ["add_ledger", "add_parser", "folder_of", "run"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
-from pyvmem.info import Caps, sizes_of_mask
-from pyvmem.streams import device_ordinal
+from pyvmem.memory.info import Caps, sizes_of_mask
+from pyvmem.memory.streams import device_ordinal
 
 if TYPE_CHECKING:
     import argparse
@@ -106,7 +106,7 @@ def add_parser(sub: Any) -> None:
     parser: argparse.ArgumentParser = sub.add_parser(
         "probe", help="which back ends work here", description=__doc__
     )
-    from pyvmem.arguments import add_device  # importing pyvmem loads no command line
+    from pyvmem.commands.arguments import add_device  # importing pyvmem loads no command line
 
     add_device(parser)
     form = parser.add_mutually_exclusive_group()
@@ -123,7 +123,7 @@ def add_parser(sub: Any) -> None:
 
 
 def _file(text: str) -> Path:
-    from pyvmem.paths import written  # importing pyvmem loads no command line
+    from pyvmem.plumbing.paths import written  # importing pyvmem loads no command line
 
     return written(text)
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the results; 0 if any back end is usable, and no check of the self-test has failed."""
     results = probe(args.device)
     if args.report is not None:
-        from pyvmem import bug_report  # it imports this module
+        from pyvmem.commands import bug_report  # it imports this module
 
         if args.report is not _PRINTED:
             return bug_report.write(args.report, results, args.device)

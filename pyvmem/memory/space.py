@@ -8,8 +8,8 @@ import operator
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.info import Inject, RangeInfo
-from pyvmem.pages import Pages
+from pyvmem.memory.info import Inject, RangeInfo
+from pyvmem.memory.pages import Pages
 from pyvmem.plumbing.validation import expect
 
 __all__ = ["AddressSpace"]

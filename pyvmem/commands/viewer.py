@@ -27,10 +27,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pyvmem.commands.top import seconds
 from pyvmem.errors import InvalidArgument
+from pyvmem.plumbing.units import format_bytes
 from pyvmem.telemetry import Telemetry
-from pyvmem.top import seconds
-from pyvmem.units import format_bytes
 
 __all__ = ["add_parser", "draw", "fetch", "run", "watch"]
 

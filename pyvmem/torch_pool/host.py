@@ -13,8 +13,8 @@ import weakref
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.cuda_primary import PrimaryContext
 from pyvmem.errors import VMemError
+from pyvmem.torch_pool.primary import PrimaryContext
 
 __all__ = ["HostBlock", "HostMemory"]
 

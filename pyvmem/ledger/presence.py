@@ -24,12 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyvmem.closing import Closable
 from pyvmem.errors import BadHandle, ForkedProcess, InvalidArgument, NotSupported
 from pyvmem.kvcache import Budget, KVCache
-from pyvmem.ledger import Ledger, Participant, device_of, engine_name
-from pyvmem.logs import warn
-from pyvmem.reentry import reentrant_lock
+from pyvmem.ledger.accounts import Ledger, Participant, device_of, engine_name
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.logs import warn
+from pyvmem.plumbing.reentry import reentrant_lock
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.distributed import ParallelKVCache

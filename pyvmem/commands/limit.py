@@ -8,9 +8,9 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from pyvmem.ledger import Ledger, devices
-from pyvmem.top import add_ledger, folder_of
-from pyvmem.units import format_bytes, parse_bytes
+from pyvmem.commands.top import add_ledger, folder_of
+from pyvmem.ledger.accounts import Ledger, devices
+from pyvmem.plumbing.units import format_bytes, parse_bytes
 
 __all__ = ["add_parser", "run"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 
-from pyvmem.reentry import reentrant_lock
+from pyvmem.plumbing.reentry import reentrant_lock
 
 __all__ = ["PERIOD_S", "warn"]
 

@@ -14,21 +14,21 @@ import sys
 from collections.abc import Sequence
 
 from pyvmem import _native
+from pyvmem.commands.usage import BadUsage
 from pyvmem.errors import VMemError
-from pyvmem.usage import BadUsage
 
 __all__ = ["main"]
 
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
-    "probe": ("pyvmem.probe", "which back ends work on this machine"),
+    "probe": ("pyvmem.commands.probe", "which back ends work on this machine"),
     "features": ("pyvmem.features.cli", "which cache features work on them, and what is missing"),
     "selftest": ("pyvmem.selftest.cli", "check on the GPU itself that it works on this machine"),
     "bench": ("pyvmem.bench.cli", "measure the calls, against CUDA's own where there is a GPU"),
     "layouts": ("pyvmem.layouts.cli", "what KV cache layouts cost, and which to choose"),
-    "top": ("pyvmem.top", "the engines of this machine and their memory, live"),
-    "watch": ("pyvmem.viewer", "the pages of a running program's requests, live"),
-    "limit": ("pyvmem.limit", "set the memory limit of a running engine"),
+    "top": ("pyvmem.commands.top", "the engines of this machine and their memory, live"),
+    "watch": ("pyvmem.commands.viewer", "the pages of a running program's requests, live"),
+    "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }
 

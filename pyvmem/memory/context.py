@@ -20,17 +20,17 @@ from typing import Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome, Waits
-from pyvmem.closing import Closable
-from pyvmem.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
-from pyvmem.logs import warn
-from pyvmem.ops import OpBatch
-from pyvmem.pages import Pages, Ticket, drop_forgotten
+from pyvmem.memory.info import Caps, ContextInfo, Location, MemoryInfo, RangeInfo, Stats
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Pages, Ticket, drop_forgotten
+from pyvmem.memory.reservation import PlainReservationWarning, Reservation, warn_plain
+from pyvmem.memory.space import AddressSpace
+from pyvmem.memory.streams import KeptEvents, after_items, device_ordinal, wait_after
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.logs import warn
+from pyvmem.plumbing.reentry import reentrant_lock
+from pyvmem.plumbing.remains import Remains, end_lost, forget_all
 from pyvmem.plumbing.validation import expect, unexpected
-from pyvmem.reentry import reentrant_lock
-from pyvmem.remains import Remains, end_lost, forget_all
-from pyvmem.reservation import PlainReservationWarning, Reservation, warn_plain
-from pyvmem.space import AddressSpace
-from pyvmem.streams import KeptEvents, after_items, device_ordinal, wait_after
 
 __all__ = ["Context", "PlainReservationWarning"]
 
@@ -331,7 +331,7 @@ class Context(AddressSpace, Closable):
 
         Args:
             ops: stays as it is and can be used again.
-            after: GPU work to wait for first, in this thread (see `pyvmem.streams`).
+            after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
             outcome: records the result, whatever interrupts this call.
             waits: the call is counted there.
 
@@ -413,7 +413,7 @@ class Context(AddressSpace, Closable):
 
         Args:
             nbytes: least bytes to give back, as far as possible; None: all that can be.
-            after: GPU work to wait for first, in this thread (see `pyvmem.streams.after_items`).
+            after: GPU work to wait for first, in this thread (see `after_items`).
 
         Returns:
             The bytes given back.

@@ -37,12 +37,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pyvmem import _native
-from pyvmem.closing import Closable
 from pyvmem.errors import InvalidArgument, NotGpuWork
-from pyvmem.reentry import reentrant_lock
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.reentry import reentrant_lock
 
 if TYPE_CHECKING:
-    from pyvmem.pages import Ticket
+    from pyvmem.memory.pages import Ticket
 
 __all__ = [
     "CurrentStream",

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pyvmem import _native
-from pyvmem.dtypes import DType, find_dtype
-from pyvmem.info import Caps
+from pyvmem.memory.dtypes import DType, find_dtype
+from pyvmem.memory.info import Caps
 
 if TYPE_CHECKING:
-    from pyvmem.reservation import Reservation
+    from pyvmem.memory.reservation import Reservation
 
 __all__ = ["VirtualArray", "torch_tensor"]
 

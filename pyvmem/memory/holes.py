@@ -24,9 +24,9 @@ from typing import Any
 
 from pyvmem._native import arrays
 from pyvmem._native import holes as _holes
-from pyvmem.array import VirtualArray
-from pyvmem.context import find_reservation
 from pyvmem.errors import NotMapped
+from pyvmem.memory.array import VirtualArray
+from pyvmem.memory.context import find_reservation
 
 __all__ = ["tell"]
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome
-from pyvmem.array import VirtualArray, torch_tensor
-from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
-from pyvmem.info import RangeFlags, RangeInfo
-from pyvmem.pages import Pages
+from pyvmem.memory.array import VirtualArray, torch_tensor
+from pyvmem.memory.info import RangeFlags, RangeInfo
+from pyvmem.memory.pages import Pages
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.plumbing.validation import expect
-from pyvmem.reentry import reentrant_lock
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
+    from pyvmem.memory.context import Context
 
 __all__ = ["PlainReservationWarning", "Reservation", "warn_plain"]
 

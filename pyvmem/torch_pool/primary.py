@@ -12,8 +12,8 @@ import os
 from typing import Any
 
 from pyvmem import _native
-from pyvmem.closing import Closable
 from pyvmem.errors import VMemError
+from pyvmem.plumbing.closing import Closable
 
 __all__ = ["PrimaryContext"]
 

@@ -40,7 +40,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyvmem.closing import Closable
 from pyvmem.errors import (
     AccessDenied,
     BadHandle,
@@ -49,10 +48,11 @@ from pyvmem.errors import (
     NotSupported,
     VMemError,
 )
-from pyvmem.flag import Flag
-from pyvmem.logs import warn
-from pyvmem.paths import folder_in
-from pyvmem.units import format_bytes
+from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.flag import Flag
+from pyvmem.plumbing.logs import warn
+from pyvmem.plumbing.paths import folder_in
+from pyvmem.plumbing.units import format_bytes
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld", "Participant"),
@@ -899,7 +899,7 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
 class Participant(Closable):
     """An account, and a thread that tends it: it reports numbers, follows `vmem limit`, and leaves.
 
-    A cache that is only announced (`pyvmem.presence`) has nothing else. The owner serializes
+    A cache that is only announced (`pyvmem.ledger.presence`) has nothing else. The owner serializes
     all calls but `start`.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from pyvmem import _native
 from pyvmem._native import Outcome, torch_alloc
 from pyvmem.errors import TooManyBatches
-from pyvmem.torch_host import HostBlock, HostMemory
+from pyvmem.torch_pool.host import HostBlock, HostMemory
 
 __all__ = ["Tag", "TorchPoolStats"]
 

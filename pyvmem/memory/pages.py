@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pyvmem import _native
 from pyvmem._native import Outcome
-from pyvmem.closing import Scoped
 from pyvmem.errors import BadHandle, VMemError
-from pyvmem.info import PagesInfo
-from pyvmem.streams import stream_handle, work_of
+from pyvmem.memory.info import PagesInfo
+from pyvmem.memory.streams import stream_handle, work_of
+from pyvmem.plumbing.closing import Scoped
 
 if TYPE_CHECKING:
-    from pyvmem.context import Context
+    from pyvmem.memory.context import Context
 
 __all__ = ["Pages", "Ticket", "drop_forgotten"]
 

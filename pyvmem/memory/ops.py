@@ -9,8 +9,8 @@ import struct
 from typing import Any, Final, NoReturn
 
 from pyvmem import _native
-from pyvmem.info import Location
-from pyvmem.pages import Pages
+from pyvmem.memory.info import Location
+from pyvmem.memory.pages import Pages
 from pyvmem.plumbing.validation import expect
 
 __all__ = ["OpBatch"]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: MIT
+"""The ledger: how much of a device each engine of one user has, across processes and containers."""
+
+from pyvmem.ledger.accounts import (
+    Account,
+    EngineInfo,
+    Ledger,
+    LedgerError,
+    LedgerHeld,
+    Participant,
+    default_folder,
+    device_of,
+    devices,
+    engine_name,
+    is_off,
+    named_folder,
+    private,
+    weakly,
+)
+
+__all__ = [
+    "Account",
+    "EngineInfo",
+    "Ledger",
+    "LedgerError",
+    "LedgerHeld",
+    "Participant",
+    "default_folder",
+    "device_of",
+    "devices",
+    "engine_name",
+    "is_off",
+    "named_folder",
+    "private",
+    "weakly",
+]
