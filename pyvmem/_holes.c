@@ -76,7 +76,7 @@ static int call_python(void *unused) {
   PyObject *module, *done;
   (void)unused;
   __atomic_store_n(&guard.told, false, __ATOMIC_RELAXED); /* first: what follows may be interrupted */
-  module = PyImport_ImportModule("pyvmem.holes");
+  module = PyImport_ImportModule("pyvmem.memory.holes");
   done = module ? PyObject_CallMethod(module, "tell", NULL) : NULL;
   Py_XDECREF(module);
   Py_XDECREF(done);

@@ -383,7 +383,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     words: list[str], package: str, extra: str, tmp_path: Path
 ) -> None:
     program = (
-        f"import sys; sys.modules[{package!r}] = None; from pyvmem import cli; "
+        f"import sys; sys.modules[{package!r}] = None; from pyvmem.commands import cli; "
         f"sys.exit(cli.main({words!r}))"
     )
     done = subprocess.run(
