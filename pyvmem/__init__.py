@@ -142,3 +142,8 @@ def __getattr__(name: str) -> Any:
     if name in _OF_CACHES:
         return getattr(importlib.import_module(_OF_CACHES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What a user is to find by completion, the names included that are imported when asked for."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

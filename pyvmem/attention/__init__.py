@@ -125,6 +125,12 @@ class Attention:
         self._widths = [0 if form is None else form.v_head_dim for form in forms]
         self._ticket = compiled.ticket(self)
 
+    def __repr__(self) -> str:
+        layers = sum(layer is not None for layer in self._layers)
+        return (
+            f"<Attention of {layers} layers by {self.choice.name}, {self.choice.decode} decoding>"
+        )
+
     def batch(self, reqids: Sequence[int], q_lens: Sequence[int], kv_lens: Sequence[int]) -> Batch:
         """Checks a step's lengths; the same batch serves all layers. See `Batch`.
 

@@ -90,6 +90,9 @@ class Batch:
         OverRead: a kernel could read unmapped rows past the lengths or before the window.
     """
 
+    def __repr__(self) -> str:
+        return f"<Batch of {self.tokens} tokens, {len(self.reqids)} requests, by {self.kernel}>"
+
     def __init__(
         self,
         parts: Sequence[Part],

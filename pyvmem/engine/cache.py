@@ -75,6 +75,9 @@ class RequestCache(Closable):
         self._lock = reentrant_lock()  # guards the namespaces
         cache.users.add(self)
 
+    def __repr__(self) -> str:
+        return f"<RequestCache of {len(self._requests)} requests in {self.cache!r}>"
+
     @classmethod
     def open(
         cls, model: Model, policy: Policy | None = None, backend: str = "auto", device: Any = 0

@@ -282,6 +282,16 @@ class KVCache(MustClose):
             manager.abandon()
             raise
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "config"):  # it could not be made
+            return f"<{type(self).__name__}, closed>"
+        config, state = self.config, "closed" if self._closed else "open"
+        layers = sum(view.config.num_layers for view in self.caches)
+        return (
+            f"<{type(self).__name__} on {self.context.info.backend}: {layers} layers, "
+            f"{config.max_batch} slots of {config.max_seq_len} tokens, {state}>"
+        )
+
     def _gone(self) -> bool:
         return super()._gone() or not self.context.is_open
 

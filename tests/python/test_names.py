@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT
+"""Description: what completion finds in pyvmem, and what the main objects print as."""
+
+from __future__ import annotations
+
+import pytest
+
+import pyvmem
+
+torch = pytest.importorskip("torch")
+
+from pyvmem import KVCache, KVCacheConfig  # noqa: E402
+from pyvmem.attention import Attention  # noqa: E402
+from pyvmem.engine import RequestCache  # noqa: E402
+from pyvmem.kvcache import LayeredCache, LayerShape  # noqa: E402
+
+
+def test_completion_finds_the_public_names_alone() -> None:
+    found = {name for name in dir(pyvmem) if not name.startswith("__")}
+    assert found == {name for name in pyvmem.__all__ if not name.startswith("__")}
+    assert {"KVCache", "KVCacheConfig", "announce", "watch"} <= found
+    assert all(hasattr(pyvmem, name) for name in found)
+
+
+def test_a_cache_says_what_it_is() -> None:
+    cache = KVCache(KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=4096), backend="host")
+    assert repr(cache) == "<KVCache on host: 2 layers, 4 slots of 4096 tokens, open>"
+    requests = RequestCache(cache)
+    assert requests.admit(list(range(8)))
+    assert repr(requests) == f"<RequestCache of 1 requests in {cache!r}>"
+    requests.close()
+    cache.close()
+    assert repr(cache) == "<KVCache on host: 2 layers, 4 slots of 4096 tokens, closed>"
+
+
+def test_a_cache_of_layers_that_differ_counts_them_all() -> None:
+    shapes = [LayerShape(4, 64), LayerShape(2, 64), LayerShape(4, 64)]
+    with LayeredCache(shapes, backend="host", max_batch=2, max_seq_len=64) as cache:
+        assert repr(cache) == "<LayeredCache on host: 3 layers, 2 slots of 64 tokens, open>"
+
+
+def test_a_cache_that_could_not_be_made_says_so() -> None:
+    assert repr(KVCache.__new__(KVCache)) == "<KVCache, closed>"
+
+
+def test_attention_says_its_kernels() -> None:
+    with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
+        attention = Attention(cache, "sdpa")
+        assert repr(attention) == "<Attention of 2 layers by sdpa, sdpa decoding>"
+        slot, lengths = cache.alloc_reqid(), [0] * 4
+        lengths[slot] = 5
+        assert cache.step(lengths) == 0
+        batch = attention.batch([slot], [5], [5])
+        assert repr(batch) == "<Batch of 5 tokens, 1 requests, by sdpa>"
+        del attention, batch
