@@ -291,6 +291,15 @@ def transformers(session: Session) -> None:
     pytest_on("host", python, "not long", *(one.relative_to(ROOT) for one in uses))
 
 
+def notebook(session: Session) -> None:
+    """A cache in a notebook's kernel and under its debugger."""
+    if not can("notebook_setup.py"):
+        session.skip("a notebook's kernel: it cannot be had here (see above)")
+        return
+    python = BUILD / "notebook" / "bin" / "python"
+    pytest_on("host", python, "long", "tests/python/test_notebook.py")
+
+
 def vllm(session: Session) -> None:
     """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: the other versions."""
     marks = "long or not long" if session.long else "not long"
@@ -496,6 +505,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "pythons": other_pythons,
     "vllm": vllm,
     "transformers": transformers,
+    "notebook": notebook,
     "gpu-checks": gpu_checks,
     "cuda": cuda,
     "stock": stock,
@@ -509,7 +519,8 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
-LONG = ("pythons", "transformers", "wheel-debian", "deb")  # run where they are named and by --long
+# Run where they are named and by --long.
+LONG = ("pythons", "transformers", "notebook", "wheel-debian", "deb")
 
 
 def minutes(seconds: float) -> str:

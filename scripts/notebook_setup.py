@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Makes build/notebook: a notebook's kernel with its debugger, on build/venv.
+
+Exit status 77: it cannot be had here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from environment import BUILD, ROOT, VENV
+from extra_environment import make
+
+
+def requirements() -> list[str]:
+    """What the extra ``notebook`` of pyproject.toml asks for."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.search(r"^notebook = \[(.*?)\]", text, re.M)
+    if extra is None:
+        sys.exit("pyproject.toml has no extra 'notebook'")
+    return re.findall(r'"([^"]+)"', extra[1])
+
+
+if __name__ == "__main__":
+    sys.exit(make(BUILD / "notebook", [], [VENV], more=requirements(), size="60 MB"))
