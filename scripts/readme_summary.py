@@ -153,6 +153,8 @@ def headline() -> list[str]:
     found, shared = shorter()
     peak, rest, seconds, idle = at_rest()
     full = full_runs()
+    if not (found and peak and full):
+        return [NOT_MEASURED]
     kept = spread([row["value"] for _, row in full], ".1%").replace("%", " %")
     engines = max(run["options"]["engines"] for run in shared)
     page = "benchmarks/vllm/README.md"

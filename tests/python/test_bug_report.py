@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem import Context, _native
-from pyvmem.commands import bug_report, probe
+from pyvmem import Context, _native, probe
+from pyvmem.commands import bug_report
 from pyvmem.commands.cli import main
 from pyvmem.selftest.run import CHECKS
 

@@ -29,8 +29,8 @@ from kvcache_helpers import (
 )
 from share_helpers import read_rows, write_rows
 
-from pyvmem import Caps, Context, InvalidArgument, KVCache, Location, NotSupported, ReadOnly
-from pyvmem.commands import cli, probe
+from pyvmem import Caps, Context, InvalidArgument, KVCache, Location, NotSupported, ReadOnly, probe
+from pyvmem.commands import cli
 from pyvmem.features import FEATURES, Feature, Probed, about, require_page_size
 from pyvmem.features.table import FORK, OVERREAD, PREFIXES, SPARSE
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
