@@ -96,16 +96,17 @@ def test_a_step(context: Context, growing: int) -> None:
         for _ in range(growing):
             lens[cache.alloc_reqid() or 0] = ROWS // 2
         assert cache.step(lens) == 0
+        joins = Caps.JOIN in context.info.caps  # such a back end has few mappings: they are counted
         idle = calls_of(lambda: cache.step(lens))
         assert idle.result == 0
-        assert idle.count <= 10 + (Caps.JOIN in context.info.caps), idle  # it may join
-        assert len(idle.files) <= 6, idle
+        assert idle.count <= 10 + joins, idle
+        assert len(idle.files) <= 6 + joins, idle
         mapped = cache.stats().mapped_bytes
         longer = [(ROWS + 1) * (length > 0) for length in lens]
         grown = calls_of(lambda: cache.step(longer))
         assert grown.result == 0
         assert cache.stats().mapped_bytes > mapped
-        assert grown.count <= 15, grown
+        assert grown.count <= 15 + 2 * joins, grown
         assert len(grown.files) <= 8, grown
 
 
@@ -123,12 +124,12 @@ def test_a_step_with_growth_ahead(context: Context, growing: int) -> None:
         near = [(ROWS - 1) * (length > 0) for length in lens]
         begun = calls_of(lambda: cache.step(near))
         assert cache.stats().ahead_pages == 2 * growing
-        assert begun.count <= 30 + joins, begun
+        assert begun.count <= 30 + 3 * joins, begun
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         assert cache.step(near) == 0
         grown = calls_of(lambda: cache.step([(ROWS + 1) * (length > 0) for length in lens]))
         assert cache.stats().ahead_pages == 0
-        assert grown.count <= 21 + joins, grown
+        assert grown.count <= 21 + 2 * joins, grown
         assert len(grown.files) <= 9, grown
 
 
@@ -195,16 +196,17 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
 
 
 def test_a_step_in_which_windows_slide(context: Context) -> None:
-    with layered_cache_of(context, "three groups", slots=80) as cache:
-        lens = [0] * 80
-        for _ in range(64):
+    count = 64 if context.info.granule < 2 << 20 else 8  # these would be 6 GiB
+    with layered_cache_of(context, "three groups", slots=count + 16) as cache:
+        lens = [0] * (count + 16)
+        for _ in range(count):
             lens[cache.alloc_reqid() or 0] = WINDOW + 2 * ROWS
         assert cache.step(lens) == 0
         assert cache.step(lens) == 0
         longer = [(n + 1) * (n > 0) for n in lens]
         slid = calls_of(lambda: cache.step(longer))  # each also crosses a page
         assert slid.result == 0
-        assert all(cache.first_rows(range(64)))
+        assert all(cache.first_rows(range(count)))
         joins = len(cache.caches) * (Caps.JOIN in context.info.caps)
         assert slid.count <= 80 + joins, slid
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
