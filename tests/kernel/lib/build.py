@@ -106,13 +106,13 @@ def extension(objects: list[Path]) -> None:
     """pyvmem's extension module, as setup.py builds it but for the accessor."""
     target = OUT / "_vmem.abi3.so"
     script = ROOT / "pyvmem" / "_build.py"
-    names = ("_columns.c", "_dlpack.c", "_outcome.c", "_torch_alloc.c")
-    more = [*(ROOT / "pyvmem" / name for name in names), *ACCESSOR]
+    built = runpy.run_path(str(script))
+    more = [*(ROOT / "pyvmem" / f"_{name}.c" for name in built["OWN"]), *ACCESSOR]
     if not stale(target, [*objects, *more, script, ROOT / "libvmem" / "include" / "vmem.h"]):
         return
     os.chdir(ROOT)
     source = OUT / "_vmem.c"
-    runpy.run_path(str(script))["ffibuilder"]().emit_c_code(str(source))
+    built["ffibuilder"]().emit_c_code(str(source))
     part = OUT / "._vmem.so"
     include = sysconfig.get_paths()["include"]
     words = [*compiler(), "-shared", "-DPy_LIMITED_API=0x030a0000", f"-I{include}", "-Ipyvmem"]
