@@ -190,9 +190,8 @@ def _grow_or_leave(wants: Sequence[tuple[Group, _Want]]) -> bool:
         now = _select_fitting(now)
     if _grow_each(_by_speed(now, slow=False), True, wait=False):
         _grow_each(_by_speed(now, slow=True), True, wait=False)
-    elif fits and _fit(
-        ready
-    ):  # the driver has less than the records say; perhaps enough comes back
+    elif fits and _fit(ready):
+        # The driver has less than the records say; perhaps enough comes back.
         first = wants[0][0].reclaimer
         if not _begin_to_reclaim(everything, more=first.room):
             return False

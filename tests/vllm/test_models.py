@@ -7,7 +7,6 @@ cross-attention, drafts. Each runs in stock vLLM first.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from model_shapes import save_adapter
 from test_engine import Open, Tokens, answer, at_rest, check, elastic_of, greedy, prompts
+from test_moves import moving
 
 BF16 = {"dtype": "bfloat16"}  # what these kernels for CPUs take
 EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
@@ -70,21 +70,11 @@ def test_layers_with_a_state(start: Open, model: str, options: dict[str, Any]) -
 @pytest.mark.long
 def test_a_state_that_moves(start: Open) -> None:
     """Beside blocks of attention, which are longer than a state."""
-    draw = random.Random(1)
     with start("granite") as llm:
         wanted = answer(llm, prompts())
     with start("granite", VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
         elastic = elastic_of(llm)
-        begin_step = elastic.begin_step
-
-        def moving() -> Any:
-            free = [one for one in elastic._free() if one.block_hash is not None]
-            gone = draw.sample(free, len(free) // 6)
-            elastic.pool.evict_blocks({one.block_id for one in gone})
-            elastic.mover.choose(1000)
-            return begin_step()
-
-        elastic.begin_step = moving
+        elastic.begin_step = moving(elastic)
         for _ in range(4):
             assert answer(llm, prompts()) == wanted
             check(llm)

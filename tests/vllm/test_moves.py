@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 from test_engine import Open, Tokens, answer, at_rest, check, elastic_of, expected, prompts, stock
 
-__all__ = ["expected", "stock"]
+__all__ = ["expected", "moving", "stock"]
+
+
+def moving(elastic: Any) -> Callable[[], Any]:
+    """An engine's `begin_step` that first moves what it can, into holes made at random."""
+    draw, begin_step = random.Random(1), elastic.begin_step
+
+    def begin() -> Any:
+        free = [one for one in elastic._free() if one.block_hash is not None]
+        gone = draw.sample(free, len(free) // 6)
+        elastic.pool.evict_blocks({one.block_id for one in gone})
+        elastic.mover.choose(1000)
+        return begin_step()
+
+    return begin
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma"])
@@ -18,19 +32,10 @@ def test_moves_in_every_step(
     start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """As many as there are places for; holes come from prefixes that are evicted at random."""
-    wanted, draw = expected(model), random.Random(1)
+    wanted = expected(model)
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
         elastic = elastic_of(llm)
-        begin_step = elastic.begin_step
-
-        def moving() -> Any:
-            free = [one for one in elastic._free() if one.block_hash is not None]
-            gone = draw.sample(free, len(free) // 6)
-            elastic.pool.evict_blocks({one.block_id for one in gone})
-            elastic.mover.choose(1000)
-            return begin_step()
-
-        monkeypatch.setattr(elastic, "begin_step", moving)
+        monkeypatch.setattr(elastic, "begin_step", moving(elastic))
         for _ in range(4):
             assert answer(llm, prompts()) == wanted
             check(llm)
