@@ -65,6 +65,9 @@ class _Fleet:
     def used(self, name: str) -> int:
         return 123
 
+    def rest(self, seconds: float) -> None:
+        assert seconds >= 1
+
     def order(self, name: str, **load: Any) -> dict[str, Any]:
         step = self.steps[name] * (1.5 if len(self.log) == 1 else 1.0)
         times = [[step * (n + 1) for n in range(count)] for count in load["tokens"]]
@@ -103,7 +106,9 @@ def test_engines_one_at_a_time_and_their_ratio() -> None:
     assert rows["waited/stock"]["value"] == 0.25
     assert rows["mapped/elastic"]["value"] == 123
     assert "mapped/stock" not in rows
-    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 128
+    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 256
+    assert rows["over/started/elastic"]["rounds"] == [1.2, 0.8, 0.8, 0.8]
+    assert rows["rest/elastic"]["value"] == 123
     assert len(written) == 8
 
 

@@ -47,10 +47,28 @@ def test_elastic_beside_stock(bench: Any) -> None:
 def test_a_full_card_one_engine_at_a_time(bench: Any) -> None:
     rows, part = bench("full")
     assert part["status"] == "done"
-    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 12
-    assert len(rows["over/rate/elastic"]["rounds"]) == 2
+    assert rows["same/elastic"]["value"] == rows["same/elastic"]["of"] == 24
+    for row in ("rate", "started"):
+        assert len(rows[f"over/{row}/elastic"]["rounds"]) == 2
     assert rows["mapped/elastic"]["value"] > 0.5 * rows["memory"]["value"]
     assert "mapped/stock" not in rows
+
+
+@pytest.mark.long
+def test_the_first_token_after_a_rest(bench: Any) -> None:
+    rows, _ = bench("first")
+    for size in (64, 128):
+        assert len(rows[f"over/{size}/elastic"]["rounds"]) == 2
+        assert rows[f"{size}/stock"]["n"] == rows[f"{size}/elastic"]["n"] == 2
+
+
+@pytest.mark.long
+def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
+    rows, _ = bench("cost")
+    for count in (4, 8):
+        row = rows[f"{count}/elastic"]
+        assert row["n"] > 10
+        assert row["min"] > 0
 
 
 def test_vllm_beside_the_serving_loop(tmp_path: Path) -> None:

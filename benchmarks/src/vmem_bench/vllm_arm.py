@@ -7,6 +7,8 @@ descriptor that ``--answers`` names; what vLLM prints goes to standard output an
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
                                 "times": [[s, ...], ...], "waited": s, of it for the GPU}
+    {"costs": {...}}, a load as above, its steps' time in the pool's code; see `_costs`
+                            -> {"steps": [{"tokens": n, "us": t}, ...]}
     {"script": {...}}, requests that come and are aborted at random; see `_script`
                             -> {"seconds": s, "answers": {name: [id, ...]}, "aborted": n, ...}
     {"forget": true}, all prefixes
@@ -28,6 +30,7 @@ import random
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +196,71 @@ def _script(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class _Inside:
+    """Seconds spent in the functions of the pool, without those of vLLM's that they call."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def _count(self, owner: Any, name: str, sign: int) -> Callable[[], None]:
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += sign * (time.perf_counter() - began)
+
+        setattr(owner, name, counted)
+        return lambda: setattr(owner, name, call)
+
+    def count(self, owner: Any, ours: str, names: Iterable[str]) -> list[Callable[[], None]]:
+        """Counts methods that a class named `ours` overrides; returns what undoes it."""
+        order = type(owner).__mro__
+        place = next(n for n, one in enumerate(order) if one.__name__ == ours)
+        undo = []
+        for name in names:
+            stock = next(one for one in order[place + 1 :] if name in vars(one))
+            undo += [self._count(owner, name, 1), self._count(stock, name, -1)]
+        return undo
+
+    def add(self, owner: Any, name: str) -> list[Callable[[], None]]:
+        """Counts a function that vLLM's, counted above, calls."""
+        return [self._count(owner, name, 1)]
+
+
+def _costs(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Serves a load; returns each step's tokens and its microseconds in the pool's code."""
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler, worker = core.scheduler, core.model_executor.driver_worker.worker
+    inside, steps = _Inside(), list[dict[str, Any]]()
+    undo = inside.count(scheduler, "_Elastic", ("schedule", "update_from_output"))
+    undo += inside.count(worker, "ElasticWorker", ("execute_model", "sample_tokens"))
+    undo += inside.add(scheduler.elastic, "take")
+    undo += inside.add(scheduler.kv_cache_manager.block_pool, "free_blocks")
+    counted = scheduler.schedule
+    seen = 0.0
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if steps:
+            steps[-1]["us"] = 1e6 * (inside.seconds - seen)
+        seen = inside.seconds
+        output = counted(*args, **kwargs)
+        steps.append({"tokens": output.total_num_scheduled_tokens, "us": 0.0})
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        _load(llm, order)
+    finally:
+        scheduler.schedule = counted
+        for one in reversed(undo):
+            one()
+    return {"steps": steps[:-1]}
+
+
 def _elastic(llm: Any) -> Any:
     """The `ElasticEngine`, None in a stock engine."""
     return getattr(llm.llm_engine.engine_core.engine_core.scheduler, "elastic", None)
@@ -228,6 +296,8 @@ def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
         return _load(llm, order)
     if "script" in order:
         return _script(llm, order["script"])
+    if "costs" in order:
+        return _costs(llm, order["costs"])
     if "sleep" in order:
         return _timed(lambda: llm.sleep(level=order["sleep"]))
     if "wake" in order:

@@ -12,6 +12,7 @@ same requests in turn. The parts:
 - ``rough``: requests that arrive and are aborted at random, prefix resets, trims; tokens compared.
 - ``limit``: a limit on every device, lowered while requests run.
 - ``full``: a full card, one engine at a time (`vllm_full`).
+- ``first``, ``cost``: the first token after a rest; the pool's part of a step (`vllm_first`).
 
 A part writes the result file whenever it has something new.
 """
@@ -34,6 +35,7 @@ from pyvmem.ledger.accounts import Ledger, devices
 from pyvmem.plumbing.paths import existing_file
 from vmem_bench.command import Command, WrongResult, add_common, open_command
 from vmem_bench.vllm_engines import LONGEST, SHAPES, Fleet, Plan, TimeUp
+from vmem_bench.vllm_first import PROMPTS, measure_cost, measure_first
 from vmem_bench.vllm_full import measure as measure_full
 from vmem_bench.vllm_loads import (
     Heard,
@@ -864,6 +866,18 @@ def _full(command: Command, part: Part) -> None:
         measure_full(command, part, fleet, _plans(args, memory))
 
 
+def _first(command: Command, part: Part) -> None:
+    memory = _kv_memory(command, 16 * _GIB)
+    longest = 0 if command.quick else max(PROMPTS) + 16
+    with _fleet(command, longest=longest, enable_prefix_caching=False) as fleet:
+        measure_first(command, part, fleet, _plans(command.args, memory))
+
+
+def _cost(command: Command, part: Part) -> None:
+    with _fleet(command, max_num_seqs=256) as fleet:
+        measure_cost(command, part, fleet, _plans(command.args, _kv_memory(command, 16 * _GIB)))
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
@@ -875,6 +889,8 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "rough": ("aborts, resets and trims at random", _rough),
     "limit": ("a limit lowered while requests run", _limit),
     "full": ("a full card, one engine at a time", _full),
+    "first": ("the first token after a rest", _first),
+    "cost": ("a step's time in the pool's code", _cost),
 }
 _REQUESTS = {
     "load": 96,

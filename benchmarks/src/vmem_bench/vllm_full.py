@@ -2,10 +2,12 @@
 """The part ``full`` of `vmem bench vllm`: engines on a full card, one at a time, restarted.
 
 Two equal engines alive side by side differ by several percent in every round: the process makes
-the difference, not the pool. So an engine has the card to itself, serves one load that fills its
-KV cache, and ends; arms follow one another there and back (stock, elastic, elastic, stock), so
-that a drift of the machine meets both alike. A ratio is the mean over neighbouring engines, with
-its confidence interval.
+the difference, not the pool. So an engine has the card to itself, serves a load that fills its KV
+cache, rests, serves the load again, and ends; arms follow one another there and back (stock,
+elastic, elastic, stock), so that a drift of the machine meets both alike. At both loads' beginnings
+the elastic engine has next to nothing mapped. The first load of a process also pays for what torch
+and the driver do once, so it has rows of its own. A ratio is the mean over neighbouring engines,
+with its confidence interval.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ __all__ = ["filling", "interval", "measure", "there_and_back"]
 
 _FILLED = 0.96  # of the KV cache, at the end of the load
 _ENDING = 8.0  # s that stopping an engine may take
+_REST = 3.0  # s between the loads, in which an elastic engine gives its memory back
 # Student's t for a confidence of 95 %, by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -99,25 +102,31 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Turn:
-    """One engine's load.
+    """An engine's second load, and the speed of its first.
 
     Attributes:
         rate: new tokens a second over the whole load.
+        started: the same of the first load.
         steps: seconds of the decode steps in which every request runs.
         waited: part of the load in which the host waited for the GPU.
-        mapped: bytes of KV cache mapped at the most; 0 for a stock engine.
-        answers: token ids.
+        rest: bytes of KV cache mapped before the load; 0 for a stock engine.
+        mapped: the most during the load.
+        answers: token ids, of both loads.
     """
 
     rate: float
+    started: float
     steps: list[float]
     waited: float
+    rest: int
     mapped: int
     answers: list[list[int]]
 
     @classmethod
-    def of(cls, load: Load, answer: Mapping[str, Any], mapped: int) -> _Turn:
-        heard = Heard.of(load, dict(answer))
+    def of(
+        cls, load: Load, first: Mapping[str, Any], answer: Mapping[str, Any], rest: int, mapped: int
+    ) -> _Turn:
+        heard, started = Heard.of(load, dict(answer)), Heard.of(load, dict(first))
         all_run = max(times[0] for times in answer["times"])
         ends = min(times[-1] for times in answer["times"])
         steps = sorted({t for times in answer["times"] for t in times if all_run <= t <= ends})
@@ -125,7 +134,8 @@ class _Turn:
         if not gaps:
             raise WrongResult("the first request ended before the last had begun")
         waited = answer["waited"] / answer["seconds"]
-        return cls(heard.rate, gaps, waited, mapped, heard.answers)
+        answers = started.answers + heard.answers
+        return cls(heard.rate, started.rate, gaps, waited, rest, mapped, answers)
 
 
 def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
@@ -146,6 +156,10 @@ def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan
         began = command.deadline.used
         fleet.start({arm: plans[arm]})
         fleet.order(arm, **few.order())
+        first = fleet.order(arm, **load.order())
+        fleet.rest(0.2 if quick else _REST)
+        elastic = plans[arm].elastic
+        rest = fleet.used(arm) if elastic else 0
         mapped = 0
 
         def watch(arm: str = arm) -> None:
@@ -154,13 +168,13 @@ def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan
 
         answer = fleet.together({arm: load.order()}, watch, 0.2)[arm]
         fleet.stop([arm])
-        turns[arm].append(_Turn.of(load, answer, mapped if plans[arm].elastic else 0))
+        turns[arm].append(_Turn.of(load, first, answer, rest, mapped if elastic else 0))
         slowest = max(slowest, command.deadline.used - began)
         turn = turns[arm][-1]
         command.show(
-            f"{arm}: {turn.rate:.0f} tokens/s, decode step "
+            f"{arm}: {turn.rate:.0f} tokens/s ({turn.started:.0f} at first), decode step "
             f"{statistics.median(turn.steps) * 1e3:.2f} ms, {turn.waited:.0%} of it waiting for "
-            f"the GPU, {turn.mapped / 2**30:.1f} GiB mapped"
+            f"the GPU, {turn.rest >> 20} MiB to {turn.mapped / 2**30:.1f} GiB mapped"
         )
         part.rows.clear()
         _rows(part, turns, memory)
@@ -184,6 +198,15 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             "tokens/s",
             rounds=rates,
         )
+        started = [round(one.started, 1) for one in found]
+        part.value(
+            f"started/{arm}",
+            "the same of an engine's first load",
+            arm,
+            statistics.median(started),
+            "tokens/s",
+            rounds=started,
+        )
         steps = Samples([[gap * 1e9 for gap in one.steps] for one in found if one.steps])
         part.time(f"step/{arm}", "a decode step of all requests", arm, steps, unit="ms")
         waited = statistics.median(one.waited for one in found)
@@ -191,17 +214,21 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
         if any(one.mapped for one in found):
             most = max(one.mapped for one in found)
             part.value(f"mapped/{arm}", "mapped at the most", arm, most, "bytes")
+            rest = max(one.rest for one in found)
+            part.value(f"rest/{arm}", "mapped before the load", arm, rest, "bytes")
     for arm in others:
         pairs = list(zip(turns[arm], turns[base], strict=False))
         if not pairs:
             continue
         rates = [mine.rate / other.rate for mine, other in pairs]
+        started = [mine.started / other.started for mine, other in pairs]
         # Speed, so that above 1 is faster in both.
         speeds = [
             statistics.median(other.steps) / statistics.median(mine.steps) for mine, other in pairs
         ]
         for name, what, ratios in (
             ("rate", "tokens a second over those of", rates),
+            ("started", "at first, tokens a second over those of", started),
             ("step", "speed of a decode step over that of", speeds),
         ):
             mean, half = interval(ratios)

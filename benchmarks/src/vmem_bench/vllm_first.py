@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: MIT
+"""The parts ``first`` and ``cost`` of `vmem bench vllm`: a user's wait, and the host's work.
+
+``first``: the first token of an engine that was idle, so that an elastic one has given its memory
+back and maps the prompt's. Engines take turns, there and back, each after the same rest; while one
+answers, the others do nothing.
+
+``cost``: the time that an elastic engine's process spends in the pool's code in a step of decoding,
+counted where the code is entered. Two engines' steps differ by more than that from run to run.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping
+
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import Samples
+from pyvmem.layouts.workload import Arrival, Request
+from vmem_bench.command import Command
+from vmem_bench.vllm_engines import Fleet, Plan
+from vmem_bench.vllm_full import interval, there_and_back
+from vmem_bench.vllm_loads import Heard, Load
+
+__all__ = ["PROMPTS", "measure_cost", "measure_first"]
+
+PROMPTS = (2048, 16_384, 65_536)
+"""Tokens of the prompts."""
+
+_REST = 2.6  # s without a request: VMEM_IDLE, and what taking back a card's memory takes
+_RUNNING = (64, 256)  # requests
+
+
+def measure_first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+    """First tokens of engines at rest; the first of `plans` is the base of the ratios."""
+    rounds, prompts = (2, (64, 128)) if command.quick else (command.args.rounds, PROMPTS)
+    fleet.start(plans)
+    base, *others = plans
+    found: dict[tuple[int, str], list[float]] = {}
+    for arm in plans:  # the first request of a size pays for what torch does once
+        for tokens in prompts:
+            fleet.order(arm, **_prompt(tokens, fleet.vocabulary, 1).order())
+    seed = 2
+    for tokens in prompts:
+        for arm in there_and_back(list(plans), rounds):
+            if not command.deadline.allows(2 * _REST):
+                part.not_run(f"{tokens}/{arm}", "the deadline came")
+                break
+            load, seed = _prompt(tokens, fleet.vocabulary, seed), seed + 1
+            fleet.rest(_REST)
+            heard = Heard.of(load, fleet.order(arm, **load.order()))
+            found.setdefault((tokens, arm), []).append(heard.first[0])
+        part.rows.clear()
+        for (size, arm), firsts in found.items():
+            what = f"first token of a prompt of {size} tokens, after a rest"
+            samples = Samples([[one * 1e9] for one in firsts])
+            part.time(f"{size}/{arm}", what, arm, samples, unit="ms")
+        for size in prompts:
+            for arm in others:
+                pairs = zip(found.get((size, arm), []), found.get((size, base), []), strict=False)
+                ratios = [mine / other for mine, other in pairs]
+                if ratios:
+                    mean, half = interval(ratios)
+                    part.value(
+                        f"over/{size}/{arm}",
+                        f"first token over {base}'s",
+                        arm,
+                        mean,
+                        "x",
+                        half_width=half if half < float("inf") else None,
+                        rounds=[round(one, 4) for one in ratios],
+                    )
+        command.write()
+
+
+def _prompt(tokens: int, vocabulary: int, seed: int) -> Load:
+    return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
+
+
+def measure_cost(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+    """Microseconds in the pool's code in each step that only decodes."""
+    elastic = {arm: plan for arm, plan in plans.items() if plan.elastic}
+    fleet.start(elastic)
+    draw = random.Random(5)
+    for arm in elastic:
+        for count in (4, 8) if command.quick else _RUNNING:
+            prompts = [
+                [draw.randrange(3, fleet.vocabulary) for _ in range(64)] for _ in range(count)
+            ]
+            tokens = 24 if command.quick else 256
+            load = Load(prompts, [tokens] * count, [0.0] * count)
+            answer = fleet.order(arm, costs=load.order())
+            steps = [one["us"] for one in answer["steps"] if one["tokens"] == count]
+            command.show(f"{arm}, {count} requests: median {statistics.median(steps):.1f} us")
+            samples = Samples([[one * 1e3 for one in steps]])
+            what = f"in the pool's code in a step of decoding, {count} requests"
+            part.time(f"{count}/{arm}", what, arm, samples, unit="us")
+            command.write()
