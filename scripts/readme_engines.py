@@ -348,6 +348,10 @@ def limit_table(run: Result) -> Iterator[str]:
     )
 
 
+def _over(row: Result | None) -> str:
+    return f"{row['value']:.3f} ± {row['half_width']:.3f}" if row else ""
+
+
 def full_table(run: Result) -> Iterator[str]:
     """A full card, one engine at a time."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
@@ -355,9 +359,7 @@ def full_table(run: Result) -> Iterator[str]:
     body = []
     for arm in arms:
         cells = [f"{found[f'rate/{arm}']['value']:,.0f}", number(found[f"step/{arm}"]["median"], 4)]
-        for kind in ("rate", "step"):
-            over = found.get(f"over/{kind}/{arm}")
-            cells.append(f"{over['value']:.3f} ± {over['half_width']:.3f}" if over else "")
+        cells += [_over(found.get(f"over/{kind}/{arm}")) for kind in ("rate", "started", "step")]
         mapped, same = found.get(f"mapped/{arm}"), found.get(f"same/{arm}")
         cells += [
             f"{found[f'waited/{arm}']['value']:.0%}",
@@ -372,9 +374,40 @@ def full_table(run: Result) -> Iterator[str]:
         f"{engines} of each in turns there and back, ± of 95 % confidence; {heading(run)}"
     )
     yield ""
-    head = ["engine", "tokens/s", "decode step ms", "tokens/s over stock's", "step's speed over"]
+    head = ["engine", "tokens/s", "decode step ms", "tokens/s over stock's", "in the first load"]
+    head.append("step's speed over")
     head += ["host waits for the GPU", "GB mapped", "answers as stock's"]
     yield from table(head, body)
+
+
+def first_table(run: Result) -> Iterator[str]:
+    """The first token of an engine at rest."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+    arms = list(dict.fromkeys(name.partition("/")[2] for name in found if name[0].isdigit()))
+    sizes = list(dict.fromkeys(name.partition("/")[0] for name in found if name[0].isdigit()))
+    body = []
+    for size in sizes:
+        firsts = [number(found[f"{size}/{arm}"]["median"], 4) for arm in arms]
+        body.append([f"{int(size):,}", *firsts, _over(found.get(f"over/{size}/{arms[-1]}"))])
+    each = found[f"{sizes[0]}/{arms[0]}"]["n"]
+    yield (
+        f"The first token of an engine at rest, ms; {each} of each in "
+        f"turns there and back, ± of 95 % confidence; {heading(run)}"
+    )
+    yield ""
+    yield from table(["tokens of the prompt", *arms, f"{arms[-1]} over {arms[0]}"], body)
+
+
+def cost_table(run: Result) -> Iterator[str]:
+    """The host's time in the pool's code."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+    body = [
+        [name.partition("/")[0], *(number(row[one], 3) for one in ("median", "mean", "p99"))]
+        for name, row in found.items()
+    ]
+    yield f"A step of decoding: the host's time in the pool's code, us; {heading(run)}"
+    yield ""
+    yield from table(["requests", "median", "mean", "p99"], body)
 
 
 def part_vllm(_: list[Result]) -> list[str]:
@@ -388,6 +421,8 @@ def part_vllm(_: list[Result]) -> list[str]:
         "rough": rough_table,
         "limit": limit_table,
         "full": full_table,
+        "first": first_table,
+        "cost": cost_table,
     }
     lines: list[str] = []
     for run in runs("vllm"):

@@ -165,8 +165,8 @@ def headline() -> list[str]:
         f"| [first tokens]({page}) (p99) of {engines} vLLM servers that share memory, over servers "
         f"with an equal part each; {number(min(found), 2)} times at heavier load "
         f"({machines(shared)}) | of KV cache stay [mapped]({page}) {seconds:.1f} s after the last "
-        f"request ({machines(idle)}) | stock vLLM's [tokens a second]({page}) on a full card, with "
-        f"the same answers ({machines([run for run, _ in full])}) |",
+        f"request ({machines(idle)}) | stock vLLM's [tokens a second]({page}) with 48 GiB of keys "
+        f"and values, and the same answers ({machines([run for run, _ in full])}) |",
     ]
 
 
@@ -238,7 +238,7 @@ def part(results: list[Result]) -> list[str]:
             "benchmarks/vllm/README.md",
         ),
         (
-            "The same on a full card, 48 GiB of keys and values, one engine at a time",
+            "The same with 48 GiB of keys and values, one engine at a time",
             vllm_full(),
             "benchmarks/vllm/README.md",
         ),
