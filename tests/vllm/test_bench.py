@@ -63,6 +63,16 @@ def test_the_first_token_after_a_rest(bench: Any) -> None:
 
 
 @pytest.mark.long
+def test_prompts_from_host_memory(bench: Any) -> None:
+    """Of the elastic engine alone: vLLM's own offloading needs a GPU."""
+    rows, part = bench("offload")
+    for how in ("computed", "loaded"):
+        assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
+    assert {f"gap/{how}/elastic" for how in ("none", "loaded", "computed")} <= rows.keys()
+    assert [one["id"] for one in part["missing"]] == ["offload/*/stock"]
+
+
+@pytest.mark.long
 def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
     rows, _ = bench("cost")
     for count in (4, 8):

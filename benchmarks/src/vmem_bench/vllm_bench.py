@@ -13,6 +13,7 @@ same requests in turn. The parts:
 - ``limit``: a limit on every device, lowered while requests run.
 - ``full``: a full card, one engine at a time (`vllm_full`).
 - ``first``, ``cost``: the first token after a rest; the pool's part of a step (`vllm_first`).
+- ``offload``: prompts whose keys and values lie in host memory (`vllm_offload`).
 
 A part writes the result file whenever it has something new.
 """
@@ -48,6 +49,9 @@ from vmem_bench.vllm_loads import (
     later,
     tiny,
 )
+from vmem_bench.vllm_offload import PREFIXES
+from vmem_bench.vllm_offload import measure as measure_offload
+from vmem_bench.vllm_offload import options as offload_options
 from vmem_bench.vllm_picture import series
 
 __all__ = ["ARMS", "PARTS", "add_parser", "run"]
@@ -878,6 +882,18 @@ def _cost(command: Command, part: Part) -> None:
         measure_cost(command, part, fleet, _plans(command.args, _kv_memory(command, 16 * _GIB)))
 
 
+def _offload(command: Command, part: Part) -> None:
+    memory = _kv_memory(command, 10 * _GIB)
+    longest = 0 if command.quick else max(PREFIXES) + 16
+    more = offload_options(1 / 16 if command.quick else 24.0)
+    plans = {"stock": Plan(False, memory, more), "elastic": Plan(True, memory, more)}
+    if command.backend == "host":
+        part.not_run("*/stock", "vLLM's own offloading needs a GPU")
+        del plans["stock"]
+    with _fleet(command, longest=longest) as fleet:
+        measure_offload(command, part, fleet, plans)
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
@@ -891,6 +907,7 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "full": ("a full card, one engine at a time", _full),
     "first": ("the first token after a rest", _first),
     "cost": ("a step's time in the pool's code", _cost),
+    "offload": ("prompts from host memory", _offload),
 }
 _REQUESTS = {
     "load": 96,

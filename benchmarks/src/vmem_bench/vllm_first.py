@@ -20,15 +20,17 @@ from pyvmem.bench.timing import Samples
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command
 from vmem_bench.vllm_engines import Fleet, Plan
-from vmem_bench.vllm_full import interval, there_and_back
+from vmem_bench.vllm_full import add_ratio, there_and_back
 from vmem_bench.vllm_loads import Heard, Load
 
-__all__ = ["PROMPTS", "measure_cost", "measure_first"]
+__all__ = ["PROMPTS", "REST", "measure_cost", "measure_first", "one_prompt"]
 
 PROMPTS = (2048, 16_384, 65_536)
 """Tokens of the prompts."""
 
-_REST = 2.6  # s without a request: VMEM_IDLE, and what taking back a card's memory takes
+REST = 2.6
+"""Seconds without a request: VMEM_IDLE, and what taking back a card's memory takes."""
+
 _RUNNING = (64, 256)  # requests
 
 
@@ -40,15 +42,15 @@ def measure_first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str
     found: dict[tuple[int, str], list[float]] = {}
     for arm in plans:  # the first request of a size pays for what torch does once
         for tokens in prompts:
-            fleet.order(arm, **_prompt(tokens, fleet.vocabulary, 1).order())
+            fleet.order(arm, **one_prompt(tokens, fleet.vocabulary, 1).order())
     seed = 2
     for tokens in prompts:
         for arm in there_and_back(list(plans), rounds):
-            if not command.deadline.allows(2 * _REST):
+            if not command.deadline.allows(2 * REST):
                 part.not_run(f"{tokens}/{arm}", "the deadline came")
                 break
-            load, seed = _prompt(tokens, fleet.vocabulary, seed), seed + 1
-            fleet.rest(_REST)
+            load, seed = one_prompt(tokens, fleet.vocabulary, seed), seed + 1
+            fleet.rest(REST)
             heard = Heard.of(load, fleet.order(arm, **load.order()))
             found.setdefault((tokens, arm), []).append(heard.first[0])
         part.rows.clear()
@@ -61,20 +63,13 @@ def measure_first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str
                 pairs = zip(found.get((size, arm), []), found.get((size, base), []), strict=False)
                 ratios = [mine / other for mine, other in pairs]
                 if ratios:
-                    mean, half = interval(ratios)
-                    part.value(
-                        f"over/{size}/{arm}",
-                        f"first token over {base}'s",
-                        arm,
-                        mean,
-                        "x",
-                        half_width=half if half < float("inf") else None,
-                        rounds=[round(one, 4) for one in ratios],
-                    )
+                    what = f"first token over {base}'s"
+                    add_ratio(part, f"over/{size}/{arm}", what, arm, ratios)
         command.write()
 
 
-def _prompt(tokens: int, vocabulary: int, seed: int) -> Load:
+def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
+    """A request of so many random tokens, and four new ones."""
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 

@@ -27,7 +27,7 @@ from vmem_bench.command import Command, WrongResult
 from vmem_bench.vllm_engines import Fleet, Plan
 from vmem_bench.vllm_loads import Heard, Load
 
-__all__ = ["filling", "interval", "measure", "there_and_back"]
+__all__ = ["add_ratio", "filling", "interval", "measure", "there_and_back"]
 
 _FILLED = 0.96  # of the KV cache, at the end of the load
 _ENDING = 8.0  # s that stopping an engine may take
@@ -98,6 +98,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return mean, float("inf")
     t = _T95[min(len(values) - 1, len(_T95)) - 1]
     return mean, t * statistics.stdev(values) / len(values) ** 0.5
+
+
+def add_ratio(part: Part, row: str, what: str, arm: str, ratios: Sequence[float]) -> None:
+    """A row with the mean of `ratios` and its interval."""
+    mean, half = interval(ratios)
+    part.value(
+        row,
+        what,
+        arm,
+        mean,
+        "x",
+        half_width=half if half < float("inf") else None,
+        rounds=[round(one, 4) for one in ratios],
+    )
 
 
 @dataclass(frozen=True)
@@ -231,16 +245,7 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             ("started", "at first, tokens a second over those of", started),
             ("step", "speed of a decode step over that of", speeds),
         ):
-            mean, half = interval(ratios)
-            part.value(
-                f"over/{name}/{arm}",
-                f"{what} {base}",
-                arm,
-                mean,
-                "x",
-                half_width=half if half < float("inf") else None,
-                rounds=[round(one, 4) for one in ratios],
-            )
+            add_ratio(part, f"over/{name}/{arm}", f"{what} {base}", arm, ratios)
         same = sum(
             a == b
             for mine, other in pairs

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: MIT
+"""The part ``offload`` of `vmem bench vllm`: prompts whose keys and values lie in host memory.
+
+A stock and an elastic engine, both with vLLM's offloading, take turns there and back. A prompt is
+computed, and stored as it is; then the engine forgets its prefixes, rests, and gets the prompt
+again. While the elastic engine rests it gives its memory back, so that its second answer waits for
+pages as well as for the copy.
+
+Then requests decode while others arrive: none, prompts that are loaded, prompts that are computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import Samples, percentile
+from vmem_bench.command import Command, WrongResult
+from vmem_bench.vllm_engines import Fleet, Plan
+from vmem_bench.vllm_first import REST, one_prompt
+from vmem_bench.vllm_full import add_ratio, there_and_back
+from vmem_bench.vllm_loads import Heard, Load
+
+__all__ = ["PREFIXES", "measure", "options"]
+
+PREFIXES = (3072, 16_384, 65_536)
+"""Tokens of the prompts."""
+
+_DECODING, _ARRIVING, _GAP = 16, 8, 0.3  # requests; s between arrivals
+
+
+def options(gigabytes: float) -> dict[str, Any]:
+    """VLLM's options for so much host memory."""
+    return {"kv_offloading_size": gigabytes, "kv_offloading_backend": "native"}
+
+
+def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+    """Runs the arms of `plans` in turns; the first is the base of the ratios."""
+    quick = command.quick
+    rounds, sizes = (2, (128, 256)) if quick else (command.args.rounds, PREFIXES)
+    fleet.start(plans)
+    base, *others = plans
+    seeds = itertools.count(1)
+    times: dict[tuple[str, int, str], list[float]] = {}
+    for arm in plans:
+        _pair(fleet, arm, sizes[0], next(seeds))
+    for tokens in sizes:
+        for arm in there_and_back(list(plans), rounds):
+            if not command.deadline.allows(3 * REST):
+                part.not_run(f"{tokens}/{arm}", "the deadline came")
+                break
+            computed, loaded = _pair(fleet, arm, tokens, next(seeds))
+            times.setdefault(("computed", tokens, arm), []).append(computed)
+            times.setdefault(("loaded", tokens, arm), []).append(loaded)
+        part.rows.clear()
+        for (how, size, arm), found in times.items():
+            what = f"first token of a prompt of {size} tokens, {how}"
+            samples = Samples([[one * 1e9] for one in found])
+            part.time(f"{how}/{size}/{arm}", what, arm, samples, unit="ms")
+        for how, size, arm in times:
+            if arm in others:
+                pairs = zip(times[how, size, arm], times[how, size, base], strict=False)
+                ratios = [mine / other for mine, other in pairs]
+                what = f"first token, {how}, over {base}'s"
+                add_ratio(part, f"over/{how}/{size}/{arm}", what, arm, ratios)
+        command.write()
+    for arm in plans:
+        if not command.deadline.allows(4 * REST):
+            part.not_run(f"gaps/{arm}", "the deadline came")
+            continue
+        for how, gaps in _beside(fleet, arm, sizes[0], next(seeds), quick).items():
+            what = f"p99 between tokens of {_DECODING} requests, others {how}"
+            part.value(f"gap/{how}/{arm}", what, arm, 1e3 * percentile(sorted(gaps), 0.99), "ms")
+        command.write()
+
+
+def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[float, float]:
+    """Seconds to the first token, computed, and from host memory after a rest."""
+    load = one_prompt(tokens, fleet.vocabulary, seed)
+    computed = Heard.of(load, fleet.order(arm, **load.order()))
+    _forget(fleet, arm)
+    answer = fleet.order(arm, **load.order())
+    if answer["cached"] < 0.9 * tokens:
+        raise WrongResult(f"{arm}: {answer['cached']} of {tokens} tokens came from host memory")
+    loaded = Heard.of(load, answer)
+    if loaded.answers != computed.answers:
+        raise WrongResult(f"{arm}: a prompt of {tokens} tokens is answered otherwise when loaded")
+    return computed.first[0], loaded.first[0]
+
+
+def _forget(fleet: Fleet, arm: str) -> None:
+    fleet.rest(0.2)
+    fleet.order(arm, forget=True)
+    fleet.rest(REST)
+
+
+def _beside(fleet: Fleet, arm: str, tokens: int, seed: int, quick: bool) -> dict[str, list[float]]:
+    """Gaps of decoding requests, by what other requests meanwhile do."""
+    vocabulary, output = fleet.vocabulary, 48 if quick else 400
+    arriving = [
+        one_prompt(tokens, vocabulary, 1000 * seed + n).prompts[0] for n in range(_ARRIVING)
+    ]
+    fleet.order(arm, **Load(arriving, [4] * _ARRIVING, [0.0] * _ARRIVING).order())
+    found: dict[str, list[float]] = {}
+    for how in ("none", "loaded", "computed"):
+        _forget(fleet, arm)
+        if how == "computed":
+            shift = 2000 * seed
+            arriving = [
+                one_prompt(tokens, vocabulary, shift + n).prompts[0] for n in range(_ARRIVING)
+            ]
+        others = arriving if how != "none" else []
+        begin = 500 * seed + len(found)
+        own = [one_prompt(64, vocabulary, 10_000 * begin + n).prompts[0] for n in range(_DECODING)]
+        load = Load(
+            own + others,
+            [output] * len(own) + [4] * len(others),
+            [0.0] * len(own) + [_GAP * (n + 1) for n in range(len(others))],
+        )
+        times = fleet.order(arm, **load.order())["times"][: len(own)]
+        found[how] = [b - a for one in times for a, b in itertools.pairwise(one)]
+    return found
