@@ -31,7 +31,7 @@ from readme_engines import PARTS as ENGINE_PARTS
 from readme_engines import pictures
 from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, title
 
-from vmem_bench import vllm_picture
+from vmem_bench.vllm import picture
 
 README = ROOT / "README.md"
 FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")
@@ -497,13 +497,13 @@ def main() -> int:
         else:
             path.write_text(wanted, encoding="utf-8")
     for path, run in pictures().items():
-        if path.is_file() and vllm_picture.digest(run) in path.read_text(encoding="utf-8"):
+        if path.is_file() and picture.digest(run) in path.read_text(encoding="utf-8"):
             continue
         if check:
             print(f"{path.relative_to(ROOT)} does not show {run['file']}: {AGAIN}")
             status = 1
         else:
-            path.write_text(vllm_picture.draw(run), encoding="utf-8")
+            path.write_text(picture.draw(run), encoding="utf-8")
     return status
 
 

@@ -12,8 +12,8 @@ import pytest
 from pyvmem import InvalidArgument
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
-from vmem_bench.vllm_engines import Plan
-from vmem_bench.vllm_full import filling, interval, measure, there_and_back
+from vmem_bench.vllm.engines import Plan
+from vmem_bench.vllm.full import compare, filling, interval, there_and_back
 
 
 def test_arms_follow_one_another_there_and_back() -> None:
@@ -96,7 +96,7 @@ def test_engines_one_at_a_time_and_their_ratio() -> None:
     fleet: Any = _Fleet({"stock": 0.010, "elastic": 0.0125})
     part = Part("full", "")
     plans = {"stock": Plan(False, 64 << 20), "elastic": Plan(True, 64 << 20)}
-    measure(command, part, fleet, plans)
+    compare(command, part, fleet, plans)
     assert fleet.log == ["stock", "elastic", "elastic", "stock"] * 2
     rows = {row["id"].partition("/")[2]: row for row in part.rows}
     # The first stock engine was slower by half: one ratio of four.
@@ -124,7 +124,7 @@ def test_a_deadline_leaves_whole_engines() -> None:
     )
     fleet: Any = _Fleet({"stock": 0.010, "elastic": 0.010})
     part = Part("full", "")
-    measure(command, part, fleet, {arm: Plan(arm == "elastic", 64 << 20) for arm in fleet.steps})
+    compare(command, part, fleet, {arm: Plan(arm == "elastic", 64 << 20) for arm in fleet.steps})
     assert not fleet.alive
     assert 1 <= len(fleet.log) < 8
     assert part.missing[0]["why"].endswith("the deadline came")

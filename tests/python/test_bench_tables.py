@@ -13,7 +13,7 @@ import readme_tables
 
 from pyvmem.bench import record
 from pyvmem.commands.cli import main
-from vmem_bench import vllm_picture
+from vmem_bench.vllm import picture
 
 pytest.importorskip("torch")
 COMMANDS = {
@@ -81,18 +81,18 @@ def test_parts_are_asked_for_when_there_is_a_result(
 
 def test_a_picture_says_which_rows_it_shows() -> None:
     seen: list[list[float]] = [[-0.5, 9, 9, 9], [0.0, 9, 1, 2], [1.0, 9, 2, 2]]
-    memory = {"id": "share/memory/shared", **vllm_picture.series(seen)}
+    memory = {"id": "share/memory/shared", **picture.series(seen)}
     assert memory["series"] == [[0.0, 3, 1, 2], [1.0, 4, 2, 2]]
     first = {"id": "share/first/shared", "mean": 2.0, "p99": 4.0}
     rows = [memory, {"id": "share/capacity", "value": 1 << 30}, first]
     document = {"parts": {"share": {"rows": rows}}}
-    shown = vllm_picture.draw(document)
-    assert vllm_picture.digest(document) in shown
+    shown = picture.draw(document)
+    assert picture.digest(document) in shown
     assert "engine 1" in shown
     first["p99"] = 5.0
-    assert vllm_picture.digest(document) not in shown
+    assert picture.digest(document) not in shown
     with pytest.raises(ValueError, match="no series of share/memory/shared"):
-        vllm_picture.draw({"parts": {"share": {"rows": rows[1:]}}})
+        picture.draw({"parts": {"share": {"rows": rows[1:]}}})
 
 
 def test_links_of_a_part_are_relative_to_its_file() -> None:

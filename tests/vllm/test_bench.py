@@ -12,8 +12,8 @@ import pytest
 from pyvmem.commands.cli import main
 from pyvmem.errors import InvalidArgument
 from pyvmem.layouts.workload import Arrival, Request
-from vmem_bench.vllm_loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
-from vmem_bench.vllm_picture import draw
+from vmem_bench.vllm.loads import Heard, Load, arrivals, at_rate, climb, idle_footprint, in_turns
+from vmem_bench.vllm.picture import draw
 
 
 @pytest.fixture
@@ -179,14 +179,14 @@ def test_rough(bench: Any) -> None:
 
 
 def test_a_deadline_leaves_what_was_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vmem_bench import vllm_bench
-    from vmem_bench.vllm_engines import TimeUp
+    from vmem_bench.vllm import command
+    from vmem_bench.vllm.engines import TimeUp
 
     def measure(command: Any, part: Any) -> None:
         part.value("one", "row", "elastic", 1, "x")
         raise TimeUp("the deadline of 1 s came")
 
-    monkeypatch.setitem(vllm_bench.PARTS, "load", ("a part", measure))
+    monkeypatch.setitem(command.PARTS, "load", ("a part", measure))
     rows, part = bench("load")
     assert rows["one"]["value"] == 1
     assert part["missing"] == [{"id": "load/rest", "why": "the deadline of 1 s came"}]

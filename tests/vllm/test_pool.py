@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pool_model import Open, Pool, open_pool
 
-from vmem_bench.vllm_loads import Load, idle_footprint
+from vmem_bench.vllm.loads import Load, idle_footprint
 
 __all__ = ["open_pool"]
 

@@ -17,16 +17,16 @@ from vmem_bench import (
     prefixes,
     sharing,
     swapping,
-    vllm_bench,
 )
 from vmem_bench.paper import command as paper
 from vmem_bench.serving import command as serve
+from vmem_bench.vllm import command as vllm
 
 __all__ = ["add_parsers"]
 
 _BENCHMARKS = (
     *(capacity, prefixes, overlap, paged, deferred, prefix_map, fill, devices, serve, sharing),
-    *(swapping, vllm_bench, models, paper),
+    *(swapping, vllm, models, paper),
 )
 
 

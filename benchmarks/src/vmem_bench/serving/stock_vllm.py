@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vmem_bench.serving.loop import Outcome
-from vmem_bench.vllm_engines import LLAMA, Fleet, Plan
-from vmem_bench.vllm_loads import Load, tiny
+from vmem_bench.vllm.engines import LLAMA, Fleet, Plan
+from vmem_bench.vllm.loads import Load, tiny
 
 if TYPE_CHECKING:
     from pyvmem.layouts.workload import Arrival

@@ -341,7 +341,7 @@ class Fleet:
         env |= {"VMEM_VLLM": str(int(plan.elastic)), "VMEM_NAME": plain}
         page = getattr(self.command.args, "page", 0)
         env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
-        words = [sys.executable, "-m", "vmem_bench.vllm_arm", "--options", str(out)]
+        words = [sys.executable, "-m", "vmem_bench.vllm.arm", "--options", str(out)]
         try:
             with log.open("w") as said:
                 process = subprocess.Popen(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Engines that share memory, drawn: ``python -m vmem_bench.vllm_picture RESULT OUT.svg``.
+"""Engines that share memory, drawn: ``python -m vmem_bench.vllm.picture RESULT OUT.svg``.
 
 RESULT is a file of ``vmem bench vllm --part share``. Needs matplotlib. The picture contains a
 digest of the rows that it shows, since drawings differ between versions of matplotlib.

@@ -19,9 +19,10 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command
-from vmem_bench.vllm_engines import Fleet, Plan
-from vmem_bench.vllm_full import add_ratio, there_and_back
-from vmem_bench.vllm_loads import Heard, Load
+from vmem_bench.vllm.common import GIB, kv_memory, open_fleet, plans_of
+from vmem_bench.vllm.engines import Fleet, Plan
+from vmem_bench.vllm.full import add_ratio, there_and_back
+from vmem_bench.vllm.loads import Heard, Load
 
 __all__ = ["PROMPTS", "REST", "measure_cost", "measure_first", "one_prompt"]
 
@@ -34,7 +35,15 @@ REST = 2.6
 _RUNNING = (64, 256)  # requests
 
 
-def measure_first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+def measure_first(command: Command, part: Part) -> None:
+    """Runs the part ``first``."""
+    longest = 0 if command.quick else max(PROMPTS) + 16
+    plans = plans_of(command.args, kv_memory(command, 16 * GIB))
+    with open_fleet(command, longest=longest, enable_prefix_caching=False) as fleet:
+        _first(command, part, fleet, plans)
+
+
+def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
     """First tokens of engines at rest; the first of `plans` is the base of the ratios."""
     rounds, prompts = (2, (64, 128)) if command.quick else (command.args.rounds, PROMPTS)
     fleet.start(plans)
@@ -73,7 +82,13 @@ def one_prompt(tokens: int, vocabulary: int, seed: int) -> Load:
     return Load.of([Arrival(0.0, Request(tokens, 4))], vocabulary, seed)
 
 
-def measure_cost(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+def measure_cost(command: Command, part: Part) -> None:
+    """Runs the part ``cost``."""
+    with open_fleet(command, max_num_seqs=256) as fleet:
+        _cost(command, part, fleet, plans_of(command.args, kv_memory(command, 16 * GIB)))
+
+
+def _cost(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
     """Microseconds in the pool's code in each step that only decodes."""
     elastic = {arm: plan for arm, plan in plans.items() if plan.elastic}
     fleet.start(elastic)

@@ -24,10 +24,11 @@ from pyvmem.bench.timing import Samples
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.plumbing.validation import invalid
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm_engines import Fleet, Plan
-from vmem_bench.vllm_loads import Heard, Load
+from vmem_bench.vllm.common import GIB, MIB, open_fleet, plans_of
+from vmem_bench.vllm.engines import Fleet, Plan
+from vmem_bench.vllm.loads import Heard, Load
 
-__all__ = ["add_ratio", "filling", "interval", "measure", "there_and_back"]
+__all__ = ["add_ratio", "compare", "filling", "interval", "measure", "there_and_back"]
 
 _FILLED = 0.96  # of the KV cache, at the end of the load
 _ENDING = 8.0  # s that stopping an engine may take
@@ -152,7 +153,15 @@ class _Turn:
         return cls(heard.rate, started.rate, gaps, waited, rest, mapped, answers)
 
 
-def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
+def measure(command: Command, part: Part) -> None:
+    """Runs the part."""
+    args = command.args
+    memory = args.kv_memory or (2 * MIB if command.quick else 48 * GIB)
+    with open_fleet(command, max_num_seqs=args.requests, enable_prefix_caching=False) as fleet:
+        compare(command, part, fleet, plans_of(args, memory))
+
+
+def compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
     """Runs the arms of `plans` in turns; the first is what the others are compared with."""
     args, quick = command.args, command.quick
     memory = next(iter(plans.values())).kv_memory

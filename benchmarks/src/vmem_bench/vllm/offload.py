@@ -13,33 +13,41 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples, percentile
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm_engines import Fleet, Plan
-from vmem_bench.vllm_first import REST, one_prompt
-from vmem_bench.vllm_full import add_ratio, there_and_back
-from vmem_bench.vllm_loads import Heard, Load
+from vmem_bench.vllm.common import GIB, kv_memory, open_fleet
+from vmem_bench.vllm.engines import Fleet, Plan
+from vmem_bench.vllm.first import REST, one_prompt
+from vmem_bench.vllm.full import add_ratio, there_and_back
+from vmem_bench.vllm.loads import Heard, Load
 
-__all__ = ["PREFIXES", "measure", "options"]
+__all__ = ["measure"]
 
-PREFIXES = (3072, 16_384, 65_536)
-"""Tokens of the prompts."""
-
+_PREFIXES = (3072, 16_384, 65_536)  # tokens of the prompts
 _DECODING, _ARRIVING, _GAP = 16, 8, 0.3  # requests; s between arrivals
 
 
-def options(gigabytes: float) -> dict[str, Any]:
-    """VLLM's options for so much host memory."""
-    return {"kv_offloading_size": gigabytes, "kv_offloading_backend": "native"}
+def measure(command: Command, part: Part) -> None:
+    """Runs the part."""
+    memory = kv_memory(command, 10 * GIB)
+    longest = 0 if command.quick else max(_PREFIXES) + 16
+    options = {
+        "kv_offloading_size": 1 / 16 if command.quick else 24.0,  # GiB
+        "kv_offloading_backend": "native",
+    }
+    plans = {"stock": Plan(False, memory, options), "elastic": Plan(True, memory, options)}
+    if command.backend == "host":
+        part.not_run("*/stock", "vLLM's own offloading needs a GPU")
+        del plans["stock"]
+    with open_fleet(command, longest=longest) as fleet:
+        _compare(command, part, fleet, plans)
 
 
-def measure(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
-    """Runs the arms of `plans` in turns; the first is the base of the ratios."""
+def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]) -> None:
     quick = command.quick
-    rounds, sizes = (2, (128, 256)) if quick else (command.args.rounds, PREFIXES)
+    rounds, sizes = (2, (128, 256)) if quick else (command.args.rounds, _PREFIXES)
     fleet.start(plans)
     base, *others = plans
     seeds = itertools.count(1)

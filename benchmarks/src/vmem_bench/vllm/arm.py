@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One engine of `vmem bench vllm`, a process of its own: ``python -m vmem_bench.vllm_arm``.
+"""One engine of `vmem bench vllm`, a process of its own: ``python -m vmem_bench.vllm.arm``.
 
 Reads orders from standard input, a line of JSON each, and answers each with a line on the
 descriptor that ``--answers`` names; what vLLM prints goes to standard output and error.

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: MIT
+"""Common to the parts of `vmem bench vllm`: engines and requests by its options, rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from pyvmem.bench.record import Part
+from pyvmem.bench.timing import Samples
+from pyvmem.layouts.options import page_name
+from pyvmem.layouts.workload import Arrival
+from vmem_bench.command import Command
+from vmem_bench.vllm.engines import SHAPES, Fleet, Plan
+from vmem_bench.vllm.loads import arrivals, tiny
+
+__all__ = [
+    "ARMS",
+    "GIB",
+    "MIB",
+    "REST",
+    "Book",
+    "kv_memory",
+    "open_fleet",
+    "plans_of",
+    "requests_of",
+    "count_same",
+    "samples_of",
+]
+
+ARMS = {"stock": "stock", "elastic": "elastic", "stock again": "stock"}
+"""The arms in the order of a round, with their engines; each is compared with the first."""
+
+MIB = 1 << 20
+GIB = 1 << 30
+REST = 8.0
+"""Seconds that memory may take to come back."""
+
+
+class Book:
+    """The rows of a part, rebuilt and written whenever there is something new."""
+
+    def __init__(self, command: Command, part: Part, rows: Callable[[Part], None]) -> None:
+        self.command, self.part, self._rows = command, part, rows
+
+    def publish(self) -> None:
+        """Makes the rows and writes the file."""
+        self.part.rows.clear()
+        self.part.missing.clear()
+        self._rows(self.part)
+        self.part.status = "partial"
+        self.part.seconds = self.command.deadline.used
+        self.command.write()
+
+
+def samples_of(rounds: list[list[float]]) -> Samples:
+    """Samples in nanoseconds, as rows take them, from rounds in seconds."""
+    return Samples([[one * 1e9 for one in each] for each in rounds if each])
+
+
+def count_same(mine: list[list[int]], other: list[list[int]]) -> int:
+    """Answers that are equal."""
+    return sum(a == b for a, b in zip(mine, other, strict=True))
+
+
+def requests_of(command: Command, count: int, longest: int) -> list[Arrival]:
+    """Requests from the trace, or synthetic ones; a quick run has its own."""
+    return tiny(min(count, 6)) if command.quick else arrivals(command.args.trace, count, longest)
+
+
+def kv_memory(command: Command, default: int) -> int:
+    """Bytes of an engine's KV cache."""
+    return int(command.args.kv_memory or (16 * MIB if command.quick else default))
+
+
+def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:
+    """Engines of the command's shape; a quick run's are tiny."""
+    args, quick = command.args, command.quick
+    return Fleet(
+        command,
+        SHAPES["tiny" if quick else args.shape],
+        ranks=args.tensor_parallel,
+        block_size=args.block_size,
+        max_num_seqs=0 if quick else max_num_seqs,
+        **options,
+    )
+
+
+def plans_of(args: argparse.Namespace, memory: int) -> dict[str, Plan]:
+    """A stock and an elastic engine; with ``--beside`` another with pages of that size."""
+    plans = {"stock": Plan(False, memory), "elastic": Plan(True, memory)}
+    if args.beside:
+        env = {"VMEM_PAGE_SIZE": str(args.beside)}
+        plans[f"elastic {page_name(args.beside)}"] = Plan(True, memory, env=env)
+    return plans

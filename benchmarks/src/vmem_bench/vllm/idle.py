@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT
+"""The part ``idle`` of `vmem bench vllm`: what an idle engine keeps, and for how long."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pyvmem.bench.record import Part
+from pyvmem.ledger.accounts import Ledger, devices
+from vmem_bench.command import Command, WrongResult
+from vmem_bench.vllm.common import GIB, MIB, REST, Book, kv_memory, open_fleet, samples_of
+from vmem_bench.vllm.engines import Fleet, Plan
+from vmem_bench.vllm.loads import Heard, Load, idle_footprint
+
+__all__ = ["measure"]
+
+
+def measure(command: Command, part: Part) -> None:
+    """Runs the part."""
+    args, quick = command.args, command.quick
+    with open_fleet(command) as fleet:
+        cap = (8 if quick else 1000) * fleet.block_bytes
+        memory = kv_memory(command, 16 * GIB)
+        env = {"VMEM_PREFIX": str(cap)}
+        if command.backend == "host":  # give the device a size
+            env["VMEM_CAPACITY"] = str(memory)
+        count = min(args.requests, 12) if quick else args.requests
+        load = idle_footprint(count, fleet.vocabulary, 96, 0.1 if quick else 1.0)
+        found: dict[str, Any] = {}
+
+        def rows(part: Part) -> None:
+            for arm, said in found["said"].items():
+                rate = len(load.tokens) / said.seconds
+                part.value(f"rate/{arm}", "requests a second", arm, rate, "requests/s")
+                first = samples_of([said.first])
+                part.time(f"first/{arm}", "first token", arm, first, unit="ms")
+            _idle_rows(part, found, cap)
+
+        found["said"] = {}
+        book = Book(command, part, rows)
+        plans = {"elastic": Plan(True, memory, env=env), "stock": Plan(False, memory)}
+        arms = args.arms or list(plans)
+        fleet.start({arm: plan for arm, plan in plans.items() if arm in arms})
+        few = Load(load.prompts[:4], load.tokens[:4], load.at[:4])
+        fleet.order("elastic", **few.order())  # memory that torch allocates with the first requests
+        fleet.order("elastic", forget=True)
+        fleet.rest(2 if quick else 4)
+        found["before"] = fleet.free(), fleet.order("elastic", state=True)
+        found["said"]["elastic"] = Heard.of(load, fleet.order("elastic", **load.order()))
+        found["seen"] = fleet.rest(3 if quick else REST, 0.01)
+        found["after"] = fleet.free(), fleet.order("elastic", state=True)
+        book.publish()
+        found["others"] = _need_of_another(fleet, memory)
+        book.publish()
+        if "stock" not in arms:
+            return
+        fleet.order("stock", **few.order())
+        fleet.order("stock", forget=True)
+        found["said"]["stock"] = Heard.of(load, fleet.order("stock", **load.order()))
+        book.publish()
+
+
+def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
+    free, before = found["before"]
+    now, after = found["after"]
+    live, slab = after["live"], after["ranks"][0]["slab_bytes"]
+    most = 1.05 * live + after["slab_size"]
+    part.value("cap", "that idle prefixes may hold", "elastic", cap, "bytes")
+    part.value("live", "pages that hold something", "elastic", live, "bytes")
+    part.value("mapped", "mapped at rest", "elastic", after["mapped"], "bytes")
+    part.value("most", "1.05 of the live bytes and a slab", "elastic", most, "bytes")
+    part.value("slabs", "taken from the device", "elastic", slab, "bytes", over_live=slab / live)
+    seen = found["seen"]
+    if free is None or now is None:
+        part.not_run("held", "no GPU: no other process can lack its memory")
+        least = min(used for _, _, used in seen)
+        at = next(at for at, _, used in seen if used == least)
+        part.value("settled", "until the last page was back", "elastic", at, "s")
+    else:
+        # What it kept from others before: the null block, pages kept ready.
+        own = before["ranks"][0]["slab_bytes"]
+        torch, held = after["torch"] - before["torch"], free - now
+        kv = held - torch + own
+        part.value("held", "memory that others lack, against before", "elastic", held, "bytes")
+        part.value("torch", "of it torch's", "elastic", torch, "bytes")
+        part.value("kv", "of the KV cache", "elastic", kv, "bytes", over_live=kv / live)
+        at = next((at for at, left, _ in seen if left >= now - after["slab_size"]), seen[-1][0])
+        part.value("settled", "until others could have it", "elastic", at, "s")
+    for row, (what, value, unit) in found.get("others", {}).items():
+        part.value(f"others/{row}", what, "elastic", value, unit)
+
+
+def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
+    """When this process, acting as another engine that needs all memory, is granted and gets it.
+
+    `capacity`: bytes for all engines, used without a GPU.
+    """
+    (device,) = devices(fleet.ledger)
+    account = Ledger(device, folder=fleet.ledger).join(
+        "other", floor=0, limit=1 << 50, least=1, virtual=1 << 50
+    )
+    try:
+        free = fleet.free()
+        # All except the null block's memory and what torch needs in this process.
+        have = fleet.used("elastic")
+        need = capacity - MIB // 4 if free is None else free + have - 512 * MIB
+        began = time.monotonic()
+        while not account.take(need, 0, fleet.free()):
+            if time.monotonic() - began > 20:
+                raise WrongResult(f"{need} bytes were not granted within 20 s")
+            account.want(need)
+            time.sleep(0.005)
+        granted = time.monotonic() - began
+        found = {
+            "bytes": ("that another engine asks for", float(need), "bytes"),
+            "granted": ("until they were granted", granted, "s"),
+        }
+        if free is not None:
+            import torch
+
+            taken = torch.empty(need, dtype=torch.uint8, device=fleet.command.args.device)
+            torch.cuda.synchronize()
+            found["usable"] = ("until they were allocated here", time.monotonic() - began, "s")
+            del taken
+            torch.cuda.empty_cache()
+        return found
+    finally:
+        account.close()
