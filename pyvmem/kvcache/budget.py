@@ -485,7 +485,11 @@ class Share:
     def unsettled(self, *, promoting: bool = True) -> int:
         """Bytes above their floors that the other caches would give back after a wait."""
         return sum(
-            min(one.pager.unsettled({}, promoting=promoting) * one.layout.page_size, one._excess())
+            min(
+                (one.pager.unsettled({}, promoting=promoting) - one.pager.loose({}) * promoting)
+                * one.layout.page_size,
+                one._excess(),
+            )
             for one in self._rest()
         )
 

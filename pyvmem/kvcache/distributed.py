@@ -54,7 +54,7 @@ from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, open_context
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
@@ -397,10 +397,10 @@ class ParallelKVCache(MustClose):
         page = pages = 0
         failure = None
         try:
-            self._own = Context(
+            self._own = open_context(
+                [config],
                 backend,
                 device=device,
-                granule=config.page_size,
                 pool_high=KEEP_ALL,
                 max_mappings=config.max_mappings,
             )

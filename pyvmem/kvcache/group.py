@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyvmem._native import Outcome
 from pyvmem.errors import (
     NotRecoverable,
+    NotSupported,
     OutOfMemory,
     TooManyBatches,
     VMemError,
@@ -37,13 +38,14 @@ from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.window import Window
 from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
 
-__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "pool_low"]
+__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -79,7 +81,7 @@ def make_parts(
     require_page_size(info, page_size)
     if large:
         require_page_size(info, large, "large_page_size")
-    layout = Layout(config, page_size)
+    layout = Layout(config, page_size, Caps.LARGE_ENTRIES in info.caps)
     cuda_device = context.cuda_device
     limit = _limit_pages(config, layout, context, budget)
     if config.sparse:
@@ -95,6 +97,22 @@ def make_parts(
         large=bool(large),
     )
     return Parts(context, layout, reservation, limit, cuda_device)
+
+
+def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
+    """A context for groups of layers: with entries of 2 MiB for small pages, where that can be.
+
+    Args:
+        configs: of the groups.
+        backend: its name.
+        options: of the context.
+    """
+    page_size = configs[0].page_size
+    packed = [one for one in configs if one.packed_slots and not one.state]
+    if not any(one.max_seq_len * one.row_bytes % (2 << 20) for one in packed):
+        with suppress(NotSupported):  # a back end without them, if it is nothing else
+            return Context(backend, granule=page_size, large_entries=True, **options)
+    return Context(backend, granule=page_size, **options)
 
 
 def pool_low(config: KVCacheConfig) -> int:
@@ -164,7 +182,8 @@ class Group:
         self.layout = layout = parts.layout
         self.device = parts.cuda_device
         self.counters = Counters(parts.context)
-        self.table = table(config.max_batch, journal, parts.reservation.addr, layout.slot_bytes)
+        base, stride = parts.reservation.addr, layout.slot_bytes
+        self.table = table(config.max_batch, journal, base, stride, layout.block)
         self.reclaimer = Reclaimer(
             self.mapper,
             layout,

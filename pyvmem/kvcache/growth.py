@@ -360,6 +360,8 @@ class Pager(Journaled):
             [counters, "reused", counters.reused + reused],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
         )
+        if self.layout.block:
+            edits.append([slots, "whole", grown.whole])
         if ticket is None:  # C writes the columns
             granted = self.granted_pages + grown.granting
             edits += ([slots, "granted", grown.pages], [self, "granted_pages", granted])
@@ -490,6 +492,9 @@ class Pager(Journaled):
         if job.pieces:
             slots, _, mapped = zip(*job.pieces, strict=True)
             journal.put_all(slots, "mapped", mapped)
+            if self.layout.block:
+                for slot, low, high in job.pieces:
+                    slot.enlarge(low, high)
         for slot, low, high in job.large:
             slot.places.put(low, high, self._large)
         self.reclaimer.held += job.new_pages
@@ -647,6 +652,14 @@ class Pager(Journaled):
         pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
+        pages *= self.layout.num_tensors
+        return pages + (self.loose(keep) if promoting else 0)
+
+    def loose(self, keep: Mapping[Slot, int]) -> int:
+        """Physical pages of running requests that a step can take where it splits large entries."""
+        if not self.layout.block:
+            return 0
+        pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
         return pages * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
@@ -849,6 +862,7 @@ class Pager(Journaled):
         slot.dirty = min(max(slot.dirty, slot.granted), mapped)
         self.granted_pages += granted - slot.granted
         slot.span, slot.mapped, slot.granted = span, mapped, granted
+        slot.cut(mapped)
         self._set_capacity(slot, granted)
 
     def assign(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
@@ -868,6 +882,8 @@ class Pager(Journaled):
             reclaimer.shared.hold(span.slice(have, span.pages))
         reclaimer.shared.use(span, hold=not have)
         reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0, head=head)
+        if slot.block:
+            slot.enlarge(head, mapped)
         if head:
             reclaimer.slid += head
         for block, *_ in span.parts:
@@ -906,6 +922,7 @@ class Pager(Journaled):
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, high in job.pieces:
                 slot.mapped = low
+                slot.cut(low)
                 slot.places.forget(low, high)
             if isinstance(error, NotRecoverable):
                 self.reclaimer.mark_broken(job.pieces)

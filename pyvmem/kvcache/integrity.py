@@ -166,6 +166,8 @@ def check(group: Group) -> list[str]:
             )
         if not 0 <= slot.head <= slot.mapped:
             found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
+        if not slot.whole <= slot.mapped or (slot.whole and slot.whole % layout.block):
+            found.append(f"{name}: large entries up to page {slot.whole}, mapped {slot.mapped}")
         if slot.shared > slot.mapped:
             found.append(f"{name}: shared up to page {slot.shared}, mapped {slot.mapped}")
         if not slot.active and slot.granted:
@@ -282,6 +284,16 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
                     )
                     break
                 at += info.run_bytes
+        found += _check_entries(group, slot, start)
+    return found
+
+
+def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
+    """Entries of 2 MiB in the part of a tensor that begins there, where there should be none."""
+    layout, found = group.layout, []
+    for page in range(slot.whole, slot.mapped, layout.block) if layout.block else ():
+        if group.context.query(start + page * layout.page_size).entry_bytes > layout.page_size:
+            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.whole}")
     return found
 
 

@@ -425,6 +425,7 @@ class MovePlanner:
                 layout.tensor_bytes,
                 consume=True,
                 replace=True,
+                split=True,
             )
             ops.unmap(scratch, nbytes, tensors, move.stride)
         return ops

@@ -149,6 +149,7 @@ class Sharing:
                 layout.tensor_bytes,
                 True,
                 replace=replace,
+                split=replace,
             )
 
     # ---- shared pages in more slots --------------------------------------------------------------
@@ -209,7 +210,7 @@ class Sharing:
         for block, low, high in span.parts:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,
-                replace=replace,
+                replace=replace, split=replace,
                 offset_stride=size * block.pages,  # from one tensor to the next in the handle
             )  # fmt: skip
             address += (high - low) * size

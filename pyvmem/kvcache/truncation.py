@@ -242,6 +242,7 @@ class Truncation:
                 layout.tensor_bytes,
                 consume=True,
                 replace=True,
+                split=True,
             )
             ops.unmap(scratch, size, tensors, size)
         if self.end < slot.mapped:
@@ -250,6 +251,7 @@ class Truncation:
                 (slot.mapped - self.end) * layout.page_size,
                 tensors,
                 layout.tensor_bytes,
+                split=True,
             )
 
     def note(self) -> Span:
