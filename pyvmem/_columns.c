@@ -95,15 +95,15 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint
 /*
  * Finds the slots that the last scan named, and whose pages end within `ahead` rows after those that are held.
  * `found` gets them and `needs` the rows that each is to have pages for, as long as they lack no more than `room`
- * pages together. Slots that are not plain are left out, unless pages may be `large`, which makes slots so.
+ * pages together. Slots that are not plain are left out.
  *
  * Returns how many there are.
  */
 uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
-                     const uint64_t *held, uint64_t ahead, uint64_t room, int large, uint64_t *needs, uint32_t *found) {
+                     const uint64_t *held, uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < slots; i++) {
-    if (!columns->named[i] || !(large ? columns->active[i] : columns->plain[i])) continue;
+    if (!columns->named[i] || !columns->plain[i]) continue;
     uint64_t rows = smaller(held[i] + ahead, place->max_rows), mapped = columns->mapped[i];
     uint64_t bytes = smaller(rows + place->overread, place->max_rows) * place->row_bytes;
     if (bytes <= mapped * place->page_size || mapped != columns->granted[i]) continue;

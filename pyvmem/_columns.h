@@ -88,7 +88,7 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
                       const uint64_t *head, uint64_t *goals);
 uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
-                     const uint64_t *held, uint64_t ahead, uint64_t room, int large, uint64_t *needs, uint32_t *found);
+                     const uint64_t *held, uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found);
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops);
 void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint64_t *slot, const uint64_t *low,

@@ -169,19 +169,18 @@ class Columns:
         places: list[int] = ffi.unpack(self._beyond, found) if found else []
         return first if swap else second, self._total[0], places
 
-    def near(self, ahead: int, room: int, *, large: bool) -> list[int]:
+    def near(self, ahead: int, room: int) -> list[int]:
         """The slots whose pages end within `ahead` rows after those that they hold, for `plan`.
 
         Args:
             ahead: rows.
             room: pages per tensor that they may lack together.
-            large: slots that are not plain, too.
         """
         (first, at_first), (_, at_second) = self._rows
         held = at_first if self.held is first else at_second
         count = len(self.capacity)
         found = lib.pyvmem_near(
-            self.place, self._at, count, held, ahead, room, large, self._needs, self._beyond
+            self.place, self._at, count, held, ahead, room, self._needs, self._beyond
         )
         self._growth.count = found
         return ffi.unpack(self._beyond, found) if found else []

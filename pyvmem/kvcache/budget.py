@@ -522,7 +522,7 @@ class Share:
                     continue
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
-                if not slot.spare:  # a large page that its owner partly uses
+                if not slot.spare:  # all of it is of an entry that its owner partly uses
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break

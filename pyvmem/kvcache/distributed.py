@@ -386,11 +386,6 @@ class ParallelKVCache(MustClose):
         self._cache: KVCache | None = None
         if getattr(config, "idle_seconds", 0):
             raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
-        if getattr(config, "large_page_size", 0):
-            raise invalid(
-                "large_page_size: what a rank can reclaim of large pages depends on when its "
-                "background is done; it must be 0 with several ranks"
-            )
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._ranks = ranks = Ranks(group, device_ordinal(device))

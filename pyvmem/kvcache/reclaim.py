@@ -175,9 +175,8 @@ class Reclaimer(Journaled):
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
 
-        Of a stale slot all pages go, since what it shares cannot be kept for a next owner. A large
-        page that `keep` would split goes too, unless its owner has a part of it. What an owner has
-        of an entry of 2 MiB stays as a whole, since work may be reading it.
+        Of a stale slot all pages go, since what it shares cannot be kept for a next owner. What an
+        owner has of an entry of 2 MiB stays as a whole, since work may be reading it.
 
         Args:
             slot: without a batch in flight.
@@ -187,13 +186,10 @@ class Reclaimer(Journaled):
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
         """
-        places = slot.places
         if slot.stale:
             keep = 0
         elif slot.granted < slot.whole and slot.active:
             keep = max(keep, slot.firm)
-        if places and not slot.stale:
-            keep = max(places.floor(keep), places.ceil(slot.granted))
         low = max(keep, slot.head)
         if low >= slot.mapped:
             return
@@ -753,7 +749,7 @@ class Reclaimer(Journaled):
             The pages per tensor that come back, now or when batches under way are over.
         """
         self.release_kept(span)
-        back = self.shared.returns(span, self._going())
+        back = self.shared.idle(span)
         self.unref(span)
         return back
 

@@ -49,7 +49,7 @@ from pyvmem._native import Columns
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Watched
-from pyvmem.kvcache.pages import EMPTY, Places, Span, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, EMPTY, Places, Span, Stretch, Tier
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Slot(Watched):
         job: the one batch in flight over this slot's addresses.
         span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that are kept for the request.
-        places: which pages are large, or outside the device.
+        places: which pages lie outside the device.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
     """
@@ -183,7 +183,7 @@ class Slot(Watched):
         """Notes that pages [low, high) are mapped; whole blocks may have large entries."""
         block = self.block
         if block and (low + -low % block) + block <= high:
-            self.whole = high - high % block
+            self.whole = max(self.whole, high - high % block)
 
     def cut(self, page: int) -> None:
         """Notes that pages from this one on are gone, or are to be."""
@@ -196,18 +196,17 @@ class Slot(Watched):
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
-        """Pages of the device from this one on; a large one that begins before is left out."""
+        """Pages of the device from this one on."""
         if not self.places.noted:
             return max(0, self.mapped - page)
-        low = self.places.ceil(page)
-        return max(0, self.mapped - low - sum(self.places.away(low, self.mapped).values()))
+        return max(0, self.mapped - page - sum(self.places.away(page, self.mapped).values()))
 
     @property
     def spare(self) -> int:
         """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
         if self.kept:
             return 0
-        return self.mapped - self.places.ceil(max(self.granted, self.head))
+        return self.mapped - max(self.firm, self.head)
 
 
 class SlotTable:
@@ -639,16 +638,15 @@ class Growth:
     Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
     `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. `large` holds the pieces that are large pages. One that is `ahead` grants
-    nothing: nobody asked for it. The failure of a `quiet` one is not raised: nobody asked for it,
-    or another group's growth in the same batch raises it. The counts are of physical pages.
+    nothing is filled. One that is `ahead` grants nothing: nobody asked for it. The failure of a
+    `quiet` one is not raised: nobody asked for it, or another group's growth in the same batch
+    raises it. The counts are of physical pages.
     """
 
     takes_pages: ClassVar[bool] = False
 
     slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
-    large: list[Piece] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     handover: list[Any] = field(default_factory=list)
     mapping: Any = None
@@ -762,13 +760,13 @@ class Move:
 
     Attributes:
         slot: whose.
-        stretches: what becomes of which pages; nothing else of the slot changes.
-        runs: stretches that are one physical run, and are only to be mapped in one piece.
+        stretches: where which pages are to lie; nothing else of the slot changes.
+        runs: pages that may be one physical run, and are only to be mapped in one piece.
         first: page that the scratch addresses begin with.
         stride: bytes between tensors there.
         addresses: scratch; None where nothing is copied.
         ticket: of the copies; None: they are over.
-        promotes: it is for larger pages, and may be cancelled when memory is short.
+        promotes: it is for entries of 2 MiB, and may be cancelled when memory is short.
     """
 
     slot: Slot
@@ -788,14 +786,14 @@ class Move:
 
     def here(self) -> int:
         """New pages per tensor that lie in the device."""
-        return sum(high - low for low, high, kind in self.stretches if not kind.away)
+        return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
     def away(self) -> dict[Tier, int]:
         """New pages per tensor that do not, by tier."""
         found: dict[Tier, int] = {}
-        for low, high, kind in self.stretches:
-            if kind.away:
-                found[kind.tier] = found.get(kind.tier, 0) + high - low
+        for low, high, tier in self.stretches:
+            if tier != DEVICE:
+                found[tier] = found.get(tier, 0) + high - low
         return found
 
     def begins_before(self, page: int) -> bool:

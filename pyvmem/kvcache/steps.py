@@ -65,7 +65,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     for group, rows, _, _ in begun:
         if group.window is not None:
             windows.append((group.window, rows))
-        if group.config.promote_tokens and group.promoter is not None:
+        if group.promoter is not None:
             group.promoter.step(rows, stream)
         runs = group.pager.runs
         if runs.joins and runs.used > runs.join_at:

@@ -102,7 +102,7 @@ class Window:
     def due(self, lens: Sequence[int], stream: Any) -> list[tuple[Slot, int, int, int]]:
         """Finds what the step to `lens` no longer needs.
 
-        Slots with shared or large pages, or some outside the device, let theirs go at once.
+        Slots with shared pages, or some outside the device, let theirs go at once.
 
         Returns:
             Slots, their first pages that stay, and what `_next` and `_least` are once those before
@@ -145,13 +145,8 @@ class Window:
 
     def _slide_alone(self, slot: Slot, head: int, stream: Any) -> None:
         """Begins to unmap the pages of a slot below `head`, and notes what that is for others."""
-        places, index = slot.places, slot.index
+        index = slot.index
         head, later = self._parted(slot, head)
-        if places and places.floor(head) != head:  # in the middle of a large page
-            end, head = places.ceil(head), places.floor(head)
-            if head <= slot.head:
-                self._set(index, self._goes_at(end), self._least[index])
-                return
         least = self._window + self._rows(head)
         if head > slot.head:
             event = record(stream, self.device)
@@ -222,7 +217,7 @@ class Window:
         """
         least = self._window + self._rows(head)
         self._set(slot.index, self._first, least)
-        low, _ = self._parted(slot, slot.places.floor(head) if slot.places else head)
+        low, _ = self._parted(slot, head)
         if low > slot.head and slot.job is None and self.reclaimer.try_slide(slot, low, []):
             self._set(slot.index, self._goes_at(low + 1), least)
 
