@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from kvcache_helpers import rows_are, stamp
 
-from pyvmem import Caps, Context, InvalidArgument, KVCache, KVCacheConfig
+from pyvmem import (
+    Caps,
+    Context,
+    DriverError,
+    Inject,
+    InvalidArgument,
+    KVCache,
+    KVCacheConfig,
+    NotRecoverable,
+)
 
 PAGE, BLOCK = 64 << 10, 2 << 20
 PAGES = BLOCK // PAGE
@@ -135,6 +144,34 @@ def test_a_step_short_of_memory_splits_what_a_request_has_no_use_for(
     assert rows_are(cache, first, 0, FULL + 5, 1.0)
     stamp(cache, second, 0, 20 * ROWS, 2.0)
     cache.check_integrity()
+    assert rows_are(cache, first, 0, FULL + 5, 1.0)
+
+
+@pytest.mark.parametrize("cache", [SHORT], indirect=True)
+def test_every_driver_call_of_a_split_fails_once(cache: KVCache) -> None:
+    """The step raises, and everything is as it was; the next one succeeds."""
+    first = prefill(cache, 2 * FULL, 1.0)
+    assert cache.truncate(first, FULL + 5) == 0
+    second = cache.alloc_reqid()
+    want = lens(cache, **{f"r{first}": FULL + 5, f"r{second}": 20 * ROWS})
+    failed = 0
+    while True:
+        cache.context.inject(Inject.MAP | Inject.UNMAP, failed)
+        try:
+            assert cache.step(want) == 0
+            break
+        except NotRecoverable:
+            raise
+        except DriverError:
+            failed += 1
+        finally:
+            cache.context.inject(Inject.MAP | Inject.UNMAP, count=0)
+        cache.check_integrity()
+        assert cache.snapshot()[second].granted_pages == 0
+        assert rows_are(cache, first, 0, FULL + 5, 1.0)
+        cache.context.check()
+    assert failed >= TENSORS
+    assert entries(cache, first) == [BLOCK, PAGE, 0, 0]
     assert rows_are(cache, first, 0, FULL + 5, 1.0)
 
 
