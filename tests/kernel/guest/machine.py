@@ -229,8 +229,8 @@ def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]
     """Boots, waits for the end, and says what came of it.
 
     A kernel that dies before its first program is booted once more. Nothing of ours has run in it:
-    on a busy machine QEMU's emulation rarely runs into a place that the kernel is just patching,
-    which is an oops "int3".
+    on a busy machine QEMU's emulation can run into a place that the kernel is just patching, which
+    is an oops.
     """
     if shutil.which(QEMU) is None:
         raise GuestError(f"no {QEMU} here (Debian: qemu-system-x86)")
