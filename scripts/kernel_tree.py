@@ -18,6 +18,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from driver_edits import edits
 from driver_patches import apply_patch, kernel_files, series_digest, series_for
 from driver_source import BUILD_PARTS, driver_source
 from kernel_common import (
@@ -198,6 +199,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
         source = driver_source(tree.version)
     parts = [part for part in BUILD_PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
+    files |= edits(files, tree.headers.source)
     # Like KCFLAGS in make(), which come before this: what is not loaded is not made.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
     files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")

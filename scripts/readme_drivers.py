@@ -93,6 +93,8 @@ def part() -> list[str]:
             of_program = [test for test in passed if test["program"] == program]
             cells.append(f"{sum(test['counts'].get(count, 0) for test in of_program):,}")
         origin = f"Debian {SUITES[version]}" if version in SUITES else "NVIDIA's repository"
+        if edited := record["sources"].get("edited"):
+            origin += f", {len(edited.split(', '))} files edited"
         series = f"[{record['sources']['series']}](patches/{record['sources']['series']})"
         runs = [run_on(record, "release"), run_on(record, "debug")]
         linux = kernel_series(record["sources"]["kernel"])

@@ -3,34 +3,51 @@
 #
 # usage: run_c_tests.sh SECONDS WRAPPER PROGRAM...
 #
-# Runs each program with a time limit, under WRAPPER (may be empty). Exit status of a program: 0 passed,
-# 77 could not be run here (it says why), anything else failed. Status of this script: 1 if any failed.
+# Runs each program with a time limit, under WRAPPER (may be empty), as many at once as there are processors (JOBS=n:
+# so many); each one's output comes when it has ended. Exit status of a program: 0 passed, 77 could not be run here (it
+# says why), anything else failed. Status of this script: 1 if any failed.
 # A test says itself how many checks passed and failed; with COUNT=1 the programs are counted instead.
+
+# One program: a file in $results when it has passed or failed. Two that end at once do not mix what they say.
+run_one() {
+  name=${program##*/}
+  said=$results/$name.out
+  echo "== $name" >"$said"
+  # The wrapper is a command with arguments, or nothing: it has to be split.
+  # shellcheck disable=SC2086
+  timeout -k 5 "$limit" $wrapper "$program" </dev/null >>"$said" 2>&1
+  status=$?
+  case $status in
+    0) touch "$results/$name.passed" ;;
+    77) echo "$name: not run here" >>"$said" ;;
+    124 | 137) echo "$name: FAILED, still running after $limit s" >>"$said" ;;
+    *) echo "$name: FAILED, exit status $status" >>"$said" ;;
+  esac
+  case $status in
+    0 | 77) ;;
+    *) touch "$results/$name.failed" ;;
+  esac
+  flock "$results" cat "$said"
+}
+
 limit=$1
 wrapper=$2
 shift 2
-passed=0
-failed=0
-for program in "$@"; do
-  echo "== ${program##*/}"
-  # The wrapper is a command with arguments, or nothing: it has to be split.
-  # shellcheck disable=SC2086
-  timeout -k 5 "$limit" $wrapper "$program" </dev/null
-  status=$?
-  case $status in
-    0) passed=$((passed + 1)) ;;
-    77) echo "${program##*/}: not run here" ;;
-    124 | 137)
-      echo "${program##*/}: FAILED, still running after $limit s"
-      failed=$((failed + 1))
-      ;;
-    *)
-      echo "${program##*/}: FAILED, exit status $status"
-      failed=$((failed + 1))
-      ;;
-  esac
-done
-if [ -n "${COUNT:-}" ]; then
-  echo "$passed passed, $failed failed"
+if [ -n "${RUN_ONE_INTO:-}" ]; then
+  results=$RUN_ONE_INTO
+  program=$1
+  run_one
+  exit 0
 fi
-[ "$failed" -eq 0 ]
+results=$(mktemp -d) || exit 1
+trap 'rm -rf "$results"' EXIT
+printf '%s\0' "$@" |
+  RUN_ONE_INTO="$results" xargs -0 -n 1 -P "${JOBS:-$(nproc)}" sh "$0" "$limit" "$wrapper"
+count() {
+  find "$results" -name "*.$1" | wc -l
+}
+failed=$(count failed)
+if [ -n "${COUNT:-}" ]; then
+  echo "$(count passed) passed, $failed failed"
+fi
+[ "$failed" -eq 0 ] && [ "$(find "$results" -name '*.out' | wc -l)" -eq $# ]

@@ -21,9 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from driver_edits import edits  # noqa: E402
 from driver_patches import kernel_files, series_digest, series_folder  # noqa: E402
 from driver_source import driver_source  # noqa: E402
-from kernel_common import run, tree_digest  # noqa: E402
+from kernel_common import run, tree_digest, tree_files  # noqa: E402
 from kernel_tree import headers_of  # noqa: E402
 from manifest import Test  # noqa: E402
 
@@ -119,12 +120,22 @@ def add_to_runs(path: Path, line: dict[str, Any]) -> None:
 
 
 def sources_of(version: str, suite: str | None) -> dict[str, str]:
-    """What the modules are made from, and for which kernel."""
+    """What the modules are made from, and for which kernel.
+
+    Files of the driver's that had to be edited for it are named.
+    """
     headers = headers_of(suite)
     compiler = run(*headers.with_tools(headers.compiler(), "--version"))
+    source = driver_source(version)
+    files = {
+        path.as_posix(): (source / path).read_bytes()
+        for path in tree_files(source, ("nvidia-uvm", "common"))
+    }
+    edited = sorted(edits(files, headers.source))
     return {
         "driver": version,
-        "driver_sha256": tree_digest(driver_source(version), ("nvidia-uvm", "common")),
+        "driver_sha256": tree_digest(source, ("nvidia-uvm", "common")),
+        **({"edited": ", ".join(edited)} if edited else {}),
         "series": series_folder(version).name,
         "series_sha256": series_digest(version),
         "module_sha256": module_digest(),

@@ -10,6 +10,7 @@ from pathlib import Path
 import kernel_reuse
 import kernel_tree
 import pytest
+from driver_edits import edits
 from kernel_common import KernelBuildError, tree_digest, write_if_changed
 from kernel_headers import KernelHeaders, kernel_headers
 from kernel_reuse import copy_build, keep_conftests, take_conftests
@@ -132,6 +133,42 @@ def test_the_interface_tells_what_it_has(source: Path, softgpu: Path) -> None:
     interface = source / "common/inc/nv_uvm_interface.h"
     interface.write_text("NV_STATUS nvUvmInterfaceRegisterUvmEvents(struct UvmEventsLinux *e);\n")
     assert told() == {"SG_HAS_EVENTS"}
+
+
+@pytest.mark.parametrize(
+    ("header", "text", "file", "before", "after"),
+    [
+        (
+            "string.h",
+            "extern char * strncpy(char *,const char *, __kernel_size_t);\n",
+            "nvidia-uvm/uvm_pmm_gpu.c",
+            "strncpy(name, text, size);\n",
+            "strscpy(name, text, size);\n",
+        ),
+        (
+            "of_gpio.h",
+            "/* lines on a board */\n",
+            "common/inc/nv-linux.h",
+            "#include <linux/gpio.h>\n#include <linux/of_gpio.h>\n",
+            "#include <linux/gpio.h>\n",
+        ),
+    ],
+)
+def test_what_a_newer_kernel_lacks_is_edited_out(
+    tmp_path: Path, header: str, text: str, file: str, before: str, after: str
+) -> None:
+    headers = tmp_path / "include/linux"
+    headers.mkdir(parents=True)
+    (headers / "string.h").write_text("extern char * strncpy(char *);\n")
+    (headers / "of_gpio.h").touch()
+    (headers / header).write_text(text)
+    files = {file: before.encode(), "nvidia-uvm/uvm.c": before.encode()}
+    assert edits(files, tmp_path) == {}
+    (headers / header).write_text("/* strscpy() is preferred to strncpy() */\n")
+    if header != "string.h":
+        (headers / header).unlink()
+    assert edits(files, tmp_path) == {file: after.encode()}
+    assert edits({file: after.encode()}, tmp_path) == {}
 
 
 def test_no_software_gpu_is_told(

@@ -16,12 +16,18 @@ static bool has(struct world *w, uint64_t capability) {
   return vm_query(w->uvm, w->uuid[0], &q) == 0 && (q.out_capabilities & capability) == capability;
 }
 
+/* All that the header names: the other tests leave out what is not there. */
+#define CAPABILITIES                                                                                             \
+  (UVM_VMEM_CAP_HOST | UVM_VMEM_CAP_PEER | UVM_VMEM_CAP_MULTI_GPU | UVM_VMEM_CAP_READ_ONLY | UVM_VMEM_CAP_SPARSE | \
+   UVM_VMEM_CAP_REPLACE | UVM_VMEM_CAP_BIG | UVM_VMEM_CAP_ASYNC | UVM_VMEM_CAP_LARGE)
+
 static void query(void) {
   struct world w;
   struct uvm_vmem_query q;
   world_open(&w, 1);
   OK(vm_query(w.uvm, NULL, &q));
   EQ(q.out_abi_version, UVM_VMEM_ABI_VERSION);
+  EQ(q.out_capabilities, CAPABILITIES);
   CHECK(q.out_page_sizes & UNIT);
   CHECK((q.out_page_sizes & ~UVM_VMEM_PAGE_SIZES) == 0);
   CHECK(q.out_max_bind_ops >= 64 && q.out_max_bind_units >= SLOT_UNITS && q.out_max_create_pages >= 1);

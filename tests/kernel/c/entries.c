@@ -233,6 +233,13 @@ static void split_and_joined(void) {
   OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE | UVM_VMEM_OP_CUT));
   EQ(entry(RES), UNIT);
   EQ(gpu_scan(&W, 0, RES, SLOTS * SLOT).out_2m, SLOTS - 1);
+  /* Joined where every page is mapped already; and one operation with CUT is enough, wherever another is without. */
+  OK(vm_map(W.uvm, RES, RES, whole, 0, SLOT_UNITS, LARGE | REPLACE));
+  EQ(entry(RES), SLOT);
+  ops[0] = op_map(RES + UNIT, whole, 1, 1, REPLACE | UVM_VMEM_OP_CUT);
+  ops[1] = op_map(RES + 8 * UNIT, whole, 8, 1, REPLACE);
+  OK(vm_bind(W.uvm, RES, ops, 2, NULL, NULL));
+  EQ(entry(RES), UNIT);
   OK(gpu_check(&W, 0, RES, SLOTS * SLOT, 5, 3));
   world_close(&W);
 }

@@ -181,6 +181,54 @@ static void peer_memory(void) {
   world_close(&w);
 }
 
+/* Entries of 2 MB over memory of each GPU, on both: cut, joined, and gone with the peer access. */
+static void large_entries(void) {
+  struct world w;
+  struct uvm_vmem_stat s;
+  uint32_t on[2], host;
+  if (world_gpus() < 2) SKIP("one GPU (run with --gpus 2)");
+  world_open(&w, 2);
+  const bool always = always_peers(&w);
+  if (!always) OK(softgpu_uvm_enable_peer(&w.c, 0, 1));
+  OK(vm_reserve_on(w.uvm, RES, MIB(16), 16, UVM_VMEM_RESERVE_BIG, w.uuid, 2));
+  for (unsigned i = 0; i < 2; i++) {
+    OK(vm_create(w.uvm, w.uuid[i], 16, SLOT_UNITS, UVM_VMEM_CREATE_CONTIGUOUS, &on[i]));
+    OK(vm_map(w.uvm, RES, RES + i * SLOT, on[i], 0, SLOT_UNITS, UVM_VMEM_OP_LARGE));
+  }
+  OK(gpu_fill(&w, 0, RES, 2 * SLOT, PATTERN, 1));
+  for (unsigned round = 0; round < 2; round++) {
+    for (unsigned gpu = 0; gpu < 2; gpu++) {
+      for (unsigned i = 0; i < 2; i++) {
+        struct softgpu_xlate x = gpu_xlate(&w, gpu, RES + i * SLOT);
+        EQ(x.out_page_size, SLOT);
+        EQ(x.out_aperture, i == gpu ? SOFTGPU_APERTURE_VID : SOFTGPU_APERTURE_PEER);
+      }
+      OK(gpu_check(&w, gpu, RES, 2 * SLOT, PATTERN, 1));
+    }
+    if (round) break;
+    for (unsigned i = 0; i < 2; i++) OK(vm_unmap(w.uvm, RES, RES + i * SLOT + 5 * UNIT, 1, UVM_VMEM_OP_CUT));
+    for (unsigned gpu = 0; gpu < 2; gpu++) {
+      EQ(gpu_scan(&w, gpu, RES, 2 * SLOT).out_64k, 2 * (SLOT_UNITS - 1));
+      OK(gpu_check(&w, gpu, RES, 5 * UNIT, PATTERN, 1));
+      OK(gpu_check(&w, gpu, RES + SLOT + 6 * UNIT, SLOT - 6 * UNIT, PATTERN + (SLOT + 6 * UNIT) / 8, 1));
+      for (unsigned i = 0; i < 2; i++) EQ(gpu_check(&w, gpu, RES + i * SLOT + 5 * UNIT, 8, 0, 0), -EFAULT);
+    }
+    for (unsigned i = 0; i < 2; i++)
+      OK(vm_map(w.uvm, RES, RES + i * SLOT, on[i], 0, SLOT_UNITS, UVM_VMEM_OP_LARGE | UVM_VMEM_OP_REPLACE));
+  }
+  if (!always) {
+    OK(softgpu_uvm_disable_peer(&w.c, 0, 1));
+    for (unsigned gpu = 0; gpu < 2; gpu++) EQ(gpu_scan(&w, gpu, RES, 2 * SLOT).out_2m, 0);
+    OK(vm_stat(w.uvm, NULL, &s));
+    EQ(s.out_mapped_bytes, 0);
+    /* Nothing is left there that a page would have to cut. */
+    OK(vm_create(w.uvm, w.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host));
+    for (unsigned i = 0; i < 2; i++) OK(vm_map(w.uvm, RES, RES + i * SLOT + 3 * UNIT, host, 0, 1, 0));
+    for (unsigned gpu = 0; gpu < 2; gpu++) OK(gpu_check(&w, gpu, RES + 3 * UNIT, UNIT, 0, 0));
+  }
+  world_close(&w);
+}
+
 /* The administrator's limit is one for each GPU. */
 static void limit_of_each_gpu(void) {
   struct world w;
@@ -412,6 +460,6 @@ static void membars_by_memory(void) {
   world_close(&w);
 }
 
-MAIN(TEST(limit_of_each_gpu), TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory),
+MAIN(TEST(limit_of_each_gpu), TEST(apart), TEST(one_reservation_on_both), TEST(peer_memory), TEST(large_entries),
      TEST(every_gpu_is_waited_for), TEST(not_reused_before_both_are_done), TEST(one_of_two_leaves),
      TEST(free_while_another_gpu_is_slow), TEST(membars_by_memory))

@@ -70,6 +70,7 @@ class Outcome:
 
     status: int | None
     failures: list[str]
+    up: bool  # the guest came as far as its first program
     loaded: bool  # the guest came as far as the command
     late: bool
     seconds: float
@@ -225,9 +226,23 @@ def qemu_command(machine: Machine, initramfs: Path, console: int, output: int) -
 
 
 def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
-    """Boots, waits for the end, and says what came of it."""
+    """Boots, waits for the end, and says what came of it.
+
+    A kernel that dies before its first program is booted once more. Nothing of ours has run in it:
+    on a busy machine QEMU's emulation can run into a place that the kernel is just patching, which
+    is an oops.
+    """
     if shutil.which(QEMU) is None:
         raise GuestError(f"no {QEMU} here (Debian: qemu-system-x86)")
+    outcome = _boot(machine, log, cache, show)
+    if outcome.up or outcome.late:
+        return outcome
+    show(b"the guest's kernel died before its first program: once more\n")
+    return _boot(machine, log, cache, show)
+
+
+def _boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]) -> Outcome:
+    """One boot."""
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with open(log, "wb") as kept, tempfile.TemporaryDirectory(prefix="vmem-guest-") as folder:
@@ -265,10 +280,10 @@ def boot(machine: Machine, log: Path, cache: Path, show: Callable[[bytes], None]
         failures.append(f"the machine stopped early; the last that it reached: {reached}")
     if said:
         failures.append(f"qemu: {said}")
-    loaded = "loaded" in run.words
+    up, loaded = bool(run.words), "loaded" in run.words
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     busy = used.ru_utime + used.ru_stime
-    return Outcome(run.status, failures, loaded, late, time.monotonic() - start, busy, log)
+    return Outcome(run.status, failures, up, loaded, late, time.monotonic() - start, busy, log)
 
 
 def _relay(streams: dict[int, Callable[[bytes], None]], deadline: float) -> bool:

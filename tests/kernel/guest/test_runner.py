@@ -17,6 +17,8 @@ import pytest
 from manifest import Test as Entry
 from suite import verdict
 
+from guest import machine
+
 RUN = Path(__file__).resolve().parent.parent / "run.py"
 
 
@@ -78,6 +80,23 @@ def test_a_crash_is_a_failure_though_the_command_printed_success(tmp_path: Path)
     assert ran.report["status"] is None
     assert "sysrq triggered crash" in ran.output
     assert "the machine stopped early" in ran.output
+
+
+def test_a_kernel_that_dies_before_its_first_program_is_booted_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In QEMU's place a program that ends at once."""
+    program, boots = tmp_path / "qemu", tmp_path / "boots"
+    program.write_text(f"#!/bin/sh\necho boot >>{boots}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(machine, "QEMU", str(program))
+    shown: list[bytes] = []
+    guest = machine.Machine(kernel=tmp_path / "vmlinuz", command=["true"])
+    outcome = machine.boot(guest, tmp_path / "log", tmp_path / "cache", shown.append)
+    assert boots.read_text() == "boot\nboot\n"
+    assert b"once more" in b"".join(shown)
+    assert outcome.code == 1
+    assert "it did not boot" in outcome.failures[0]
 
 
 def test_what_hangs_is_ended_and_shown(tmp_path: Path) -> None:

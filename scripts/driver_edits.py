@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT
+"""What NVIDIA's published files ask of Linux that newer kernels no longer have.
+
+For the tests alone. Whoever has such a kernel has a driver that was made or mended for it, and
+`make module` builds that one's source as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["edits"]
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Something that Linux had, and the words of a driver's file that go with it.
+
+    Attributes:
+        header: the kernel's file that has it.
+        shown: what stands in that file as long as it is there.
+        file: the driver's file that uses it.
+        old: the words there.
+        new: what stands for them.
+    """
+
+    header: str
+    shown: str
+    file: str
+    old: bytes
+    new: bytes
+
+    def lacks(self, linux: Path) -> bool:
+        """Whether a kernel's sources no longer have it."""
+        path = linux / "include" / "linux" / self.header
+        return not path.is_file() or self.shown not in path.read_text("utf-8", "replace")
+
+
+GONE = (
+    Gone("of_gpio.h", "", "common/inc/nv-linux.h", b"#include <linux/of_gpio.h>\n", b""),
+    # A name that its buffer has room for: what strncpy fills up with zeros, nobody reads.
+    Gone("string.h", "strncpy(char", "nvidia-uvm/uvm_pmm_gpu.c", b"strncpy(", b"strscpy("),
+)
+
+
+def edits(files: Mapping[str, bytes], linux: Path) -> dict[str, bytes]:
+    """The driver's files that have to differ for these sources of Linux, as they have to be."""
+    changed = {}
+    for one in GONE:
+        content = files.get(one.file, b"")
+        if one.old in content and one.lacks(linux):
+            changed[one.file] = content.replace(one.old, one.new)
+    return changed
