@@ -71,6 +71,10 @@ HOOKS = (
     Hook("config.scheduler", "SchedulerConfig.async_scheduling", "read", "which of the two"),
     Hook("config.vllm", "VllmConfig.instance_id", "read", "by which the executor is found"),
     Hook(
+        *("config.parallel", "ParallelConfig.data_parallel_index", "read"),
+        "each rank of data parallelism is an engine of its own",
+    ),
+    Hook(
         *("v1.executor.abstract", "Executor.collective_rpc", "called"),
         "the scheduler asks its ranks where they are",
         takes=("method", "args"),
@@ -193,6 +197,14 @@ HOOKS = (
         "replaced",
         "how many it takes",
         takes=("request_id", "num_tokens", "new_computed_blocks"),
+    ),
+    Hook(
+        *("v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers", "read"),
+        "one for each group of layers",
+    ),
+    Hook(
+        *("v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.block_size", "read"),
+        "tokens of a block, on all ranks of context parallelism together",
     ),
     Hook(_MANAGER, "KVCacheManager.take_events", "called", "for the publisher"),
     # ---- offloading
