@@ -103,6 +103,11 @@ HOOKS = (
         takes=("scheduler_output",),
     ),
     Hook(_WORKER, "Worker.sample_tokens", "overridden", "the end of a step's launch"),
+    Hook(
+        *(_WORKER, "Worker.execute_dummy_batch", "overridden"),
+        "a step of no request names no block that may have no memory",
+    ),
+    Hook("v1.worker.gpu.block_table", "BlockTables.input_block_tables", "read", "its blocks"),
     Hook(_WORKER, "Worker.shutdown", "overridden", "memory goes back"),
     Hook("v1.worker.cpu_worker", "CPUWorker", "overridden", "the same on a CPU"),
     *_members(

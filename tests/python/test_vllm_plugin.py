@@ -46,6 +46,27 @@ def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
     Elastic().init_device()
 
 
+def test_a_step_without_requests_names_no_block_of_one_that_has_ended() -> None:
+    """In data parallelism. The runner V2 of 0.26 reads what its tables last said."""
+    torch = pytest.importorskip("torch")
+    tables = [torch.tensor([[7, 8], [9, 0]], dtype=torch.int32) for _ in range(2)]
+    seen = []
+
+    class Worker:
+        model_runner = SimpleNamespace(block_tables=SimpleNamespace(input_block_tables=tables))
+
+        def execute_dummy_batch(self) -> None:
+            seen.append([int(table.abs().sum()) for table in tables])
+
+    class Elastic(ElasticWorker, Worker):
+        pass
+
+    Elastic().execute_dummy_batch()
+    Elastic.model_runner = SimpleNamespace()  # runner V1, which clears them
+    Elastic().execute_dummy_batch()
+    assert seen == [[0, 0]] * 2
+
+
 # ---- versions ------------------------------------------------------------------------------------
 
 
