@@ -141,7 +141,7 @@ def ray_cluster(patch: pytest.MonkeyPatch, gpus: int) -> Iterator[str]:
         _node_ip_address=HERE,
     )
     try:
-        yield found["gcs_address"]
+        yield found.address_info["gcs_address"]
     finally:
         ray.shutdown()
 
