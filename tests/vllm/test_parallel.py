@@ -108,15 +108,15 @@ def test_two_ranks(
     wanted = expected(MODEL)
     with ExitStack() as stack:
         if executor == "ray":
-            stack.enter_context(ray_cluster(monkeypatch, 2))
+            stack.enter_context(ray_cluster(monkeypatch))
         ways = {"distributed_executor_backend": executor, **ways}
         check_ranks(stack.enter_context(start(MODEL, **ways, **POOL)), [ledger], wanted)
     check_end([ledger])
 
 
 @contextmanager
-def ray_cluster(patch: pytest.MonkeyPatch, gpus: int) -> Iterator[str]:
-    """Ray on this machine, with so many GPUs, as far as it knows; its address.
+def ray_cluster(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray on this machine, with two GPUs, as far as it knows.
 
     vLLM's platform for CPUs names no resource of Ray's to place workers by.
     """
@@ -132,16 +132,15 @@ def ray_cluster(patch: pytest.MonkeyPatch, gpus: int) -> Iterator[str]:
     patch.setattr(CpuPlatform, "ray_device_key", "GPU")
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    found = ray.init(
+    ray.init(
         num_cpus=2,
-        num_gpus=gpus,
+        num_gpus=2,
         include_dashboard=False,
         object_store_memory=100 << 20,
         runtime_env={"worker_process_setup_hook": name_one},
-        _node_ip_address=HERE,
     )
     try:
-        yield found.address_info["gcs_address"]
+        yield
     finally:
         ray.shutdown()
 
@@ -150,8 +149,9 @@ def ray_cluster(patch: pytest.MonkeyPatch, gpus: int) -> Iterator[str]:
 
 
 @contextmanager
-def second_machine(folder: Path, log: Path, *words: str | Path) -> Iterator[Any]:
-    """A process there, the first of an engine's or of Ray's."""
+def second_machine(folder: Path, log: Path, options: dict[str, Any]) -> Iterator[Any]:
+    """The process of an engine's other node."""
+    words = [str(Path(__file__).with_name("node.py")), json.dumps(options)]
     own = {"VMEM_LEDGER": str(folder), "VLLM_HOST_IP": THERE, "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -169,11 +169,7 @@ def second_machine(folder: Path, log: Path, *words: str | Path) -> Iterator[Any]
             process.wait()
 
 
-@pytest.mark.parametrize(
-    ("executor", "ways"),
-    [("mp", PIPELINE), ("mp", TENSOR), ("ray", TENSOR)],
-    ids=["mp-pipeline", "mp-tensor", "ray-tensor"],
-)
+@pytest.mark.parametrize("ways", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
 def test_two_machines(
     start: Callable[..., Any],
     models: Callable[[str], str],
@@ -181,7 +177,6 @@ def test_two_machines(
     ledger: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    executor: str,
     ways: dict[str, Any],
 ) -> None:
     """Their ranks are called over TCP, each machine's ledger has its own, and a node may end."""
@@ -190,22 +185,16 @@ def test_two_machines(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("VLLM_HOST_IP", HERE)
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "10")
-    ways = {"distributed_executor_backend": executor, **ways}
+    ways = {"nnodes": 2, "master_addr": HERE, "master_port": free_port(), **ways}
+    ways["distributed_executor_backend"] = "mp"
+    theirs = {"model": models(MODEL), **SIZES, **ways, "node_rank": 1}
     with ExitStack() as stack:
-        if executor == "ray":
-            address = stack.enter_context(ray_cluster(monkeypatch, 1))
-            words = ["-m", "ray.scripts.scripts", "start", "--block", "--address", address]
-            words += ["--node-ip-address", THERE, "--num-cpus", "1", "--num-gpus", "1"]
-        else:
-            ways |= {"nnodes": 2, "master_addr": HERE, "master_port": free_port()}
-            options = {"model": models(MODEL), **SIZES, **ways, "node_rank": 1}
-            words = [str(Path(__file__).with_name("node.py")), json.dumps(options)]
-        node = stack.enter_context(second_machine(other, log, *words))
+        node = stack.enter_context(second_machine(other, log, theirs))
         wanted = expected(MODEL)  # while that starts
         llm = stack.enter_context(start(MODEL, **ways, **POOL))
         elastic = elastic_of(llm)
         there = machine(Settings(ledger=str(other)))
-        assert sorted(one.machine for one in elastic.ranks.ranks) == ["", there]
+        assert [one.machine for one in elastic.ranks.ranks] == ["", there]
         check_ranks(llm, [ledger, other], wanted)
         with Ledger("host", folder=other) as book:
             book.order_limit("two", 8 << 20)
