@@ -301,7 +301,7 @@ def notebook(session: Session) -> None:
 
 
 def vllm(session: Session) -> None:
-    """vLLM for the CPU on the elastic pool, beside stock vLLM; a long run: the other versions."""
+    """vLLM for the CPU on the elastic pool, beside stock; a long run: Ray, the other versions."""
     marks = "long or not long" if session.long else "not long"
     # Warnings are vLLM's own, hundreds of them.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
@@ -311,6 +311,11 @@ def vllm(session: Session) -> None:
         return
     path = f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"
     call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=path)
+    if session.long and not can("vllm_setup.py", "ray"):
+        session.skip("vllm with Ray: its environment cannot be had here (see above)")
+    elif session.long:
+        tests = ["tests/vllm/test_parallel.py", "-k", "ray"]
+        call(vllm_setup.RAY / python, "-m", "pytest", *options, *tests, PYTHONPATH=path)
     for requirement in vllm_setup.versions() if session.long else []:
         if not can("vllm_setup.py", requirement):
             session.skip(f"{requirement}: its environment cannot be had here (see above)")

@@ -3,9 +3,10 @@
 """Makes build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: it cannot be had here.
 
 With a requirement of requirements/vllm-versions.txt as the argument, also build/vllm-VERSION, on
-top of both: another version. Environments of their own, because vLLM asks for versions of its own;
-what they share with build/venv (torch alone is most of 1 GB) they take from there. Libraries of the
-system that vLLM's extension is linked with come from Debian's packages, if they are missing.
+top of both: another version; with `ray`, build/vllm-ray, with Ray. Environments of their own,
+because vLLM asks for versions of its own; what they share with build/venv (torch alone is most of
+1 GB) they take from there. Libraries of the system that vLLM's extension is linked with come from
+Debian's packages, if they are missing.
 
 A version that has no build for CPUs yet is tried with its Python alone, over the kernels that
 build/vllm has: so a release can be tested on its first day.
@@ -25,7 +26,9 @@ from environment import BUILD, REQUIREMENTS, VENV, packages
 from extra_environment import CANNOT, make
 from system_packages import install_debian_packages
 
-__all__ = ["environment_of", "missing_libraries", "versions"]
+__all__ = ["RAY", "environment_of", "missing_libraries", "versions"]
+
+RAY = BUILD / "vllm-ray"
 
 # What vLLM's own extension is linked with beside libc, and Debian's package of it. Without it vLLM
 # warns, goes on, and fails much later for an operation that it does not have.
@@ -120,8 +123,11 @@ def main() -> int:
     vllm = BUILD / "vllm"
     status = make(vllm, ["vllm"], [VENV], size="1 GB")
     for requirement in sys.argv[1:]:
+        if requirement == "ray":
+            status = status or make(RAY, ["vllm-ray"], [vllm, VENV], size="250 MB")
+            continue
         if requirement not in versions():
-            print(f"{requirement}: expected one of {', '.join(versions())}", flush=True)
+            print(f"{requirement}: expected one of {', '.join([*versions(), 'ray'])}", flush=True)
             return 2
         status = status or another(requirement, vllm)
     return status

@@ -69,7 +69,9 @@ class Demand:
         speculative = scheduler.vllm_config.speculative_config
         tokens = 1 + 2 * (speculative.num_speculative_tokens if speculative else 0)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-        self._block_sizes = [spec.block_size for spec in specs]
+        # In context parallelism a block has so many tokens on each rank.
+        managers = manager.coordinator.single_type_managers
+        self._block_sizes = [one.block_size for one in managers]
         self.most = self._blocks(tokens) + sum(map(_copies, specs))
         elastic.count_waiting = self._count_waiting
         self._count_blocks = manager.coordinator.get_num_blocks_to_allocate

@@ -29,6 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pyvmem.ledger.accounts import engine_name
 from pyvmem.vllm.backing import Backing, Growth, Release
 from pyvmem.vllm.channel import RankLost, Ranks
 from pyvmem.vllm.geometry import Geometry
@@ -145,6 +146,9 @@ class ElasticEngine:
             return LocalQuota(limit, self.ranks.free)
         model = str(config.model_config.served_model_name or config.model_config.model)
         name = settings.name or model.rstrip("/").rsplit("/", 1)[-1]
+        replica = config.parallel_config.data_parallel_index
+        if replica:
+            name = engine_name(name, f"-dp{replica}")
         return join_ledgers(
             self.ranks.ranks,
             Path(settings.ledger) if settings.ledger else None,
@@ -155,7 +159,7 @@ class ElasticEngine:
             least=self.least,
             virtual=virtual,
             capacity=settings.capacity,
-            identity=identity_of(config.instance_id),
+            identity=identity_of(config.instance_id, replica),
             free=self.ranks.free,
         )
 

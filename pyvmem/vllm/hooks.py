@@ -71,6 +71,10 @@ HOOKS = (
     Hook("config.scheduler", "SchedulerConfig.async_scheduling", "read", "which of the two"),
     Hook("config.vllm", "VllmConfig.instance_id", "read", "by which the executor is found"),
     Hook(
+        *("config.parallel", "ParallelConfig.data_parallel_index", "read"),
+        "each rank of data parallelism is an engine of its own",
+    ),
+    Hook(
         *("v1.executor.abstract", "Executor.collective_rpc", "called"),
         "the scheduler asks its ranks where they are",
         takes=("method", "args"),
@@ -99,6 +103,11 @@ HOOKS = (
         takes=("scheduler_output",),
     ),
     Hook(_WORKER, "Worker.sample_tokens", "overridden", "the end of a step's launch"),
+    Hook(
+        *(_WORKER, "Worker.execute_dummy_batch", "overridden"),
+        "a step of no request names no block that may have no memory",
+    ),
+    Hook("v1.worker.gpu.block_table", "BlockTables.input_block_tables", "read", "its blocks"),
     Hook(_WORKER, "Worker.shutdown", "overridden", "memory goes back"),
     Hook("v1.worker.cpu_worker", "CPUWorker", "overridden", "the same on a CPU"),
     *_members(
@@ -193,6 +202,14 @@ HOOKS = (
         "replaced",
         "how many it takes",
         takes=("request_id", "num_tokens", "new_computed_blocks"),
+    ),
+    Hook(
+        *("v1.core.kv_cache_coordinator", "KVCacheCoordinator.single_type_managers", "read"),
+        "one for each group of layers",
+    ),
+    Hook(
+        *("v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.block_size", "read"),
+        "tokens of a block, on all ranks of context parallelism together",
     ),
     Hook(_MANAGER, "KVCacheManager.take_events", "called", "for the publisher"),
     # ---- offloading

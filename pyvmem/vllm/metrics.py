@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,15 @@ _identities: set[int] = set()
 _lock = threading.Lock()
 
 
-def identity_of(instance: str) -> int:
-    """The identity of a vLLM engine in the ledger, from its `instance_id`."""
-    return int.from_bytes(hashlib.sha256(instance.encode()).digest()[:8], "big") >> 1 | 1
+def identity_of(instance: str, replica: int = 0) -> int:
+    """The identity of a vLLM engine in the ledger.
+
+    Args:
+        instance: `instance_id` of its configuration.
+        replica: its rank in data parallelism, where each has this configuration.
+    """
+    digest = hashlib.sha256(f"{instance}/{replica}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1 | 1
 
 
 class _Collector:
@@ -76,14 +82,14 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
         return
 
 
-def publish(instance: str) -> None:
-    """Adds an engine to this process's metrics."""
+def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
+    """Adds an engine, or its ranks in data parallelism, to this process's metrics."""
     try:
         from prometheus_client import REGISTRY
     except ImportError:
         return
     with _lock:
         first = not _identities
-        _identities.add(identity_of(instance))
+        _identities.update(identity_of(instance, one) for one in replicas)
     if first:
         REGISTRY.register(_Collector())

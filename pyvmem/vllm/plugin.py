@@ -17,7 +17,7 @@ from typing import Any
 
 from pyvmem.vllm import offload
 from pyvmem.vllm.metrics import publish
-from pyvmem.vllm.reach import EXECUTORS
+from pyvmem.vllm.reach import ALONE, EXECUTORS, ranks_of
 from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.versions import check
 
@@ -118,7 +118,9 @@ def configure(config: Any) -> None:
         config.model_config.sleep_mode_backend = "vmem"
     # vLLM's own has five digits, which two engines of one machine may share.
     config.instance_id = f"{config.instance_id}-{secrets.token_hex(8)}"
-    publish(config.instance_id)
+    index = getattr(parallel, "data_parallel_index", 0)
+    size = getattr(parallel, "data_parallel_size", 1)
+    publish(config.instance_id, range(max(size, index + 1)))
 
 
 def reasons_against(config: Any) -> Iterator[str]:
@@ -129,17 +131,11 @@ def reasons_against(config: Any) -> Iterator[str]:
     if config.scheduler_config.scheduler_cls not in (None, *_SCHEDULERS.values()):
         yield "scheduler_cls (the pool brings its own scheduler)"
     yield from offload.reasons_against(config)
-    for name in ("data", "decode_context", "prefill_context"):
-        count = getattr(parallel, f"{name}_parallel_size", 1)
-        if count > 1:
-            yield f"{name}_parallel_size={count} (never run; tensor and pipeline work)"
     if getattr(parallel, "enable_dbo", False):
         yield "enable_dbo (several streams launch at once)"
-    if parallel.distributed_executor_backend not in (None, "uni", "mp"):
-        yield (
-            f"distributed_executor_backend={parallel.distributed_executor_backend} "
-            "(never run; uni and mp work)"
-        )
+    ranks = ranks_of(parallel)
+    if parallel.distributed_executor_backend == "external_launcher" and ranks > 1:
+        yield f"distributed_executor_backend=external_launcher with {ranks} ranks ({ALONE})"
     if getattr(model, "enable_sleep_mode", False):
         backend = getattr(model, "sleep_mode_backend", "none")
         if backend not in _SLEEP:

@@ -11,6 +11,7 @@ its own process. The word that lets the scheduler in comes back by vLLM's call.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +23,16 @@ from pyvmem.vllm.channel import LocalRank, Rank, SocketRank
 from pyvmem.vllm.memory import KVMemory
 from pyvmem.vllm.settings import Settings
 
-__all__ = ["EXECUTORS", "LOCAL", "Place", "connect", "machine"]
+__all__ = ["ALONE", "EXECUTORS", "LOCAL", "Place", "connect", "machine", "ranks_of"]
 
 EXECUTORS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """vLLM's executors in this process, by their configurations' `instance_id`."""
+
+ALONE = (
+    "each has a scheduler of its own, and all must decide alike; with the pool, what a scheduler "
+    "decides follows from what its device has free"
+)
+"""The case against an engine of several ranks whose executor calls but one."""
 
 LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary()
 """The memory of the ranks in this process, by the path of its socket."""
@@ -44,6 +51,12 @@ class Place:
     path: str
 
 
+def ranks_of(parallel: Any) -> int:
+    """How many ranks an engine has, by vLLM's `ParallelConfig`."""
+    sizes = ("tensor", "pipeline", "prefill_context")
+    return math.prod(getattr(parallel, f"{one}_parallel_size", 1) for one in sizes)
+
+
 @functools.cache
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -60,7 +73,7 @@ def connect(config: Any, settings: Settings) -> list[Rank]:
     """The ranks of an engine that have KV tensors, in vLLM's order.
 
     Raises:
-        RuntimeError: a worker is not one of ours.
+        RuntimeError: a worker is not one of ours, or is not called by this executor.
     """
     executor = EXECUTORS.get(config.instance_id)
     if executor is None:
@@ -72,6 +85,10 @@ def connect(config: Any, settings: Settings) -> list[Rank]:
             "VMEM_VLLM=1: not every rank has a worker of pyvmem; the variable has to be set, and "
             "pyvmem installed, on every machine of the engine"
         ) from error
+    if len(places) != (wanted := ranks_of(config.parallel_config)):
+        raise RuntimeError(
+            f"VMEM_VLLM=1: the engine's executor calls {len(places)} ranks of {wanted} ({ALONE})"
+        )
     here = machine(settings)
     ports: Sequence[Any] = [None] * len(places)
     if any(one is not None and one.machine != here for one in places):

@@ -202,6 +202,16 @@ class ElasticWorker:
             self._memory.step_ends(self._step)
         return output
 
+    def execute_dummy_batch(self) -> None:
+        """vLLM's: a rank without requests computes along with the others, on the null block.
+
+        The runner V2 of 0.26 leaves in its tables the blocks of requests that have ended.
+        """
+        tables = getattr(self.model_runner, "block_tables", None)
+        for table in tables.input_block_tables if tables is not None else ():
+            table.zero_()
+        super().execute_dummy_batch()  # type: ignore[misc]
+
     def shutdown(self) -> None:
         """vLLM's, then the memory goes back."""
         server, self._server = self._server, None

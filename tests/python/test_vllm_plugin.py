@@ -15,7 +15,7 @@ import pytest
 import pyvmem_vllm
 from pyvmem.errors import NotSupported
 from pyvmem.plumbing.units import parse_bytes
-from pyvmem.vllm import plugin, versions
+from pyvmem.vllm import metrics, plugin, versions
 from pyvmem.vllm.plugin import CannotWork, configure
 from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.versions import KNOWN, UnknownVersion, check
@@ -44,6 +44,27 @@ def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
         Elastic().init_device()
     name = "NVIDIA H100 80GB HBM3"
     Elastic().init_device()
+
+
+def test_a_step_without_requests_names_no_block_of_one_that_has_ended() -> None:
+    """In data parallelism. The runner V2 of 0.26 reads what its tables last said."""
+    torch = pytest.importorskip("torch")
+    tables = [torch.tensor([[7, 8], [9, 0]], dtype=torch.int32) for _ in range(2)]
+    seen = []
+
+    class Worker:
+        model_runner = SimpleNamespace(block_tables=SimpleNamespace(input_block_tables=tables))
+
+        def execute_dummy_batch(self) -> None:
+            seen.append([int(table.abs().sum()) for table in tables])
+
+    class Elastic(ElasticWorker, Worker):
+        pass
+
+    Elastic().execute_dummy_batch()
+    Elastic.model_runner = SimpleNamespace()  # runner V1, which clears them
+    Elastic().execute_dummy_batch()
+    assert seen == [[0, 0]] * 2
 
 
 # ---- versions ------------------------------------------------------------------------------------
@@ -284,6 +305,7 @@ def test_sleep_mode_sleeps_by_ours() -> None:
     assert made.model_config.sleep_mode_backend == "vmem"
 
 
+LAUNCHED = {"parallel_config__distributed_executor_backend": "external_launcher"}
 MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_connector_module_path": None}
 
 
@@ -291,10 +313,19 @@ MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_connector_module_path": Non
     ("change", "text"),
     [
         ({"kv_transfer_config": SimpleNamespace(**MOONCAKE)}, "kv_connector=MooncakeConnector"),
-        ({"parallel_config__data_parallel_size": 4}, "data_parallel_size=4"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"parallel_config__enable_dbo": True}, "enable_dbo"),
-        ({"parallel_config__distributed_executor_backend": "ray"}, "backend=ray"),
+        (
+            {**LAUNCHED, "parallel_config__tensor_parallel_size": 2},
+            "backend=external_launcher with 2 ranks .each has a scheduler of its own",
+        ),
+        (
+            {
+                **LAUNCHED,
+                "parallel_config__tensor_parallel_size": 2,
+                "parallel_config__pipeline_parallel_size": 3,
+            },
+            "backend=external_launcher with 6 ranks ",
+        ),
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
         ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
         (
@@ -308,6 +339,36 @@ def test_what_cannot_work_is_named(change: dict[str, Any], text: str) -> None:
     with pytest.raises(CannotWork, match=text):
         configure(made)
     assert made.instance_id == "abcde"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel_config__data_parallel_size": 4},
+        {"parallel_config__decode_context_parallel_size": 2},
+        {"parallel_config__distributed_executor_backend": "ray"},
+        {"parallel_config__distributed_executor_backend": "my.Executor"},
+        {**LAUNCHED, "parallel_config__data_parallel_size": 2},
+    ],
+)
+def test_what_is_taken(change: dict[str, Any]) -> None:
+    made = config(**change)
+    configure(made)
+    assert made.parallel_config.worker_cls == "pyvmem.vllm.worker.ElasticCPUWorker"
+
+
+def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client")
+    known: set[int] = {0}  # not the first engine: nothing is registered
+    monkeypatch.setattr(metrics, "_identities", known)
+    made = config(
+        parallel_config__data_parallel_size=3,
+        parallel_config__data_parallel_index=1,
+    )
+    configure(made)
+    wanted = {metrics.identity_of(made.instance_id, one) for one in range(3)}
+    assert len(wanted) == 3
+    assert known == {0} | wanted
 
 
 def test_all_reasons_at_once() -> None:

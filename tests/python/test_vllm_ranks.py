@@ -283,7 +283,8 @@ def test_ranks_are_asked_where_they_are(
             return [None, server.listen("127.0.0.1")]
 
     executor = Executor()
-    config: Any = SimpleNamespace(instance_id="i")
+    parallel = SimpleNamespace(pipeline_parallel_size=2)
+    config: Any = SimpleNamespace(instance_id="i", parallel_config=parallel)
     with pytest.raises(RuntimeError, match="the engine's executor"):
         reach.connect(config, settings)
     monkeypatch.setitem(reach.EXECUTORS, "i", executor)
@@ -296,6 +297,9 @@ def test_ranks_are_asked_where_they_are(
     assert (rank.machine, asked) == ("", ["vmem_place"])
     assert rank.geometry() == one.geometry
     rank.close()
+    parallel.tensor_parallel_size = 2
+    with pytest.raises(RuntimeError, match=r"calls 2 ranks of 4 \(each has a scheduler"):
+        reach.connect(config, settings)
     monkeypatch.setattr(Executor, "collective_rpc", lambda *_: 1 // 0)
     with pytest.raises(RuntimeError, match="on every machine of the engine"):
         reach.connect(config, settings)

@@ -40,9 +40,24 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["gemma"]["layer_types"] = MODELS["gemma"]["layer_types"][:4]
+MODELS["uneven"] = MODELS["llama"] | {"num_hidden_layers": 3}  # for the stages of a pipeline
 MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
 MODELS |= SHAPES
 _CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}
+
+# What an engine is given unless a test says otherwise.
+SIZES: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "block_size": 32,
+    "seed": 0,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 << 20,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "max_model_len": 512,
+    "disable_log_stats": True,
+}
 
 # Encoders: no request has a KV cache.
 ENCODERS = {"encoder": "BertModel", "classifier": "BertForSequenceClassification"}
@@ -154,16 +169,7 @@ def start(models: Callable[[str], str], ledger: Path, monkeypatch: pytest.Monkey
                 llm = LLM(
                     models(model),
                     **{
-                        "skip_tokenizer_init": True,
-                        "dtype": "float32",
-                        "block_size": 32,
-                        "seed": 0,
-                        "enforce_eager": True,
-                        "kv_cache_memory_bytes": 256 << 20,
-                        "max_num_batched_tokens": 64,
-                        "max_num_seqs": 8,
-                        "max_model_len": 512,
-                        "disable_log_stats": True,
+                        **SIZES,
                         **options,
                     },
                 )

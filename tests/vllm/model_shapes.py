@@ -16,6 +16,13 @@ _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "model_type": "mixtral",
+        "head_dim": 32,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     # A state of Mamba2 and attention, two layers each: a region holds blocks of both.
     "granite": {
         "model_type": "granitemoehybrid",
