@@ -31,6 +31,7 @@ from pyvmem.bench.timing import Samples, percentile
 from pyvmem.layouts.options import page_name, size
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger.accounts import Ledger, devices
+from pyvmem.ledger.orders import order
 from pyvmem.plumbing.paths import existing_file
 from vmem_bench.command import Command, WrongResult, add_common, open_command
 from vmem_bench.vllm_engines import LONGEST, SHAPES, Fleet, Plan, TimeUp
@@ -824,7 +825,7 @@ def _limit(command: Command, part: Part) -> None:
                 limit, began = peak // 2, time.monotonic()
                 for device in now:
                     with Ledger(device, folder=fleet.ledger, create=False) as ledger:
-                        ledger.order_limit("elastic", limit)
+                        order(ledger, "elastic", limit=limit)
             for device, one in now.items() if limit else ():
                 if device in waited:
                     later[device] = max(later[device], one.used)
