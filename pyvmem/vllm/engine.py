@@ -69,6 +69,7 @@ class ElasticEngine:
         count_waiting: blocks that the requests in the queue may take in a step.
         publish_events: tells who listens to vLLM's KV events what was evicted since the last step.
         may_gather: a request ran since `gather` last let blocks go.
+        asleep: at the last check it was ordered to sleep: no request is admitted.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any, connector: Any = None) -> None:
@@ -107,7 +108,7 @@ class ElasticEngine:
         self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
         self._denied = False  # in it, memory was asked for in vain
-        self.may_gather = True
+        self.may_gather, self.asleep = True, False
         self.idle = IdleBlocks(geometry.group_unit)
         self.holds = Holds(connector, len(self.ranks.ranks))
         self.mover = Mover(pool, self.backing, self.idle, self.holds)
@@ -292,6 +293,25 @@ class ElasticEngine:
             log.warning("vmem: a paused engine still has memory: %s", str(error))
         self._compact()
 
+    def _let_go(self) -> None:
+        """Gives back all but the null block, if no request holds anything.
+
+        The engine was ordered to sleep; or ranks do, of which vLLM's scheduler knows nothing. Stock
+        vLLM's KV cache is lost then.
+        """
+        try:
+            with self.lock:
+                has_more = self.backing.bare < self.backing.geometry.num_blocks - 1
+                at_rest = has_more and not self.used_blocks() and self.pool.reset_prefix_cache()
+            if at_rest:
+                self.settle()
+                self._compact()
+        except TimeoutError as error:
+            log.warning("vmem: a sleeping engine still has memory: %s", str(error))
+        finally:
+            if self.ranks.resting:
+                self.ranks.rested()
+
     # ---- demand ----------------------------------------------------------------------------------
 
     def take(self, count: int) -> None:
@@ -438,6 +458,8 @@ class ElasticEngine:
             return False
         try:
             self.tick()
+            if self.ranks.resting or self.asleep:
+                self._let_go()
         except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
             log.debug("vmem: the keeper ends: %s", str(error))
             return False
@@ -466,6 +488,7 @@ class ElasticEngine:
                 self._give_back(long_idle)
             if due:
                 self._reported, self._limit = now, self.quota.limit
+                self.asleep = self.quota.asleep
                 self._report()
             if self.mover.victims and quiet and (at_rest or now > self._busy_until):
                 self._move_by_call()  # otherwise the next step does
@@ -495,6 +518,7 @@ class ElasticEngine:
             hits=self.hits,
             queries=self.queries,
             handles=self.ranks.mappings,
+            sleeps=1,
         )
 
     def _live_blocks(self) -> int:

@@ -99,6 +99,10 @@ HOOKS = (
         takes=("scheduler_output",),
     ),
     Hook(_WORKER, "Worker.sample_tokens", "overridden", "the end of a step's launch"),
+    Hook(
+        *(_WORKER, "Worker.sleep", "overridden", "memory goes back, whoever calls it"),
+        takes=("level",),
+    ),
     Hook(_WORKER, "Worker.shutdown", "overridden", "memory goes back"),
     Hook("v1.worker.cpu_worker", "CPUWorker", "overridden", "the same on a CPU"),
     *_members(
