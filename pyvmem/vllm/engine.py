@@ -47,6 +47,7 @@ _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.25  # s between reports to the ledger, and checks of what a busy engine could give back
 _BACKOFF = 0.02  # s that a refusal is believed for while a request waits for the memory
 _PATIENCE = 0.25  # s that it is believed for otherwise
+_START_PATIENCE = 30.0  # s for other engines to leave room for the null block
 _RESERVE = 256 << 20
 _RECENT = 5.0  # s for which the step that took most says how much is backed ahead of need
 _MOST_RESERVE = 1024  # blocks
@@ -165,7 +166,18 @@ class ElasticEngine:
         queue = self.pool.free_block_queue
         while queue.num_free_blocks:
             queue.popleft()
-        growth = self.backing.begin_null()  # the workers mapped it when they made the tensors
+        end = time.monotonic() + _START_PATIENCE
+        while True:
+            try:
+                growth = self.backing.begin_null()  # mapped when the workers made the tensors
+                break
+            except MemoryError:
+                if time.monotonic() > end:
+                    self.quota.close()
+                    raise
+                self.quota.want(self.backing.null_bytes)
+                time.sleep(_TICK)
+        self.quota.want(0)
         self.backing.finish(growth)
 
     def _watch_pool(self) -> None:

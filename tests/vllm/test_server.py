@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture
-def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
-    """The port and the process of a server over the model llama."""
+@contextmanager
+def serving(
+    models: Callable[[str], str], ledger: Path, tmp_path: Path, *more: str
+) -> Iterator[tuple[int, subprocess.Popen[bytes], Path]]:
+    """The port and the process of a server over the model llama, and its log."""
     port = free_port()
     settings = {
         "VMEM_VLLM": "1",
@@ -60,7 +63,7 @@ def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterat
     words += ["--distributed-executor-backend", "mp"]  # a worker in a process of its own
     words += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(256 * MIB), "--max-model-len", "512"]
-    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0"]
+    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0", *more]
     log = tmp_path / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -75,6 +78,12 @@ def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterat
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+@pytest.fixture
+def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
+    with serving(models, ledger, tmp_path) as started:
+        yield started
 
 
 def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) -> None:

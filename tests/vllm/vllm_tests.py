@@ -4,8 +4,9 @@
     VLLM_TESTS_POOL=backed pytest -p vllm_tests tests/v1/core/test_prefix_caching.py
 
 Schedulers, KV-cache managers and block pools are vLLM's, over our books and a rank that maps
-nothing. ``backed``: all blocks have memory from the beginning, as in stock vLLM; ``bare``: none but
-the null block, and each gets it when it is taken. Without the variable nothing is changed.
+nothing. ``backed``: all blocks have memory from the beginning and are taken in vLLM's order, so
+nothing may differ; ``bare``: none has but the null block, and each gets it when it is taken, in our
+order. Without the variable nothing is changed.
 `scripts/vllm_tests.py` fetches the tests and compares.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +32,12 @@ def pytest_configure() -> None:
     if mode:
         os.environ["VMEM_LEDGER"] = "off"
         _Pools(mode == "backed").install()
+
+
+def _take_in_vllms_order(elastic: Any, count: int) -> None:
+    elastic.prepare(count)
+    head = (block.block_id for block in islice(elastic._free(), count))
+    elastic.idle.remove([one for one in head if one in elastic.idle])
 
 
 class _Pools:
@@ -59,13 +67,16 @@ class _Pools:
         made = engine.ElasticEngine.__init__
 
         @functools.wraps(made)
-        def __init__(self: Any, config: Any, kv: Any, pool: Any, *rest: Any) -> None:
+        def __init__(self: Any, config: Any, kv: Any, pool: Any, connector: Any = None) -> None:
             blocks = pool.num_gpu_blocks
             rank = RankModel(Geometry.of(blocks, PAGE, [blocks * PAGE]))
             engine.connect = lambda *_: [rank]
-            made(self, config, kv, pool, *rest)
+            ours = hasattr(connector, "connector_scheduler")  # the pool refuses all others
+            made(self, config, kv, pool, connector if ours else None)
 
         engine.ElasticEngine.__init__ = __init__
+        if self._backed:
+            engine.ElasticEngine.take = _take_in_vllms_order
         engine.ElasticEngine.start = lambda self: None
         engine.ElasticEngine._least = staticmethod(lambda *_: 0)
 
@@ -120,5 +131,7 @@ class _Pools:
             kv_cache_config=config,
             waiting=[],
             running=[],
+            max_num_scheduled_tokens=1 << 20,
+            max_num_running_reqs=1 << 10,
         )
         Demand(scheduler, elastic)._watch()
