@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,9 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@contextmanager
-def serving(
-    models: Callable[[str], str], ledger: Path, tmp_path: Path, *more: str
-) -> Iterator[tuple[int, subprocess.Popen[bytes], Path]]:
-    """The port and the process of a server over the model llama, and its log."""
+@pytest.fixture
+def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
+    """The port and the process of a server over the model llama."""
     port = free_port()
     settings = {
         "VMEM_VLLM": "1",
@@ -63,7 +60,7 @@ def serving(
     words += ["--distributed-executor-backend", "mp"]  # a worker in a process of its own
     words += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(256 * MIB), "--max-model-len", "512"]
-    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0", *more]
+    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0"]
     log = tmp_path / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -78,12 +75,6 @@ def serving(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-@pytest.fixture
-def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
-    with serving(models, ledger, tmp_path) as started:
-        yield started
 
 
 def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) -> None:

@@ -4,10 +4,12 @@
     VLLM_TESTS_POOL=backed pytest -p vllm_tests tests/v1/core/test_prefix_caching.py
 
 Schedulers, KV-cache managers and block pools are vLLM's, over our books and a rank that maps
-nothing. ``backed``: all blocks have memory from the beginning and are taken in vLLM's order, so
-nothing may differ; ``bare``: none has but the null block, and each gets it when it is taken, in our
-order. Without the variable nothing is changed.
-`scripts/vllm_tests.py` fetches the tests and compares.
+nothing; blocks are taken in vLLM's order, not the fullest pages first, since the tests know their
+numbers. ``backed``: all blocks have memory from the beginning, so nothing else may differ.
+``bare``: none has but the null block, and each gets it when it is taken, so vLLM's queue of free
+blocks is shorter than the tests expect. Without the variable nothing is changed.
+The tests are in vLLM's source distribution; PYTHONPATH names this folder, and
+``--noconftest`` leaves out what theirs imports.
 """
 
 from __future__ import annotations
@@ -75,8 +77,7 @@ class _Pools:
             made(self, config, kv, pool, connector if ours else None)
 
         engine.ElasticEngine.__init__ = __init__
-        if self._backed:
-            engine.ElasticEngine.take = _take_in_vllms_order
+        engine.ElasticEngine.take = _take_in_vllms_order
         engine.ElasticEngine.start = lambda self: None
         engine.ElasticEngine._least = staticmethod(lambda *_: 0)
 
