@@ -18,24 +18,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, TypeVar
 
 from pyvmem.errors import BadHandle, ForkedProcess
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
 from pyvmem.memory.info import ContextInfo, Stats
-from pyvmem.plumbing.closing import Closable
-from pyvmem.plumbing.logs import warn
+from pyvmem.plumbing.http import HTTPServer, Reply, Request
 from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.plumbing.validation import bounded, expect, invalid, unexpected
 
-__all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry"]
+__all__ = ["CONTENT_TYPE", "Family", "Sample", "Server", "Telemetry", "prometheus_text"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of `Telemetry.text`."""
@@ -334,14 +330,7 @@ class Telemetry:
 
     def text(self) -> str:
         """All numbers in Prometheus's text format."""
-        lines = []
-        for family in self.families():
-            name = family.name + ("_total" if family.kind == "counter" else "")
-            lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
-            for one in family.samples:
-                labels = ",".join(f'{key}="{_escaped(text)}"' for key, text in one.labels.items())
-                lines.append(f"{family.name}{one.suffix}{{{labels}}} {one.value!r}")
-        return "\n".join(lines) + "\n"
+        return prometheus_text(self.families())
 
     def collect(self) -> Iterator[Any]:
         """The same for a registry of prometheus_client, which calls it."""
@@ -433,7 +422,19 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-class Server(Closable):
+def prometheus_text(families: Iterable[Family]) -> str:
+    """Families in Prometheus's text format."""
+    lines = []
+    for family in families:
+        name = family.name + ("_total" if family.kind == "counter" else "")
+        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+        for one in family.samples:
+            labels = ",".join(f'{key}="{_escaped(text)}"' for key, text in one.labels.items())
+            lines.append(f"{family.name}{one.suffix}{{{labels}}} {one.value!r}")
+    return "\n".join(lines) + "\n"
+
+
+class Server(HTTPServer):
     """A thread that answers requests; a context manager, which stops it.
 
     Attributes:
@@ -446,49 +447,10 @@ class Server(Closable):
             "/caches": ("application/json", lambda: json.dumps(telemetry.caches())),
         }
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # of a client that sends nothing
+        def answer(request: Request) -> Reply:
+            kind, make = answers.get(request.path, ("", None))
+            if make is None or request.method not in ("GET", "HEAD"):
+                return Reply.error(404, f"only GET {' and '.join(answers)}")
+            return Reply(200, kind, make().encode())
 
-            def do_HEAD(self) -> None:
-                """Answers as GET does, without the text."""
-                self._answer()
-
-            def do_GET(self) -> None:
-                """Answers one of the two."""
-                self.wfile.write(self._answer())
-
-            def _answer(self) -> bytes:
-                """Sends all but the text, and returns that."""
-                kind, make = answers.get(self.path.partition("?")[0], ("", None))
-                if make is None:
-                    self.send_error(404, f"only {' and '.join(answers)}")
-                    return b""
-                body = make().encode()
-                self.send_response(200)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                return body
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: a library does not print."""
-
-        class Quiet(ThreadingHTTPServer):
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """Says so in the log, but for a client that hung up."""
-                error = sys.exc_info()[1]
-                if not isinstance(error, (ConnectionError, TimeoutError)):
-                    warn(_log, "telemetry", "a request was not answered: %s", repr(error))
-
-        self._server = Quiet((address, port), Handler)
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        thread = threading.Thread(
-            target=self._server.serve_forever, name="pyvmem-telemetry", daemon=True
-        )
-        thread.start()
-
-    def close(self) -> None:
-        """Ends it."""
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(answer, (address, port), name="pyvmem-telemetry")

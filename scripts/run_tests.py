@@ -49,7 +49,7 @@ ON_CUDA = (
     *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
     *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
-    *("kvcache_waits", "kvcache_window", "parallel"),
+    *("kvcache_waits", "kvcache_window", "parallel", "vllm_memory"),
 )
 # What the back end stock is tried with on software in the place of CUDA and of the kernel modules.
 ON_STOCK = (

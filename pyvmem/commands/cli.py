@@ -29,10 +29,11 @@ _COMMANDS = {
     "top": ("pyvmem.commands.top", "the engines of this machine and their memory, live"),
     "watch": ("pyvmem.commands.viewer", "the pages of a running program's requests, live"),
     "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
+    "control": ("pyvmem.commands.control", "show and set what engines may have, over HTTP"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
 }
 
-_LIVE = ("top", "watch")  # which run until they are interrupted
+_LIVE = ("top", "watch", "control")  # which run until they are interrupted
 
 # Packages that commands import when they need them, and the extra of pyproject.toml with each.
 _EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "watch"}

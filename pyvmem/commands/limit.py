@@ -10,6 +10,7 @@ from typing import Any
 
 from pyvmem.commands.top import add_ledger, folder_of
 from pyvmem.ledger.accounts import Ledger, devices
+from pyvmem.ledger.orders import order
 from pyvmem.plumbing.units import format_bytes, parse_bytes
 
 __all__ = ["add_parser", "run"]
@@ -26,6 +27,8 @@ def add_parser(sub: Any) -> None:
     )
     parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
+    text = "bytes that other engines leave to it, even while it has them not"
+    parser.add_argument("--floor", type=_size, metavar="SIZE", help=text)
     add_ledger(parser)
     parser.set_defaults(run=run)
 
@@ -45,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
         for device in devices(folder):
             ledger = stack.enter_context(Ledger(device, folder=folder, create=False))
             if ledger.find(args.engine) is not None:
-                ledger.check_limit(args.engine, args.size)  # on every device, before one changes
+                # On every device, before one changes.
+                order(ledger, args.engine, limit=args.size, floor=args.floor, only_check=True)
                 there[device] = ledger
         for device, ledger in there.items():
-            one = ledger.order_limit(args.engine, args.size)
+            one = order(ledger, args.engine, limit=args.size, floor=args.floor)
             more = max(0, one.used - args.size)
             note = f"; {format_bytes(more)} above it go as requests end" if more else ""
             sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"

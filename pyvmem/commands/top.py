@@ -15,10 +15,9 @@ from typing import Any
 
 from pyvmem.ledger.accounts import (
     EngineInfo,
-    Ledger,
     LedgerError,
     default_folder,
-    devices,
+    engines_in,
     is_off,
     named_folder,
 )
@@ -85,15 +84,6 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: expected seconds above 0, at most an hour")
 
 
-def read(folder: Path) -> Reading:
-    """The engines of every device that has a ledger."""
-    found: Reading = {}
-    for device in devices(folder):
-        with Ledger(device, folder=folder, create=False) as ledger:
-            found[device] = ledger.engines()
-    return found
-
-
 def rows(now: Reading, before: Reading, passed: float) -> list[tuple[str, ...]]:
     """The table's rows; rates are since the reading before."""
     old = {(device, one.name): one for device, some in before.items() for one in some}
@@ -146,17 +136,17 @@ def run(args: argparse.Namespace) -> int:
     """Shows them until interrupted, or once."""
     folder = folder_of(args)
     if args.json:
-        reading = {device: [asdict(e) for e in some] for device, some in read(folder).items()}
+        reading = {device: [asdict(e) for e in some] for device, some in engines_in(folder).items()}
         print(json.dumps(reading, indent=2))
         return 0
     if args.once:
-        found = rows(read(folder), {}, 0)
+        found = rows(engines_in(folder), {}, 0)
         print(plain(found) if found else f"no engine in {folder}{_off()}")
         return 0
     from rich.live import Live
     from rich.text import Text
 
-    before, when, passed = read(folder), time.monotonic(), 0.0
+    before, when, passed = engines_in(folder), time.monotonic(), 0.0
     now = before
     with Live(auto_refresh=False) as live:
         while True:
@@ -164,5 +154,5 @@ def run(args: argparse.Namespace) -> int:
             live.update(Text(table, no_wrap=True), refresh=True)
             before = now
             time.sleep(args.interval)
-            now, moment = read(folder), time.monotonic()
+            now, moment = engines_in(folder), time.monotonic()
             passed, when = moment - when, moment

@@ -8,7 +8,7 @@ nothing across containers, so none is used for that.
 
     header   magic, version, capacity
     slot     an engine: limit, floor, used, pending, ... ; words of eight bytes that the engine
-             itself writes, all but `order`, which is `vmem limit`'s
+             itself writes, but for what it is ordered: `order`, the limit, `floor` and `asleep`
 
 All bytes are of one device. What an engine may take, under the lock of the file's first byte:
 
@@ -52,12 +52,11 @@ from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.flag import Flag
 from pyvmem.plumbing.logs import warn
 from pyvmem.plumbing.paths import folder_in
-from pyvmem.plumbing.units import format_bytes
 
 __all__ = [
     *("Account", "EngineInfo", "Ledger", "LedgerError", "LedgerHeld", "Participant"),
-    *("default_folder", "device_of", "devices", "engine_name", "is_off", "named_folder"),
-    *("private", "weakly"),
+    *("default_folder", "device_of", "devices", "engine_name", "engines_in", "is_off"),
+    *("named_folder", "private", "weakly"),
 ]
 
 _log = logging.getLogger(__name__)
@@ -109,6 +108,8 @@ _WORDS = (
     "queries",
     "beat_ns",
     "virtual",
+    "sleeps",
+    "asleep",
 )
 _AT = {name: 8 * i for i, name in enumerate(_WORDS)}
 _NAME_AT, _NAME_SIZE = 256, 64
@@ -191,6 +192,19 @@ def devices(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.ledger"))
 
 
+def engines_in(folder: Path) -> dict[str, list[EngineInfo]]:
+    """The engines of every device that has a ledger.
+
+    Raises:
+        VMemError: as `Ledger`.
+    """
+    found: dict[str, list[EngineInfo]] = {}
+    for device in devices(folder):
+        with Ledger(device, folder=folder, create=False) as ledger:
+            found[device] = ledger.engines()
+    return found
+
+
 def engine_name(text: str, end: str = "") -> str:
     """A valid ledger name from any text: its printable characters, as many as fit."""
     shown = "".join(char for char in text if char.isprintable()).encode()
@@ -218,6 +232,7 @@ class EngineInfo:
         want: bytes that a request is short of.
         maps: calls that mapped, since the start; `waits`: steps that waited for one.
         hits, queries: tokens found among prefixes, and looked for.
+        sleeps: 1: it can be put to sleep by an order; `asleep`: 1: it was.
         age: seconds since it last wrote these.
     """
 
@@ -239,6 +254,8 @@ class EngineInfo:
     waits: int
     hits: int
     queries: int
+    sleeps: int
+    asleep: int
     age: float
 
 
@@ -622,45 +639,13 @@ class Ledger(Closable):
         found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
         return found[0] if len(found) == 1 else None
 
-    def check_limit(self, who: str, limit: int) -> EngineInfo:
-        """The engine of that name or process id, if it can have the limit; changes nothing.
-
-        Raises:
-            InvalidArgument: no such engine; a limit below its floor or what it needs to run, or
-                above what the device has.
-        """
-        one = self.find(who)
-        if one is None:
-            names = ", ".join(f"{e.name} ({e.pid})" for e in self.engines()) or "none"
-            raise InvalidArgument(f"no engine {who!r}; there are: {names}", errno=errno.ENOENT)
-        most = min(self.capacity or one.virtual, one.virtual)
-        for what, bound, wrong in (
-            ("its floor is", one.floor, limit < one.floor),
-            ("the least that it can run with is", one.least, limit < one.least),
-            ("the most it can have is", most, limit > most),
-        ):
-            if wrong:
-                raise InvalidArgument(
-                    f"a limit of {format_bytes(limit)} for {one.name}: {what} "
-                    f"{format_bytes(bound)} ({bound} bytes)",
-                    errno=errno.EINVAL,
-                    bytes=limit,
-                    limit=bound,
-                )
-        return one
-
-    def order_limit(self, who: str, limit: int) -> EngineInfo:
-        """Asks an engine, by name or process id, for another limit; it follows within a second.
-
-        Raises:
-            InvalidArgument: as for `check_limit`.
-        """
-        one = self.check_limit(who, limit)
+    def put_order(self, one: EngineInfo, words: Mapping[str, int]) -> None:
+        """Writes words into an engine's slot, unless it has ended."""
         with self.locked():
             for slot in self.live(self._mine):
-                if self._name(slot) == one.name:
-                    self.put(slot, "order", limit)
-        return one
+                if self.word(slot, "identity") == one.identity:
+                    for name, value in words.items():
+                        self.put(slot, name, value)
 
 
 _ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
@@ -718,6 +703,11 @@ class Account:
 
     def _limit(self) -> int:
         return self._get("order") or self._get("limit")
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine was ordered to sleep."""
+        return bool(self._get("asleep"))
 
     def decline(self) -> None:
         """Drops the last order: the engine keeps the limit that it joined with."""

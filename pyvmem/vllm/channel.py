@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 from pyvmem.errors import VMemError
 from pyvmem.ledger.accounts import default_folder, device_of, private
+from pyvmem.plumbing.sockets import UNHEARD, is_this_user, listen
 from pyvmem.vllm.geometry import Geometry, Run, TensorClass
 from pyvmem.vllm.memory import KVMemory
 from pyvmem.vllm.quota import join_device
@@ -42,7 +43,6 @@ _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # seconds
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
 _GREETING = 10.0  # seconds for the word
-_UNHEARD = ".new"  # ends the name of a socket on which nothing listens yet
 
 
 class RankLost(RuntimeError):
@@ -58,7 +58,7 @@ def new_address(settings: Settings) -> str:
     """
     folder = private(Path(settings.ledger) if settings.ledger else default_folder())
     path = str(folder / f"{secrets.token_hex(12)}.sock")
-    if len(os.fsencode(path + _UNHEARD)) > 107:  # sun_path
+    if len(os.fsencode(path + UNHEARD)) > 107:  # sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
     return path
 
@@ -94,29 +94,10 @@ def _remove_dead(folder: Path) -> None:
                 path.unlink(missing_ok=True)
             except OSError:  # busy, or gone meanwhile
                 continue
-    for path in folder.glob(f"*.sock{_UNHEARD}"):  # of a rank that was killed as it started
+    for path in folder.glob(f"*.sock{UNHEARD}"):  # of a rank that was killed as it started
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _TIMEOUT:
                 path.unlink()
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket that gets its name once it listens: one that refuses is a dead rank's."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        made.bind(address + _UNHEARD)
-        os.chmod(address + _UNHEARD, 0o600)
-        made.listen(2)
-        os.rename(address + _UNHEARD, address)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _is_this_user(peer: socket.socket) -> bool:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)
 
 
 def _knows(peer: socket.socket, word: str) -> bool:
@@ -140,10 +121,10 @@ class Server:
         # where that runs Python, after 5 ms.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         _remove_dead(Path(address).parent)
-        self._socket = _listen(address)
+        self._socket = listen(address)
         self._port: socket.socket | None = None
         weakref.finalize(memory, self.close)
-        self._start(self._socket, _is_this_user)
+        self._start(self._socket, is_this_user)
 
     def listen(self, host: str) -> tuple[str, int, str]:
         """Serves on a port of this machine as well, who knows a word.
@@ -274,14 +255,19 @@ class LocalRank:
         """`KVMemory.release`."""
         self.memory.release(number, runs, after_step)
 
-    def poll(self) -> tuple[list[tuple[int, str]], int | None, int]:
+    def poll(self) -> tuple[list[tuple[int, str]], int | None, int, bool]:
         """Answers what the scheduler asks again and again.
 
-        The releases that ended since (`KVMemory.finished`), the bytes that are free, and the
-        driver's mappings.
+        The releases that ended since (`KVMemory.finished`), the bytes that are free, the driver's
+        mappings, and whether the rank waits for `rested`.
         """
-        finished = list(self.memory.finished().items())
-        return finished, self.memory.free(), self.memory.context.stats().mappings
+        memory = self.memory
+        finished = list(memory.finished().items())
+        return finished, memory.free(), memory.context.stats().mappings, memory.resting
+
+    def rested(self) -> None:
+        """`KVMemory.rested`."""
+        self.memory.rested()
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
         """`KVMemory.move`."""
@@ -325,6 +311,7 @@ _OPERATIONS: dict[str, Callable[[LocalRank, Any], Any]] = {
     "drop": lambda rank, runs: rank.drop(_runs(runs)),
     "release": lambda rank, a: rank.release(a[0], _runs(a[1]), a[2]),
     "poll": lambda rank, _: rank.poll(),
+    "rested": lambda rank, _: rank.rested(),
     "move": lambda rank, a: rank.move(a[0], a[1]),
     "compact": lambda rank, a: rank.compact(a[0], a[1]),
     "device": lambda rank, _: rank.device(),
@@ -417,11 +404,12 @@ class Ranks:
 
     Attributes:
         mappings: of the driver, of the rank that had most of them when it was last asked.
+        resting: a rank slept when it was last asked, and waits for `rested`.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
-        self.mappings = 0
+        self.mappings, self.resting = 0, False
         self._lock = threading.Lock()  # of what `poll` has heard
         self._free: int | None = None
         self._heard, self._growths = False, 0
@@ -501,13 +489,19 @@ class Ranks:
         growths = self._growths
         answers = self._all("poll")
         with self._lock:
-            for finished, _, _ in answers:
+            for finished, *_ in answers:
                 for number, failure in finished:
                     self._answers.setdefault(number, []).append(failure)
             if growths == self._growths:  # otherwise the growth has the later answer
-                self._free = _least(free for _, free, _ in answers)
-            self.mappings = max(mappings for _, _, mappings in answers)
+                self._free = _least(free for _, free, *_ in answers)
+            self.mappings = max(mappings for *_, mappings, _ in answers)
+            self.resting = any(resting for *_, resting in answers)
             self._heard = True
+
+    def rested(self) -> None:
+        """Lets ranks that sleep go on: what no request holds has been given back."""
+        self._all("rested")
+        self.resting = False
 
     def finished(self) -> dict[int, str | None]:
         """Releases that all ranks had confirmed at the last `poll`, and what failed; each once."""

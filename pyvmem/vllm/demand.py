@@ -210,7 +210,7 @@ class Demand:
             self._computing[request.request_id] = request
         if running:
             return self._allocate_slots(request, *args, **kwargs)
-        if self.elastic.has_more and self.scheduler.running:
+        if self.elastic.asleep or (self.elastic.has_more and self.scheduler.running):
             return None
         watermark = getattr(self.manager, "watermark_blocks", 0)
         self._margin = watermark + kwargs.get("reserved_blocks", 0)

@@ -48,6 +48,7 @@ _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.25  # s between reports to the ledger, and checks of what a busy engine could give back
 _BACKOFF = 0.02  # s that a refusal is believed for while a request waits for the memory
 _PATIENCE = 0.25  # s that it is believed for otherwise
+_START_PATIENCE = 30.0  # s for other engines to leave room for the null block
 _RESERVE = 256 << 20
 _RECENT = 5.0  # s for which the step that took most says how much is backed ahead of need
 _MOST_RESERVE = 1024  # blocks
@@ -70,6 +71,7 @@ class ElasticEngine:
         count_waiting: blocks that the requests in the queue may take in a step.
         publish_events: tells who listens to vLLM's KV events what was evicted since the last step.
         may_gather: a request ran since `gather` last let blocks go.
+        asleep: at the last check it was ordered to sleep: no request is admitted.
     """
 
     def __init__(self, config: Any, kv_cache_config: Any, pool: Any, connector: Any = None) -> None:
@@ -108,7 +110,7 @@ class ElasticEngine:
         self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
         self._denied = False  # in it, memory was asked for in vain
-        self.may_gather = True
+        self.may_gather, self.asleep = True, False
         self.idle = IdleBlocks(geometry.group_unit)
         self.holds = Holds(connector, len(self.ranks.ranks))
         self.mover = Mover(pool, self.backing, self.idle, self.holds)
@@ -168,7 +170,18 @@ class ElasticEngine:
         queue = self.pool.free_block_queue
         while queue.num_free_blocks:
             queue.popleft()
-        growth = self.backing.begin_null()  # the workers mapped it when they made the tensors
+        end = time.monotonic() + _START_PATIENCE
+        while True:
+            try:
+                growth = self.backing.begin_null()  # mapped when the workers made the tensors
+                break
+            except MemoryError:
+                if time.monotonic() > end:
+                    self.quota.close()
+                    raise
+                self.quota.want(self.backing.null_bytes)
+                time.sleep(_TICK)
+        self.quota.want(0)
         self.backing.finish(growth)
 
     def _watch_pool(self) -> None:
@@ -295,6 +308,25 @@ class ElasticEngine:
         except TimeoutError as error:
             log.warning("vmem: a paused engine still has memory: %s", str(error))
         self._compact()
+
+    def _let_go(self) -> None:
+        """Gives back all but the null block, if no request holds anything.
+
+        The engine was ordered to sleep; or ranks do, of which vLLM's scheduler knows nothing. Stock
+        vLLM's KV cache is lost then.
+        """
+        try:
+            with self.lock:
+                has_more = self.backing.bare < self.backing.geometry.num_blocks - 1
+                at_rest = has_more and not self.used_blocks() and self.pool.reset_prefix_cache()
+            if at_rest:
+                self.settle()
+                self._compact()
+        except TimeoutError as error:
+            log.warning("vmem: a sleeping engine still has memory: %s", str(error))
+        finally:
+            if self.ranks.resting:
+                self.ranks.rested()
 
     # ---- demand ----------------------------------------------------------------------------------
 
@@ -442,6 +474,8 @@ class ElasticEngine:
             return False
         try:
             self.tick()
+            if self.ranks.resting or self.asleep:
+                self._let_go()
         except RankLost as error:  # vLLM notices a lost rank, unless it ended the rank itself
             log.debug("vmem: the keeper ends: %s", str(error))
             return False
@@ -470,6 +504,7 @@ class ElasticEngine:
                 self._give_back(long_idle)
             if due:
                 self._reported, self._limit = now, self.quota.limit
+                self.asleep = self.quota.asleep
                 self._report()
             if self.mover.victims and quiet and (at_rest or now > self._busy_until):
                 self._move_by_call()  # otherwise the next step does
@@ -499,6 +534,7 @@ class ElasticEngine:
             hits=self.hits,
             queries=self.queries,
             handles=self.ranks.mappings,
+            sleeps=1,
         )
 
     def _live_blocks(self) -> int:

@@ -108,6 +108,10 @@ HOOKS = (
         "a step of no request names no block that may have no memory",
     ),
     Hook("v1.worker.gpu.block_table", "BlockTables.input_block_tables", "read", "its blocks"),
+    Hook(
+        *(_WORKER, "Worker.sleep", "overridden", "memory goes back, whoever calls it"),
+        takes=("level",),
+    ),
     Hook(_WORKER, "Worker.shutdown", "overridden", "memory goes back"),
     Hook("v1.worker.cpu_worker", "CPUWorker", "overridden", "the same on a CPU"),
     *_members(

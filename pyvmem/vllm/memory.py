@@ -102,6 +102,8 @@ class KVMemory:
         self._closed = False
         self.account: Account | None = None  # of the device, where the scheduler is elsewhere
         self.headroom = 0  # bytes of the device that are left for activations
+        self.resting = False  # all that no request holds is to go
+        self._rested = threading.Event()
         self._next = [0] * len(self.geometry.classes)
         # Only kernels touch these addresses, so they need not be visible to CUDA's copies: where
         # there is a choice, visible ones together must stay below the card's free memory.
@@ -276,6 +278,26 @@ class KVMemory:
                     if one.block_bytes % 8 == 0:
                         blocks = blocks.view(torch.int64)  # eight bytes at a time
                     blocks[place] = blocks[source]
+
+    # ---- sleep -----------------------------------------------------------------------------------
+
+    def rest(self, timeout: float) -> bool:
+        """Waits until the scheduler, at its next `poll`, has given back all that no request holds.
+
+        At once, where nothing is mapped but the null block. False: it did not answer in time.
+        """
+        kinds = range(len(self.geometry.classes))
+        null = sum(len(self.geometry.pages(k, 0)) * self.geometry.page_bytes(k) for k in kinds)
+        if self.context.stats().mapped_bytes <= null:
+            return True
+        self._rested.clear()
+        self.resting = True
+        return self._rested.wait(timeout)
+
+    def rested(self) -> None:
+        """The scheduler has."""
+        self.resting = False
+        self._rested.set()
 
     # ---- warm-up ---------------------------------------------------------------------------------
 

@@ -9,29 +9,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from pyvmem.errors import VMemError
-from pyvmem.ledger.accounts import EngineInfo, Ledger, default_folder, devices
+from pyvmem.ledger.accounts import EngineInfo, default_folder, engines_in
+from pyvmem.ledger.control import COUNTERS, GAUGES, unit_of
 
 __all__ = ["identity_of", "publish"]
 
-_GAUGES = {
-    "used": "Memory behind the KV cache, in bytes of one device.",
-    "in_use": "The part that requests hold.",
-    "cached": "The part that holds prefixes of no request.",
-    "limit": "The most that the engine may have.",
-    "floor": "What other engines leave to it.",
-    "want": "What its requests are short of.",
-    "handles": "Mappings of the driver.",
-}
-_COUNTERS = {
-    "maps": "Calls that mapped.",
-    "waits": "Steps that waited for one.",
-    "hits": "Tokens found among prefixes.",
-    "queries": "Tokens looked for among prefixes.",
-}
 _identities: set[int] = set()
 _lock = threading.Lock()
 
@@ -60,10 +45,9 @@ class _Collector:
 
         found = list(_engines())
         labels = ["engine", "device"]
-        for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+        for names, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
             for name, text in names.items():
-                unit = "_bytes" if names is _GAUGES and name != "handles" else ""
-                metric = family(f"vmem:{name}{unit}", text, labels=labels)
+                metric = family(f"vmem:{name}{unit_of(name)}", text, labels=labels)
                 for device, one in found:
                     metric.add_metric([one.name, device], getattr(one, name))
                 yield metric
@@ -71,13 +55,9 @@ class _Collector:
 
 def _engines() -> Iterator[tuple[str, EngineInfo]]:
     """The engines of this process, or none where the ledger cannot be read."""
-    folder: Path = default_folder()
     try:
-        for device in devices(folder):
-            with Ledger(device, folder=folder, create=False) as ledger:
-                for one in ledger.engines():
-                    if one.identity in _identities:
-                        yield device, one
+        for device, some in engines_in(default_folder()).items():
+            yield from ((device, one) for one in some if one.identity in _identities)
     except VMemError:
         return
 

@@ -56,6 +56,11 @@ class LocalQuota:
         """Bytes above the limit; no other engine is ever short."""
         return max(0, self.used - self.limit), False
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine was ordered to sleep; nobody can."""
+        return False
+
     def want(self, nbytes: int) -> None:
         """A request could not be served for lack of so many bytes; 0: none is short."""
 
@@ -129,6 +134,11 @@ class LedgerQuota:
         free = self._free()
         excess = max(-(-account.excess(free) // ranks) for account, ranks in self._accounts)
         return excess, any(account.has_more(free) for account, _ in self._accounts)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine was ordered to sleep, on any device."""
+        return any(account.asleep for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:
         """A request could not be served for lack of so many bytes; 0: none is short."""

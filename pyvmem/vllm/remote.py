@@ -17,7 +17,7 @@ __all__ = ["RemoteAccount", "on_account"]
 _CALLS = frozenset(
     ("room", "take", "mapped", "give", "want", "excess", "has_more", "report", "close")
 )
-_NUMBERS = frozenset(("limit", "used"))
+_NUMBERS = frozenset(("limit", "used", "asleep"))
 
 
 def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
@@ -50,6 +50,11 @@ class RemoteAccount:
     def used(self) -> int:
         """`Account.used`."""
         return int(self._ask("used"))
+
+    @property
+    def asleep(self) -> bool:
+        """`Account.asleep`."""
+        return bool(self._ask("asleep"))
 
     def room(self, free: int | None = None) -> int:
         """`Account.room`."""

@@ -28,6 +28,7 @@ from pyvmem.vllm.settings import Settings
 __all__ = ["ElasticWorker"]
 
 _MARGIN = 512 << 20
+_PATIENCE = 30.0  # seconds for the scheduler to give back what a sleeping rank has mapped
 
 log = logging.getLogger("vllm.vmem")
 
@@ -211,6 +212,24 @@ class ElasticWorker:
         for table in tables.input_block_tables if tables is not None else ():
             table.zero_()
         super().execute_dummy_batch()  # type: ignore[misc]
+
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's, and the KV cache's memory goes back.
+
+        It has gone already, unless somebody called this past the scheduler, as verl does.
+        """
+        super().sleep(level)  # type: ignore[misc]
+        self._rest()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """vLLM's, of what sleeps by its back end, and the KV cache's memory goes back."""
+        if tags != ("kv_cache",) or self.vllm_config.model_config.enable_sleep_mode:
+            super().discard(tags)  # type: ignore[misc]
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._memory is not None and not self._memory.rest(_PATIENCE):
+            log.warning("vmem: a sleeping worker still has the memory of its KV cache")
 
     def shutdown(self) -> None:
         """vLLM's, then the memory goes back."""

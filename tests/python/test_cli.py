@@ -31,6 +31,7 @@ CALLS = {
     "top": ["top", "--once"],
     "watch": ["watch", "--help"],
     "limit": ["limit", "--help"],
+    "control": ["control", "--help"],
     "serve-demo": ["serve-demo", "--help"],
 }
 

@@ -18,6 +18,7 @@ from kvcache_helpers import ROWS, eventually, small_config
 from pyvmem import BadHandle, Busy, Context, InvalidArgument, KVCache, NotSupported, announce
 from pyvmem.kvcache import Budget
 from pyvmem.ledger.accounts import Account, EngineInfo, Ledger
+from pyvmem.ledger.orders import order
 
 PAGE = 4096
 COLUMN = 4  # pages: one in each tensor of a cache
@@ -180,7 +181,7 @@ def test_a_lowered_limit_is_followed(folder: Path) -> None:
         running = start(a, 2)
         a.free_reqid(start(a, 6))
         with Ledger("host", folder=folder, create=False) as book:
-            book.order_limit("a", 4 * COLUMN * PAGE)
+            order(book, "a", limit=4 * COLUMN * PAGE)
         eventually(lambda: engines(folder)["a"].used <= 4 * COLUMN * PAGE)
         eventually(lambda: a.stats().mapped_bytes <= 4 * COLUMN * PAGE)
         assert grow(a, running, 4) == 0

@@ -29,6 +29,7 @@ from pyvmem.ledger.accounts import (
     device_of,
     engine_name,
 )
+from pyvmem.ledger.orders import order
 
 GIB = 1 << 30
 
@@ -220,7 +221,7 @@ def test_a_fair_part_of_those_that_are_short(folder: Path) -> None:
     b.report(cached=4 * GIB)
     assert not a.has_more(), "b can do with its own idle prefixes"
     b.report(cached=0)
-    Ledger("host", folder=folder).order_limit("b", 3 * GIB)
+    order(Ledger("host", folder=folder), "b", limit=3 * GIB)
     assert not a.has_more(), "7 are left to it"
     for one in (a, b, c):
         one.close()

@@ -15,6 +15,7 @@ import pyvmem
 from pyvmem import Context, Inject, InvalidArgument, KVCache
 from pyvmem.commands import cli
 from pyvmem.kvcache import Budget
+from pyvmem.ledger import orders
 from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.ledger.presence import Announced
 
@@ -34,7 +35,7 @@ def shown(folder: Path, context: Context) -> list[EngineInfo]:
 
 def order(folder: Path, context: Context, name: str, limit: int) -> None:
     with Ledger(context.info.uuid or "host", folder=folder, create=False) as ledger:
-        ledger.order_limit(name, limit)
+        orders.order(ledger, name, limit=limit)
 
 
 def test_the_ledger_shows_what_the_cache_says(context: Context, folder: Path) -> None:

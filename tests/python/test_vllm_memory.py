@@ -1,53 +1,40 @@
 # SPDX-License-Identifier: MIT
-"""Description: the memory of a rank of vLLM on a GPU's back ends, as far as a stand-in shows it."""
+"""Description: the memory of a rank of vLLM, on each back end; VMEM_BACKEND=cuda, too."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+import time
 
 import pytest
 
-pytest.importorskip("torch")
+from pyvmem.vllm.geometry import Run, runs_of
+from pyvmem.vllm.memory import KVMemory, open_context
 
-from pyvmem.memory.info import Caps
-from pyvmem.vllm.memory import KVMemory
-
-MIB = 1 << 20
+BLOCKS, TENSORS = 64, 3
 
 
-@pytest.mark.parametrize(
-    ("caps", "visible"),
-    [
-        (Caps.VISIBLE | Caps.PLAIN, False),  # stock: visible ones must fit beside each other
-        (Caps.PLAIN, False),
-        (Caps.VISIBLE, None),  # cuda: it has no others
-    ],
-)
-@pytest.mark.parametrize("granule", [64 << 10, 2 * MIB, 4 * MIB])
-def test_reservations_are_of_a_kind_that_there_is(
-    caps: Caps, visible: bool | None, granule: int
-) -> None:
-    """And as large as whole pages of every tensor."""
-    asked: list[tuple[int, bool | None]] = []
-    context = SimpleNamespace(
-        cuda_device=0,
-        info=SimpleNamespace(granule=granule, caps=caps),
-        reserve=lambda size, *, visible: asked.append((size, visible)),
-    )
-    memory = KVMemory(cast(Any, context), 3, [3 * MIB, 3 * MIB])
-    span = 4 * MIB  # of 3 MiB
-    assert asked == [(2 * span, visible)]
-    assert memory.span(0) == span
-    assert span % granule == 0
-
-
-def test_no_gpu_asks_for_what_the_back_end_likes() -> None:
-    asked: list[Any] = []
-    context = SimpleNamespace(
-        cuda_device=None,
-        info=SimpleNamespace(granule=4096, caps=Caps.VISIBLE | Caps.PLAIN),
-        reserve=lambda size, *, visible: asked.append(visible),
-    )
-    KVMemory(cast(Any, context), 2, [8192])
-    assert asked == [None]
+@pytest.mark.parametrize("blocks_in_a_page", [1, 8])
+def test_pages_come_and_go(backend: str, blocks_in_a_page: int) -> None:
+    context = open_context(backend, 0, 0, 0)
+    page = context.info.granule
+    memory = KVMemory(context, BLOCKS, [BLOCKS * page // blocks_in_a_page] * TENSORS)
+    geometry = memory.geometry
+    null = runs_of([geometry.pages(0, 0)])
+    memory.grow(null)
+    bare = memory.fingerprint()
+    rest = [Run(0, 1, geometry.num_pages(0) - 1)]
+    memory.grow(rest)
+    assert context.stats().mapped_bytes == TENSORS * geometry.num_pages(0) * page
+    assert memory.fingerprint() != bare
+    memory.release(7, rest, 1)
+    assert memory.finished() == {}, "a step may use them"
+    memory.step_ends(1)
+    end = time.monotonic() + 60
+    found: dict[int, str] = {}
+    while not found and time.monotonic() < end:
+        found = memory.finished()
+    assert found == {7: ""}
+    assert context.stats().mapped_bytes == TENSORS * page
+    assert memory.fingerprint() == bare
+    memory.close()
+    assert context._closed

@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 
 from pyvmem import Inject
 from pyvmem.ledger.accounts import Ledger
+from pyvmem.ledger.orders import order
 from pyvmem.vllm import channel, reach
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
 from pyvmem.vllm.geometry import Geometry, runs_of
@@ -218,7 +219,7 @@ def test_the_account_of_another_machine_is_there(
     quota.report(cached=4096)
     assert quota.pressure() == (0, False)
     with Ledger("host", folder=there, create=False) as book:
-        book.order_limit("e", 512 << 10)
+        order(book, "e", limit=512 << 10)
         assert quota.limit == 512 << 10
         assert quota.pressure() == (512 << 10, False)
         (info,) = book.engines()

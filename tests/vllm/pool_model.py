@@ -86,9 +86,9 @@ class RankModel:
         self.maps += len(runs)
         return None, None
 
-    def poll(self) -> tuple[list[tuple[int, str]], None, int]:
+    def poll(self) -> tuple[list[tuple[int, str]], None, int, bool]:
         found, self.finished = self.finished, []
-        return found, None, len(self.mapped)
+        return found, None, len(self.mapped), False
 
     def release(self, what: tuple[int, list[Run], int]) -> None:
         self.parked.append(tuple(what))

@@ -17,6 +17,7 @@ import pytest
 from vllm import SamplingParams
 
 from pyvmem import Inject
+from pyvmem.ledger.orders import order
 
 Tokens = list[list[int]]
 Open = Callable[..., Any]
@@ -465,7 +466,7 @@ def test_a_lowered_limit_shrinks_the_engine(start: Open, ledger: Any) -> None:
         grown = elastic.backing.mapped_bytes
         limit = max(elastic.least, grown // 2)
         with Ledger("host", folder=ledger, create=False) as other:
-            other.order_limit("one", limit)
+            order(other, "one", limit=limit)
         end = time.monotonic() + 20
         while elastic.backing.mapped_bytes > limit and time.monotonic() < end:
             time.sleep(0.05)
@@ -489,7 +490,7 @@ def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
         held = elastic.used_blocks() * elastic.backing.geometry.block_bytes
         assert held > elastic.least
         with Ledger("host", folder=ledger, create=False) as other:
-            assert other.order_limit("one", elastic.least).used > elastic.least
+            assert order(other, "one", limit=elastic.least).used > elastic.least
         found: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             for one in engine.step():

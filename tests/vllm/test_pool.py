@@ -238,3 +238,29 @@ def test_a_request_that_vllm_puts_off_maps_nothing(open_pool: Open) -> None:
         demand._count_blocks = count
         pool.step()
         assert (len(scheduler.running), len(scheduler.waiting)) == (1, 0)
+
+
+def test_an_engine_that_is_ordered_to_sleep(
+    open_pool: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run end, prefixes go, and no request is admitted until it is woken."""
+    with open_pool(blocks=2_000, page=PAGE) as pool:
+        elastic, scheduler = pool.elastic, pool.scheduler
+        pool.run(steady(8, 100, 10, 4))
+        running = pool.add([5] * 40, 30)
+        pool.step()
+        monkeypatch.setattr(type(elastic.quota), "asleep", True)
+        pool.rest(1)
+        pool.add([7] * 40, 4)
+        while running in scheduler.requests:
+            pool.step()
+        assert elastic._kept()
+        assert (pool.mapped(), len(scheduler.waiting)) == (36 * PAGE, 1)
+        for _ in range(20):
+            pool.step()
+        assert (pool.mapped(), len(scheduler.running)) == (36 * PAGE, 0)
+        monkeypatch.setattr(type(elastic.quota), "asleep", False)
+        pool.rest(1)
+        while scheduler.get_num_unfinished_requests():
+            pool.step()
+        assert elastic.used_blocks() == 0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_engine import answer, check, elastic_of, greedy, memory_of, prompts
+from test_engine import answer, at_rest, check, elastic_of, greedy, memory_of, prompts
 
 import pyvmem
 from pyvmem import Inject, OutOfMemory, _vmem
@@ -48,6 +48,107 @@ def test_kv_sleeps_and_wakes(start: Callable[..., Any]) -> None:
                     found = list(one.outputs[0].token_ids)
             assert found == wanted[0]
             assert answer(llm, prompts()) == wanted
+
+
+Call = Callable[[Any], Any]
+
+
+def on_workers(method: str, **named: Any) -> Call:
+    """A call of all workers that goes past the scheduler."""
+    return lambda llm: llm.collective_rpc(method, kwargs=named)
+
+
+def reset(llm: Any) -> None:
+    assert llm.reset_prefix_cache()
+
+
+def release(llm: Any) -> None:
+    llm.llm_engine.step()  # the workers hear that requests have ended, as in a server's loop
+    llm.sleep(level=0)  # the pause that it asks for
+    llm.release_kv_cache_memory()
+
+
+# What trainers call between two rollouts, up to the training step and after it, as their sources of
+# 2026 have it. New weights come by calls of the workers; here these load them again.
+LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
+    # verl, trainer and rollout on the same GPUs: the scheduler is not told that its workers sleep,
+    # and prefixes are reset after the weights were changed.
+    "verl-hybrid": (
+        [on_workers("sleep", level=2)],
+        [
+            on_workers("wake_up", tags=["weights"]),
+            on_workers("reload_weights"),
+            reset,
+            on_workers("wake_up", tags=["kv_cache"]),
+        ],
+    ),
+    # verl, a model that is not trained (a reward model) on the trainer's GPUs.
+    "verl-colocated": (
+        [lambda llm: llm.sleep(level=1)],
+        [lambda llm: llm.wake_up(tags=["kv_cache", "weights"]), reset],
+    ),
+    # OpenRLHF: weights alone first; before the rollout it wakes each tag, one of them the second
+    # time.
+    "openrlhf": (
+        [lambda llm: llm.sleep(level=1)],
+        [
+            lambda llm: llm.wake_up(tags=["weights"]),
+            reset,
+            on_workers("reload_weights"),
+            lambda llm: llm.wake_up(tags=["weights"]),
+            lambda llm: llm.wake_up(tags=["kv_cache"]),
+        ],
+    ),
+    # vLLM's own call for who needs the memory of the KV cache alone, from 0.31 on.
+    "kv-cache-alone": ([release], [lambda llm: llm.wake_up()]),
+}
+
+
+def check_loop(llm: Any, name: str) -> None:
+    """After a rollout: sleep, what a trainer finds, and waking up."""
+    elastic, memory = elastic_of(llm), memory_of(llm)
+    null = 2 * memory.geometry.page_size
+    assert elastic.backing.mapped_bytes > null
+    before, after = LOOPS[name]
+    for call in before:
+        call(llm)
+    stats = memory.context.stats()  # at once: the trainer allocates now
+    assert (elastic.backing.mapped_bytes, stats.mapped_bytes) == (null, null)
+    assert stats.slab_bytes <= null + memory.context.info.slab_size
+    check(llm)
+    for call in after:
+        call(llm)
+
+
+def test_trainers_loops(start: Callable[..., Any]) -> None:
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="3600") as llm:
+        wanted = answer(llm, prompts())
+        for name in LOOPS:
+            check_loop(llm, name)
+            assert answer(llm, prompts()) == wanted
+
+
+@pytest.mark.long
+def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
+    """Of each loop by turns. Requests run and wait until right before the engine goes to sleep."""
+    with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
+        engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
+        for number in range(100):
+            asked = [str(made + i) for i in range(12)]
+            made += 12
+            for one, prompt in zip(asked, prompts(number, 12), strict=True):
+                engine.add_request(one, prompt, greedy(60))
+            for _ in range(5 + number % 7):
+                engine.step()
+            assert elastic_of(llm).used_blocks() > 0
+            engine.abort_request(asked, internal=False)
+            check_loop(llm, list(LOOPS)[number % len(LOOPS)])
+            assert answer(llm, prompts()) == wanted
+        at_rest(llm)
+        memory, null = memory_of(llm), 2 * memory_of(llm).geometry.page_size
+        assert llm.reset_prefix_cache()
+        elastic_of(llm).settle()
+        assert memory.context.stats().mapped_bytes == null
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 from pyvmem.bench.record import Part
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.ledger.accounts import Ledger
+from pyvmem.ledger.orders import order
 from vmem_bench.command import Command, WrongResult
 from vmem_bench.vllm.common import GIB, Book, count_same, kv_memory, open_fleet
 from vmem_bench.vllm.engines import Plan
@@ -60,7 +61,7 @@ def measure(command: Command, part: Part) -> None:
                 limit, began = peak // 2, time.monotonic()
                 for device in now:
                     with Ledger(device, folder=fleet.ledger, create=False) as ledger:
-                        ledger.order_limit("elastic", limit)
+                        order(ledger, "elastic", limit=limit)
             for device, one in now.items() if limit else ():
                 if device in waited:
                     later[device] = max(later[device], one.used)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Orders to running engines: what they may have of a device, and whether they sleep.
+
+An order is words of the engine's slot in the ledger, which it reads within a second. So anybody
+with the user's rights may give one, whatever kind of engine it is.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from pyvmem.errors import InvalidArgument, NotSupported
+from pyvmem.ledger.accounts import EngineInfo, Ledger
+from pyvmem.plumbing.units import format_bytes
+
+__all__ = ["order"]
+
+
+def order(
+    ledger: Ledger,
+    who: str,
+    *,
+    limit: int | None = None,
+    floor: int | None = None,
+    asleep: bool | None = None,
+    only_check: bool = False,
+) -> EngineInfo:
+    """Changes what an engine may have; returns what was.
+
+    Args:
+        ledger: of the device.
+        who: the engine's name, or its process id.
+        limit, floor: bytes; None: as it is.
+        asleep: an engine that sleeps admits no request, and once none runs has no memory; None: as
+            it is.
+        only_check: refuses what it would refuse, and changes nothing.
+
+    Raises:
+        InvalidArgument: no such engine; a limit below the floor or what it needs to run, or above
+            what the device has; floors that the device has not. `op` says which of them.
+        NotSupported: it cannot sleep.
+    """
+    one = ledger.find(who)
+    if one is None:
+        names = ", ".join(f"{e.name} ({e.pid})" for e in ledger.engines()) or "none"
+        raise InvalidArgument(f"no engine {who!r}; there are: {names}", errno=errno.ENOENT)
+    if limit is not None:
+        _check_limit(ledger, one, limit, one.floor if floor is None else floor)
+    if floor is not None:
+        _check_floor(ledger, one, floor, one.limit if limit is None else limit)
+    if asleep is not None and not one.sleeps:
+        text = f"{one.name} does not sleep by orders; engines of vLLM do"
+        raise NotSupported(text, errno=errno.EOPNOTSUPP, op="asleep")
+    if not only_check:
+        words = {"order": limit, "floor": floor, "asleep": asleep}
+        ledger.put_order(one, {key: int(n) for key, n in words.items() if n is not None})
+    return one
+
+
+def _check_limit(ledger: Ledger, one: EngineInfo, limit: int, floor: int) -> None:
+    most = min(ledger.capacity or one.virtual, one.virtual)
+    for what, bound, wrong in (
+        ("its floor is", floor, limit < floor),
+        ("the least that it can run with is", one.least, limit < one.least),
+        ("the most it can have is", most, limit > most),
+    ):
+        if wrong:
+            raise _refused("limit", one, limit, what, bound)
+
+
+def _check_floor(ledger: Ledger, one: EngineInfo, floor: int, limit: int) -> None:
+    """Beside all floors, each engine must have what it needs to run."""
+    if floor > limit:
+        raise _refused("floor", one, floor, "its limit is", limit)
+    if ledger.capacity:
+        others = [e for e in ledger.engines() if e.identity != one.identity]
+        beside = ledger.capacity - sum(e.floor for e in others)
+        left = min([beside, *(beside + e.floor - max(e.floor, e.least) for e in others)])
+        if floor > left:
+            what = "beside what other engines need the device has"
+            raise _refused("floor", one, floor, what, max(0, left))
+
+
+def _refused(field: str, one: EngineInfo, value: int, what: str, bound: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"a {field} of {format_bytes(value)} for {one.name}: {what} {format_bytes(bound)} "
+        f"({bound} bytes)",
+        errno=errno.EINVAL,
+        op=field,
+        bytes=value,
+        limit=bound,
+    )

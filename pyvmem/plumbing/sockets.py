@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: MIT
+"""Unix sockets that one user's processes alone can reach."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+__all__ = ["UNHEARD", "is_this_user", "listen"]
+
+UNHEARD = ".new"
+"""Ends the name of a socket on which nothing listens yet."""
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that gets its name once it listens: one that refuses is a dead process's.
+
+    Raises:
+        OSError: it cannot be made there; nothing is left of it.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(address + UNHEARD)
+        os.chmod(address + UNHEARD, 0o600)
+        made.listen(16)
+        os.rename(address + UNHEARD, address)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def is_this_user(peer: socket.socket) -> bool:
+    """True if the other end of a Unix socket is a process of this user, or root's."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[1] in (os.getuid(), 0)
