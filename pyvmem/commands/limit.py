@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -26,6 +27,7 @@ def add_parser(sub: Any) -> None:
     )
     parser.add_argument("engine", help="its name, or the process id that `vmem top` shows")
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_ledger(parser)
     parser.set_defaults(run=run)
 
@@ -47,12 +49,27 @@ def run(args: argparse.Namespace) -> int:
             if ledger.find(args.engine) is not None:
                 ledger.check_limit(args.engine, args.size)  # on every device, before one changes
                 there[device] = ledger
-        for device, ledger in there.items():
-            one = ledger.order_limit(args.engine, args.size)
-            more = max(0, one.used - args.size)
-            note = f"; {format_bytes(more)} above it go as requests end" if more else ""
-            sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
-            print(f"{device}: {one.name}: {sizes}{note}")
+        changed = {
+            device: ledger.order_limit(args.engine, args.size) for device, ledger in there.items()
+        }
+    if args.json and there:
+        document = {
+            device: {
+                "engine": one.name,
+                "pid": one.pid,
+                "mapped": one.used,
+                "limit": args.size,
+                "limit_before": one.limit,
+            }
+            for device, one in changed.items()
+        }
+        print(json.dumps(document, indent=2))
+        return 0
+    for device, one in changed.items():
+        more = max(0, one.used - args.size)
+        note = f"; {format_bytes(more)} above it go as requests end" if more else ""
+        sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
+        print(f"{device}: {one.name}: {sizes}{note}")
     if not there:
         text = f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them"
         print(f"vmem limit: {text}", file=sys.stderr)
