@@ -67,7 +67,7 @@ dist: setup ## sdist, wheel, SBOM and checksums: dist/
 deb: setup ## the Debian packages, source and binary: dist/deb
 	@$(VPY) scripts/deb.py
 
-install: ## libvmem, its header, vmem.pc and the man pages; PREFIX=/usr/local DESTDIR=
+install: ## libvmem, its header, vmem.pc, CMake's package, man pages; PREFIX=/usr/local DESTDIR=
 	@$(MAKE) --no-print-directory -C libvmem install
 
 uninstall: ## removes what install put there
