@@ -58,8 +58,8 @@ bench: setup ## the measurements; a machine with no GPU measures the back end ho
 lint: setup ## ruff, mypy --strict, shellcheck, clang-format, generated tables
 	@$(VPY) scripts/run_tests.py lint
 
-docs: setup ## the documentation as a site: build/site/index.html
-	@$(VPY) scripts/docs_site.py
+docs: ## the documentation as a site: build/site/index.html
+	@$(PYTHON) scripts/docs_site.py
 
 dist: setup ## sdist, wheel, SBOM and checksums: dist/
 	@$(VPY) scripts/dist.py

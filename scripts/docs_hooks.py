@@ -27,7 +27,6 @@ log = logging.getLogger("mkdocs.docs_hooks")
 
 ROOT = Path(__file__).resolve().parent.parent
 MAN = ROOT / "libvmem" / "man"
-VENV_PYTHON = ROOT / "build" / "venv" / "bin" / "python"
 
 # Page of the site: file of the repository.
 TAKEN = {
@@ -132,8 +131,8 @@ def man_index(pages: dict[str, Path]) -> str:
 
 def command_line() -> str:
     """The reference of the command line, from the parsers."""
-    command = [str(VENV_PYTHON), str(ROOT / "scripts" / "docs_cli.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "scripts" / "docs_cli.py")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         sys.exit(f"the reference of the command line: {done.stderr}")
