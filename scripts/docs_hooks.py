@@ -129,9 +129,9 @@ def man_index(pages: dict[str, Path]) -> str:
     return "\n".join(lines)
 
 
-def command_line() -> str:
+def command_line(*words: str) -> str:
     """The reference of the command line, from the parsers."""
-    command = [sys.executable, str(ROOT / "scripts" / "docs_cli.py")]
+    command = [sys.executable, str(ROOT / "scripts" / "docs_cli.py"), *words]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -170,6 +170,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             path, man_link
         )
     made["reference/cli.md"] = command_line()
+    made["reference/bench.md"] = command_line("bench")
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     prepare(files, config)
