@@ -181,7 +181,14 @@ def check_cmake(top: Path, libdir: str) -> list[str]:
     project.mkdir()
     (project / "CMakeLists.txt").write_text(CMAKE_PROJECT, encoding="utf-8")
     shutil.copyfile(top / "user.c", project / "user.c")
-    cmake = ["cmake", "-S", project, "-B", build, f"-Dvmem_DIR={top}{libdir}/cmake/vmem"]
+    cmake: list[str | Path] = [
+        "cmake",
+        "-S",
+        project,
+        "-B",
+        build,
+        f"-Dvmem_DIR={top}{libdir}/cmake/vmem",
+    ]
     output(*cmake, f"-DWANTED={version()}")
     output("cmake", "--build", build)
     problems = []
