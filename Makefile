@@ -8,10 +8,14 @@ VPY := $(VENV)/bin/python
 # More arguments for the program behind `run`, `bench` and `test-gpu`, for example ARGS="--backend host".
 ARGS ?=
 
+# The demonstration's model, converted once.
+MODEL = import sys; from pyvmem.serve.model import model_folder; \
+	print(model_folder(notify=lambda text: print(text, file=sys.stderr)))
+
 export VMEM_CACHE_DIR ?= $(CURDIR)/$(BUILD)/cache
 
 .DEFAULT_GOAL := help
-.PHONY: help all lib setup run check test test-long test-kernel kernel-test test-driver test-gpu bench lint docs dist deb \
+.PHONY: help all lib setup run run-vllm check test test-long test-kernel kernel-test test-driver test-gpu bench lint docs dist deb \
 	install uninstall clean
 
 help: ## this list
@@ -27,6 +31,10 @@ setup: ## the Python environment build/venv with this project in it
 
 run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo --picture $(BUILD)/run.svg $(ARGS)
+
+run-vllm: setup ## two vLLM engines that take turns with the same memory, on the CPU; ARGS=... for options
+	@$(VPY) scripts/vllm_setup.py
+	@model=$$($(VPY) -c '$(MODEL)') && $(BUILD)/vllm/bin/python examples/vllm_share.py "$$model" $(ARGS)
 
 check: export WERROR := 1
 check: setup ## for every day, about 2 minutes: lint, C tests, the fast Python tests
@@ -58,8 +66,8 @@ bench: setup ## the measurements; a machine with no GPU measures the back end ho
 lint: setup ## ruff, mypy --strict, shellcheck, clang-format, generated tables
 	@$(VPY) scripts/run_tests.py lint
 
-docs: setup ## the documentation as a site: build/site/index.html
-	@$(VPY) scripts/docs_site.py
+docs: ## the documentation as a site: build/site/index.html
+	@$(PYTHON) scripts/docs_site.py
 
 dist: setup ## sdist, wheel, SBOM and checksums: dist/
 	@$(VPY) scripts/dist.py
@@ -67,7 +75,7 @@ dist: setup ## sdist, wheel, SBOM and checksums: dist/
 deb: setup ## the Debian packages, source and binary: dist/deb
 	@$(VPY) scripts/deb.py
 
-install: ## libvmem, its header, vmem.pc and the man pages; PREFIX=/usr/local DESTDIR=
+install: ## libvmem, its header, vmem.pc, CMake's package, man pages; PREFIX=/usr/local DESTDIR=
 	@$(MAKE) --no-print-directory -C libvmem install
 
 uninstall: ## removes what install put there

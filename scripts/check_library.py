@@ -120,10 +120,23 @@ def check_installation() -> list[str]:
         problems += difference("installed man pages", pages, sources)
         problems += check_static_names(top / libdir[1:])
         problems += check_linking(top, top / libdir[1:], top / prefix[1:] / "include")
+        problems += check_pkg_config(top, libdir)
+        problems += check_cmake(top, libdir)
         output(*make, "uninstall", *variables)
         left = [p for p in (top / "opt").rglob("*") if not p.is_dir()]
         problems += [f"uninstall left {p.relative_to(top)}" for p in left]
     return problems
+
+
+CMAKE_PROJECT = """
+cmake_minimum_required(VERSION 3.16)
+project(user C)
+find_package(vmem ${WANTED} REQUIRED)
+add_executable(shared user.c)
+target_link_libraries(shared vmem::vmem)
+add_executable(static user.c)
+target_link_libraries(static vmem::static)
+"""
 
 
 def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
@@ -143,6 +156,49 @@ def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
             problems.append(f"program with the {way} library: {done.stdout}{done.stderr}")
         if (way == "shared") != ("libvmem.so.0" in output("readelf", "-d", program)):
             problems.append(f"program with the {way} library: the other one was linked")
+    return problems
+
+
+def check_pkg_config(top: Path, libdir: str) -> list[str]:
+    """A program built with what pkg-config says."""
+    if not shutil.which("pkg-config"):
+        print("not run: vmem.pc: no pkg-config here")
+        return []
+    places = [f"PKG_CONFIG_SYSROOT_DIR={top}", f"PKG_CONFIG_PATH={top}{libdir}/pkgconfig"]
+    flags = output("env", *places, "pkg-config", "--cflags", "--libs", "vmem").split()
+    program = top / "user-pkg-config"
+    output("cc", "-o", program, top / "user.c", *flags, f"-Wl,-rpath,{top}{libdir}")
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    return [f"program with vmem.pc: {done.stdout}{done.stderr}"] if done.returncode else []
+
+
+def check_cmake(top: Path, libdir: str) -> list[str]:
+    """A project that finds the package; a version that is too new is not found."""
+    if not shutil.which("cmake"):
+        print("not run: CMake's package: no cmake here")
+        return []
+    project, build = top / "project", top / "project-build"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(CMAKE_PROJECT, encoding="utf-8")
+    shutil.copyfile(top / "user.c", project / "user.c")
+    cmake: list[str | Path] = [
+        "cmake",
+        "-S",
+        project,
+        "-B",
+        build,
+        f"-Dvmem_DIR={top}{libdir}/cmake/vmem",
+    ]
+    output(*cmake, f"-DWANTED={version()}")
+    output("cmake", "--build", build)
+    problems = []
+    for way in ("shared", "static"):
+        done = subprocess.run([build / way], capture_output=True, text=True, check=False)
+        if done.returncode:
+            problems.append(f"CMake's program, {way}: {done.stdout}{done.stderr}")
+    newer = subprocess.run([*cmake, "-DWANTED=999"], capture_output=True, text=True, check=False)
+    if newer.returncode == 0 or "999" not in newer.stderr:
+        problems.append("CMake's package says it is of version 999")
     return problems
 
 

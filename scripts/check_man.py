@@ -47,12 +47,21 @@ def synopsis(text: str) -> dict[str, str]:
 
 
 def check_pages_exist() -> list[str]:
-    """Every public function has a page in section 3; there are vmem(7) and vmem(1)."""
-    problems = [f"no man page for {name}" for name in functions() if page_of(name) is None]
+    """Every public function and structure has a page in section 3; there are vmem(7) and vmem(1).
+
+    The calls with the papers' names have a second one, as people spell it: vmem_map for vMemMap.
+    """
+    spelled = [re.sub("^vMem", "vmem_", name).lower() for name in functions() if name[1] == "M"]
+    names = [*functions(), *structures(), *spelled]
+    problems = [f"no man page for {name}" for name in names if page_of(name) is None]
     problems += [f"no {name}" for name in ("vmem.7", "vmem.1") if not (MAN / name).exists()]
-    names = {f"{name}.3" for name in functions()}
-    extra = sorted(p.name for p in MAN.glob("*.3") if p.name not in names)
-    return problems + [f"{name}: vmem.h has no such function" for name in extra]
+    extra = sorted(p.name for p in MAN.glob("*.3") if p.name[:-2] not in names)
+    return problems + [f"{name}: vmem.h has no such function or structure" for name in extra]
+
+
+def structures() -> list[str]:
+    """The structures of vmem.h."""
+    return re.findall(r"^struct (vmem_\w+) \{", HEADER.read_text(encoding="utf-8"), re.M)
 
 
 def check_prototypes() -> list[str]:

@@ -67,18 +67,30 @@ def section(name: str, parser: argparse.ArgumentParser, summary: str, level: int
 
 
 def main() -> int:
-    """Prints the page."""
+    """Prints the page of the commands, or with the argument ``bench`` that of the benchmarks."""
     os.environ["COLUMNS"] = WIDTH
+    if sys.argv[1:] == ["bench"]:
+        print("# Command line: benchmarks\n")
+        show("bench")
+        return 0
     print("# Command line\n")
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
     print(
         "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 where nobody reads "
         "the output any more. A command that has others names them.\n"
     )
-    for command, (_, text) in cli._COMMANDS.items():
-        parser = subparsers(cli._parser(command))[command]
-        print("\n".join(section(f"vmem {command}", parser, text, 2)))
+    print("[`vmem bench`](bench.md) has a page of its own.\n")
+    for command in cli._COMMANDS:
+        if command != "bench":
+            show(command)
     return 0
+
+
+def show(command: str) -> None:
+    """Prints a command's section."""
+    parser = subparsers(cli._parser(command))[command]
+    text = cli._COMMANDS[command][1]
+    print("\n".join(section(f"vmem {command}", parser, text, 2)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ log = logging.getLogger("mkdocs.docs_hooks")
 
 ROOT = Path(__file__).resolve().parent.parent
 MAN = ROOT / "libvmem" / "man"
-VENV_PYTHON = ROOT / "build" / "venv" / "bin" / "python"
 
 # Page of the site: file of the repository.
 TAKEN = {
@@ -130,10 +129,10 @@ def man_index(pages: dict[str, Path]) -> str:
     return "\n".join(lines)
 
 
-def command_line() -> str:
+def command_line(*words: str) -> str:
     """The reference of the command line, from the parsers."""
-    command = [str(VENV_PYTHON), str(ROOT / "scripts" / "docs_cli.py")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "scripts" / "docs_cli.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         sys.exit(f"the reference of the command line: {done.stderr}")
@@ -171,6 +170,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             path, man_link
         )
     made["reference/cli.md"] = command_line()
+    made["reference/bench.md"] = command_line("bench")
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     prepare(files, config)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the documentation site in build/site; `--serve` shows it while it is being written.
 
-MkDocs runs in an environment of its own, build/docs-venv. Warnings are errors, and what was built
-is looked through once more: every link and every anchor of a page leads somewhere, and nothing is
-loaded from another host.
+MkDocs runs in an environment of its own, build/docs-venv, which has what pyvmem needs to import and
+no torch. Warnings are errors, and what was built is looked through once more: every link and every
+anchor of a page leads somewhere, and nothing is loaded from another host.
 """
 
 from __future__ import annotations
@@ -21,28 +21,36 @@ from pathlib import Path
 
 from environment import read_pins
 from kernel_common import ROOT
+from system_packages import install, missing
 
 ENVIRONMENT = ROOT / "build" / "docs-venv"
 SITE = ROOT / "build" / "site"
 FOREIGN = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s;]+)""")
-REQUIREMENTS = ROOT / "scripts" / "requirements" / "docs.txt"
+REQUIREMENTS = [ROOT / "scripts" / "requirements" / f"{name}.txt" for name in ("build", "docs")]
 MISSING = 3  # exit status: the tools could not be installed here
 
 
 def tools() -> bool:
     """Makes the environment, or brings it up to date; whether that was possible."""
     stamp = ENVIRONMENT / "requirements"
-    wanted = REQUIREMENTS.read_text(encoding="utf-8")
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
-        return True
-    venv.create(ENVIRONMENT, clear=True, symlinks=True, with_pip=True)
-    pins = [f"{name}=={version}" for name, version in read_pins("docs").items()]
-    command = [str(ENVIRONMENT / "bin/python"), "-m", "pip", "install", "-qq", "--no-input"]
-    done = subprocess.run([*command, *pins], stdin=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        return False
-    stamp.write_text(wanted, encoding="utf-8")
-    return True
+    wanted = "".join(path.read_text(encoding="utf-8") for path in REQUIREMENTS)
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
+        if parts := missing():
+            install(parts)
+        venv.create(ENVIRONMENT, clear=True, symlinks=True, with_pip=True)
+        pins = {**read_pins("build"), **read_pins("docs")}
+        words = ["-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check"]
+        if not python(*words, *(f"{name}=={version}" for name, version in pins.items())):
+            return False
+        stamp.write_text(wanted, encoding="utf-8")
+    # The reference of the command line imports pyvmem; `make setup` has built it already.
+    return any((ROOT / "pyvmem").glob("_vmem*.so")) or python("setup.py", "-q", "build_ext", "-i")
+
+
+def python(*words: str) -> bool:
+    """Whether the environment's Python, given these words, succeeds."""
+    command = [str(ENVIRONMENT / "bin" / "python"), *words]
+    return not subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def mkdocs(*words: str) -> int:
@@ -134,7 +142,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="on http://localhost:8000")
     options = parser.parse_args()
     if not tools():
-        print(f"the requirements in {REQUIREMENTS.relative_to(ROOT)} could not be installed")
+        print("what scripts/requirements/docs.txt names could not be installed")
         return MISSING
     if options.serve:
         return mkdocs("serve")

@@ -113,7 +113,7 @@ def usual_selftest() -> list[str]:
     """The self test of this checkout."""
     program = ROOT / "build" / "venv" / "bin" / "vmem"
     report = ROOT / "build" / "selftest.json"
-    return [str(program), "selftest", "--backend", "uvm", "--json", str(report)]
+    return [str(program), "selftest", "--backend", "uvm", "--out", str(report)]
 
 
 def main() -> int:

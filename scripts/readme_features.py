@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The table of features: the package's own rows, over kept records of probed back ends.
 
-A record is what `vmem features --json` wrote. Needs pyvmem to import.
+A record is what `vmem features --out` wrote. Needs pyvmem to import.
 """
 
 from __future__ import annotations

@@ -270,6 +270,7 @@ def _measure_and_show(
     if args.json:
         print(json.dumps(record.document(raw=False), indent=1))
     else:
-        print("\n" + report.aims_table(record))
+        if aims := report.aims_table(record):
+            print(f"\n{aims}")
         if args.out is not None:
             print(f"\nwritten: {args.out} (samples in {args.out.parent / 'raw' / args.out.name})")

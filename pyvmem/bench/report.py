@@ -109,24 +109,21 @@ def _rest(part: Part) -> list[str]:
 
 
 def aims_table(record: Record) -> str:
-    """Every aim with its value, whether it is reached, and whether it applies here."""
+    """Every aim with its value, and whether it is reached; "" where none applies to the run."""
+    if not any(aim["applies"] for aim in record.aims):
+        return ""
     rows = []
     for aim in record.aims:
         target = f"{aim['op']} {aim['aim']:g}" if aim["op"] else ""
         verdict = {True: "pass", False: "MISS", None: ""}[aim["pass"]]
-        if verdict and not aim["applies"]:
-            verdict = f"({verdict.lower()})"
         value = "-" if aim["value"] is None else f"{aim['value']:.4g}"
         if aim.get("baseline_spread") is not None:
             value += f" (baselines {aim['baseline_spread']:.1%} apart)"
         rows.append([aim["what"], value, aim["unit"], target, verdict or aim["why"]])
-    text = table(["aim", "value", "unit", "wanted", ""], rows, 1)
-    if any(aim["pass"] is not None and not aim["applies"] for aim in record.aims):
-        text += "\nin brackets: the aims are for the stock back end on an H100 or H200, full run"
-    return text
+    return table(["aim", "value", "unit", "wanted", ""], rows, 1)
 
 
 def document(record: Record) -> str:
     """Everything: head, parts and aims."""
     parts = [part_table(part) for part in record.parts.values()]
-    return "\n\n".join([head(record), *parts, aims_table(record)])
+    return "\n\n".join(filter(None, [head(record), *parts, aims_table(record)]))

@@ -17,7 +17,7 @@ from pyvmem import _native
 from pyvmem.commands.usage import BadUsage
 from pyvmem.errors import VMemError
 
-__all__ = ["main"]
+__all__ = ["main", "whole_parser"]
 
 # module with add_parser(sub) and run(args) -> int, and the line for `vmem --help`
 _COMMANDS = {
@@ -31,23 +31,29 @@ _COMMANDS = {
     "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
     "control": ("pyvmem.commands.control", "show and set what engines may have, over HTTP"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
+    "completion": ("pyvmem.commands.completion", "print the completion of bash, zsh or fish"),
 }
 
 _LIVE = ("top", "watch", "control")  # which run until they are interrupted
 
 # Packages that commands import when they need them, and the extra of pyproject.toml with each.
-_EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "watch"}
+_EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "serve"}
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser; only `command`'s module is imported, the others show their help line alone."""
+def whole_parser() -> argparse.ArgumentParser:
+    """The parser with every command's options."""
+    return _parser(*_COMMANDS)
+
+
+def _parser(*commands: str | None) -> argparse.ArgumentParser:
+    """The parser; only the modules of `commands` are imported, the others show a help line."""
     parser = argparse.ArgumentParser(
         prog="vmem", description="Fine-grained GPU virtual memory for KV caches."
     )
     parser.add_argument("--version", action="version", version=f"vmem {_native.version()}")
     sub = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in _COMMANDS.items():
-        if name == command:
+        if name in commands:
             importlib.import_module(module).add_parser(sub)
             added = sub.choices[name]
             added.description = (added.description or "").replace("``", "`") or None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,7 @@ def add_parser(sub: Any) -> None:
     parser.add_argument("size", type=_size, help="bytes, for example 20G")
     text = "bytes that other engines leave to it, even while it has them not"
     parser.add_argument("--floor", type=_size, metavar="SIZE", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_ledger(parser)
     parser.set_defaults(run=run)
 
@@ -51,12 +53,29 @@ def run(args: argparse.Namespace) -> int:
                 # On every device, before one changes.
                 order(ledger, args.engine, limit=args.size, floor=args.floor, only_check=True)
                 there[device] = ledger
-        for device, ledger in there.items():
-            one = order(ledger, args.engine, limit=args.size, floor=args.floor)
-            more = max(0, one.used - args.size)
-            note = f"; {format_bytes(more)} above it go as requests end" if more else ""
-            sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
-            print(f"{device}: {one.name}: {sizes}{note}")
+        changed = {
+            device: order(ledger, args.engine, limit=args.size, floor=args.floor)
+            for device, ledger in there.items()
+        }
+    if args.json and there:
+        document = {
+            device: {
+                "engine": one.name,
+                "pid": one.pid,
+                "mapped": one.used,
+                "limit": args.size,
+                "limit_before": one.limit,
+                "floor": one.floor if args.floor is None else args.floor,
+            }
+            for device, one in changed.items()
+        }
+        print(json.dumps(document, indent=2))
+        return 0
+    for device, one in changed.items():
+        more = max(0, one.used - args.size)
+        note = f"; {format_bytes(more)} above it go as requests end" if more else ""
+        sizes = f"{format_bytes(one.limit)} -> {format_bytes(args.size)}"
+        print(f"{device}: {one.name}: {sizes}{note}")
     if not there:
         text = f"no engine {args.engine!r} in {folder}; `vmem top --once` lists them"
         print(f"vmem limit: {text}", file=sys.stderr)

@@ -85,7 +85,9 @@ def _size(nbytes: int) -> str:
 
 
 def _table(results: list[ProbeResult]) -> str:
-    rows = [("back end", "state", "pages", "device", "why")]
+    from pyvmem.commands.tables import table  # importing pyvmem loads no command line
+
+    rows = []
     for one in results:
         state = "used" if one.used else "usable" if one.usable else "not usable"
         pages = ""
@@ -96,9 +98,7 @@ def _table(results: list[ProbeResult]) -> str:
         device = " ".join(part for part in (one.device_name, one.driver) if part)
         error = f"{one.error_name}: " if one.error_name else ""
         rows.append((one.backend, state, pages, device, error + one.reason))
-    widths = [max(len(row[k]) for row in rows) for k in range(4)]
-    lines = ["  ".join([*(row[k].ljust(widths[k]) for k in range(4)), row[4]]) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return table(("back end", "state", "pages", "device", "why"), rows, 5, rule=False)
 
 
 def add_parser(sub: Any) -> None:

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
+from pyvmem.commands.terminal import columns
+
 __all__ = ["number", "table"]
+
+_LEAST = 16  # columns of text that is wrapped
 
 
 def number(value: Any) -> str:
@@ -29,15 +35,67 @@ def number(value: Any) -> str:
     return f"{value:.3f}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Text in columns; the first `left` columns are flush left, the others flush right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = []
-    for row in (header, *rows):
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int,
+    width: float | None = None,
+    rule: bool = True,
+) -> str:
+    """Text in columns; the first `left` columns are flush left, the others flush right.
+
+    Args:
+        width: of the output; None: of the terminal, if standard output is one. In a narrower one
+            text is wrapped within its column, the widest first; where that is not enough, the
+            columns go below each other in blocks, each with the first column.
+        rule: a line below the header.
+    """
+    room = columns() if width is None else width
+    lines = [header, *rows]
+    widths = _narrowed(lines, left, room)
+    return "\n\n".join(
+        _block([[line[i] for i in block] for line in lines], block, widths, left, rule)
+        for block in _blocks(widths, room)
+    )
+
+
+def _narrowed(lines: Sequence[Sequence[str]], left: int, room: float) -> list[int]:
+    """The columns' widths, those of text less where the lines are too long."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    words = [max(_LEAST, *(len(line[i].split(" ")[0]) for line in lines)) for i in range(left)]
+    while sum(widths) + 2 * (len(widths) - 1) > room:
+        wide = [i for i in range(left) if widths[i] > words[i]]
+        if not wide:
+            break
+        widths[max(wide, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _blocks(widths: list[int], room: float) -> list[list[int]]:
+    """Which columns stand beside each other."""
+    blocks = [[0]]
+    for i in range(1, len(widths)):
+        if len(blocks[-1]) > 1 and sum(widths[k] + 2 for k in [*blocks[-1], i]) - 2 > room:
+            blocks.append([0])
+        blocks[-1].append(i)
+    return blocks
+
+
+def _block(
+    lines: list[list[str]], block: list[int], widths: list[int], left: int, rule: bool
+) -> str:
+    shown = []
+    for line in lines:
         cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            textwrap.wrap(cell, widths[i]) if i < left and len(cell) > widths[i] else [cell]
+            for i, cell in zip(block, line, strict=True)
         ]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+        for parts in zip_longest(*cells, fillvalue=""):
+            aligned = [
+                part.ljust(widths[i]) if i < left else part.rjust(widths[i])
+                for i, part in zip(block, parts, strict=True)
+            ]
+            shown.append("  ".join(aligned).rstrip())
+    if rule:
+        shown.insert(1, "  ".join("-" * widths[i] for i in block))
+    return "\n".join(shown)

@@ -7,35 +7,29 @@ import argparse
 import contextlib
 import errno
 import json
-import math
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pyvmem.commands.machine import meminfo
+from pyvmem.commands.nvml import Card, Cards
+from pyvmem.commands.terminal import Live, columns, has_colour
+from pyvmem.commands.top_table import Device, Reading, drawn
 from pyvmem.ledger.accounts import (
-    EngineInfo,
+    Ledger,
     LedgerError,
     default_folder,
-    engines_in,
+    devices,
     is_off,
     named_folder,
 )
 from pyvmem.plumbing.paths import existing_folder
-from pyvmem.plumbing.units import format_bytes
 
 __all__ = ["add_ledger", "add_parser", "folder_of", "run"]
 
-_HEADINGS = (
-    "device", "engine", "pid", "mapped", "in use", "cached", "limit", "floor", "short", "hits",
-    "maps/s", "waits/s",
-)  # fmt: skip
-
-# Columns that a narrow terminal leaves out, in this order.
-_LEFT_OUT = ("floor", "waits/s", "maps/s", "hits", "device", "cached", "pid", "short", "in use")
+_SORTS = ("engine", "pid", "mapped", "in_use", "cached", "limit", "floor", "short", "hits")
 MOST_SECONDS = 3600.0
-
-Reading = dict[str, list[EngineInfo]]
 
 
 def add_parser(sub: Any) -> None:
@@ -45,10 +39,18 @@ def add_parser(sub: Any) -> None:
         help="the engines of this machine and their memory, live",
         description="Shows what each engine of this user holds and may have, until interrupted.",
     )
-    parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument("--json", action="store_true", help="print one reading as JSON and end")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--once", action="store_true", help="print one table and end")
+    form.add_argument("--json", action="store_true", help="print one reading as JSON and end")
     parser.add_argument(
         "--interval", type=seconds, default=1.0, metavar="S", help="between readings (1)"
+    )
+    parser.add_argument(
+        "--sort",
+        choices=_SORTS,
+        default="engine",
+        metavar="COLUMN",
+        help=f"the order: {', '.join(_SORTS)} (engine); the largest first",
     )
     add_ledger(parser)
     parser.set_defaults(run=run)
@@ -84,75 +86,70 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r}: expected seconds above 0, at most an hour")
 
 
-def rows(now: Reading, before: Reading, passed: float) -> list[tuple[str, ...]]:
-    """The table's rows; rates are since the reading before."""
-    old = {(device, one.name): one for device, some in before.items() for one in some}
-    found = []
-    for device, engines in now.items():
-        for one in engines:
-            last = old.get((device, one.name))
-            rates = ["", ""]
-            if last is not None and passed > 0:
-                changes = (one.maps - last.maps, one.waits - last.waits)
-                rates = [f"{max(0, change) / passed:.1f}" for change in changes]
-            found.append(
-                (
-                    device,
-                    one.name,
-                    str(one.pid),
-                    *map(
-                        format_bytes,
-                        (one.used, one.in_use, one.cached, one.limit, one.floor, one.want),
-                    ),
-                    f"{one.hits / one.queries:.0%}" if one.queries else "",
-                    *rates,
-                )
-            )
+def read(folder: Path, sort: str = "engine") -> Reading:
+    """The engines of every device that has a ledger."""
+    found: Reading = {}
+    with Cards.opened() as cards:
+        for device in devices(folder):
+            with Ledger(device, folder=folder, create=False) as ledger:
+                engines, capacity = [one.record() for one in ledger.engines()], ledger.capacity
+            engines.sort(key=lambda one: one["engine"])
+            if sort != "engine":
+                engines.sort(key=lambda one: one[sort] or 0, reverse=sort != "pid")
+            card = _host() if device == "host" else cards.card(device)
+            name, memory, free = ("", None, None)
+            if card is not None:
+                name, memory, free = card.name, card.memory, card.free
+            if capacity:
+                left = max(0, capacity - sum(one["mapped"] for one in engines))
+                memory, free = capacity, left if free is None else min(free, left)
+            found[device] = Device(name, memory, free, engines)
     return found
 
 
-def plain(table: list[tuple[str, ...]], width: float = math.inf) -> str:
-    """The table as text, with as many of its columns as there is room for."""
-    lines = [_HEADINGS, *table]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    kept = set(range(len(widths)))
-    for heading in _LEFT_OUT:
-        if sum(widths[i] + 2 for i in kept) - 2 <= width:
-            break
-        kept.remove(_HEADINGS.index(heading))
-    return "\n".join(
-        "  ".join(
-            line[i].ljust(widths[i]) if i < 2 else line[i].rjust(widths[i]) for i in sorted(kept)
-        ).rstrip()
-        for line in lines
-    )
+def _host() -> Card:
+    memory = meminfo()
+    return Card("", memory["MemTotal"], memory["MemAvailable"])
+
+
+def with_rates(now: Reading, before: Reading, passed: float) -> Reading:
+    """The reading with `maps_s` and `waits_s`, which are since the one before."""
+    old = {
+        (device, one["identity"]): one for device, some in before.items() for one in some.engines
+    }
+    for device, some in now.items():
+        for one in some.engines:
+            last = old.get((device, one["identity"]))
+            if last is not None and passed > 0:
+                for key in ("maps", "waits"):
+                    one[f"{key}_s"] = max(0, one[key] - last[key]) / passed
+    return now
 
 
 def _off() -> str:
     return "; VMEM_LEDGER=off: an engine with that setting is in none" if is_off() else ""
 
 
+def _text(reading: Reading, folder: Path, width: float, colour: bool) -> str:
+    return drawn(reading, width, colour) or f"no engine in {folder}{_off()}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Shows them until interrupted, or once."""
-    folder = folder_of(args)
+    folder, colour = folder_of(args), has_colour()
+    now = read(folder, args.sort)
     if args.json:
-        reading = {device: [asdict(e) for e in some] for device, some in engines_in(folder).items()}
-        print(json.dumps(reading, indent=2))
+        document = {device: {**asdict(some), "total": some.total()} for device, some in now.items()}
+        print(json.dumps(document, indent=2))
         return 0
     if args.once:
-        found = rows(engines_in(folder), {}, 0)
-        print(plain(found) if found else f"no engine in {folder}{_off()}")
+        print(_text(now, folder, columns(), colour))
         return 0
-    from rich.live import Live
-    from rich.text import Text
-
-    before, when, passed = engines_in(folder), time.monotonic(), 0.0
-    now = before
-    with Live(auto_refresh=False) as live:
+    when = time.monotonic()
+    with Live() as live:
         while True:
-            table = plain(rows(now, before, passed), live.console.width)
-            live.update(Text(table, no_wrap=True), refresh=True)
-            before = now
+            live.show(_text(now, folder, columns(), colour))
             time.sleep(args.interval)
-            now, moment = engines_in(folder), time.monotonic()
-            passed, when = moment - when, moment
+            before, now, moment = now, read(folder, args.sort), time.monotonic()
+            with_rates(now, before, moment - when)
+            when = moment

@@ -19,6 +19,7 @@ import errno
 import http.client
 import json
 import math
+import shutil
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pyvmem.commands.terminal import Live
 from pyvmem.commands.top import seconds
 from pyvmem.errors import InvalidArgument
 from pyvmem.plumbing.units import format_bytes
@@ -103,7 +105,7 @@ def watch(
     """Draws a cache's pages in place while the block runs, from a thread.
 
     On a terminal the picture is redrawn; elsewhere (a file, a notebook) it is printed once, at the
-    end. Each picture costs one `stats` and one `snapshot`, under the cache's lock. Needs rich.
+    end. Each picture costs one `stats` and one `snapshot`, under the cache's lock.
 
     Args:
         cache: a `KVCache` or one of its relatives.
@@ -113,39 +115,33 @@ def watch(
 
     Raises:
         InvalidArgument: an interval that is not positive.
-        ModuleNotFoundError: rich is not installed.
     """
     _positive(interval)
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
     telemetry = Telemetry()
     telemetry.add(cache, name)
-    console = Console(file=file)
-
-    def picture() -> Text:
-        return Text(draw(telemetry.caches(), console.width, max(4, console.height - 8)))
-
     ended = threading.Event()
-    with Live(get_renderable=picture, console=console, auto_refresh=False) as live:
+    with Live(file) as live:
 
         def renew() -> None:
             while not ended.wait(interval):
-                live.refresh()
+                live.show(_fitting(telemetry.caches()))
 
-        # Without a terminal Live prints one picture, at its end.
         thread = threading.Thread(target=renew, name="pyvmem-watch", daemon=True)
-        if console.is_terminal:
+        if live.is_terminal:
             thread.start()
         try:
             yield
         finally:
             ended.set()
-            if console.is_terminal:
+            if live.is_terminal:
                 thread.join()
-    if not console.is_terminal and not console.is_jupyter:
-        console.line()  # which Live leaves out
+            live.show(_fitting(telemetry.caches()))
+
+
+def _fitting(caches: Mapping[str, Numbers]) -> str:
+    """The picture in the size of the terminal."""
+    size = shutil.get_terminal_size()
+    return draw(caches, size.columns, max(4, size.lines - 8))
 
 
 def _positive(interval: float) -> None:
@@ -231,7 +227,9 @@ def add_parser(sub: Any) -> None:
     parser.add_argument(
         "--interval", type=seconds, default=0.5, metavar="S", help="between pictures (0.5)"
     )
-    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--once", action="store_true", help="print one picture and end")
+    form.add_argument("--json", action="store_true", help="print one reading as JSON and end")
     parser.set_defaults(run=run)
 
 
@@ -244,19 +242,18 @@ def run(args: argparse.Namespace) -> int:
         text = getattr(why, "strerror", None) or why
         print(f"vmem watch: no answer from {args.where}: {text}", file=sys.stderr)
         return 1
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
     if args.once:
         print(draw(found))
         return 0
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False) as live:
+    with Live() as live:
         while True:
-            rows = max(4, live.console.height - 8)
-            live.update(Text(draw(found, live.console.width, rows)), refresh=True)
+            live.show(_fitting(found))
             time.sleep(args.interval)
             try:
                 found = fetch(args.where)
             except OSError:
-                live.console.print("the program has ended")
+                live.show(f"{_fitting(found)}\nthe program has ended")
                 return 0

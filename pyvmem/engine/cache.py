@@ -664,11 +664,12 @@ class RequestCache(Closable):
         held = [request.length for request in lengths]
         if any(map(operator.gt, held, numbers)) or max(numbers, default=0) > longest:
             for request, length in zip(lengths, numbers, strict=True):
-                if not request.length <= length <= longest:
+                why = f"a slot holds at most {longest}" if length > longest else ""
+                if length < request.length:
+                    why = "truncate takes rows back"
+                if why:
                     raise invalid(
-                        f"{length} tokens: {request!r}, and a slot holds at most {longest}",
-                        limit=longest,
-                        op="RequestCache",
+                        f"{length} tokens: {request!r}; {why}", limit=longest, op="RequestCache"
                     )
         return dict(zip(slots, numbers, strict=True))
 

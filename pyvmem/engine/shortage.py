@@ -12,8 +12,9 @@ __all__ = ["Shortage"]
 class Shortage:
     """Something is short; nothing changed, but idle memory may have been reclaimed.
 
-    Every call of `RequestCache` that can be short returns one of these, and raises nothing.
-    It is true, so ``while short := cache.extend(...):`` preempts until there is enough.
+    Every call of `RequestCache` that can be short returns one of these, and raises nothing:
+    ``isinstance(result, Shortage)`` is the same test for all. It is true, so
+    ``while short := cache.extend(...):`` preempts until there is enough.
 
     Attributes:
         needed: bytes that the call needs beyond what the requests it names have.

@@ -11,6 +11,7 @@ from typing import Any
 from pyvmem import _native
 from pyvmem.commands.arguments import ordinal
 from pyvmem.commands.machine import describe
+from pyvmem.commands.tables import table
 from pyvmem.errors import VMemError
 from pyvmem.features.record import Probed, about
 from pyvmem.features.table import FEATURES
@@ -31,7 +32,8 @@ def add_parser(sub: Any) -> None:
     add = parser.add_argument
     text = "CUDA ordinals, separated by commas (default: 0)"
     add("--devices", type=_ordinals, default=(0,), metavar="N,...", help=text)
-    add("--json", type=written, metavar="FILE", help="write the table and what each back end said")
+    add("--json", action="store_true", help="print the table and what each back end said as JSON")
+    add("--out", type=written, metavar="FILE", help="write that JSON there")
     parser.set_defaults(run=run)
 
 
@@ -77,14 +79,12 @@ def _rows(backends: list[Probed]) -> list[dict[str, Any]]:
 
 def _text(rows: list[dict[str, Any]], backends: list[Probed]) -> str:
     names = [info.backend for info in backends]
-    cells = [("feature", "from", *names)]
+    cells = []
     for row in rows:
         answers = (row["lacks"][name] for name in names)
         words = (f"no: {', '.join(lacks)}" if lacks else "yes" for lacks in answers)
         cells.append((row["name"], row["source"], *words))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-    return "\n".join(lines)
+    return table(("feature", "from", *names), cells, 2 + len(names), rule=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,20 +92,25 @@ def run(args: argparse.Namespace) -> int:
     records = survey(args.devices)
     backends = [Probed.of(record) for record in records if record["usable"]]
     rows = _rows(backends)
+    report = {
+        "format": FORMAT,
+        "tool": "vmem features",
+        "version": _native.version(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": describe(),
+        "backends": records,
+        "features": rows,
+    }
+    text = json.dumps(report, indent=2)
+    if args.out:
+        write_text(args.out, text + "\n")
+    if args.json:
+        print(text)
+        return 0 if backends else 1
     print(_text(rows, backends))
     for record in records:
         if not record["usable"]:
             print(f"{record['backend']}: not usable here: {record['reason']}")
-    if args.json:
-        report = {
-            "format": FORMAT,
-            "tool": "vmem features",
-            "version": _native.version(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "machine": describe(),
-            "backends": records,
-            "features": rows,
-        }
-        write_text(args.json, json.dumps(report, indent=2) + "\n")
-        print(f"written: {args.json}")
+    if args.out:
+        print(f"written: {args.out}")
     return 0 if backends else 1

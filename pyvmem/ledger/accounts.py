@@ -37,8 +37,9 @@ import time
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pyvmem.errors import (
     AccessDenied,
@@ -257,6 +258,15 @@ class EngineInfo:
     sleeps: int
     asleep: int
     age: float
+
+    def record(self) -> dict[str, Any]:
+        """Its numbers under the names of the table of `vmem top`, which JSON can hold.
+
+        `hits` is their share of `queries`, None without a query; `hit_tokens` how many there were.
+        """
+        renamed = {"name": "engine", "used": "mapped", "want": "short", "hits": "hit_tokens"}
+        found = {renamed.get(key, key): value for key, value in asdict(self).items()}
+        return {**found, "hits": self.hits / self.queries if self.queries else None}
 
 
 class Ledger(Closable):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The engines of a machine over HTTP: what `vmem top` shows, and what `vmem limit` sets.
 
-    GET   /v1/engines             as `vmem top --json`
+    GET   /v1/engines             the engines of each device, as `vmem top --json` has them
     GET   /v1/engines/NAME        the same of one engine, on every device that it runs on
     PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}; any of them
     GET   /metrics                the same numbers for Prometheus
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,13 +103,13 @@ def _route(folder: Path, request: Request) -> Reply:
 
 def as_json(reading: Mapping[str, list[EngineInfo]]) -> dict[str, list[dict[str, Any]]]:
     """A reading as JSON can hold it."""
-    return {device: [asdict(one) for one in some] for device, some in reading.items()}
+    return {device: [one.record() for one in some] for device, some in reading.items()}
 
 
 def _one(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     reading = engines_in(folder)
     found = {
-        device: asdict(one) for device, some in reading.items() for one in some if one.name == name
+        device: one.record() for device, some in reading.items() for one in some if one.name == name
     }
     if not found:
         names = sorted({one.name for some in reading.values() for one in some})

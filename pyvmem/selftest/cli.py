@@ -14,6 +14,7 @@ import errno
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def add_parser(sub: Any) -> None:
     add = parser.add_argument
     add_backend(parser, "what is tested, auto is what a context gets")
     add_device(parser)
-    add("--json", type=written, metavar="FILE", help="write the report there")
+    add("--json", action="store_true", help="print the report as JSON and nothing else")
+    add("--out", type=written, metavar="FILE", help="write that JSON there")
     add("--report", type=replaced, metavar="FILE", help="write one HTML file with everything")
     add(
         "--samples",
@@ -90,7 +92,7 @@ def _why_not(found: ProbeResult, others: list[str]) -> str:
     return f"not tested: {what} ({found.reason}); {could} can be tested on this machine"
 
 
-def _report(args: argparse.Namespace) -> dict[str, Any]:
+def _report(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """The whole report; "passed": whether all is well; "not_tested": why nothing was tried."""
     report: dict[str, Any] = {
         "format": FORMAT,
@@ -108,28 +110,28 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         report["not_tested"] = _why_not(found, [one.backend for one in results if one.usable])
         return report
     device = " ".join(part for part in (found.device_name, found.driver) if part)
-    print(": ".join(part for part in (found.backend, device, found.reason) if part), flush=True)
+    say(": ".join(part for part in (found.backend, device, found.reason) if part))
     if not found.usable:
         return report
     for name, reason in report["passed_over"].items():
-        print(f"passed over: {name}: {reason}", flush=True)
+        say(f"passed over: {name}: {reason}")
     with pyvmem.Context(found.backend, device=args.device, pool_high=1) as context:
         report["tested"] = about(context.info)
-        checks = run_checks(context, lambda result: print(line(result), flush=True))
+        checks = run_checks(context, lambda result: say(line(result)))
         report["checks"] = [asdict(result) for result in checks]
         report["passed"] = passed(checks)
         if report["passed"] and args.samples > 1:
             report["times"] = measure(context, args.samples)
-            _show(report["times"])
+            _show(report["times"], say)
     return report
 
 
-def _show(times: dict[str, Any]) -> None:
+def _show(times: dict[str, Any], say: Callable[[str], None]) -> None:
     for name in times:
         if name == "tensors":
             continue
         if "not measured" in times[name]:
-            print(f"times    {name}: not measured: {times[name]['not measured']}")
+            say(f"times    {name}: not measured: {times[name]['not measured']}")
             continue
         for what in ("map", "unmap"):
             one = times[name][what]
@@ -137,19 +139,32 @@ def _show(times: dict[str, Any]) -> None:
                 f"times    {name}: {what} {times['tensors']} pages of {times[name]['page_bytes']}"
             )
             spread = f"{one['quartile_1_us']:.0f} to {one['quartile_3_us']:.0f}"
-            print(f"{text} bytes: {one['median_us']:.0f} us (middle half {spread})")
+            say(f"{text} bytes: {one['median_us']:.0f} us (middle half {spread})")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status, as above."""
-    report = _report(args)
-    if args.json:
-        write_text(args.json, json.dumps(report, indent=2) + "\n")
-        print(f"report: {args.json}")
+    report = _report(args, _quiet if args.json else _say)
+    text = json.dumps(report, indent=2)
+    if args.out:
+        write_text(args.out, text + "\n")
     if args.report:
         write_report(args.report, report)
+    if args.json:
+        print(text)
+    elif args.out:
+        print(f"report: {args.out}")
     if "not_tested" in report:
         print(f"vmem selftest: {report['not_tested']}", file=sys.stderr)
         return NOT_TESTED
-    print("passed" if report["passed"] else "FAILED")
+    if not args.json:
+        print("passed" if report["passed"] else "FAILED")
     return 0 if report["passed"] else 1
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _quiet(_: str) -> None:
+    pass

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Prints answers while they grow, each line with the number of its request."""
+"""Prints answers in the order of their requests, each line with the number of its request.
+
+The first answer that is not whole is printed while it grows; the others wait for their turn.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +49,9 @@ class AnswerPrinter:
         self._digits = len(str(max(prompts, default=0)))
         self._tokens: dict[int, list[int]] = {}
         self._printed: dict[int, int] = {}
+        self._left = deque(sorted(prompts))  # the first of them is printed now
+        self._held: dict[int, list[str]] = {name: [] for name in prompts}
+        self._ended: set[int] = set()
 
     def feed(self, event: TokenEvent) -> None:
         """Takes an event of the engine."""
@@ -63,6 +70,11 @@ class AnswerPrinter:
         if event.completion is not None:
             self._line(name, "=", ended(event.completion))
             del self._tokens[name], self._printed[name]
+            self._ended.add(name)
+        while self._left and self._left[0] in self._ended:
+            self._left.popleft()
+            for line in self._held.pop(self._left[0]) if self._left else ():
+                self._write(line)
 
     def _flush(self, name: int, done: bool) -> None:
         text = self._tokenizer.decode(self._tokens[name], skip_special_tokens=True)
@@ -86,5 +98,10 @@ class AnswerPrinter:
             self._line(name, " ", rest)
 
     def _line(self, name: int, mark: str, text: str) -> None:
-        if text.strip():
-            self._write(f"[{name:{self._digits}}] {mark} {text}")
+        if not text.strip():
+            return
+        line = f"[{name:{self._digits}}] {mark} {text}"
+        if name == self._left[0]:
+            self._write(line)
+        else:
+            self._held[name].append(line)

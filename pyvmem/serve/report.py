@@ -10,6 +10,7 @@ from typing import Any
 
 from pyvmem.kvcache import CacheStats
 from pyvmem.plumbing.units import counted
+from pyvmem.serve.chart import chart
 from pyvmem.serve.engine import EngineStats
 from pyvmem.serve.job import Completion
 from pyvmem.serve.trace import Recorder
@@ -90,6 +91,7 @@ def build(
                 "wasted_bytes": cache.peak_wasted_bytes,
             },
             "formula": FORMULA,
+            "steps": recorder.curve,  # mapped and used, by the formula
             "replay": [layout.footprint().as_dict() for layout in (recorder.own, *recorder.others)],
         },
         "mapping": _mapping(engine, cache),
@@ -228,6 +230,9 @@ def summary(result: dict[str, Any]) -> list[str]:
         "",
         *_align(rows),
         f"  waited for the driver during {share:.2%} of {total:.1f} s",
+        "",
+        "  KV memory over the steps, MiB: # rows of tokens, . mapped beyond them",
+        *(f"  {line}" for line in chart(memory["steps"])),
         *_verify_lines(result),
     ]
 

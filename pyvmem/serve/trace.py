@@ -74,11 +74,12 @@ class Replay:
             return self._used(layouts[0].config.max_seq_len)
         return sum(one.pages_for(tokens) * one.page_size * one.num_tensors for one in layouts)
 
-    def add(self, lengths: list[int]) -> None:
-        """Takes a step into account."""
-        mapped = sum(map(self.bytes_for, lengths))
+    def add(self, lengths: list[int]) -> tuple[int, int]:
+        """Takes a step into account; the bytes that it has mapped and used."""
+        step = (sum(map(self.bytes_for, lengths)), sum(map(self._used, lengths)))
         # Of steps that map the same, the fullest: no layout looks emptier than it got.
-        self._peak = max(self._peak, (mapped, sum(map(self._used, lengths))))
+        self._peak = max(self._peak, step)
+        return step
 
     def _used(self, tokens: int) -> int:
         """Bytes of the rows of so many tokens; a state is one row whatever their number."""
@@ -116,13 +117,15 @@ class Recorder:
             self.others.append(Replay(f"2 MiB pages, {together}", whole, _BIG_PAGE))
             self.others.append(Replay(f"this run's pages, {together}", whole, page_size))
         self.others.append(Replay("static, the longest sequence for each", configs, 0))
+        self.curve: list[tuple[int, int]] = []  # of each step in the run's own layout
         self._steps: list[dict[str, Any]] | None = [] if keep_steps else None
         self._start = time.perf_counter()
 
     def __call__(self, record: StepRecord) -> None:
         """Called by the engine in every step."""
         lengths = [tokens for _, _, tokens in record.requests]
-        for layout in (self.own, *self.others):
+        self.curve.append(self.own.add(lengths))
+        for layout in self.others:
             layout.add(lengths)
         if self._steps is None:
             return

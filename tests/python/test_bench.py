@@ -303,6 +303,8 @@ def test_tables_show_rows_reasons_and_verdicts() -> None:
     assert "<= 20" in line
     assert "MISS" in line
     assert "NVIDIA H100" in report.head(whole)
+    whole.aims = aims.compute(whole, "host")
+    assert report.aims_table(whole) == "", "aims for other machines tell a user nothing"
 
 
 def test_columns_line_up() -> None:

@@ -173,7 +173,7 @@ def test_every_benchmark_that_keeps_a_result_can_be_reported() -> None:
 def test_the_self_test_is_reported(tmp_path: Path) -> None:
     report, kept = tmp_path / "s.html", tmp_path / "s.json"
     words = ["selftest", "--backend", "host", "--samples", "2"]
-    assert main([*words, "--report", str(report), "--json", str(kept)]) == 0
+    assert main([*words, "--report", str(report), "--out", str(kept)]) == 0
     found = Page(report.read_text(encoding="utf-8"))
     data = json.loads(kept.read_text(encoding="utf-8"))
     assert json.loads(base64.b64decode(found.data)) == data

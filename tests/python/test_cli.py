@@ -33,6 +33,7 @@ CALLS = {
     "limit": ["limit", "--help"],
     "control": ["control", "--help"],
     "serve-demo": ["serve-demo", "--help"],
+    "completion": ["completion", "fish"],
 }
 
 
@@ -146,7 +147,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     assert said.endswith(f"{argument}{tmp_path / 'out.svg'}: {tmp_path} cannot be written to")
 
 
-@pytest.mark.parametrize("words", [["selftest", "--report"], ["selftest", "--json"]])
+@pytest.mark.parametrize("words", [["selftest", "--report"], ["selftest", "--out"]])
 def test_a_folder_that_only_seems_writable(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +156,7 @@ def test_a_folder_that_only_seems_writable(
     assert said.endswith(f"argument {words[-1]}: /proc/x.html: /proc cannot be written to")
 
 
-@pytest.mark.parametrize("words", [["selftest", "--json"], ["serve-demo", "--trace-out"]])
+@pytest.mark.parametrize("words", [["selftest", "--out"], ["serve-demo", "--trace-out"]])
 def test_a_full_disk_is_noticed_before_anything_runs(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,7 +211,7 @@ def test_what_cannot_be_written_in_the_end_is_called_as_the_user_did(tmp_path: P
     assert caught.value.filename == str(file)
 
 
-@pytest.mark.parametrize("words", [["selftest", "--json"], ["serve-demo", "--trace-out"]])
+@pytest.mark.parametrize("words", [["selftest", "--out"], ["serve-demo", "--trace-out"]])
 def test_a_file_that_is_there_and_may_not_be_written(
     words: list[str],
     tmp_path: Path,
@@ -375,7 +376,6 @@ def test_a_trace_that_nothing_would_read(
 @pytest.mark.parametrize(
     ("words", "package", "extra"),
     [
-        (["top"], "rich", "watch"),
         (["bench", "capacity", "--requests", "9"], "numpy", "bench"),
         (["bench", "api", "--quick", "--plot", "run.svg"], "matplotlib", "plot"),
     ],

@@ -84,7 +84,7 @@ def test_the_words_are_those_of_top_and_limit(
     change = {"limit": "16M", "floor": 2 * MIB, "asleep": True}
     status, found = ask(server, "PATCH", "/v1/engines/org/model", change)
     assert status == 200
-    wanted = {"name": "org/model", "limit": 16 * MIB, "floor": 2 * MIB, "asleep": 1}
+    wanted = {"engine": "org/model", "limit": 16 * MIB, "floor": 2 * MIB, "asleep": 1}
     assert wanted.items() <= found["host"].items()
     assert (engine.limit, engine.asleep) == (16 * MIB, True)
     assert ask(server, "PATCH", "/v1/engines/org%2Fmodel", {"asleep": False})[0] == 200

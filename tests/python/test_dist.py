@@ -6,9 +6,14 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Sequence
+from email.parser import HeaderParser
 from pathlib import Path
 
 import dist
@@ -129,3 +134,68 @@ def test_another_build_must_be_the_same(tmp_path: Path) -> None:
     made[1].write_bytes(b"another")
     with pytest.raises(dist.DistError, match="a is not the same"):
         dist.must_be_same(made[:1], made[1:])
+
+
+def metadata(folder: Path, url: str) -> str:
+    """What the package's metadata say, built from this tree's own files."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(dist.ROOT / name, folder)
+    for name in ("pyvmem", "libvmem", "kernel_module"):
+        (folder / name).symlink_to(dist.ROOT / name)
+    program = (
+        "import setuptools.build_meta as b, sys; "
+        "print(b.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    out = folder / "made"
+    out.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(out)],
+        cwd=folder,
+        env={**os.environ, "VMEM_URL": url},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return (out / done.stdout.split()[-1] / "METADATA").read_text(encoding="utf-8")
+
+
+def test_the_metadata_of_what_is_published(tmp_path: Path) -> None:
+    """An index shows the README alone: its links lead to the tag's files."""
+    text = metadata(tmp_path, "https://forge.example/vmem/")
+    fields = HeaderParser().parsestr(text)
+    urls = dict(line.split(", ") for line in fields.get_all("Project-URL", []))
+    assert urls["Source"] == "https://forge.example/vmem"
+    assert urls.keys() == {"Source", "Documentation", "Changelog", "Issues"}
+    assert fields["Author"] == "the vmem developers"
+    assert fields["Description-Content-Type"] == "text/markdown"
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert len(links) > 40
+    assert all(link.startswith("https://") for link in links)
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert all("/vmem/raw/v" in one for one in pictures)
+    for link in links:
+        found = re.match(r"https://forge\.example/vmem/(?:raw|blob)/v[\d.]+/(.*)", link)
+        assert found is None or (dist.ROOT / found[1]).exists()
+
+
+def test_the_metadata_of_a_build_for_oneself(tmp_path: Path) -> None:
+    fields = HeaderParser().parsestr(metadata(tmp_path, ""))
+    assert fields.get_all("Project-URL") is None
+
+
+@pytest.mark.parametrize("name", ["release", "pages"])
+def test_a_workflow_runs_what_is_there(name: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    path = dist.ROOT / ".github" / "workflows" / f"{name}.yml"
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    makefile = (dist.ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in commands:
+        if command.startswith("make "):
+            assert f"\n{command.split()[1]}:" in makefile
+        for script in re.findall(r"scripts/\S+", command):
+            assert (dist.ROOT / script).exists()
+    assert any(command.startswith("make ") for command in commands)
+    assert all(
+        "@" in step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step
+    )

@@ -594,6 +594,45 @@ def test_the_cache_is_not_closed_under_requests(host: Context, swapped: bool) ->
     cache.close()
 
 
+def test_a_shrink_names_the_call_that_does_it(host: Context) -> None:
+    with requests(host) as cache:
+        one = computed(cache, PROMPT)
+        for call in (cache.extend, cache.prepare):
+            with pytest.raises(InvalidArgument, match=r"5 tokens: .*truncate takes rows back"):
+                call({one: 5})
+        with pytest.raises(InvalidArgument, match="a slot holds at most"):
+            cache.extend({one: 1 << 40})
+        assert one.length == len(PROMPT)
+
+
+def test_one_type_says_that_something_is_short(host: Context) -> None:
+    """The same test for every call: `isinstance(result, Shortage)`."""
+    with requests(host, memory_limit=memory(1, host)) as cache:
+        one = computed(cache, PROMPT[:4])
+        many = cache.max_seq_len
+        assert cache.extend({one: 5}) is None
+        short = [cache.extend({one: many}), cache.prepare({one: many}), cache.admit([1] * many)]
+        short.append(cache.admit_async([1] * many).result(60))
+        assert all(isinstance(result, Shortage) and result for result in short)
+
+
+def test_hits_are_counted_when_they_are_taken(host: Context) -> None:
+    """A request that is refused again and again has taken no token of a prefix."""
+    with requests(host, memory_limit=memory(5, host)) as cache:
+        first = computed(cache, PROMPT)
+        cache.record(first, PROMPT)
+        before = kv(cache).stats()
+        for _ in range(5):
+            assert isinstance(cache.admit([*PROMPT, *([1] * ROWS)]), Shortage)
+        after = kv(cache).stats()
+        assert after.prefix_hit_tokens == before.prefix_hit_tokens
+        assert after.prefix_queries == before.prefix_queries
+        cache.release(first)
+        again = admitted(cache, PROMPT)
+        taken = kv(cache).stats().prefix_hit_tokens - before.prefix_hit_tokens
+        assert taken == again.length > 0
+
+
 # ---- forks and swapping --------------------------------------------------------------------------
 
 

@@ -123,3 +123,20 @@ def test_a_warning_is_an_error_where_that_is_asked_for_alone(
     assert "-Werror" not in usual
     assert "-Wextra -Werror " in strict
     assert "WERROR=1" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(sys.prefix != str(environment.VENV), reason="not the environment of make setup")
+def test_type_checkers_find_the_package(tmp_path: Path) -> None:
+    """mypy follows paths, not the hooks with which an editable install may be made."""
+    program = (
+        "from importlib.machinery import PathFinder\n"
+        "for name in ('pyvmem', 'pyvmem_vllm', 'vmem_bench'):\n"
+        "    print(PathFinder.find_spec(name).origin)"
+    )
+    words = [sys.executable, "-I", "-c", program]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    first, second, third = map(Path, done.stdout.split())
+    assert first == ROOT / "pyvmem" / "__init__.py"
+    assert first.with_name("py.typed").exists()
+    assert second == ROOT / "pyvmem_vllm" / "__init__.py"
+    assert third.with_name("py.typed").exists()

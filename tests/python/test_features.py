@@ -409,7 +409,7 @@ def test_a_record_tells_what_the_context_told(context: Context) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "features.json"
-    assert cli.main(["features", "--json", str(path)]) == 0
+    assert cli.main(["features", "--out", str(path)]) == 0
     text = capsys.readouterr().out
     report = json.loads(path.read_text())
     assert (report["format"], report["tool"]) == (1, "vmem features")

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from pyvmem.commands import cli, top
+from pyvmem.commands import cli, top, top_table
 from pyvmem.errors import AccessDenied, InvalidArgument, NotSupported
 from pyvmem.ledger import accounts as ledger
 from pyvmem.ledger.accounts import (
@@ -724,21 +725,49 @@ def test_top(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a.take(6 * GIB)
     a.report(in_use=2 * GIB, cached=3 * GIB, maps=7, hits=30, queries=40)
     assert vmem(folder, "top", "--json") == 0
-    (one,) = json.loads(capsys.readouterr().out)["host"]
-    assert (one["name"], one["used"], one["cached"], one["maps"]) == ("llama", 6 * GIB, 3 * GIB, 7)
+    device = json.loads(capsys.readouterr().out)["host"]
+    (one,) = device["engines"]
+    assert (one["engine"], one["mapped"], one["cached"]) == ("llama", 6 * GIB, 3 * GIB)
+    assert (one["hits"], one["maps"], one["short"]) == (0.75, 7, 0)
+    assert (device["card"], device["memory"]) == ("", 10 * GIB)
+    assert 0 < device["free"] <= 4 * GIB, "the engines agreed on a capacity of 10"
     assert vmem(folder, "top", "--once") == 0
-    line = capsys.readouterr().out.splitlines()[1].split()
-    assert line == [
-        "host", "llama", str(os.getpid()), "6.0G", "2.0G", "3.0G", "100.0G", "1.0G", "0", "75%",
+    title, heads, line = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"host  10\.0G, \S+ free", title)
+    assert line.split() == [
+        "llama", str(os.getpid()), "6.0G", "2.0G", "3.0G", "100.0G", "1.0G", "0", "75%",
     ]  # fmt: skip
+    shown = {heading.replace(" ", "_") for heading in re.split(r"  +", heads)}
+    assert shown <= one.keys(), "one name for one thing"
     a.close()
+
+
+def test_top_sums_and_sorts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accounts = [join(folder, name) for name in ("llama", "gemma", "qwen")]
+    for account, size in zip(accounts, (3, 1, 2), strict=True):
+        account.take(size * GIB)
+        account.report(in_use=GIB)
+
+    def shown(*words: str) -> list[str]:
+        assert vmem(folder, "top", "--once", *words) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+
+    assert shown() == ["gemma", "llama", "qwen", "total"]
+    assert shown("--sort", "mapped") == ["llama", "qwen", "gemma", "total"]
+    assert vmem(folder, "top", "--once") == 0
+    total = capsys.readouterr().out.splitlines()[-1]
+    assert total.split() == ["total", "6.0G", "3.0G", "0", "0"]
+    assert vmem(folder, "top", "--json") == 0
+    sums = json.loads(capsys.readouterr().out)["host"]["total"]
+    assert sums == {"mapped": 6 * GIB, "in_use": 3 * GIB, "cached": 0, "short": 0}
+    for account in accounts:
+        account.close()
 
 
 def test_top_live(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture that is drawn anew until somebody interrupts it; rates are since the last one."""
-    pytest.importorskip("rich")
     a = join(folder, "llama")
     readings = 0
 
@@ -750,7 +779,6 @@ def test_top_live(
         a.report(maps=1000 * readings, waits=0)
 
     monkeypatch.setattr(top.time, "sleep", sleep)
-    monkeypatch.setenv("COLUMNS", "160")
     assert vmem(folder, "top", "--interval", "0.01") == 130
     monkeypatch.undo()
     shown = capsys.readouterr().out
@@ -760,16 +788,39 @@ def test_top_live(
     a.close()
 
 
+def reading(**more: float) -> top_table.Reading:
+    """Of an engine on a GPU."""
+    sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
+    one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
+    engines = [{**one, **sizes, "maps_s": 12.5, "waits_s": 0.0, **more}]
+    uuid = "GPU-5c1f7f34-6a2b-4e8e-9d3c-1a2b3c4d5e6f"
+    return {uuid: top_table.Device("NVIDIA H200", 141 * GIB, 70 * GIB, engines)}
+
+
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 160])
 def test_top_on_a_narrow_terminal(width: int) -> None:
     """Whole columns go; what is left is whole, and says who has how much."""
-    row = ("GPU-0", "llama-3", "12345", "66.0G", "52.0G", "13.0G", "100.0G", "10.0G", "0", "75%")
-    text = top.plain([(*row, "12.5", "0.0")], width)
-    heading, line = text.splitlines()
-    assert max(map(len, text.splitlines())) <= width
-    assert heading.split()[0] == ("device" if width >= 80 else "engine")
+    text = top_table.drawn(reading(), width)
+    title, heading, line = text.splitlines()
+    assert max(map(len, (heading, line))) <= width
+    assert title.startswith("GPU-5c1f7f34")
     assert {"llama-3", "66.0G"} <= set(line.split())
-    assert ("waits/s" in heading) == (width >= 100)
+    assert ("waits/s" in heading) == (width >= 80)
+
+
+def test_top_draws_the_memory() -> None:
+    """In use, cached, and what is mapped beside these, of the card's memory."""
+    line = top_table.drawn(reading(mapped=70 * GIB), 160).splitlines()[2]
+    bar = line.split()[-1]
+    assert re.fullmatch("#+=+-+", bar)
+    assert (bar.count("#"), bar.count("="), len(bar)) == (15, 3, 20)
+
+
+@pytest.mark.parametrize(("more", "paint"), [({"short": GIB}, "\x1b[31m"), ({}, "\x1b[32m")])
+def test_top_is_red_where_memory_is_short(more: dict[str, int], paint: str) -> None:
+    line = top_table.drawn(reading(**more), 160, colour=True).splitlines()[2]
+    assert paint in line
+    assert ("\x1b[31m" in line) == bool(more)
 
 
 @pytest.mark.parametrize("command", [["top"], ["watch", "9464"]])

@@ -38,7 +38,7 @@ def test_each_check(context: pyvmem.Context, check: Callable[[pyvmem.Context], s
 
 def test_report(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    assert cli.main(["selftest", "--backend", backend, "--json", str(file), "--samples", "3"]) == 0
+    assert cli.main(["selftest", "--backend", backend, "--out", str(file), "--samples", "3"]) == 0
     report = json.loads(file.read_text())
     assert report["passed"] is True
     assert report["tested"]["backend"] == backend
@@ -110,7 +110,7 @@ def test_a_fault_is_found(
 ) -> None:
     file = tmp_path / "report.json"
     fault(monkeypatch)
-    assert cli.main(["selftest", "--backend", backend, "--json", str(file)]) == 1
+    assert cli.main(["selftest", "--backend", backend, "--out", str(file)]) == 1
     report = json.loads(file.read_text())
     assert report["passed"] is False
     assert result_of(report, check)["result"] == "failed"
@@ -205,7 +205,7 @@ def test_without_the_patched_driver(
         f"vmem selftest: not tested: {what} (the node is missing);"
         " --backend stock or --backend host can be tested on this machine\n",
     )
-    assert cli.main(["selftest", "--backend", "uvm", "--json", str(file)]) == NOT_TESTED
+    assert cli.main(["selftest", "--backend", "uvm", "--out", str(file)]) == NOT_TESTED
     report = json.loads(file.read_text())
     assert report["passed"] is False
     assert what in report["not_tested"]
@@ -225,7 +225,7 @@ def test_a_failed_proof_is_a_failure(
 def test_what_a_context_gets_is_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without --backend; the back ends before it, and why they were passed over, are named."""
     file = tmp_path / "report.json"
-    assert cli.main(["selftest", "--samples", "0", "--json", str(file)]) == 0
+    assert cli.main(["selftest", "--samples", "0", "--out", str(file)]) == 0
     report = json.loads(file.read_text())
     found = pyvmem.probe()
     used = next(one for one in found if one.used)
@@ -250,7 +250,7 @@ def test_what_cannot_be_tested(tmp_path: Path, capsys: pytest.CaptureFixture[str
     missing = next((one for one in pyvmem.probe() if not one.usable), None)
     if missing is None:
         pytest.skip("every back end works here")
-    assert cli.main(["selftest", "--backend", missing.backend, "--json", str(file)]) == NOT_TESTED
+    assert cli.main(["selftest", "--backend", missing.backend, "--out", str(file)]) == NOT_TESTED
     report = json.loads(file.read_text())
     assert report["passed"] is False
     assert report["probe"]["reason"] == missing.reason

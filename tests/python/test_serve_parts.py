@@ -29,6 +29,7 @@ from pyvmem.serve import (
     report,
 )
 from pyvmem.serve import model as models
+from pyvmem.serve.chart import chart
 from pyvmem.serve.printer import AnswerPrinter
 from pyvmem.serve.screen import Screen
 from pyvmem.serve.trace import Recorder, Replay
@@ -111,6 +112,44 @@ def test_answers_are_printed_line_by_line_with_their_number() -> None:
         "[12]   aaaaa",
         "[12] = 45 tokens, cut at --max-new-tokens, computed again 2 x",
     ]
+
+
+def test_answers_that_grow_together_are_printed_in_order() -> None:
+    """The first is shown while it grows; one that ends before it waits for its turn."""
+    lines: list[str] = []
+    printer = AnswerPrinter(Letters(), dict.fromkeys(range(3), "?"), lines.append, width=20)
+
+    def feed(name: int, text: str, last: bool = False) -> None:
+        for i, byte in enumerate(text.encode()):
+            job = Job(name, (1,), 99)
+            whole = Completion(job, tuple(text.encode()), (), FinishReason.EOS, 0, 0, 9)
+            ended = last and i == len(text) - 1
+            printer.feed(TokenEvent(name, byte, whole if ended else None))
+
+    feed(2, "third", last=True)
+    feed(0, "first\nand ")
+    assert lines == ["[0] ? ?", "[0]   first"]
+    feed(1, "second\nand ")
+    feed(0, "on", last=True)
+    assert lines[2:] == ["[0]   and on", "[0] = 2 tokens, end of the answer"] + [
+        "[1] ? ?",
+        "[1]   second",
+    ]
+    feed(1, "more", last=True)
+    assert [line[1] for line in lines[6:]] == ["1", "1", "2", "2", "2"]
+
+
+def test_a_chart_of_the_memory() -> None:
+    steps = [(i << 20, i << 19) for i in range(1, 101)]
+    lines = chart(steps, width=20, height=4)
+    assert [line.split("|")[0].strip() for line in lines] == ["100.0", "", "", "0"]
+    assert all(len(line) <= 27 for line in lines)
+    assert lines[0].endswith("...")
+    assert lines[-1].endswith("#" * 10)
+    assert sum(line.count("#") for line in lines) * 2 == pytest.approx(
+        sum(line.count("#") + line.count(".") for line in lines), abs=4
+    )
+    assert chart([]) == chart([(0, 0)]) == []
 
 
 def letters(screen: Screen, name: int, text: str) -> None:

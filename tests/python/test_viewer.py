@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import socket
 import threading
@@ -111,6 +112,8 @@ def test_watching_a_server(server: Server, capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert text.startswith("mine  ")
     assert "###" in text
+    assert cli.main(["watch", str(server.port), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mine"]["stats"]["total_pages"] > 0
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,3 +34,22 @@ def test_the_example(models: Callable[[str], str], ledger: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "t7 t8 t9 -> " in done.stdout
     assert "host: example: " in done.stdout, "without the pool it ends with an error"
+
+
+@pytest.mark.long
+def test_engines_that_share(models: Callable[[str], str]) -> None:
+    """What `make run-vllm` runs; it fails unless an engine had more than half of the memory."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = [models("llama"), "--capacity", "2M", "--requests", "8", "--turns", "2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "vllm_share.py"), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "left answers 8 requests" in done.stdout
+    assert "right: " in done.stdout
+    assert "a fixed split would have given each 1.0M" in done.stdout

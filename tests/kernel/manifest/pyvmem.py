@@ -116,8 +116,8 @@ TESTS = [
     # docs/compatibility.md's column uvm is made from its record.
     _python(
         "features",
-        "vmem probe && vmem selftest --backend uvm --samples 0 --json /tmp/report.json &&"
-        " vmem features --json /tmp/features.json && cat /tmp/features.json",
+        "vmem probe && vmem selftest --backend uvm --samples 0 --out /tmp/report.json &&"
+        " vmem features --out /tmp/features.json && cat /tmp/features.json",
         env=(*BACKEND, f"VMEM_COMMIT={_commit()}"),
     ),
     _python("calls", _pytest("errors", "context", "selftest"), timeout=600.0, long=True),

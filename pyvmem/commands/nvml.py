@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: MIT
+"""What NVIDIA's management library says of a card: its name, its memory, and how much is free.
+
+It opens no CUDA context, so that looking at a card takes none of its memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Card", "Cards"]
+
+_LIBRARY = "libnvidia-ml.so.1"
+_NAME_SIZE = 96
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    Attributes:
+        name: as NVIDIA calls it.
+        memory, free: bytes; of `free`, none is held by any process.
+    """
+
+    name: str
+    memory: int
+    free: int
+
+
+class Cards:
+    """The GPUs of this machine, by UUID; none where the library is missing or refuses."""
+
+    def __init__(self, library: ctypes.CDLL | None) -> None:
+        self._library = library
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls) -> Iterator[Cards]:
+        """Opens the library for the block."""
+        try:
+            library = ctypes.CDLL(_LIBRARY)
+        except OSError:
+            yield cls(None)
+            return
+        if library.nvmlInit_v2():
+            yield cls(None)
+            return
+        try:
+            yield cls(library)
+        finally:
+            library.nvmlShutdown()
+
+    def card(self, uuid: str) -> Card | None:
+        """What is known of the GPU with this UUID, as ``nvidia-smi -L`` writes it."""
+        library, handle, memory = self._library, ctypes.c_void_p(), _Memory()
+        name = ctypes.create_string_buffer(_NAME_SIZE)
+        if library is None or library.nvmlDeviceGetHandleByUUID(
+            uuid.encode(), ctypes.byref(handle)
+        ):
+            return None
+        if library.nvmlDeviceGetName(handle, name, _NAME_SIZE):
+            return None
+        if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+            return None
+        return Card(name.value.decode(errors="replace"), memory.total, memory.free)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: MIT
+"""The terminal that a command prints to: its width, its colours, and a text redrawn in place."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import shutil
+import sys
+import threading
+from types import TracebackType
+from typing import TextIO
+
+__all__ = ["BOLD", "DIM", "GREEN", "RED", "YELLOW", "Live", "columns", "has_colour", "painted"]
+
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+
+_PAINT = re.compile(r"\x1b\[\d*m")
+
+
+def columns(file: TextIO | None = None) -> float:
+    """Columns of a terminal; without bound for a file or a pipe, whose readers want whole lines."""
+    return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else math.inf
+
+
+def has_colour(file: TextIO | None = None) -> bool:
+    """True for a terminal, unless NO_COLOR is set or the terminal has no colours."""
+    return (
+        (file or sys.stdout).isatty()
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") not in ("dumb", "unknown")
+    )
+
+
+def painted(text: str, colour: str) -> str:
+    """Text in a colour, or in bold; "" is none."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if text and colour else text
+
+
+class Live:
+    """A text that is redrawn in place, and stays as it was at the end. Thread-safe.
+
+    Lines wider than the terminal are cut, and so are those below its last line: the terminal would
+    scroll, and what has scrolled cannot be redrawn. Lines that the program prints meanwhile go
+    above the text. What is no terminal gets the last text alone.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file or sys.stdout
+        self.is_terminal = self._file.isatty()
+        self._lock = threading.RLock()
+        self._drawn = 0  # lines above the cursor that are ours
+        self._text = ""
+        self._above = _Above(self)
+
+    def __enter__(self) -> Live:
+        if self.is_terminal:
+            self._write("\x1b[?25l")
+            if self._file is sys.stdout:
+                sys.stdout = self._above
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self.is_terminal:
+            if self._text:
+                self._write(f"{self._text}\n")
+            return
+        if sys.stdout is self._above:
+            sys.stdout = self._file
+        self._write(f"\x1b[?25h{self._above.rest}")
+
+    def show(self, text: str, above: str = "") -> None:
+        """Replaces the text; `above`: whole lines that stay above it."""
+        with self._lock:
+            self._text = text
+            if not self.is_terminal:
+                return
+            size = shutil.get_terminal_size()
+            lines = [_cut(line, size.columns) for line in text.splitlines()[: size.lines - 1]]
+            up = f"\x1b[{self._drawn}A" if self._drawn else ""
+            start = f"{up}\r\x1b[J{above}" if above else f"{up}\r"
+            self._write(start + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+            self._drawn = len(lines)
+
+    def print_above(self, lines: str) -> None:
+        """Prints whole lines above the text."""
+        with self._lock:
+            self.show(self._text, lines)
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+
+class _Above(io.TextIOBase):
+    """Standard output while a `Live` is drawn: its whole lines go above the picture."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self.rest = ""  # of a line that has not ended
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        whole, newline, self.rest = (self.rest + text).rpartition("\n")
+        if newline:
+            self._live.print_above(whole + newline)
+        return len(text)
+
+
+def _cut(line: str, width: int) -> str:
+    """The first `width` characters, not counting those that paint."""
+    room, kept, at = width, [], 0
+    for paint in _PAINT.finditer(line):
+        kept += [line[at : min(paint.start(), at + room)], paint.group()]
+        room -= min(paint.start() - at, room)
+        at = paint.end()
+    return "".join(kept) + line[at : at + room]

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: MIT
+"""A run's memory over its steps, as text: any terminal shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["chart"]
+
+_WIDTH, _HEIGHT = 64, 8
+_MIB = 1 << 20
+
+
+def chart(
+    steps: Sequence[tuple[int, int]], width: int = _WIDTH, height: int = _HEIGHT
+) -> list[str]:
+    """Lines of a picture; none for a run that mapped nothing.
+
+    Args:
+        steps: mapped bytes, and those of them that held tokens, of each step.
+        width: of the picture; several steps that share a column show the largest of them.
+    """
+    most = max((mapped for mapped, _ in steps), default=0)
+    if not most:
+        return []
+    count = min(width, len(steps))
+    bounds = [len(steps) * i // count for i in range(count + 1)]
+    columns = [max(steps[bounds[i] : bounds[i + 1]]) for i in range(count)]
+    scale = f"{most / _MIB:,.1f}"
+    lines = []
+    for row in range(height, 0, -1):
+        level = most * (row - 0.5) / height
+        marks = (
+            "#" if used >= level else "." if mapped >= level else " " for mapped, used in columns
+        )
+        label = scale if row == height else "0" if row == 1 else ""
+        lines.append(f"{label:>{len(scale)}} |{''.join(marks)}".rstrip())
+    return lines
