@@ -19,13 +19,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyvmem.errors import NotSupported, VMemError
+from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.ledger.accounts import Account
 from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 from pyvmem.memory.reservation import Reservation
+from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.vllm.geometry import Geometry, Run
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class KVMemory:
     def __init__(self, context: Context, num_blocks: int, sizes: Sequence[int]) -> None:
         self.context = context
         self.geometry = Geometry.of(num_blocks, context.info.granule, sizes)
-        self._lock = threading.Lock()
+        self._lock = reentrant_lock()  # a finalizer closes, in any thread
         self._parked: list[_Unmap] = []
         self._under_way: list[_Unmap] = []
         self._finished: dict[int, str] = {}
@@ -100,6 +101,7 @@ class KVMemory:
         self._spans: list[int] = []
         self._begins: list[int] = []  # of the first tensor of each class
         self._closed = False
+        self._users = 0  # calls under way that need the memory
         self.account: Account | None = None  # of the device, where the scheduler is elsewhere
         self.headroom = 0  # bytes of the device that are left for activations
         self.resting = False  # all that no request holds is to go
@@ -154,11 +156,14 @@ class KVMemory:
         Raises:
             VMemError: what the driver refused; nothing changed.
         """
-        if runs:
-            ops = OpBatch(len(runs))
-            for addr, size, count, stride in self._each(runs):
-                ops.populate(addr, size, count, stride)
-            self.context.batch(ops)
+        with self._in_use() as is_open:
+            if not is_open:
+                raise BadHandle("the memory of the KV tensors is closed")
+            if runs:
+                ops = OpBatch(len(runs))
+                for addr, size, count, stride in self._each(runs):
+                    ops.populate(addr, size, count, stride)
+                self.context.batch(ops)
 
     def drop(self, runs: Sequence[Run]) -> None:
         """Unmaps at once what `grow` mapped and no step has used."""
@@ -248,13 +253,13 @@ class KVMemory:
             step: the last one that was scheduled.
 
         Returns:
-            False before that is launched: nothing was done.
+            False before that is launched, and once the memory is closed: nothing was done.
         """
-        with self._lock:
-            if self._launched < step:
+        with self._in_use() as is_open:
+            if not is_open or self._launched < step:
                 return False
-        self.copy(copies)
-        return True
+            self.copy(copies)
+            return True
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies blocks as `move` does, at this place of the step that is being launched.
@@ -364,19 +369,45 @@ class KVMemory:
     def compact(self, nbytes: int, step: int) -> int:
         """Empties slabs and gives them back; 0 before all steps up to `step` are launched.
 
-        None may be launched meanwhile.
+        None may be launched meanwhile. 0 as well once the memory is closed.
         """
-        with self._lock:
-            if self._launched < step:
+        with self._in_use() as is_open:
+            if not is_open or self._launched < step:
                 return 0
-            after = self._event()
-        return self.context.compact(nbytes, after=after)
+            with self._lock:
+                after = self._event()
+            return self.context.compact(nbytes, after=after)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[bool]:
+        """Keeps the memory until the block ends, though `close` is called; False: it was before."""
+        with self._lock:
+            is_open = not self._closed
+            self._users += is_open
+        try:
+            yield is_open
+        finally:
+            with self._lock:
+                self._users -= is_open
+                last = is_open and self._closed and not self._users
+            if last:
+                self._give_back()
 
     def close(self) -> None:
-        """Gives all memory back; the addresses too, unless tensors over them live. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Gives all memory back; the addresses too, unless tensors over them live. Idempotent.
+
+        The last of the calls under way does, if there are any: the scheduler's keeper lives longer
+        than the worker, and may be copying.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            in_use = self._users > 0
+        if not in_use:
+            self._give_back()
+
+    def _give_back(self) -> None:
         if self.account is not None:
             self.account.close()
         try:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from pyvmem.errors import BadHandle
 from pyvmem.vllm.geometry import Run, runs_of
 from pyvmem.vllm.memory import KVMemory, open_context
 
@@ -38,3 +39,25 @@ def test_pages_come_and_go(backend: str, blocks_in_a_page: int) -> None:
     assert memory.fingerprint() == bare
     memory.close()
     assert context._closed
+
+
+def test_memory_that_is_closed_during_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends its workers before the scheduler, whose keeper may be moving prefixes."""
+    context = open_context("host", 0, 0, 0)
+    memory = KVMemory(context, BLOCKS, [BLOCKS * context.info.granule] * TENSORS)
+    every = [Run(0, 0, memory.geometry.num_pages(0))]
+    memory.grow(every)
+    copied: list[int] = []
+
+    def closes() -> None:
+        memory.close()
+        copied.append(context.stats().mapped_bytes)
+
+    monkeypatch.setattr(memory, "fence", closes)
+    assert memory.move([(2, 1)], 0)
+    assert copied == [TENSORS * BLOCKS * context.info.granule], "the copy uses it"
+    assert context._closed
+    assert not memory.move([(2, 1)], 0)
+    with pytest.raises(BadHandle, match="closed"):
+        memory.grow(every)
+    assert memory.compact(1, 0) == 0
