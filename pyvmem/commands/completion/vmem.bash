@@ -7,7 +7,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_vmem_bench_subparsers=(api capacity prefixes overlap kernels deferred prefix-map fill devices serve sharing swap vllm models paper)
-_shtab_vmem_subparsers=(probe features selftest bench layouts top watch limit serve-demo completion)
+_shtab_vmem_subparsers=(probe features selftest bench layouts top watch limit control serve-demo completion)
 
 _shtab_vmem_probe_option_strings=(-h --help --device --json --report)
 _shtab_vmem_features_option_strings=(-h --help --devices --json --out)
@@ -31,7 +31,8 @@ _shtab_vmem_bench_option_strings=(-h --help)
 _shtab_vmem_layouts_option_strings=(-h --help --model --ranks --memory --kv-memory --trace --requests --seed --pages --runs --backend --iteration-ms --max-group --overread --kv-dtype --all --json)
 _shtab_vmem_top_option_strings=(-h --help --once --json --interval --sort --ledger)
 _shtab_vmem_watch_option_strings=(-h --help --interval --once --json)
-_shtab_vmem_limit_option_strings=(-h --help --json --ledger)
+_shtab_vmem_limit_option_strings=(-h --help --floor --json --ledger)
+_shtab_vmem_control_option_strings=(-h --help --socket --listen --token-file --ledger)
 _shtab_vmem_serve_demo_option_strings=(-h --help --backend --device --model --dtype --page-size --group-size --max-batch --max-seq-len --max-new-tokens --num-prompts --prompts --memory-limit --prefill-chunk --no-background --verify --details --picture --trace-out --json)
 _shtab_vmem_completion_option_strings=(-h --help)
 _shtab_vmem_option_strings=(-h --help --version)
@@ -101,6 +102,8 @@ _shtab_vmem_bench_models___plot_COMPGEN=_shtab_compgen_files
 _shtab_vmem_bench_paper___page_COMPGEN=_shtab_compgen_files
 _shtab_vmem_top___ledger_COMPGEN=_shtab_compgen_dirs
 _shtab_vmem_limit___ledger_COMPGEN=_shtab_compgen_dirs
+_shtab_vmem_control___token_file_COMPGEN=_shtab_compgen_files
+_shtab_vmem_control___ledger_COMPGEN=_shtab_compgen_dirs
 
 _shtab_vmem_selftest___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_api___backend_choices=(auto uvm stock cuda host)
@@ -110,15 +113,15 @@ _shtab_vmem_bench_kernels___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_deferred___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_prefix_map___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_fill___backend_choices=(auto uvm stock cuda host)
-_shtab_vmem_bench_fill___ways_choices=(default runs joined large pages)
+_shtab_vmem_bench_fill___ways_choices=(default runs joined pages)
 _shtab_vmem_bench_devices___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_serve___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_serve___workload_choices=(azure offline online prefixes chat)
 _shtab_vmem_bench_serve___model_choices=(Llama-3-8B Yi-6B Yi-34B)
 _shtab_vmem_bench_swap___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_vllm___backend_choices=(auto uvm stock cuda host)
-_shtab_vmem_bench_vllm___part_choices=(load idle share sleep blocks rough limit full)
-_shtab_vmem_bench_vllm___shape_choices=(Llama-3-8B Llama-3-70B Qwen3-4B)
+_shtab_vmem_bench_vllm___part_choices=(load idle share sleep blocks rough limit full first cost offload)
+_shtab_vmem_bench_vllm___shape_choices=(Llama-3-8B Llama-3-70B Qwen3-4B DeepSeek-V2-Lite Qwen3-Next)
 _shtab_vmem_bench_vllm___bursts_choices=(trace climb)
 _shtab_vmem_bench_models___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_bench_pos_0_choices=(api capacity prefixes overlap kernels deferred prefix-map fill devices serve sharing swap vllm models paper)
@@ -128,7 +131,7 @@ _shtab_vmem_top___sort_choices=(engine pid mapped in_use cached limit floor shor
 _shtab_vmem_serve_demo___backend_choices=(auto uvm stock cuda host)
 _shtab_vmem_serve_demo___dtype_choices=(float32 bfloat16 float16)
 _shtab_vmem_completion_pos_0_choices=(bash zsh fish)
-_shtab_vmem_pos_0_choices=(probe features selftest bench layouts top watch limit serve-demo completion)
+_shtab_vmem_pos_0_choices=(probe features selftest bench layouts top watch limit control serve-demo completion)
 
 _shtab_vmem_probe__h_nargs=0
 _shtab_vmem_probe___help_nargs=0
@@ -224,6 +227,8 @@ _shtab_vmem_watch___json_nargs=0
 _shtab_vmem_limit__h_nargs=0
 _shtab_vmem_limit___help_nargs=0
 _shtab_vmem_limit___json_nargs=0
+_shtab_vmem_control__h_nargs=0
+_shtab_vmem_control___help_nargs=0
 _shtab_vmem_serve_demo__h_nargs=0
 _shtab_vmem_serve_demo___help_nargs=0
 _shtab_vmem_serve_demo___no_background_nargs=0

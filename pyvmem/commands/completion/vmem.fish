@@ -51,8 +51,8 @@ function _shtab_vmem_using
   test "$_shtab_vmem_cmdpath" = "$argv"
 end
 
-set -g _shtab_vmem_commands probe features selftest bench 'bench api' 'bench capacity' 'bench prefixes' 'bench overlap' 'bench kernels' 'bench deferred' 'bench prefix-map' 'bench fill' 'bench devices' 'bench serve' 'bench sharing' 'bench swap' 'bench vllm' 'bench models' 'bench paper' layouts top watch limit serve-demo completion
-set -g _shtab_vmem_opts_with_value --ahead --arms --backend --batch --beside --block --block-size --blocks --budget --budgets --bursts --cases --deadline --device --devices --dtype --engines --fa3 --footprint --group --group-size --groups --high --interval --iteration-ms --iterations --kernel --kernels --kinds --kv-dtype --kv-memory --ledger --limit --limit-s --live --longest --low --max-batch --max-group --max-mappings --max-new-tokens --max-seq-len --max-tokens --memory --memory-limit --merge --model --models --modes --num-prompts --only --out --output --overread --page --page-size --pages --part --parts --picture --plot --prefill-chunk --prefixes --prompt --prompts --ranks --rate --rates --report --requests --results --rounds --runs --samples --seconds --seed --shape --skip --slots --sort --speed-up --steps --tensor-parallel --tokens --trace --trace-out --ways --widths --workload
+set -g _shtab_vmem_commands probe features selftest bench 'bench api' 'bench capacity' 'bench prefixes' 'bench overlap' 'bench kernels' 'bench deferred' 'bench prefix-map' 'bench fill' 'bench devices' 'bench serve' 'bench sharing' 'bench swap' 'bench vllm' 'bench models' 'bench paper' layouts top watch limit control serve-demo completion
+set -g _shtab_vmem_opts_with_value --ahead --arms --backend --batch --beside --block --block-size --blocks --budget --budgets --bursts --cases --deadline --device --devices --dtype --engines --fa3 --floor --footprint --group --group-size --groups --high --interval --iteration-ms --iterations --kernel --kernels --kinds --kv-dtype --kv-memory --ledger --limit --limit-s --listen --live --longest --low --max-batch --max-group --max-mappings --max-new-tokens --max-seq-len --max-tokens --memory --memory-limit --merge --model --models --modes --num-prompts --only --out --output --overread --page --page-size --pages --part --parts --picture --plot --prefill-chunk --prefixes --prompt --prompts --ranks --rate --rates --report --requests --results --rounds --runs --samples --seconds --seed --shape --skip --slots --socket --sort --speed-up --steps --tensor-parallel --token-file --tokens --trace --trace-out --ways --widths --workload
 
 complete -c vmem -e
 complete -c vmem -f
@@ -200,7 +200,7 @@ complete -c vmem -n '_shtab_vmem_using bench fill' -l out -xka "(__fish_complete
 complete -c vmem -n '_shtab_vmem_using bench fill' -l json -d 'print the JSON instead of the tables'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l requests -x -d 'that grow together (128)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l rounds -x -d 'of all ways in turns (2)'
-complete -c vmem -n '_shtab_vmem_using bench fill' -l ways -xka "default runs joined large pages" -d 'these alone (all)'
+complete -c vmem -n '_shtab_vmem_using bench fill' -l ways -xka "default runs joined pages" -d 'these alone (all)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l memory -x -d 'of the cache, as 20G (0: what is free, less 2G)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l max-mappings -x -d 'of the context (0: its default)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l max-tokens -x -d 'addresses of a request (131072)'
@@ -287,9 +287,9 @@ complete -c vmem -n '_shtab_vmem_using bench vllm' -l deadline -x -d 'stop after
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l quick -d 'a tiny model and a few samples: a smoke test'
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l out -xka "(__fish_complete_path (commandline -ct))" -d 'write JSON here, raw samples in raw/'
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l json -d 'print the JSON instead of the tables'
-complete -c vmem -n '_shtab_vmem_using bench vllm' -l part -xka "load idle share sleep blocks rough limit full" -d 'what to measure (load)'
+complete -c vmem -n '_shtab_vmem_using bench vllm' -l part -xka "load idle share sleep blocks rough limit full first cost offload" -d 'what to measure (load)'
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l arms -x -d 'of idle, share and sleep: these alone'
-complete -c vmem -n '_shtab_vmem_using bench vllm' -l shape -xka "Llama-3-8B Llama-3-70B Qwen3-4B" -d 'of the model (Llama-3-8B)'
+complete -c vmem -n '_shtab_vmem_using bench vllm' -l shape -xka "Llama-3-8B Llama-3-70B Qwen3-4B DeepSeek-V2-Lite Qwen3-Next" -d 'of the model (Llama-3-8B)'
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l requests -x -d 'of a round (96; idle 2,500, rough 10,000)'
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l rounds -x -d 'after the first, which warms up (4)'
 complete -c vmem -n '_shtab_vmem_using bench vllm' -l rates -x -d 'load: requests a second, 0: all at once (5,13,0)'
@@ -363,8 +363,15 @@ complete -c vmem -n '_shtab_vmem_using watch' -l once -d 'print one picture and 
 complete -c vmem -n '_shtab_vmem_using watch' -l json -d 'print one reading as JSON and end'
 complete -c vmem -n '_shtab_vmem_using; and test $_shtab_vmem_npos -eq 0' -a limit -d 'Sets the most memory of a device that a running engine may have. An engine that has more gives back what is idle at once, and the rest as requests end. Exit status 1: no such engine runs, or it cannot have that limit.'
 complete -c vmem -n '_shtab_vmem_using limit' -s h -l help -d 'show this help message and exit'
+complete -c vmem -n '_shtab_vmem_using limit' -l floor -x -d 'bytes that other engines leave to it, even while it has them not'
 complete -c vmem -n '_shtab_vmem_using limit' -l json -d 'print JSON'
 complete -c vmem -n '_shtab_vmem_using limit' -l ledger -xka "(__fish_complete_directories)" -d 'folder of the ledgers (VMEM_LEDGER)'
+complete -c vmem -n '_shtab_vmem_using; and test $_shtab_vmem_npos -eq 0' -a control -d 'Answers HTTP requests about the engines of this user, until interrupted: what `vmem top` shows, and limits, floors and sleep. By default on a Unix socket in the ledgers'"'"' folder, which only this user can reach.'
+complete -c vmem -n '_shtab_vmem_using control' -s h -l help -d 'show this help message and exit'
+complete -c vmem -n '_shtab_vmem_using control' -l socket -x -d 'instead of control.sock there'
+complete -c vmem -n '_shtab_vmem_using control' -l listen -x -d 'TCP instead; needs --token-file'
+complete -c vmem -n '_shtab_vmem_using control' -l token-file -xka "(__fish_complete_path (commandline -ct))" -d 'the bearer token, 16 characters or more; of this user alone (mode 600)'
+complete -c vmem -n '_shtab_vmem_using control' -l ledger -xka "(__fish_complete_directories)" -d 'folder of the ledgers (VMEM_LEDGER)'
 complete -c vmem -n '_shtab_vmem_using; and test $_shtab_vmem_npos -eq 0' -a serve-demo -d 'Serves prompts with a small real model, continuous batching and greedy decoding, through a KV cache of small pages; prints the answers as they come, then what the cache took.'
 complete -c vmem -n '_shtab_vmem_using serve-demo' -s h -l help -d 'show this help message and exit'
 complete -c vmem -n '_shtab_vmem_using serve-demo' -l backend -xka "auto uvm stock cuda host" -d 'of the cache: auto, uvm, stock, cuda, host (default: auto)'
