@@ -107,9 +107,11 @@ def read(folder: Path, sort: str = "engine") -> Reading:
     return found
 
 
-def _host() -> Card:
-    memory = meminfo()
-    return Card("", memory["MemTotal"], memory["MemAvailable"])
+def _host() -> Card | None:
+    with contextlib.suppress(OSError, KeyError):  # /proc need not be mounted
+        memory = meminfo()
+        return Card("", memory["MemTotal"], memory["MemAvailable"])
+    return None
 
 
 def with_rates(now: Reading, before: Reading, passed: float) -> Reading:

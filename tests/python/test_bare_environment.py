@@ -43,6 +43,7 @@ CALLS: dict[str, list[tuple[str, int, str]]] = {
     "top": [("--once", 0, ""), ("--json", 0, "")],
     "watch": [("http://127.0.0.1:1 --once", 1, "Connection refused")],
     "limit": [("nobody 1G", 1, "no engine 'nobody'")],
+    "control": [("--listen 127.0.0.1:0", 2, "--listen needs --token-file")],
     "completion": [("bash", 0, "")],
     "serve-demo": [
         ("--backend host --model MODEL --max-new-tokens 2 --num-prompts 2 --verify", 0, "")

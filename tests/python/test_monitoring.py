@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 yaml = pytest.importorskip("yaml")
 
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
+from pyvmem.ledger.control import GAUGES, unit_of  # noqa: E402
 from pyvmem.telemetry import Telemetry  # noqa: E402
-from pyvmem.vllm import metrics  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parents[2] / "packaging" / "monitoring"
 NAME = re.compile(r"\b(pyvmem_\w+|vmem:\w+)(?:\{(\w+)=\"(\w+)\"\})?")
@@ -34,7 +34,7 @@ def exported() -> str:
         telemetry = Telemetry()
         telemetry.add(cache, "one")
         text = telemetry.text()
-    gauges = [f"vmem:{name}_bytes" for name in metrics._GAUGES if name != "handles"]
+    gauges = [f"vmem:{name}{unit_of(name)}" for name in GAUGES]
     return "\n".join([text, *gauges])
 
 

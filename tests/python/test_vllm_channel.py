@@ -74,8 +74,8 @@ def test_growth_on_all_ranks_or_none() -> None:
 
 def test_what_is_free_is_known_from_the_last_answer() -> None:
     log: list[str] = []
-    a = Rank(log, "a", poll=([], 100, 5), grow=(None, 70))
-    b = Rank(log, "b", poll=([], 80, 7), grow=(None, 75))
+    a = Rank(log, "a", poll=([], 100, 5, False), grow=(None, 70))
+    b = Rank(log, "b", poll=([], 80, 7, False), grow=(None, 75))
     ranks = ranks_of(a, b)
     assert ranks.free() == 80
     assert ranks.mappings == 7
@@ -98,19 +98,26 @@ def test_what_is_free_is_known_from_the_last_answer() -> None:
     a.ask = growing  # type: ignore[method-assign]
     ranks.poll()
     assert ranks.free() == 70
-    a.ask, a.answers["poll"], b.answers["poll"] = asked, ([], None, 1), ([], None, 1)  # type: ignore[method-assign]
+    a.answers["poll"] = b.answers["poll"] = ([], None, 1, False)
+    a.ask = asked  # type: ignore[method-assign]
     ranks.poll()
     assert ranks.free() is None
 
 
 def test_a_release_is_over_with_the_last_rank() -> None:
     log: list[str] = []
-    a, b = Rank(log, "a", poll=([(1, ""), (2, "")], None, 0)), Rank(log, "b", poll=([], None, 0))
+    a, b = (
+        Rank(log, "a", poll=([(1, ""), (2, "")], None, 0, False)),
+        Rank(log, "b", poll=([], None, 0, False)),
+    )
     ranks = ranks_of(a, b)
     assert ranks.finished() == {}
     ranks.poll()
     assert ranks.finished() == {}
-    a.answers["poll"], b.answers["poll"] = ([], None, 0), ([(2, "Busy: no"), (1, "")], None, 0)
+    a.answers["poll"], b.answers["poll"] = (
+        ([], None, 0, False),
+        ([(2, "Busy: no"), (1, "")], None, 0, False),
+    )
     ranks.poll()
     assert ranks.finished() == {1: None, 2: "Busy: no"}
     assert ranks.finished() == {}

@@ -200,7 +200,7 @@ complete -c vmem -n '_shtab_vmem_using bench fill' -l out -xka "(__fish_complete
 complete -c vmem -n '_shtab_vmem_using bench fill' -l json -d 'print the JSON instead of the tables'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l requests -x -d 'that grow together (128)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l rounds -x -d 'of all ways in turns (2)'
-complete -c vmem -n '_shtab_vmem_using bench fill' -l ways -xka "default runs joined pages" -d 'these alone (all)'
+complete -c vmem -n '_shtab_vmem_using bench fill' -l ways -xka "default runs joined large pages" -d 'these alone (all)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l memory -x -d 'of the cache, as 20G (0: what is free, less 2G)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l max-mappings -x -d 'of the context (0: its default)'
 complete -c vmem -n '_shtab_vmem_using bench fill' -l max-tokens -x -d 'addresses of a request (131072)'
