@@ -105,7 +105,8 @@ def test_a_step_that_takes_blocks(start: Open) -> None:
             base = min(lines for lines, _ in found)
             (taking,) = [one for one in found if one[1]]
             assert taking[1] == count
-            assert taking[0] <= base + 40 * count
+            # And as many again, where growth in the background ends in this step.
+            assert taking[0] <= base + 40 * (count + 1)
 
 
 def test_at_the_limit_prefixes_are_evicted_without_asking_for_each(
