@@ -55,7 +55,7 @@ def test_answers_are_those_of_generate(backend: str, folder: object) -> None:
             dtype="float32",
             max_batch=12,
             max_seq_len=1024,
-            memory_limit=(17 if small else 8) * 60 * page,
+            memory_limit=(14 if small else 8) * 60 * page,
         )
         assert page % (config.num_kv_heads * config.head_dim * 4) != 0  # rows cross pages
         with KVCache(config, context) as cache:
