@@ -48,7 +48,7 @@ def tools() -> bool:
 
 
 def python(*words: str) -> bool:
-    """Whether the environment's Python, given these words, succeeds."""
+    """Runs the environment's Python with these words; returns True if it succeeds."""
     command = [str(ENVIRONMENT / "bin" / "python"), *words]
     return not subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What NVIDIA's published files ask of Linux that newer kernels no longer have.
+"""Edits of NVIDIA's published files for newer kernels, which lack what the files use.
 
 For the tests alone. Whoever has such a kernel has a driver that was made or mended for it, and
 `make module` builds that one's source as it is.
@@ -33,7 +33,7 @@ class Gone:
     new: bytes
 
     def lacks(self, linux: Path) -> bool:
-        """Whether a kernel's sources no longer have it."""
+        """True if a kernel's sources no longer have it."""
         path = linux / "include" / "linux" / self.header
         return not path.is_file() or self.shown not in path.read_text("utf-8", "replace")
 

@@ -46,7 +46,7 @@ Frame = tuple[tuple[Cell, ...], ...]
 
 
 class Screen:
-    """As much of a terminal as `pyvmem.commands.terminal` uses."""
+    """Interprets the escape sequences that `pyvmem.commands.terminal` writes."""
 
     def __init__(self) -> None:
         self.lines: list[list[Cell]] = [[] for _ in range(HEIGHT)]
@@ -85,7 +85,7 @@ class Screen:
             self.colour = "" if number == "0" else number
 
     def frame(self) -> Frame:
-        """What it shows."""
+        """The characters on the screen now."""
         return tuple(map(tuple, self.lines))
 
 
@@ -136,7 +136,7 @@ def engines(folder: Path) -> Iterator[None]:
 
 
 def record(folder: Path) -> list[tuple[float, Frame]]:
-    """What `vmem top` shows, with the seconds since the first picture."""
+    """Records the pictures of `vmem top`, each with the seconds since the first."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT + 1, WIDTH, 0, 0))
     words = ["-m", "pyvmem", "top", "--ledger", str(folder), "--interval", str(INTERVAL_S)]

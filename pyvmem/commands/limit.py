@@ -11,7 +11,7 @@ from typing import Any
 
 from pyvmem.commands.top import add_ledger, folder_of
 from pyvmem.ledger.accounts import Ledger, devices
-from pyvmem.ledger.orders import order
+from pyvmem.ledger.orders import order_on_all
 from pyvmem.plumbing.units import format_bytes, parse_bytes
 
 __all__ = ["add_parser", "run"]
@@ -50,13 +50,8 @@ def run(args: argparse.Namespace) -> int:
         for device in devices(folder):
             ledger = stack.enter_context(Ledger(device, folder=folder, create=False))
             if ledger.find(args.engine) is not None:
-                # On every device, before one changes.
-                order(ledger, args.engine, limit=args.size, floor=args.floor, only_check=True)
                 there[device] = ledger
-        changed = {
-            device: order(ledger, args.engine, limit=args.size, floor=args.floor)
-            for device, ledger in there.items()
-        }
+        changed = order_on_all(there, args.engine, limit=args.size, floor=args.floor)
     if args.json and there:
         document = {
             device: {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What NVIDIA's management library says of a card: its name, its memory, and how much is free.
+"""A card's name, memory and free memory, from NVIDIA's management library.
 
 It opens no CUDA context, so that looking at a card takes none of its memory.
 """
@@ -61,7 +61,7 @@ class Cards:
             library.nvmlShutdown()
 
     def card(self, uuid: str) -> Card | None:
-        """What is known of the GPU with this UUID, as ``nvidia-smi -L`` writes it."""
+        """The GPU with this UUID, written as by ``nvidia-smi -L``; None: no answer."""
         library, handle, memory = self._library, ctypes.c_void_p(), _Memory()
         name = ctypes.create_string_buffer(_NAME_SIZE)
         if library is None or library.nvmlDeviceGetHandleByUUID(

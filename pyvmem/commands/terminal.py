@@ -10,8 +10,9 @@ import re
 import shutil
 import sys
 import threading
-from types import TracebackType
 from typing import TextIO
+
+from pyvmem.plumbing.closing import Scoped
 
 __all__ = ["BOLD", "DIM", "GREEN", "RED", "YELLOW", "Live", "columns", "has_colour", "painted"]
 
@@ -39,7 +40,7 @@ def painted(text: str, colour: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if text and colour else text
 
 
-class Live:
+class Live(Scoped):
     """A text that is redrawn in place, and stays as it was at the end. Thread-safe.
 
     Lines wider than the terminal are cut, and so are those below its last line: the terminal would
@@ -62,12 +63,7 @@ class Live:
                 sys.stdout = self._above
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _leave(self) -> None:
         if not self.is_terminal:
             if self._text:
                 self._write(f"{self._text}\n")

@@ -124,7 +124,7 @@ def _title(device: str, some: Device, width: float) -> str:
 
 
 def _bar(one: dict[str, Any], some: Device, width: int, paint: Callable[[str, str], str]) -> str:
-    """What an engine has of the device's memory: in use, cached, and mapped beside these."""
+    """Draws an engine's share of the device's memory: in use, cached, and mapped beside these."""
     whole = max(some.memory or 0, some.total()["mapped"])
     if not whole:
         return ""

@@ -716,7 +716,7 @@ class Account:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine was ordered to sleep."""
+        """True if the engine was ordered to sleep."""
         return bool(self._get("asleep"))
 
     def decline(self) -> None:

@@ -25,7 +25,7 @@ from urllib.parse import unquote
 
 from pyvmem.errors import InvalidArgument, NotSupported, VMemError
 from pyvmem.ledger.accounts import EngineInfo, Ledger, LedgerHeld, devices, engines_in
-from pyvmem.ledger.orders import order
+from pyvmem.ledger.orders import order_on_all
 from pyvmem.plumbing.http import HTTPServer, Reply, Request
 from pyvmem.plumbing.units import parse_bytes
 from pyvmem.telemetry import CONTENT_TYPE, Family, Sample, prometheus_text
@@ -60,7 +60,7 @@ def unit_of(name: str) -> str:
 
 
 def answer(folder: Path, request: Request) -> Reply:
-    """What a request to the engines with ledgers in a folder is answered."""
+    """Answers a request to the engines with ledgers in a folder."""
     try:
         return _route(folder, request)
     except _Refused as error:
@@ -122,15 +122,13 @@ def _change(folder: Path, name: str, body: bytes) -> Reply:
     words = _words(body)
     _one(folder, name)
     with ExitStack() as stack:
-        there = []
+        there = {}
         for device in devices(folder):
             ledger = stack.enter_context(Ledger(device, folder=folder, create=False))
             if any(one.name == name for one in ledger.engines()):
-                there.append(ledger)
+                there[device] = ledger
         try:
-            for only_check in (True, False):
-                for ledger in there:
-                    order(ledger, name, **words, only_check=only_check)
+            order_on_all(there, name, **words)
         except InvalidArgument as error:
             if not error.op:  # it has ended meanwhile
                 raise _Refused(404, str(error)) from error
@@ -183,7 +181,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
 
 
 def _metrics(reading: Mapping[str, list[EngineInfo]]) -> str:
-    """As on vLLM's own ``/metrics``, of all engines."""
+    """The metrics of all engines, named as on vLLM's own ``/metrics``."""
 
     def families() -> Iterator[Family]:
         for kind, names in (("gauge", GAUGES), ("counter", COUNTERS)):

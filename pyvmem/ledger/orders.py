@@ -8,12 +8,14 @@ with the user's rights may give one, whatever kind of engine it is.
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
+from typing import Any
 
 from pyvmem.errors import InvalidArgument, NotSupported
 from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.plumbing.units import format_bytes
 
-__all__ = ["order"]
+__all__ = ["order", "order_on_all"]
 
 
 def order(
@@ -55,6 +57,17 @@ def order(
         words = {"order": limit, "floor": floor, "asleep": asleep}
         ledger.put_order(one, {key: int(n) for key, n in words.items() if n is not None})
     return one
+
+
+def order_on_all(ledgers: Mapping[str, Ledger], who: str, **words: Any) -> dict[str, EngineInfo]:
+    """`order` on every device of an engine, all checked before one changes; what was on each.
+
+    Raises:
+        InvalidArgument, NotSupported: as `order`; nothing has changed.
+    """
+    for ledger in ledgers.values():
+        order(ledger, who, **words, only_check=True)
+    return {device: order(ledger, who, **words) for device, ledger in ledgers.items()}
 
 
 def _check_limit(ledger: Ledger, one: EngineInfo, limit: int, floor: int) -> None:

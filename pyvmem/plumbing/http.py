@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import logging
@@ -31,7 +32,7 @@ _SILENCE = 10  # seconds of a client that sends nothing
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks: GET, HEAD (as GET), PATCH, ...; the path without its query; the body."""
+    """A client's request: GET, HEAD, PATCH, ...; the path without its query; the body."""
 
     method: str
     path: str
@@ -114,7 +115,7 @@ def _unix(path: Path) -> socket.socket:
             one.settimeout(1)
             with contextlib.suppress(ConnectionRefusedError):  # of a server that was killed
                 one.connect(str(path))
-                raise FileExistsError(17, "a server answers there already", str(path))
+                raise FileExistsError(errno.EEXIST, "a server answers there already", str(path))
     return listen(str(path))
 
 

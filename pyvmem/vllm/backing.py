@@ -154,11 +154,6 @@ class Backing:
         return self._null
 
     @property
-    def null_bytes(self) -> int:
-        """Memory of the null block's pages."""
-        return self._null.nbytes
-
-    @property
     def bare(self) -> int:
         """Blocks without memory."""
         return len(self._bare) + len(self._waiting)

@@ -179,7 +179,7 @@ class ElasticEngine:
                 if time.monotonic() > end:
                     self.quota.close()
                     raise
-                self.quota.want(self.backing.null_bytes)
+                self.quota.want(self.backing.geometry.first_bytes(1))
                 time.sleep(_TICK)
         self.quota.want(0)
         self.backing.finish(growth)

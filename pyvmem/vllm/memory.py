@@ -291,9 +291,7 @@ class KVMemory:
 
         At once, where nothing is mapped but the null block. False: it did not answer in time.
         """
-        kinds = range(len(self.geometry.classes))
-        null = sum(len(self.geometry.pages(k, 0)) * self.geometry.page_bytes(k) for k in kinds)
-        if self.context.stats().mapped_bytes <= null:
+        if self.context.stats().mapped_bytes <= self.geometry.first_bytes(1):
             return True
         self._rested.clear()
         self.resting = True

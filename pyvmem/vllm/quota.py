@@ -58,7 +58,7 @@ class LocalQuota:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine was ordered to sleep; nobody can."""
+        """False: nobody can order the engine to sleep."""
         return False
 
     def want(self, nbytes: int) -> None:
@@ -137,7 +137,7 @@ class LedgerQuota:
 
     @property
     def asleep(self) -> bool:
-        """Whether the engine was ordered to sleep, on any device."""
+        """True if the engine was ordered to sleep on any device."""
         return any(account.asleep for account, _ in self._accounts)
 
     def want(self, nbytes: int) -> None:

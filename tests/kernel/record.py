@@ -120,7 +120,7 @@ def add_to_runs(path: Path, line: dict[str, Any]) -> None:
 
 
 def sources_of(version: str, suite: str | None) -> dict[str, str]:
-    """What the modules are made from, and for which kernel.
+    """The sources that the modules are made from, and the kernel that they are for.
 
     Files of the driver's that had to be edited for it are named.
     """

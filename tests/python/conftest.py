@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,14 @@ def host() -> Iterator[pyvmem.Context]:
     if ctx.is_open:
         ctx.check()
         ctx.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for ledgers, which only this user can enter."""
+    path = tmp_path / "ledger"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture

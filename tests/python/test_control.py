@@ -47,13 +47,6 @@ def ask(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "ledger"
-    path.mkdir(mode=0o700)
-    return path
-
-
-@pytest.fixture
 def engine(folder: Path) -> Iterator[Account]:
     with Ledger("host", 64 * MIB, folder) as ledger:
         account = ledger.join(
@@ -135,7 +128,7 @@ HERE = "/v1/engines/org/model"
         ("PATCH", HERE, {"floor": -1}, 400, {"field": "floor", "value": -1}),
         ("PATCH", HERE, {"floor": 1 << 62}, 400, {"field": "floor", "value": 1 << 62}),
         ("PATCH", HERE, {"asleep": 1}, 400, {"field": "asleep", "value": 1}),
-        # What the device or the engine has not.
+        # The device or the engine cannot do these.
         ("PATCH", HERE, {"limit": "1K"}, 400, {"field": "limit", "value": 1024, "limit": MIB}),
         (
             *("PATCH", HERE, {"limit": "1K", "floor": 0}, 400),

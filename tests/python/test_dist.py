@@ -137,7 +137,7 @@ def test_another_build_must_be_the_same(tmp_path: Path) -> None:
 
 
 def metadata(folder: Path, url: str) -> str:
-    """What the package's metadata say, built from this tree's own files."""
+    """The package's metadata, built from this tree's own files."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(dist.ROOT / name, folder)
     for name in ("pyvmem", "libvmem", "kernel_module"):

@@ -25,13 +25,6 @@ COLUMN = 4  # pages: one in each tensor of a cache
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "ledger"
-    path.mkdir(mode=0o700)
-    return path
-
-
-@pytest.fixture
 def host() -> Iterator[Context]:
     with Context("host", granule=PAGE) as one:
         yield one

@@ -35,13 +35,6 @@ from pyvmem.ledger.orders import order
 GIB = 1 << 30
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "ledger"
-    path.mkdir(mode=0o700)
-    return path
-
-
 def join(folder: Path, name: str, **wanted: int) -> Account:
     values = {"floor": 0, "limit": 100 * GIB, "least": 1, "virtual": 100 * GIB} | wanted
     return Ledger("host", 10 * GIB, folder).join(name, **values)
@@ -789,7 +782,7 @@ def test_top_live(
 
 
 def reading(**more: float) -> top_table.Reading:
-    """Of an engine on a GPU."""
+    """A reading of one engine on a GPU."""
     sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
     one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
     engines = [{**one, **sizes, "maps_s": 12.5, "waits_s": 0.0, **more}]

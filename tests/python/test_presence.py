@@ -20,13 +20,6 @@ from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.ledger.presence import Announced
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "ledger"
-    path.mkdir(mode=0o700)
-    return path
-
-
 def shown(folder: Path, context: Context) -> list[EngineInfo]:
     device = context.info.uuid or "host"
     with Ledger(device, folder=folder, create=False) as ledger:

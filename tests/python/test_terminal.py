@@ -45,7 +45,7 @@ int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) {
 
 
 def on_terminal(words: list[str], width: int, **env: str) -> str:
-    """What `vmem` prints on a terminal of this width."""
+    """Runs `vmem` on a terminal of this width; returns the text that it prints."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -205,7 +205,7 @@ def test_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_completion_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
-    """As bash asks for it; the other shells' files are compared with the parsers by lint."""
+    """Completes as bash does; lint compares the other shells' files with the parsers."""
     assert cli.main(["completion", "bash"]) == 0
     ask = (
         'COMP_WORDS=({words} "{last}"); COMP_CWORD={number}; COMPREPLY=(); _shtab_vmem; '

@@ -45,7 +45,7 @@ MODELS["draft"] = MODELS["llama"] | {"num_hidden_layers": 1}
 MODELS |= SHAPES
 _CHANGED = {"draft": save_draft, "deepseek": predict_a_token_more}
 
-# What an engine is given unless a test says otherwise.
+# An engine is given these unless a test says otherwise.
 SIZES: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",

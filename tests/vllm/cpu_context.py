@@ -35,7 +35,7 @@ def _slots(
     TOTAL_CP_RANK: int,
     *_: int,
 ) -> None:
-    """Where a rank puts a token's keys and values; -1: another rank has them."""
+    """The slots of tokens' keys and values on a rank; -1: another rank has them."""
     slot_mapping[:max_num_tokens] = -1
     for row, (begin, end) in enumerate(pairwise(query_start_loc.tolist())):
         own = positions[begin:end]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What vLLM's code for CPUs lacks to spread experts over ranks in data parallelism.
+"""Adds to vLLM's code for CPUs the collectives that experts over ranks need.
 
 A worker extension (``--worker-extension-cls``): vLLM imports it in each worker before it makes its
 groups.

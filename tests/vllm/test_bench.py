@@ -64,7 +64,7 @@ def test_the_first_token_after_a_rest(bench: Any) -> None:
 
 @pytest.mark.long
 def test_prompts_from_host_memory(bench: Any) -> None:
-    """Of the elastic engine alone: vLLM's own offloading needs a GPU."""
+    """Measures the elastic engine alone: vLLM's own offloading needs a GPU."""
     rows, part = bench("offload")
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]

@@ -38,7 +38,7 @@ def test_the_example(models: Callable[[str], str], ledger: Path) -> None:
 
 @pytest.mark.long
 def test_engines_that_share(models: Callable[[str], str]) -> None:
-    """What `make run-vllm` runs; it fails unless an engine had more than half of the memory."""
+    """Runs the program of `make run-vllm`, which fails unless one had over half the memory."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [models("llama"), "--capacity", "2M", "--requests", "8", "--turns", "2"]
     done = subprocess.run(

@@ -68,8 +68,8 @@ def release(llm: Any) -> None:
     llm.release_kv_cache_memory()
 
 
-# What trainers call between two rollouts, up to the training step and after it, as their sources of
-# 2026 have it. New weights come by calls of the workers; here these load them again.
+# Trainers make these calls between two rollouts, up to the training step and after it (read in
+# their sources of 2026). New weights come by calls of the workers; here these load them again.
 LOOPS: dict[str, tuple[list[Call], list[Call]]] = {
     # verl, trainer and rollout on the same GPUs: the scheduler is not told that its workers sleep,
     # and prefixes are reset after the weights were changed.
@@ -130,7 +130,7 @@ def test_trainers_loops(start: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 def test_a_hundred_rounds_under_load(start: Callable[..., Any], ledger: Any) -> None:
-    """Of each loop by turns. Requests run and wait until right before the engine goes to sleep."""
+    """Goes through each loop by turns; requests run and wait until the engine goes to sleep."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_LIMIT="2M") as llm:
         engine, wanted, made = llm.llm_engine, answer(llm, prompts()), 10**6
         for number in range(100):

@@ -43,7 +43,7 @@ def _take_in_vllms_order(elastic: Any, count: int) -> None:
 
 
 class _Pools:
-    """What is elastic: the outermost of a scheduler, a manager and a block pool."""
+    """The elastic object: the outermost of a scheduler, a manager and a block pool."""
 
     def __init__(self, backed: bool) -> None:
         self._backed = backed

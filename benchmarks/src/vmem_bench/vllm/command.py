@@ -75,7 +75,7 @@ _TRACED = ("load", "share", "blocks", "limit")
 
 
 def _takes_no_trace(args: argparse.Namespace) -> str:
-    """What has requests of its own, so that a trace would be read for nothing; "" if nothing."""
+    """The option whose requests replace a trace's, so that the trace is not read; "" if none."""
     if args.quick:
         return "--quick"
     if args.part not in _TRACED:

@@ -19,7 +19,7 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Samples
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command
-from vmem_bench.vllm.common import GIB, kv_memory, open_fleet, plans_of
+from vmem_bench.vllm.common import GIB, kv_memory, open_fleet, plans_of, samples_of
 from vmem_bench.vllm.engines import Fleet, Plan
 from vmem_bench.vllm.full import add_ratio, there_and_back
 from vmem_bench.vllm.loads import Heard, Load
@@ -65,7 +65,7 @@ def _first(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Plan]
         part.rows.clear()
         for (size, arm), firsts in found.items():
             what = f"first token of a prompt of {size} tokens, after a rest"
-            samples = Samples([[one * 1e9] for one in firsts])
+            samples = samples_of([[one] for one in firsts])
             part.time(f"{size}/{arm}", what, arm, samples, unit="ms")
         for size in prompts:
             for arm in others:

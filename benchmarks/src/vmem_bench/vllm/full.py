@@ -20,11 +20,10 @@ from itertools import pairwise
 from typing import Any
 
 from pyvmem.bench.record import Part
-from pyvmem.bench.timing import Samples
 from pyvmem.layouts.workload import Arrival, Request
 from pyvmem.plumbing.validation import invalid
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm.common import GIB, MIB, open_fleet, plans_of
+from vmem_bench.vllm.common import GIB, MIB, open_fleet, plans_of, samples_of
 from vmem_bench.vllm.engines import Fleet, Plan
 from vmem_bench.vllm.loads import Heard, Load
 
@@ -230,7 +229,7 @@ def _rows(part: Part, turns: Mapping[str, list[_Turn]], memory: int) -> None:
             "tokens/s",
             rounds=started,
         )
-        steps = Samples([[gap * 1e9 for gap in one.steps] for one in found if one.steps])
+        steps = samples_of([one.steps for one in found])
         part.time(f"step/{arm}", "a decode step of all requests", arm, steps, unit="ms")
         waited = statistics.median(one.waited for one in found)
         part.value(f"waited/{arm}", "of the time the host waits for the GPU", arm, waited, "share")

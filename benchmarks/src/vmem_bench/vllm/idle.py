@@ -78,7 +78,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
         at = next(at for at, _, used in seen if used == least)
         part.value("settled", "until the last page was back", "elastic", at, "s")
     else:
-        # What it kept from others before: the null block, pages kept ready.
+        # It kept this from others before: the null block, pages kept ready.
         own = before["ranks"][0]["slab_bytes"]
         torch, held = after["torch"] - before["torch"], free - now
         kv = held - torch + own

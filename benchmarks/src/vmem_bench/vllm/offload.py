@@ -15,9 +15,10 @@ import itertools
 from collections.abc import Mapping
 
 from pyvmem.bench.record import Part
-from pyvmem.bench.timing import Samples, percentile
+from pyvmem.bench.timing import percentile
+from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm.common import GIB, kv_memory, open_fleet
+from vmem_bench.vllm.common import GIB, kv_memory, open_fleet, samples_of
 from vmem_bench.vllm.engines import Fleet, Plan
 from vmem_bench.vllm.first import REST, one_prompt
 from vmem_bench.vllm.full import add_ratio, there_and_back
@@ -65,7 +66,7 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
         part.rows.clear()
         for (how, size, arm), found in times.items():
             what = f"first token of a prompt of {size} tokens, {how}"
-            samples = Samples([[one * 1e9] for one in found])
+            samples = samples_of([[one] for one in found])
             part.time(f"{how}/{size}/{arm}", what, arm, samples, unit="ms")
         for how, size, arm in times:
             if arm in others:
@@ -106,26 +107,23 @@ def _forget(fleet: Fleet, arm: str) -> None:
 
 def _beside(fleet: Fleet, arm: str, tokens: int, seed: int, quick: bool) -> dict[str, list[float]]:
     """Gaps of decoding requests, by what other requests meanwhile do."""
-    vocabulary, output = fleet.vocabulary, 48 if quick else 400
-    arriving = [
-        one_prompt(tokens, vocabulary, 1000 * seed + n).prompts[0] for n in range(_ARRIVING)
-    ]
-    fleet.order(arm, **Load(arriving, [4] * _ARRIVING, [0.0] * _ARRIVING).order())
+    output = 48 if quick else 400
+
+    def some(count: int, length: int, number: int) -> Load:
+        found = [Arrival(0.0, Request(length, 4))] * count
+        return Load.of(found, fleet.vocabulary, 1000 * seed + number)
+
+    first = some(_ARRIVING, tokens, 0)
+    fleet.order(arm, **first.order())
+    others = {"none": [], "loaded": first.prompts, "computed": some(_ARRIVING, tokens, 1).prompts}
     found: dict[str, list[float]] = {}
-    for how in ("none", "loaded", "computed"):
+    for how, arriving in others.items():
         _forget(fleet, arm)
-        if how == "computed":
-            shift = 2000 * seed
-            arriving = [
-                one_prompt(tokens, vocabulary, shift + n).prompts[0] for n in range(_ARRIVING)
-            ]
-        others = arriving if how != "none" else []
-        begin = 500 * seed + len(found)
-        own = [one_prompt(64, vocabulary, 10_000 * begin + n).prompts[0] for n in range(_DECODING)]
+        own = some(_DECODING, 64, 2 + len(found)).prompts
         load = Load(
-            own + others,
-            [output] * len(own) + [4] * len(others),
-            [0.0] * len(own) + [_GAP * (n + 1) for n in range(len(others))],
+            own + arriving,
+            [output] * len(own) + [4] * len(arriving),
+            [0.0] * len(own) + [_GAP * (n + 1) for n in range(len(arriving))],
         )
         times = fleet.order(arm, **load.order())["times"][: len(own)]
         found[how] = [b - a for one in times for a, b in itertools.pairwise(one)]

@@ -88,7 +88,7 @@ def measure(command: Command, part: Part) -> None:
             book.publish()
 
         def rounds(together: list[str], started: float, kinds_left: int) -> None:
-            """As many rounds as leave each remaining kind the time to start and run one."""
+            """Runs rounds while each remaining kind still has the time to start and run one."""
             slowest = 0.0
             for round_ in range(args.rounds):
                 mark = time.monotonic()
