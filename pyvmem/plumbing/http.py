@@ -27,6 +27,7 @@ __all__ = ["HTTPServer", "Reply", "Request"]
 _log = logging.getLogger(__name__)
 
 MOST_BODY = 64 << 10
+_MOST_DISCARDED = 16 << 20  # bytes of a request that was refused
 _SILENCE = 10  # seconds of a client that sends nothing
 
 
@@ -142,7 +143,8 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
         timeout = _SILENCE
 
         def _reply(self) -> None:
-            reply = self._refusal() or self._answered()
+            refused = self._refusal()
+            reply = refused or self._answered()
             self.send_response(reply.status)
             self.send_header("Content-Type", reply.kind)
             self.send_header("Content-Length", str(len(reply.body)))
@@ -151,6 +153,8 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(reply.body)
+            if refused:
+                self._discard()
 
         do_GET = do_HEAD = do_PATCH = do_POST = do_PUT = do_DELETE = _reply
 
@@ -173,6 +177,14 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
         def _answered(self) -> Reply:
             body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
             return answer(Request(self.command, self.path.partition("?")[0], body))
+
+        def _discard(self) -> None:
+            """Reads what a refused client still sends: else it fails to send, and hears nothing."""
+            left = _MOST_DISCARDED
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_WR)
+                while left > 0 and (some := self.rfile.read1(min(left, MOST_BODY))):
+                    left -= len(some)
 
         def address_string(self) -> str:
             """None: a Unix socket's client has no address."""

@@ -190,8 +190,9 @@ def test_a_ledger_that_cannot_be_read(server: Unix, folder: Path) -> None:
     assert (status, "damaged" in said["error"]["message"]) == (500, True)
 
 
-def test_a_body_that_is_too_long(server: Unix) -> None:
-    status, said = ask(server, "PATCH", HERE, b" " * (MOST_BODY + 1))
+@pytest.mark.parametrize("more", [1, 1 << 20], ids=["a byte", "more than the socket holds"])
+def test_a_body_that_is_too_long(server: Unix, more: int) -> None:
+    status, said = ask(server, "PATCH", HERE, b" " * (MOST_BODY + more))
     assert (status, said["error"]["limit"]) == (413, MOST_BODY)
 
 
