@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Edits of NVIDIA's published files for newer kernels, which lack what the files use.
+"""Edits of NVIDIA's published files that newer kernels need.
 
 For the tests alone. Whoever has such a kernel has a driver that was made or mended for it, and
 `make module` builds that one's source as it is.
@@ -42,14 +42,23 @@ GONE = (
     Gone("of_gpio.h", "", "common/inc/nv-linux.h", b"#include <linux/of_gpio.h>\n", b""),
     # A name that its buffer has room for: what strncpy fills up with zeros, nobody reads.
     Gone("string.h", "strncpy(char", "nvidia-uvm/uvm_pmm_gpu.c", b"strncpy(", b"strscpy("),
+    # A debug build with HMM reads the page after the GPU's last one, and faults. The first of
+    # Debian's kernels that have HMM are also the first without this callback.
+    Gone(
+        "memremap.h",
+        "(*page_free)",
+        "nvidia-uvm/uvm_pmm_gpu.c",
+        b"pfn <= __phys_to_pfn(devmem_end)",
+        b"pfn < __phys_to_pfn(devmem_end)",
+    ),
 )
 
 
 def edits(files: Mapping[str, bytes], linux: Path) -> dict[str, bytes]:
     """The driver's files that have to differ for these sources of Linux, as they have to be."""
-    changed = {}
+    changed: dict[str, bytes] = {}
     for one in GONE:
-        content = files.get(one.file, b"")
+        content = changed.get(one.file, files.get(one.file, b""))
         if one.old in content and one.lacks(linux):
             changed[one.file] = content.replace(one.old, one.new)
     return changed

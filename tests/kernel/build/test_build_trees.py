@@ -152,6 +152,13 @@ def test_the_interface_tells_what_it_has(source: Path, softgpu: Path) -> None:
             "#include <linux/gpio.h>\n#include <linux/of_gpio.h>\n",
             "#include <linux/gpio.h>\n",
         ),
+        (
+            "memremap.h",
+            "void (*page_free)(struct page *page);\n",
+            "nvidia-uvm/uvm_pmm_gpu.c",
+            "for (; pfn <= __phys_to_pfn(devmem_end); pfn++) {\n",
+            "for (; pfn < __phys_to_pfn(devmem_end); pfn++) {\n",
+        ),
     ],
 )
 def test_what_a_newer_kernel_lacks_is_edited_out(
@@ -161,14 +168,21 @@ def test_what_a_newer_kernel_lacks_is_edited_out(
     headers.mkdir(parents=True)
     (headers / "string.h").write_text("extern char * strncpy(char *);\n")
     (headers / "of_gpio.h").touch()
+    (headers / "memremap.h").write_text("void (*page_free)(struct page *page);\n")
     (headers / header).write_text(text)
     files = {file: before.encode(), "nvidia-uvm/uvm.c": before.encode()}
     assert edits(files, tmp_path) == {}
     (headers / header).write_text("/* strscpy() is preferred to strncpy() */\n")
-    if header != "string.h":
+    if header == "of_gpio.h":
         (headers / header).unlink()
     assert edits(files, tmp_path) == {file: after.encode()}
     assert edits({file: after.encode()}, tmp_path) == {}
+
+
+def test_a_file_gets_all_its_edits(tmp_path: Path) -> None:
+    file, text = "nvidia-uvm/uvm_pmm_gpu.c", b"strncpy(a, b, c); pfn <= __phys_to_pfn(devmem_end);"
+    edited = b"strscpy(a, b, c); pfn < __phys_to_pfn(devmem_end);"
+    assert edits({file: text}, tmp_path) == {file: edited}
 
 
 def test_no_software_gpu_is_told(
