@@ -145,5 +145,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What a user is to find by completion, the names included that are imported when asked for."""
+    """Lists public names for completion, including those imported lazily."""
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Builds the extension module ``pyvmem._vmem`` from libvmem's sources (cffi, API mode).
 
-The declarations are libvmem/include/vmem.h itself with comments and preprocessor lines taken away,
-so there is no second copy to fall behind; in API mode the C compiler checks every structure,
-enumeration and prototype against the header. Run by setup.py, never imported by the package.
+The declarations are libvmem/include/vmem.h itself, stripped of comments and preprocessor lines, so
+there is no second copy to go stale; in API mode the C compiler checks every structure, enumeration
+and prototype against the header. Run by setup.py, never imported by the package.
 """
 
 import re
@@ -30,7 +30,7 @@ void *pyvmem_dlpack_capsule(void *owner, uint64_t addr, int32_t device_type, int
 
 
 def library_version() -> str:
-    """The one place where the version is written: VMEM_VERSION in vmem.h."""
+    """Reads the version from its single source, VMEM_VERSION in vmem.h."""
     match = re.search(r'#define VMEM_VERSION "([^"]+)"', HEADER.read_text(encoding="utf-8"))
     if match is None:
         raise RuntimeError(f"{HEADER} defines no VMEM_VERSION")
@@ -41,7 +41,7 @@ def declarations(header: str) -> str:
     """Turns the text of vmem.h into declarations that cffi reads.
 
     Integer macros become ``#define NAME ...``: the compiler supplies their values. A macro used as
-    the length of an array is put in as a number, which the compiler checks with the structure.
+    an array length is replaced by its number, which the compiler checks with the structure.
     """
     text = re.sub(r"/\*.*?\*/|//[^\n]*", " ", header, flags=re.DOTALL)
     text = re.sub(r"#ifdef __cplusplus.*?#endif", "", text, flags=re.DOTALL)
@@ -57,7 +57,7 @@ def declarations(header: str) -> str:
 
 
 def ffibuilder() -> FFI:
-    """The module's description; paths are relative to the project's root, where builds run."""
+    """Describes the module to cffi; paths are relative to the project root, where builds run."""
     ffi = FFI()
     ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")) + DLPACK)
     own_headers = (OUTCOME_HEADER, TORCH_HEADER, COLUMNS_HEADER, HOLES_HEADER)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Rows written from code that `torch.compile` compiles.
+"""Writes rows from code that `torch.compile` compiles.
 
-A compiler of torch makes a write to a tensor into a new tensor, and the tensor into a copy of the
-new one: of a cache's tensor that reads addresses without pages, and ends the process. So no such
-tensor may enter a compiled graph to be written. A `Writer` holds one, and its `write` compiles to
-an operator that takes the writer's ticket and finds the tensor when it runs:
+torch's compilers turn a write into a new tensor and copy it back whole: for a cache's tensor, that
+touches addresses without pages and ends the process. So a cache's tensor must not be written inside
+a compiled graph. A `Writer` holds one, and its `write` compiles to an operator that takes the
+writer's ticket and finds the tensor when it runs:
 
     keys = Writer(cache.k(layer))           # once, outside compiled code
 
@@ -46,7 +46,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Owner(Protocol):
-    """Stands behind a ticket; the numbers and tensors are its own to understand."""
+    """The object behind a ticket; it interprets the operator's numbers and tensors."""
 
     def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None: ...
 
@@ -56,10 +56,10 @@ _numbers = itertools.count(1)
 
 
 def ticket(owner: Any) -> torch.Tensor:
-    """A tensor that stands for an object in compiled code: its number, as a graph's input.
+    """A tensor that represents an object in compiled code: its number, as a graph input.
 
-    The object is held weakly. A number in the code itself would make every other object, such as
-    the next step's batch, another compilation.
+    The object is held weakly. A number constant in the code would force a recompilation for every
+    new object, such as the next step's batch.
     """
     number = next(_numbers)
     _owners[number] = owner
@@ -71,7 +71,7 @@ def holder(ticket: torch.Tensor) -> Any:
     """The object of a ticket.
 
     Raises:
-        BadHandle: it is gone.
+        BadHandle: the object is gone.
     """
     owner = _owners.get(int(ticket))
     if owner is None:
@@ -81,12 +81,12 @@ def holder(ticket: torch.Tensor) -> Any:
 
 
 # ---- operators -----------------------------------------------------------------------------------
-# They find what they work on by host memory, so no CUDA graph may replay them.
+# They look their objects up in host memory, so no CUDA graph may replay them.
 
 _TAGS = tuple(
     getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
 )
-_torch_library: Any = torch.library  # much of it has no types
+_torch_library: Any = torch.library  # largely untyped
 _library = _torch_library.Library("pyvmem", "DEF")
 _library.define("write(Tensor(a!) order, Tensor owner, int part, Tensor[] given) -> ()", tags=_TAGS)
 _library.define(
@@ -136,16 +136,15 @@ attend = torch.ops.pyvmem.attend.default
 
 
 def as_operator() -> bool:
-    """Whether torch records what is called: `torch.compile`, `torch.export`, `torch.jit.trace`."""
+    """True if torch is tracing the call: `torch.compile`, `torch.export`, `torch.jit.trace`."""
     return is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def refuse(what: str, *, recorded: bool = False) -> None:
-    """Raises where rows that are written in place would be wrong, or torch's own error says less.
+    """Raises where in-place writes would be wrong, or torch's own error would be less clear.
 
     Args:
-        what: the call.
-        recorded: it maps memory, too, so it is wrong in recorded code and in a second run.
+        what: the call. recorded: the call also maps memory, so it must not be traced or rerun.
 
     Raises:
         NotSupported: under `torch.func`'s transforms, such as vmap and grad; with `recorded` also
@@ -167,7 +166,7 @@ def refuse(what: str, *, recorded: bool = False) -> None:
 _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
-# ---- what engines call ---------------------------------------------------------------------------
+# ---- public API ---------------------------------------------------------------------------
 
 
 class Writer:
@@ -192,7 +191,7 @@ class Writer:
         self._ticket = ticket(self)
 
     def write(self, rows: torch.Tensor, *where: torch.Tensor) -> None:
-        """Puts ``rows[i]`` where the indices say, which must have pages.
+        """Writes ``rows[i]`` at the given indices, which must be mapped.
 
         Args:
             rows: in the tensor's type, on its device.
@@ -204,7 +203,7 @@ class Writer:
             self.put(rows, where)
 
     def put(self, rows: torch.Tensor, where: Sequence[torch.Tensor]) -> None:
-        """`write` in code that is not compiled."""
+        """`write` for uncompiled code."""
         refuse("Writer.write")
         if self._bytes:
             rows = rows.to(self.tensor.dtype).view(torch.uint8)
@@ -215,15 +214,15 @@ class Writer:
         self.tensor = self._target = torch.empty(0)
 
     def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None:
-        """The operator's work."""
+        """Implements the operator."""
         self.put(given[0], given[1:])
 
 
 def apart(why: str) -> Callable[[_F], _F]:
-    """A decorator: compiled code calls the function between two graphs, uncompiled.
+    """A decorator that makes compiled code break the graph and call the function eagerly.
 
     Args:
-        why: what torch says where ``fullgraph=True`` allows no second graph.
+        why: torch's message if ``fullgraph=True`` forbids the graph break.
     """
     off: Any = torch.compiler.disable
     # torch 2.6 takes no reason.

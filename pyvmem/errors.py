@@ -86,7 +86,7 @@ class VMemError(Exception):
         self.limit = limit
 
     def __str__(self) -> str:
-        # Not left to the bases: OSError would put its own form here.
+        # Defined here because OSError would format the arguments its own way.
         return str(self.args[0]) if self.args else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ class NotSupported(VMemError):
 
 
 class BadHandle(VMemError):
-    """EBADF: something closed, freed, or of another context; a ticket that was dropped."""
+    """EBADF: a closed or freed object, one of another context, or a dropped ticket."""
 
 
 class ForkedProcess(VMemError):
@@ -137,7 +137,7 @@ class NotMapped(VMemError):
 
 
 class AccessDenied(VMemError, PermissionError):  # type: ignore[misc]  # errno is int in both
-    """EACCES: a device node that this user may not open."""
+    """EACCES: this user may not open a device node."""
 
 
 class ReadOnly(AccessDenied):
@@ -157,7 +157,7 @@ class OutOfMemory(VMemError, MemoryError):
 
 
 class TooManyMappings(VMemError):
-    """ENOSPC: a limit on mappings, or visible reservations beyond the card's free memory."""
+    """ENOSPC: the limit on mappings, or visible reservations beyond the card's free memory."""
 
 
 class TooManyBatches(VMemError):
@@ -169,7 +169,7 @@ class TooManyTickets(TooManyBatches):
 
 
 class Suspended(VMemError):
-    """EAGAIN: the driver was suspended for a minute, the machine going to sleep; call again."""
+    """EAGAIN: the driver stayed suspended for a minute (system sleep); call again."""
 
 
 class Timeout(VMemError, TimeoutError):  # type: ignore[misc]  # errno is int in both
@@ -185,18 +185,18 @@ class DriverError(VMemError):
 
 
 class NotRecoverable(VMemError):
-    """ENOTRECOVERABLE: a failed batch could not be undone; its range is lost until close."""
+    """ENOTRECOVERABLE: rollback of a failed batch failed; its range is unusable until close."""
 
 
 class Reentered(RuntimeError):
-    """A signal handler, a finalizer or a log handler called a cache in the midst of its own call.
+    """A signal, log or finalizer callback called a cache while a call on it was running.
 
-    Nothing changed. No `VMemError`, since it is no failure of the call that was interrupted: left
-    to propagate from a signal handler, it breaks that off as Ctrl-C does.
+    Nothing changed. Not a `VMemError`: the interrupted call has not failed. If it propagates from a
+    signal handler, it aborts that call as Ctrl-C does.
 
     Attributes:
         op: the function that was called.
-        interrupted: the one in whose midst that was.
+        interrupted: the function it interrupted.
     """
 
     def __init__(self, op: str = "", interrupted: str = "") -> None:

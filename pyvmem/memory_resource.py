@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A cuda.core MemoryResource over our pages: ``cuda.core`` Buffers of 64 KiB granularity.
+"""A cuda.core MemoryResource over vmem pages: ``cuda.core`` Buffers of 64 KiB granularity.
 
 Needs the package ``cuda-core`` (1.x, or 0.3 under its name ``cuda.core.experimental``). The
 interface is cuda.core's ``_memory/_buffer.pyi``: ``allocate(size, *, stream)``,
@@ -40,20 +40,19 @@ if TYPE_CHECKING:
 
 __all__ = ["VMemResource"]
 
-# Reservations kept for the next buffer of their size; making one may cost a driver call.
+# Reservations kept per size for reuse: a new reservation may cost a driver call.
 _KEPT = 64
-_UNKNOWN: Any = object()  # a stream whose work cannot be told: an exception came first
+_UNKNOWN: Any = object()  # a stream whose work was not captured: an exception came first
 
 
 class _Block:
-    """Addresses for one buffer after another of a size, and what lies there.
+    """A reservation reused by buffers of one size, and its current contents.
 
     Attributes:
         nbytes: their length.
-        made: they are reserved, and known to be good.
-        free: no buffer lies there, and no page.
+        made: the reservation is complete and usable. free: holds neither a buffer nor pages.
         array: the buffer's.
-        mapping, unmapping: its pages'; not sent before that begins.
+        mapping, unmapping: tickets of its pages' batches; not submitted before these begin.
     """
 
     def __init__(self, context: Context, nbytes: int) -> None:
@@ -64,7 +63,7 @@ class _Block:
         self.array: VirtualArray | None = None
 
     def begin(self, context: Context) -> None:
-        """Takes it for a buffer."""
+        """Claims the block for a buffer."""
         self.mapping, self.unmapping = Ticket(context), Ticket(context)
         self.free = False
 
@@ -77,7 +76,7 @@ def _address(ptr: Any) -> int:
 
 
 def _succeeded(ticket: Ticket) -> bool:
-    """Whether a batch was submitted, and made; waits for it."""
+    """Waits for a batch; True if it was submitted and succeeded."""
     try:
         if ticket.sent:
             ticket.wait()
@@ -89,13 +88,13 @@ def _succeeded(ticket: Ticket) -> bool:
 class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any without cuda-core
     """Allocates cuda.core Buffers out of a context's pages.
 
-    A buffer lies in a reservation of its own, rounded up to the granule. Its pages appear before
-    `allocate` returns and their zeroing is ordered before later work of the stream; they vanish
-    after the work that the stream has at `deallocate`. A context manager; the context is the
+    A buffer lies in a reservation of its own, rounded up to the granule. Its pages are mapped
+    before `allocate` returns and zeroed before later work of the stream; they are unmapped after
+    the work submitted to the stream before `deallocate`. A context manager; the context is the
     caller's and must outlive the resource. Thread-safe.
 
     Args:
-        context: where pages come from. On ``host`` buffers are CPU memory and streams mean nothing.
+        context: where pages come from. On ``host`` buffers are CPU memory and streams are ignored.
         page_size: bytes of a page, 0 = the context's granule.
         dirty: do not zero pages; a buffer may show an earlier buffer's bytes.
 
@@ -113,8 +112,8 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._lock = reentrant_lock()
         self._blocks: set[_Block] = set()
         self._live: dict[int, _Block] = {}  # by address
-        self._ended: deque[_Block | None] = deque()  # of `allocate` that failed or was interrupted
-        self._left: deque[tuple[int, int, Any]] = deque()  # what `deallocate` could not end
+        self._ended: deque[_Block | None] = deque()  # left by a failed or interrupted `allocate`
+        self._left: deque[tuple[int, int, Any]] = deque()  # left by a failed `deallocate`
         self._going: list[_Block] = []
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # the free ones, and others
         self._closed = False
@@ -144,7 +143,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
 
     @property
     def live_buffers(self) -> int:
-        """Buffers that are not deallocated."""
+        """The number of buffers not yet deallocated."""
         return len(self._live)
 
     # ---- allocation ----------------------------------------------------------------------------
@@ -190,14 +189,14 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             self._context.submit(batch, ticket=block.mapping).order(stream)
             return self._buffer(reservation.addr, size, stream)
         except BaseException:
-            self._ended.append(block)  # whatever comes now, the next call takes it back
+            self._ended.append(block)  # the next call frees it if this one is interrupted
             if not amid:
                 with self._lock, suppress(VMemError):
                     self._reap()
             raise
 
     def _amid_call(self) -> bool:
-        """Whether a finalizer or signal handler has interrupted this thread in a call's records."""
+        """True if this is a finalizer or signal handler that interrupted a call of this thread."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _buffer(self, addr: int, size: int, stream: Any) -> Any:
@@ -209,7 +208,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return Buffer.from_handle(addr, size, self)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
-        """Takes a buffer's pages back after the work that `stream` has now; called by Buffer.close.
+        """Frees a buffer's pages after the work submitted to `stream`; called by Buffer.close.
 
         Args:
             ptr: the buffer's handle.
@@ -230,7 +229,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                 return
             with self._lock:
                 self._end_buffer(ptr, size, stream)
-        # cuda.core forgets the buffer in any case, and keeps the error from its caller.
+        # cuda.core drops the buffer in any case and hides the error from its caller.
         except (InvalidArgument, BadHandle, TypeError):
             raise
         except VMemError:
@@ -242,7 +241,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
             raise
 
     def _end_later(self, addr: int, size: int, stream: Any) -> None:
-        """Has the next call take a buffer back, after the work that the stream has now."""
+        """Defers freeing a buffer to the next call, after the stream's present work."""
         try:
             work = None if stream is None else record(stream, self._context.cuda_device)
         except BaseException:
@@ -266,7 +265,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._unmap(block, [stream] if wait else ())
 
     def _unmap(self, block: _Block, after: Sequence[Any] = ()) -> None:
-        """Begins to unmap a block's pages, once; after an exception it can be called again."""
+        """Starts unmapping a block's pages. Idempotent; may be called again after an exception."""
         addr = block.reservation.addr
         if not block.unmapping.sent:
             block.unmapping = Ticket(self._context)
@@ -277,7 +276,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._live.pop(addr, None)
 
     def _free_block(self, nbytes: int) -> _Block:
-        """Addresses for a new buffer: those of an earlier one of the same size, or none yet."""
+        """A block for a new buffer: a free block of that size, or a new block without addresses."""
         kept = self._kept[nbytes]
         while kept:
             if kept[-1].free:
@@ -291,9 +290,10 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return block
 
     def _reap(self) -> None:
-        """Takes back what ended calls have left, and notes blocks whose pages are unmapped by now.
+        """Frees what interrupted calls left behind and marks blocks whose pages are unmapped as
+        free.
 
-        After an exception it can be called again: each step of it can be done twice.
+        May be called again after an exception: every step is idempotent.
         """
         while self._left:
             addr, size, stream = self._left[0]
@@ -302,7 +302,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
                     if stream is not _UNKNOWN:
                         self._end_buffer(addr, size, stream)
                         stream = None
-                except BadHandle:  # its stream is gone, its work may still run
+                except BadHandle:  # its stream is gone, but its work may still run
                     stream = _UNKNOWN
                 if stream is _UNKNOWN:
                     wait_for_device(None, self._context.cuda_device)
@@ -320,7 +320,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._going = [block for block in self._going if not self._is_over(block)]
 
     def _is_over(self, block: _Block) -> bool:
-        """Whether a block's pages are unmapped; it is free then."""
+        """True if a block's pages are unmapped, which makes it free."""
         if not block.free and not block.unmapping.done():
             return False
         if not block.free:
@@ -329,7 +329,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         return True
 
     def _give(self, block: _Block) -> None:
-        """Keeps a block without pages for the next buffer of its size, or closes it."""
+        """Caches an empty block for the next buffer of its size, or closes it."""
         self._live.pop(block.reservation.addr, None)
         block.array = None
         kept = sum(map(len, self._kept.values()))

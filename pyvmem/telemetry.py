@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The counters of caches, for Prometheus, OpenTelemetry and `vmem watch`.
+"""Exports the counters of caches to Prometheus, OpenTelemetry and `vmem watch`.
 
     telemetry = Telemetry()
     telemetry.add(cache, "llama")
@@ -52,7 +52,7 @@ class _Context(Protocol):
 
 
 class _Cache(Protocol):
-    """What a cache must offer; `KVCache` and its relatives do."""
+    """The interface of a cache; `KVCache` and its relatives have it."""
 
     @property
     def context(self) -> _Context: ...
@@ -62,7 +62,7 @@ class _Cache(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """One number of a family: what follows the family's name, the labels, the value."""
+    """A sample of a family: name suffix, labels, value."""
 
     suffix: str
     labels: Mapping[str, str]
@@ -71,7 +71,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Family:
-    """Numbers of one kind: "gauge", "counter" or "histogram"."""
+    """A metric family of type "gauge", "counter" or "histogram"."""
 
     name: str
     kind: str
@@ -81,7 +81,7 @@ class Family:
 
 @dataclass(frozen=True)
 class _Metric:
-    """How a family comes from the numbers of a cache: label values to number."""
+    """Defines how a family is computed from a cache's numbers."""
 
     name: str
     kind: str
@@ -91,7 +91,7 @@ class _Metric:
 
 
 def _of(**names: str) -> Callable[[CacheStats], Mapping[str, float]]:
-    """Fields of `CacheStats` by the label's value."""
+    """Reads the `CacheStats` field for each label value."""
     return lambda stats: {value: getattr(stats, field) for value, field in names.items()}
 
 
@@ -231,7 +231,7 @@ _CONTEXT_BYTES = ("slab", "used", "free", "dirty", "quarantined")
 
 
 def _waits(stats: CacheStats, labels: Mapping[str, str]) -> Iterator[Sample]:
-    """The histogram of waits, as Prometheus has it: each bucket with all shorter ones."""
+    """The histogram of waits with cumulative buckets, as in Prometheus."""
     for power in range(_SHORTEST, _LONGEST + 1):
         count = sum(stats.wait_counts[: power + 1])
         yield Sample("_bucket", {**labels, "le": repr((1 << power) / 1e9)}, count)
@@ -270,7 +270,7 @@ class Telemetry:
             self._caches[name] = weakref.ref(cache)
 
     def _living(self, read: Callable[[_Cache], _T]) -> list[tuple[str, _Cache, CacheStats, _T]]:
-        """The caches that are open, their numbers, and what else is read; forgets the others."""
+        """The open caches with their stats and the result of `read`; drops closed caches."""
         found = []
         for name, ref in list(self._caches.items()):
             cache = ref()
@@ -280,11 +280,11 @@ class Telemetry:
                     continue
             except (BadHandle, ForkedProcess):
                 pass
-            self._caches.pop(name, None)  # perhaps by a handler that interrupted this
+            self._caches.pop(name, None)  # perhaps removed by a handler that interrupted this
         return found
 
     def families(self) -> tuple[Family, ...]:
-        """All numbers, as they are now."""
+        """All metric families, with current values."""
         with self._lock:
             each = self._living(lambda cache: cache.context.stats())
         made = []
@@ -327,7 +327,7 @@ class Telemetry:
         return prometheus_text(self.families())
 
     def collect(self) -> Iterator[Any]:
-        """The same for a registry of prometheus_client, which calls it."""
+        """As `families`, for a prometheus_client registry, which calls this."""
         from prometheus_client.core import Metric
 
         for family in self.families():
@@ -339,7 +339,7 @@ class Telemetry:
     # ---- OpenTelemetry ---------------------------------------------------------------------------
 
     def instrument(self, meter: Any) -> None:
-        """Makes observable instruments of all numbers on an OpenTelemetry meter.
+        """Registers every metric as an observable instrument of an OpenTelemetry meter.
 
         Names have dots for underscores. OpenTelemetry has no histogram that is read when asked
         for: that of the waits comes as counters, `pyvmem.wait.seconds.bucket` with the label
@@ -368,7 +368,7 @@ class Telemetry:
                 make(name, callbacks=[observe(family.name, suffix)], description=family.help)
 
     def _recent(self) -> tuple[Family, ...]:
-        """`families`, asked for once by all instruments of a collection."""
+        """`families`, cached so that all instruments of a collection share the values."""
         when, families = self._seen
         now = time.monotonic()
         if now - when > _SAME_S:
@@ -376,10 +376,11 @@ class Telemetry:
             self._seen = now, families
         return families
 
-    # ---- who watches -----------------------------------------------------------------------------
+    # ---- for vmem watch
+    # -----------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Any]:
-        """Every cache as JSON can hold it: its numbers, and its slots where it has a snapshot."""
+        """Every cache as plain data for JSON: its numbers, and its slots if it has a snapshot."""
 
         def slots(cache: _Cache) -> list[SlotInfo]:
             snapshot: Callable[[], list[SlotInfo]] | None = getattr(cache, "snapshot", None)
@@ -405,8 +406,7 @@ class Telemetry:
             address: to listen on; the default is this machine alone. There is no password.
 
         Raises:
-            InvalidArgument: `port` is none.
-            OSError: the port cannot be had.
+            InvalidArgument: `port` is no port number. OSError: the port is unavailable.
         """
         port = bounded("port", port, 0, 65535, op="Telemetry")
         return Server(self, address, port)
@@ -429,10 +429,10 @@ def prometheus_text(families: Iterable[Family]) -> str:
 
 
 class Server(HTTPServer):
-    """A thread that answers requests; a context manager, which stops it.
+    """A server thread; a context manager, which stops it.
 
     Attributes:
-        port: where.
+        port: the port it listens on.
     """
 
     def __init__(self, telemetry: Telemetry, address: str, port: int) -> None:

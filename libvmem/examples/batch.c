@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A batch is all or nothing: a bad entry in the middle leaves everything as it was.
+ * A batch is all or nothing: an invalid entry in the middle leaves every mapping unchanged.
  *
  * usage: batch [BACKEND]
  */
@@ -36,8 +36,8 @@ int main(int argc, char **argv) {
   if (vmem_batch(vm, &grow, 1, NULL, 0, 0)) return failed("grow");
   printf("mapped %llu pages in one batch\n", (unsigned long long)(mapped_bytes(vm) / page));
 
-  /* The second entry maps where the first batch did: refused, and so the first one does not
-   * happen either. */
+  /* The second entry maps over the first batch's mapping and is refused, so the first entry is not
+   * applied. */
   struct vmem_op bad[2] = {
       {.op = VMEM_OP_POPULATE, .addr = addr + page, .bytes = page, .count = TENSORS, .stride = tensor},
       {.op = VMEM_OP_POPULATE, .addr = addr, .bytes = page},

@@ -46,7 +46,7 @@ int main(int argc, char **argv) {
   int err = vmem_wait(vm, freeing, 1000000);
   printf("while the work runs: %s\n", err == -ETIMEDOUT ? "not finished, still mapped" : vmem_last_error());
   if (err != -ETIMEDOUT) return failed("early end");
-  /* The range belongs to the batch: calls of this library refuse it, the work itself goes on. */
+  /* The batch owns the range: calls of this library return -EBUSY, but the work itself goes on. */
   if (vmem_read(vm, &byte, addr, 1) != -EBUSY) return failed("read");
   if (info.caps & VMEM_CAP_CPU_ACCESS && *(volatile unsigned char *)(uintptr_t)addr != 7)
     return fprintf(stderr, "the page has other contents\n"), 1;

@@ -8,8 +8,8 @@
         out = attend(q, layer, batch)
 
 A slot is contiguous in virtual memory, so these are calls of ordinary kernels, and nothing is
-gathered; a paged kernel takes a slot with the trivial block table 0, 1, 2, ... What a kernel reads
-past a request's length is known (`KERNELS`), and a call that could read an unmapped row is refused.
+gathered; a paged kernel takes a slot with the trivial block table 0, 1, 2, ... `KERNELS` lists how
+far each kernel reads past a request's length; a call that could read an unmapped row is refused.
 `attention` does the same in one call. In code that `torch.compile` compiles, `Attention.write` and
 the call are operators (`pyvmem.compiled`), which record no gradient.
 
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class _Layer(NamedTuple):
-    """Tensors ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and the form's number."""
+    """K and V ``[max_batch, max_seq_len, num_kv_heads, head_dim]``, and the index of the form."""
 
     k: Writer
     v: Writer
@@ -71,14 +71,14 @@ class _Layer(NamedTuple):
 
 
 class Attention:
-    """Kernels, and the tensors of a cache that they work on.
+    """Attention kernels bound to the tensors of a cache.
 
     Args:
-        cache: must outlive this object, which must be closed first. The model handles layers with a
-            state and those that keep nothing.
+        cache: close this object before the cache. Layers that keep a state or nothing are left to
+            the model.
         kernel: "auto", or one of `KERNELS` for all layers.
-        windows: for each layer, tokens that a token sees, where that is fewer than the cache keeps;
-            None: what it keeps.
+        windows: per layer, the number of tokens a token attends to, if fewer than the cache keeps;
+            None: all that the cache keeps.
         v_head_dim: for a cache with one tensor per layer (MLA's latent): how many elements of a
             row, from the first, are the values.
         scales: for 8-bit keys and values: per layer a pair (keys, values), each a number or one per
@@ -166,7 +166,7 @@ class Attention:
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor | None, batch: Batch
     ) -> None:
-        """Puts the new tokens' rows into their slots.
+        """Writes the new tokens' rows into their slots.
 
         Args:
             layer: of the cache.
@@ -205,14 +205,14 @@ class Attention:
             to.put(new, where)
 
     def run_write(self, part: int, given: Sequence[torch.Tensor]) -> None:
-        """The work of the operator ``pyvmem::write``."""
+        """Implements the operator ``pyvmem::write``."""
         batch, key, *value = given
         self._write(part, key, value[0] if value else None, compiled.holder(batch))
 
     def run_attend(
         self, part: int, given: Sequence[torch.Tensor], scale: float | None
     ) -> torch.Tensor:
-        """The work of the operator ``pyvmem::attend``."""
+        """Implements the operator ``pyvmem::attend``."""
         batch, q, *up = given
         return self._attend(
             q, part, compiled.holder(batch), scale, UpProjections(*up) if up else None
@@ -285,7 +285,7 @@ class Attention:
         return out
 
     def _check_up(self, layer: int, one: _Layer, heads: int, up: UpProjections) -> int:
-        """Elements of a head's query, of which the last are rotary."""
+        """Checks `up`; returns the elements of a head's query, rotary ones last."""
         form, slots = self._forms[one.form], one.k.tensor.shape
         if not form.latent or slots[2] != 1:
             raise invalid(
@@ -300,11 +300,11 @@ class Attention:
         return nope + slots[3] - form.v_head_dim
 
     def is_latent(self, layer: int) -> bool:
-        """Whether a layer has one tensor, so that `write` takes no values for it."""
+        """True if the layer stores one tensor (MLA's latent), so `write` takes no values for it."""
         return self._forms[self._layer(layer).form].latent
 
     def window(self, layer: int) -> int:
-        """Tokens that a token of a layer sees, itself included; 0: all before it."""
+        """The layer's sliding window in tokens, the current token included; 0: no window."""
         return self._forms[self._layer(layer).form].window
 
     def _layer(self, layer: int) -> _Layer:
@@ -320,7 +320,7 @@ class Attention:
         """Drops the cache's tensors, so that the cache can be closed."""
         self._layers = []
         if any("flex" in (choice.name, choice.decode) for choice in self.choices):
-            gc.collect()  # the compiler's traces hold their inputs in reference cycles
+            gc.collect()  # the compiler's traces keep their inputs in reference cycles
 
     def _check_batch(self, batch: Batch) -> None:
         expect("batch", batch, Batch)

@@ -29,12 +29,12 @@ class OverRead(InvalidArgument):
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent requests in adjacent slots, with equal lengths: one ordinary batch.
+    """Consecutive requests in consecutive slots with equal lengths: one dense batch.
 
     Attributes:
         start: index of the first request's first token in the batch.
-        slot: the first one's slot. count: requests.
-        q_len, kv_len: of each.
+        slot: the first request's slot. count: number of requests.
+        q_len, kv_len: lengths of every request.
     """
 
     start: int
@@ -44,18 +44,18 @@ class Run:
     kv_len: int
 
     def first(self, window: int) -> int:
-        """The first row that is seen; a window of 0 is all."""
+        """The first row inside the window; a window of 0 covers all rows."""
         return EXACT.first(self.kv_len, self.q_len, window)
 
 
 class Part(NamedTuple):
-    """The layers of one form in a batch.
+    """The layers of one form, as a batch uses them.
 
     Attributes:
-        caches: whose rows are read.
+        caches: the caches whose rows are read.
         kernel: the kernel to call, from `pyvmem.attention.KERNELS`.
-        reads: what it reads.
-        window: tokens that a token sees; 0: all.
+        reads: the rows it may read.
+        window: tokens a token attends to; 0: all.
     """
 
     caches: tuple[GroupView, ...]
@@ -107,7 +107,7 @@ class Batch:
         self.reqids: list[int]
         self.q_lens: list[int]
         self.kv_lens: list[int]
-        self.made: dict[Any, Any]  # what kernels derived from these lengths, for all layers
+        self.made: dict[Any, Any]  # kernels' own metadata for these lengths, shared by all layers
         self._tables: dict[Blocks, torch.Tensor] = {}
         self._set(reqids, q_lens, kv_lens)
         self.ticket = ticket(self)
@@ -180,7 +180,7 @@ class Batch:
         self.__dict__.pop("runs", None)
 
     def _check_ends(self, part: Part, cache: GroupView) -> None:
-        """Raises unless rows are mapped up to where they are read."""
+        """Raises if a kernel would read past the mapped rows."""
         longest = cache.config.max_seq_len
         mapped = cache.readable_rows(self.reqids)
         for reqid, kv_len, rows in zip(self.reqids, self.kv_lens, mapped, strict=True):
@@ -203,7 +203,7 @@ class Batch:
                 )
 
     def _check_firsts(self, part: Part, cache: GroupView) -> None:
-        """Raises unless the rows read in and before the window are still there."""
+        """Raises if rows that a kernel reads in or before the window have been freed."""
         firsts = cache.first_rows(self.reqids)
         for reqid, q_len, kv_len, there in zip(
             self.reqids, self.q_lens, self.kv_lens, firsts, strict=True
@@ -238,7 +238,7 @@ class Batch:
 
     @cached_property
     def ranks(self) -> torch.Tensor:
-        """Each new token's number among its request's new ones, int64 ``[tokens]``."""
+        """Each new token's index among its request's new tokens, int64 ``[tokens]``."""
         return self._where[2]
 
     @cached_property
@@ -266,7 +266,7 @@ class Batch:
 
     @cached_property
     def starts(self) -> torch.Tensor:
-        """Where each request's new tokens start, and their end, int32 ``[requests + 1]``."""
+        """Offset of each request's first new token, then the total; int32 ``[requests + 1]``."""
         starts = [0]
         for q_len in self.q_lens:
             starts.append(starts[-1] + q_len)
@@ -289,7 +289,7 @@ class Batch:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The batch split into as few ordinary batches as its order allows."""
+        """The batch split into the fewest dense batches that keep its order."""
         runs: list[Run] = []
         start = 0
         for reqid, q_len, kv_len in zip(self.reqids, self.q_lens, self.kv_lens, strict=True):

@@ -38,7 +38,7 @@ _DESCALES = ("q_descale", "k_descale", "v_descale")
 def _why_not_here(
     form: Form, device: torch.device, major: int, exactly: bool, dtypes: tuple[str, ...]
 ) -> str:
-    """What both versions require of the GPU and the layer's shape."""
+    """Why neither version supports this GPU or layer shape; "" if they do."""
     if device.type != "cuda":
         return "it needs a GPU"
     have = torch.cuda.get_device_capability(device)
@@ -59,7 +59,7 @@ def _why_not_here(
 
 @functools.cache
 def _fa3() -> tuple[Any, str]:
-    """The function that calls it, with or without a page table; or None and the reason."""
+    """FlashAttention-3's entry point, or None and the reason it is missing."""
     library = os.environ.get("VMEM_FA3", "")
     if not hasattr(torch.ops, _VLLM) or not hasattr(getattr(torch.ops, _VLLM), "fwd"):
         path = Path(library) if library else _in_vllm()
@@ -95,7 +95,7 @@ def fa3_call() -> Any:
 
 
 def _in_vllm() -> Path | None:
-    """The shared object of an installed vLLM, without importing vLLM."""
+    """Finds the shared object of an installed vLLM without importing vLLM."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
@@ -104,7 +104,7 @@ def _in_vllm() -> Path | None:
 
 
 def _vllm_call(op: Any) -> tuple[Any, str]:
-    """A call of vLLM's op by argument name, since its schema grows from release to release."""
+    """Calls vLLM's op by argument name, since its schema grows from release to release."""
     arguments = op.default._schema.arguments
     names = {argument.name for argument in arguments}
     needed = {"q", "k", "v", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
@@ -179,7 +179,7 @@ def _interface_call(
 
 
 def why_not_fa3(form: Form, device: torch.device) -> str:
-    """Why FlashAttention-3 cannot be used, "" where it can."""
+    """The reason FlashAttention-3 cannot be used; "" if it can."""
     return _why_not_here(form, device, 9, True, (*_HALF, FP8)) or str(_fa3()[1])
 
 
@@ -193,7 +193,7 @@ def fa3(
     scales: Scales | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One call; reads whole tiles of up to 192 rows; in blocks, only up to the length.
+    """Runs one call; it reads whole tiles of up to 192 rows, or with `table` only up to the length.
 
     `scales`: for 8-bit keys and values. `table`: block numbers; `k` and `v` are then blocks.
     """
@@ -208,12 +208,12 @@ def fa3(
 
 
 def why_not_fa3_paged(form: Form, device: torch.device) -> str:
-    """Why FlashAttention-3's paged call cannot be used, "" where it can."""
+    """The reason FlashAttention-3's paged call cannot be used; "" if it can."""
     return why_not_fa3(form, device) or why_not_blocks(form)
 
 
 def why_not_blocks(form: Form) -> str:
-    """Why a slot cannot be numbered as blocks of `BLOCK` rows, "" where it can."""
+    """The reason a slot cannot be addressed as blocks of `BLOCK` rows; "" if it can."""
     layout = form.keys.layout
     if layout.max_rows < BLOCK:
         return f"slots of {layout.max_rows} rows are not a whole block of {BLOCK}"
@@ -231,7 +231,8 @@ def fa3_paged(
     window: int = 0,
     scales: Scales | None = None,
 ) -> torch.Tensor:
-    """One call over the slots as blocks, with the trivial block table; reads no row past a length.
+    """Runs one call over the slots as blocks, with a trivial block table; reads no row past a
+    length.
 
     The table is as wide as the batch needs, since the op chooses its splits by that width. In a
     CUDA graph it is as wide as a slot, for every possible length.
@@ -247,7 +248,7 @@ def fa3_paged(
 
 
 def why_not_fa2(form: Form, device: torch.device) -> str:
-    """Why torch's FlashAttention-2 cannot be used, "" where it can."""
+    """The reason torch's FlashAttention-2 cannot be used; "" if it can."""
     why = _why_not_here(form, device, 8, False, _HALF)
     if why:
         return why
@@ -266,7 +267,7 @@ def why_not_fa2(form: Form, device: torch.device) -> str:
 def fa2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """One call; reads no row past a length (``seqused_k``).
+    """Runs one kernel call, which reads no row past a length (``seqused_k``).
 
     The op has no batch of slots: all slots are one long sequence, in which request i starts at
     ``cum_seq_k[i]``.

@@ -21,7 +21,7 @@ BLOCK = 128  # rows in a block of FlexAttention's mask, which it reads as a whol
 
 
 def why_not(form: Form, device: torch.device) -> str:
-    """Why FlexAttention cannot be used, "" where it can."""
+    """The reason FlexAttention cannot be used; "" if it can."""
     try:
         from torch.nn.attention import flex_attention
     except ImportError:
@@ -46,14 +46,14 @@ def why_not(form: Form, device: torch.device) -> str:
 def flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """On a GPU one call, reading blocks of 128 rows; eager on the CPU, over the valid rows."""
+    """Runs compiled over blocks of 128 rows on a GPU, eagerly over the valid rows on the CPU."""
     return (_compiled if q.device.type == "cuda" else _eager)(q, k, v, batch, scale, window)
 
 
 def _eager(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """Uncompiled, it computes the scores of all rows of a view, which must end at the length."""
+    """Uncompiled, every row of the input is scored, so each view ends at the request's length."""
     from torch.nn.attention.flex_attention import flex_attention
 
     gqa = q.shape[1] != k.shape[2]
@@ -77,7 +77,7 @@ def _eager(
 
 
 def _causal(shift: int, window: int) -> Any:
-    """Masks what a row does not see. Takes tensors: torch 2.11 reuses an earlier call's numbers."""
+    """The causal or window mask. Arguments are tensors: torch 2.11 reuses ints of earlier calls."""
     last, wide = torch.tensor(shift), torch.tensor(window)
 
     def causal(score: Any, b: Any, h: Any, row: Any, column: Any) -> Any:
@@ -98,7 +98,8 @@ def _kernel() -> Any:
 def _compiled(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int
 ) -> torch.Tensor:
-    """All slots between the first and the last of the batch; those without a request read nothing.
+    """Covers all slots from the first to the last of the batch; slots without a request read
+    nothing.
 
     Queries are padded to the longest request's. The mask leaves out blocks past a request's length
     and, with a window, those before it, so only the last block is read beyond the length.
@@ -124,7 +125,7 @@ def _compiled(
 
 
 def _options(rows: int, sharing: int) -> dict[str, Any]:
-    """Of the call: `rows` queries of a request, `sharing` heads of which read one head's keys.
+    """Kernel options for `rows` queries per request, where `sharing` query heads share a KV head.
 
     For queries shorter than a block torch takes its decoding kernel, whose one tile holds the rows
     of all heads that share; where that is more than a block of the mask, torch 2.13 and older raise
@@ -134,7 +135,7 @@ def _options(rows: int, sharing: int) -> dict[str, Any]:
 
 
 def _mask(batch: Batch, low: int, high: int, rows: int, window: int = 0) -> Any:
-    """The block mask, made from lengths alone; kept with the batch, for all layers of a window."""
+    """The block mask, computed from the lengths and cached in the batch per window."""
     if ("flex", window) in batch.made:
         return batch.made["flex", window]
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""FlashInfer: one request at a time in prefills, its paged call with the trivial table otherwise.
+"""FlashInfer: one call per request in prefills; otherwise its paged call with the trivial block
+table.
 
 Written for flashinfer-python 0.6.14, whose wheel includes its headers; a kernel is compiled on its
 first call, which needs nvcc, a C++ compiler and ninja. Its batched call for contiguous rows
 (ragged) expects the requests without gaps, which slots have: it serves a step of one long prompt.
 
-What it reads: both calls for contiguous rows get a view that ends with the request, so no row or
-tile lies past it. The paged call loads row by row below the length (``fa2`` kernels).
+Both calls for contiguous rows get a view that ends with the request, so nothing past it is read.
+The paged call loads row by row below the length (``fa2`` kernels).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LONG = 65536
 
 
 def why_not(form: Form, device: torch.device) -> str:
-    """Why FlashInfer cannot be used, "" where it can."""
+    """The reason FlashInfer cannot be used; "" if it can."""
     if device.type != "cuda":
         return "it needs a GPU"
     if importlib.util.find_spec("flashinfer") is None:
@@ -53,7 +54,7 @@ def why_not(form: Form, device: torch.device) -> str:
 def flashinfer(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """Decoding in one call; a call for each request where one has more new tokens."""
+    """Decodes in one call; makes one call per request if any has more than one new token."""
     if batch.max_q <= PREFILL_TOKENS:
         return _paged(q, k, v, batch, scale, window)
     if len(batch.reqids) == 1 and batch.max_q >= _LONG and not window:
@@ -78,7 +79,7 @@ def flashinfer(
 
 
 class _Wrapper:
-    """FlashInfer's own object for batched calls; planned again when the batch's lengths change."""
+    """FlashInfer's wrapper for batched calls; planned again when the batch's lengths change."""
 
     def __init__(self, kind: str, backend: str, device: torch.device) -> None:
         workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
@@ -89,14 +90,14 @@ class _Wrapper:
 
 @functools.cache
 def _wrapper(kind: str, backend: str, device: torch.device, key: tuple[Any, ...]) -> _Wrapper:
-    """One for each shape of layers: a plan is of one shape."""
+    """The wrapper for a layer shape: a plan is valid for one shape only."""
     return _Wrapper(kind, backend, device)
 
 
 def _ragged(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float
 ) -> torch.Tensor:
-    """The batched call for contiguous rows, of the only request."""
+    """Runs the batched call for contiguous rows on a batch of one request."""
     [reqid], [kv_len] = batch.reqids, batch.kv_lens
     shape = (q.shape[1], k.shape[2], q.shape[2])
     kind = "BatchPrefillWithRaggedKVCacheWrapper"
@@ -141,7 +142,7 @@ def _plan(
     window: int,
     dtype: torch.dtype,
 ) -> None:
-    """Plans with lengths in blocks, read on the CPU, and block numbers on the device."""
+    """Plans a call: lengths in blocks on the CPU, block numbers on the device."""
     counts = [-(-length // BLOCK) for length in batch.kv_lens]
     last = [
         length - (count - 1) * BLOCK for length, count in zip(batch.kv_lens, counts, strict=True)

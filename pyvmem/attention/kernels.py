@@ -38,10 +38,10 @@ _said: set[str] = set()
 
 
 class Run(Protocol):
-    """A kernel's call."""
+    """The signature of a kernel."""
 
     def __call__(self, q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0) -> Any:
-        """``[tokens, heads, v_head_dim]`` from queries and a layer's whole K and V.
+        """Returns ``[tokens, heads, v_head_dim]`` from queries and a layer's whole K and V.
 
         Those of `FP8_KERNELS` also take ``scales``.
         """
@@ -55,12 +55,12 @@ class _Kernel:
 
 
 def _tiles_before(device: torch.device) -> Reads:
-    """Exact at the end; a window begins in the middle of a tile, which is loaded whole."""
+    """Stops at the length, but loads the whole tile in which a window begins."""
     return Reads(before=191)
 
 
 def _fa2_reads(device: torch.device) -> Reads:
-    """As above; for head_dim up to 64, its tiles in decoding have 256 rows."""
+    """As `_tiles_before`; decoding with head_dim up to 64 uses tiles of 256 rows."""
     return Reads(before=255)
 
 
@@ -95,7 +95,7 @@ _DECODE = {"cuda": ("fa3-paged", "fa2", "fa3", "flex", "sdpa"), "cpu": ("sdpa", 
 
 
 def overread_rows(kernel: str, device: torch.device) -> int:
-    """What `KVCacheConfig.overread_rows` must be for a kernel of `KERNELS` on a device.
+    """The `KVCacheConfig.overread_rows` that a kernel of `KERNELS` needs on a device.
 
     If the kernel is named for all batches, `KVCacheConfig.overread_decode` must be set as well.
     """
@@ -125,13 +125,13 @@ class Choice:
 
 
 def probe(cache: KVCache | Form, device: torch.device) -> dict[str, str]:
-    """For every kernel, why it cannot be used on this cache or form; "" where it can."""
+    """Maps each kernel to the reason it cannot be used on this cache or form; "" if it can."""
     form = _form_of(cache)
     return {name: _why_not(name, form, device) for name in KERNELS}
 
 
 def choose(cache: KVCache | Form, device: torch.device, kernel: str = "auto") -> Choice:
-    """The named kernel for all, or the first usable ones for prefills and for decoding.
+    """Picks the named kernel, or the first usable ones for prefill and for decoding.
 
     A kernel that reads whole tiles is usable only for prefills, unless the cache keeps the
     over-read rows mapped in decoding as well (`KVCacheConfig.overread_decode`).
@@ -178,7 +178,7 @@ def _form_of(cache: KVCache | Form) -> Form:
 
 
 def check_name(kernel: str) -> None:
-    """Raises InvalidArgument for a name that is no kernel's."""
+    """Raises InvalidArgument if the name is not a kernel's."""
     if kernel != "auto" and kernel not in KERNELS:
         raise invalid(f"kernel {kernel!r} is none of auto, {', '.join(KERNELS)}", op="Attention")
 
@@ -199,7 +199,7 @@ def _why_not(name: str, form: Form, device: torch.device) -> str:
 
 
 def _why_not_decode(name: str, form: Form, device: torch.device) -> str:
-    """Why a kernel that can be used for prefills cannot be used for decoding; "" where it can."""
+    """The reason a kernel that works for prefill cannot be used for decoding; "" if it can."""
     exact = not KERNELS[name].reads(device).past
     if exact or form.keys.config.overread_decode or form.keys.safe_overread:
         return ""

@@ -5,10 +5,11 @@ A head's keys are its up-projection of the latent, followed by the row's rotary 
 values another up-projection. Two ways give the same numbers up to rounding:
 
 - *absorbed*: the keys' projection is applied to the queries and the values' to the result, so that
-  attention runs over the latents as they lie in the cache. A token multiplies more for each row.
+  attention runs over the latents as they lie in the cache. Each (token, row) pair costs more
+multiplications.
 - *expanded*: a request's keys and values are computed from its latents, some heads at a time.
 
-`expands_from` says from how many new tokens of a request expanding multiplies less.
+`expands_from` gives the number of new tokens from which expanding is cheaper.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class UpProjections(NamedTuple):
 
 
 def expands_from(up: UpProjections) -> int:
-    """New tokens from which a request's rows are expanded.
+    """The number of new tokens from which expanding a request's rows is cheaper.
 
-    Of `new` tokens each sees `rows` rows: absorbed, a head multiplies ``2 * rank + rotary`` for
-    each pair; expanded, ``nope + rotary + v_head_dim``, and ``rank * (nope + v_head_dim)`` once for
-    a row.
+    If `new` tokens attend to `rows` rows each, a head multiplies, absorbed, ``2 * rank + rotary``
+    for each pair; expanded, ``nope + rotary + v_head_dim``, and ``rank * (nope + v_head_dim)`` once
+    for a row.
     """
     nope, rank = up.key.shape[1:]
     each = nope + up.value.shape[1]
@@ -102,7 +103,7 @@ def attend(
 
 
 def _fewer(batch: Batch, least: int) -> tuple[torch.Tensor, Batch] | None:
-    """The tokens of requests with fewer new ones, and these requests' batch; made once a step."""
+    """The tokens and a batch of the requests with fewer than `least` new ones; made once a step."""
     key = ("latent", least)
     if key not in batch.made:
         batch.made[key] = _split(batch, [i for i, new in enumerate(batch.q_lens) if new < least])
@@ -132,7 +133,7 @@ def _expand(
     window: int,
     out: torch.Tensor,
 ) -> None:
-    """Of one request, whose last rows are the new tokens'. Needs memory for a block of heads.
+    """Attends for one request over its expanded rows, a block of heads at a time.
 
     Keys and values are padded to one width: SDPA's fast kernels take no other.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a kernel must know about a layer: where its rows lie, and which of them a token sees."""
+"""Layer descriptions for kernels: where the rows lie and which of them a token attends to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Form", "forms_of"]
 
 @dataclass(frozen=True)
 class Form:
-    """Layers that every kernel treats alike. Forms with the same attributes are equal.
+    """The properties of a layer that kernels depend on. Layers with equal forms share kernels.
 
     Attributes:
         keys: the group of layers whose tensors hold the keys.
@@ -38,19 +38,19 @@ class Form:
 
     @property
     def dtype(self) -> str:
-        """Of keys and values, by name."""
+        """The name of the keys' and values' dtype."""
         return str(self.keys.config.dtype)
 
     @property
     def caches(self) -> tuple[GroupView, ...]:
-        """The groups that are read."""
+        """The groups whose rows are read."""
         return (self.keys,) if self.values is self.keys else (self.keys, self.values)
 
 
 def forms_of(
     cache: KVCache, windows: Sequence[int] | None = None, v_head_dim: int = 0
 ) -> list[Form | None]:
-    """The form of every layer; None: it has no keys and values.
+    """The form of every layer; None for a layer without keys and values.
 
     Args:
         cache: its layers, in order.

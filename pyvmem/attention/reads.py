@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a kernel reads of a slot, and a slot's rows as blocks of a paged call: pure arithmetic."""
+"""Arithmetic for the rows a kernel reads of a slot, and for slots viewed as paged blocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TMA. None of its tiles has 32 rows or fewer, for any head size; some have 64.
 
 @dataclass(frozen=True)
 class Reads:
-    """The rows of a slot that a kernel may read, for a request of some length.
+    """The rows of a slot that a kernel may read, given a request's length.
 
     Attributes:
         block: the length is rounded up to a multiple of this many rows.
-        tile: this many more rows.
-        before: rows read before a window's first one, since a whole tile is loaded there.
+        tile: rows that may be read beyond that.
+        before: rows that may be read before a window's first row, because whole tiles are loaded.
     """
 
     block: int = 1
@@ -33,7 +33,7 @@ class Reads:
 
     @property
     def past(self) -> int:
-        """The most rows past a length."""
+        """The maximum number of rows read past a length."""
         return self.block - 1 + self.tile
 
     def end(self, length: int, longest: int) -> int:
@@ -49,7 +49,7 @@ EXACT = Reads()
 
 
 class Blocks(NamedTuple):
-    """A tensor of slots as blocks of rows, and where in it a slot's blocks are.
+    """A view of a tensor of slots as blocks of rows, with the block numbers of each slot.
 
     Block j of the view begins `unit` elements after block j - 1, which is less than a block where
     slots do not start at block boundaries: then blocks of the view overlap, and a slot uses some of
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, rows_per_slot: int, slot_stride: int, row_stride: int, rows: int = BLOCK) -> Blocks:
-        """For slots and rows with these strides in elements."""
+        """Computes the blocks for these strides, in elements."""
         unit = math.gcd(slot_stride, rows * row_stride)
         step = rows * row_stride // unit
         return cls(rows, unit, slot_stride // unit, step, -(-rows_per_slot // rows))
@@ -81,7 +81,7 @@ class Blocks(NamedTuple):
         return (slots - 1) * self.slot + (self.per_slot - 1) * self.step
 
     def wanted(self, length: int) -> int:
-        """Width of a sufficient table, in blocks: a power of two, to have few widths, or all."""
+        """The block table's width: a power of two, so few occur, at most `per_slot`."""
         needed = -(-length // self.rows)
         return min(1 << (needed - 1).bit_length(), self.per_slot)
 

@@ -29,7 +29,7 @@ class Scales:
     value: torch.Tensor
 
     def of_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """One scale for all of ``[tokens, heads, head_dim]``; float32, ``[1]``, on their device."""
+        """One scale for queries ``[tokens, heads, head_dim]``: float32 ``[1]``, on their device."""
         largest = q.abs().amax().float().clamp(min=1e-12)
         return (largest / _LARGEST).reshape(1)
 

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 __all__ = ["causal", "sdpa"]
 
-_SCORES = 1 << 26  # the most scores of a block of tokens, where all of them are kept
-# torch's matrix product with results of float32 (2.8 and later; GPUs alone have one)
+_SCORES = 1 << 26  # largest number of scores kept for a block of tokens torch's matrix product with
+# results of float32 (2.8 and later; GPUs alone have one)
 _TO_FLOAT = hasattr(torch.ops.aten.bmm, "dtype")
 
 
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """One call per run of requests in adjacent slots with equal lengths, so mostly one each."""
+    """Makes one call per run of consecutive slots with equal lengths, so usually one per
+    request."""
     out = q.new_empty((*q.shape[:2], v.shape[3]))
     for run in batch.runs:
         end = run.start + run.count * run.q_len
@@ -90,7 +91,7 @@ def _by_blocks(
 ) -> None:
     """Attention of one request by matrix products, one block of tokens at a time.
 
-    For values narrower than keys, as in a latent: SDPA's fast kernels take no 576 elements, its
+    For values narrower than keys, as in MLA: SDPA's fast kernels take no 576 elements, its
     slow one keeps the scores of all tokens and a copy of the rows for each head, and its
     memory-efficient one gave a wrong token after the first 32 of a masked chunk (torch 2.11 on an
     H100). Besides `out` this needs memory for a block's scores (2 ** 26, or one token's if that is
@@ -124,7 +125,7 @@ def _by_blocks(
 
 
 def _products_to_float(x: torch.Tensor) -> bool:
-    """Whether torch can multiply such matrices to float32."""
+    """True if torch can multiply these matrices with a float32 result."""
     return _TO_FLOAT and x.device.type == "cuda" and x.element_size() < 4
 
 

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`; a part that needs more than the core package says so."""
+"""`vmem bench api`; a part reports which packages it needs beyond the core."""
 
 __all__: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The key figures, computed from the rows, each beside its aim.
+"""Computes the key figures from the rows and compares each with its aim.
 
 An aim is stated for `stock` on an H100 or H200. The value is computed wherever its rows exist, and
 `applies` says whether it may be compared with the aim. Ratios of single calls are of `net` times,
@@ -23,7 +23,7 @@ _GPUS = ("H100", "H200")
 
 
 def compute(record: Record, system: str) -> list[dict[str, Any]]:
-    """All aims; one whose rows are missing has no value and names the first of them."""
+    """Computes all aims; an aim without its rows has no value and names the first missing row."""
     aims = Aims(record, system)
     _single_pages(aims)
     _steps(aims)
@@ -34,7 +34,7 @@ def compute(record: Record, system: str) -> list[dict[str, Any]]:
 
 
 class Aims:
-    """Aims of a record; `applies`: the record is from the machine and back end they are for."""
+    """Aims of a record; `applies`: the aims hold for the record's machine and back end."""
 
     def __init__(self, record: Record, system: str) -> None:
         self.record, self.system = record, system
@@ -58,7 +58,7 @@ class Aims:
     ) -> None:
         """Adds an aim whose value is `value(*rows)`.
 
-        `op` None: there is no target. `unless`: why the rows cannot be compared; "" if they can.
+        `op` None: there is no target. `unless`: why the rows cannot be compared; "" if comparable.
         """
         found = [self.record.row(r) for r in rows]
         missing = [r for r, row in zip(rows, found, strict=True) if row is None]
@@ -272,7 +272,7 @@ def _attention(aims: Aims) -> None:
 
 
 def _over_baselines(ours: int) -> Callable[..., float]:
-    """The median of our buffers' medians, divided by that of the baselines'."""
+    """The median over vmem buffers of their medians, divided by that of the baselines."""
 
     def value(*rows: Any) -> float:
         medians = [float(row["median"]) for row in rows]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Unmodified attention kernels, and a plain read, over our pages and over cudaMalloc memory.
+"""Unmodified attention kernels, and a plain read, over vmem pages and over cudaMalloc memory.
 
-The placement of memory alone changes the time of such a kernel by several per cent, so there are
-several separately allocated baselines, and their spread is given beside the ratio. Every buffer
-holds the same numbers, and the outputs are compared bit by bit. Times are the GPU's own (events),
-one call a sample, with all buffers in turn.
+Memory placement alone changes such a kernel's time by several per cent, so the baseline is
+allocated several times and the spread is reported beside the ratio. Every buffer holds the same
+numbers, and the outputs are compared bit by bit. Times are the GPU's own (events), one call a
+sample, with all buffers in turn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Case:
 
     @property
     def elements(self) -> int:
-        """Elements of K; V has as many."""
+        """Elements of K, and of V."""
         return self.batch * self.kv_len * self.kv_heads * self.head_dim
 
 
@@ -58,7 +58,7 @@ _Call = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 
 
 def _why_not(setting: Setting) -> str:
-    """Why this machine cannot measure these rows; "" if it can."""
+    """The reason this machine cannot measure these rows; "" if it can."""
     try:
         import torch
     except ImportError as error:
@@ -178,7 +178,7 @@ def _sdpa(case: _Case, device: torch.device) -> _Call:
 
 
 def _fa3(source: Path | None, device: torch.device) -> Callable[[_Case], _Call]:
-    """FlashAttention-3; raises as `fa3.load`."""
+    """FlashAttention-3. Raises as `fa3.load`."""
     import torch
 
     op = fa3.load(source, device)

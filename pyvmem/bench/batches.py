@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches of 64 pages in one call: as one run, and as pages without any neighbours."""
+"""Batches of 64 pages in one call: as one contiguous run, and as scattered pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Turn = Callable[[], None]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Maps and unmaps 64 pages that exist already; for cuMem* with as many calls as it takes."""
+    """Maps and unmaps 64 existing pages; cuMem* takes a call or more per page."""
     n, book = setting.native, Book(part)
     turns: list[_Turn] = []
     held: list[tuple[int, list[int]]] = []
@@ -110,7 +110,7 @@ def _contiguous(setting: Setting, book: Book, base: int, page: int, handle: int)
 
 def _scattered(setting: Setting, book: Book, base: int, page: int, pages: list[int]) -> _Turn:
     n = setting.native
-    # Also a gap in the addresses after each page, so that nothing can be merged on either side.
+    # Leaves an address gap after each page too, so that nothing can be merged on either side.
     map_ops = n.ops(
         [
             {"op": MAP, "addr": base + 2 * i * page, "bytes": page, "handle": handle}

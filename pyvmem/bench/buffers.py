@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The same bytes in memory of several kinds, as torch tensors.
+"""torch tensors with the same contents in memory of several kinds.
 
 The kinds: buffers that torch allocates separately (cudaMalloc, on a GPU); small pages in random
 physical order; small pages in one run.
@@ -22,7 +22,7 @@ __all__ = ["Buffers", "malloc_names", "vmem_names"]
 
 _BASELINES = 4
 _SHUFFLES = 2
-_OPS = 4096  # maps in one batch
+_OPS = 4096  # pages mapped per batch
 
 
 def malloc_names() -> list[str]:
@@ -31,7 +31,7 @@ def malloc_names() -> list[str]:
 
 
 def vmem_names() -> list[str]:
-    """Names of the buffers in our pages."""
+    """Names of the buffers in vmem pages."""
     return [*(f"random{i}" for i in range(_SHUFFLES)), "runs"]
 
 

@@ -2,11 +2,11 @@
 """Mapping while a kernel keeps every multiprocessor of the GPU full of threads.
 
 A round maps and unmaps pages with the GPU idle, then again under a kernel that runs many times
-longer than that takes. Each time the benchmark checks that the kernel is still running afterwards:
-if not, a call waited for it, and the part's notes say so.
+longer than that takes. After each round the benchmark checks that the kernel is still running; if
+not, a call waited for it, and the part's notes say so.
 
-So are a cache's calls, under a kernel that is the last work on a request which was just freed: what
-they cost their caller while another request's work runs on.
+A cache's calls are also timed while the last kernel of a just-freed request still runs, to show
+what they cost their caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """Our pages of `Setting.single` and cuMem*'s of 2 MB; unzeroed, and created beforehand."""
+    """Maps existing unzeroed pages: ours of `Setting.single`, cuMem*'s of 2 MB."""
     if setting.cuda is None or setting.cumem is None:
         part.not_run("*", setting.cuda_why)
         return
@@ -95,7 +95,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
 
 
 class _Busy:
-    """One turn: start the kernel (or not), map, unmap."""
+    """A turn of a system: start the kernel (or not), map, unmap."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ def _cache_calls(
             cache.alloc_reqid()
         if cache.step(lens):
             raise RuntimeError("memory is short")
-        while context.stats().dirty_bytes:  # it is zeroed by a GPU that is then full of the kernel
+        while context.stats().dirty_bytes:  # zeroing it would wait for the kernel
             time.sleep(0.001)
         with quiet():
             for number in range(rounds):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The rows of the paper's table 2: the cost of each call at every page size, beside cuMem*.
+"""Table 2 of the paper: the cost of each call at every page size, compared with cuMem*.
 
-Every call is timed by itself, from Python, through cffi for ours and through cuda.bindings for the
+Every call is timed by itself, from Python, through cffi for vmem and through cuda.bindings for the
 baseline. The times include what Python and the binding add (`overhead`, measured with an empty
 call); `net` excludes it. Pages are mapped unzeroed (VMEM_CREATE_DIRTY), because cuMemMap does not
 write either; `map_zeroed` is our default.
@@ -32,7 +32,7 @@ _OPS = {
     "release": "release",
     "unmap_release": "unmap and release in one",
 }
-_RANGE = 64 * MB  # size of the reservations that are timed
+_RANGE = 64 * MB  # size of the timed reservations
 
 _Book = dict[str, Samples]
 
@@ -42,7 +42,7 @@ def _page(book: _Book, op: str) -> list[float]:
 
 
 class _Ours:
-    """One turn of our back end at one page size."""
+    """A turn of our back end at one page size."""
 
     def __init__(self, setting: Setting, page: int) -> None:
         self.n = setting.native
@@ -97,7 +97,7 @@ class _Ours:
 
 
 class _OurRanges:
-    """Reservations alone."""
+    """A turn of reservations only."""
 
     def __init__(self, setting: Setting, *, plain: bool) -> None:
         self.n = setting.native
@@ -117,7 +117,7 @@ class _OurRanges:
 
 
 class _Cumem:
-    """One turn of cuMem*, with pages of 2 MB."""
+    """A turn of cuMem* with 2 MB pages."""
 
     def __init__(self, setting: Setting) -> None:
         assert setting.cumem is not None
@@ -190,9 +190,8 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     costs = setting.overhead("cumem")
     for op, samples in theirs.book.items():
-        # The more an empty call is assumed to cost, the faster the baseline looks. For set_access
-        # and map_access the most expensive one is subtracted, which includes converting the
-        # descriptor.
+        # A more expensive empty call makes the baseline look faster, so set_access and map_access
+        # subtract the most expensive, which includes converting the descriptor.
         cost = {"set_access": costs.refused, "map_access": costs.each + costs.refused}
         page = 0 if op in ("reserve", "free") else theirs.page
         _add(part, op, "cumem", page, samples, cost.get(op, costs.each))

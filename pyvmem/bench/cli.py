@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""`vmem bench api`: measures our calls and CUDA's in one process, taking turns.
+"""`vmem bench api`: measures libvmem's and CUDA's calls in one process, in alternation.
 
 The other benchmarks of `vmem bench` are a distribution of their own, pyvmem-bench (benchmarks/ in
 the repository), which brings the package `vmem_bench`.
@@ -115,8 +115,8 @@ def add_parser(sub: Any) -> None:
 
 
 def _add_missing(which: Any, name: str) -> None:
-    """Adds a benchmark that is not installed: whatever its arguments, it says how to get it."""
-    # Without prefix characters, options are arguments like others, and none is refused as unknown.
+    """Adds a stub for a benchmark that is not installed; it says how to install it."""
+    # Without prefix characters, options parse as positional arguments, so none is rejected.
     parser = which.add_parser(name, help="not installed", add_help=False, prefix_chars="\0")
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=_missing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The patterns in which live pages are mapped, and where these pages lie."""
+"""Patterns in which live pages are mapped, and their addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED = 20
 
 @dataclass(frozen=True)
 class Pattern:
-    """One pattern of mapping pages; `most`: the highest level to measure it at."""
+    """A mapping pattern; `most`: the highest level to measure it at."""
 
     name: str
     what: str
@@ -47,7 +47,7 @@ PATTERNS = (
 
 
 class Shape:
-    """Where the pages of a pattern lie: tensors one after the other, slots in each."""
+    """The address layout of a pattern's pages: consecutive tensors, each divided into slots."""
 
     def __init__(self, pattern: Pattern, pages: int, page: int) -> None:
         self.page = page
@@ -70,7 +70,7 @@ class Shape:
         self.nbytes = TENSORS * self.tensor_bytes
 
     def order(self) -> Iterator[list[int]]:
-        """Offsets in the first tensor that grow together, batch after batch."""
+        """Offsets in the first tensor, grouped into the batches that grow together."""
         rng = random.Random(_SEED)
         slots = list(range(self.slots))
         for k in range(self.depth):

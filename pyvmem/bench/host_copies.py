@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Scattered pages to host memory and back, as vLLM's KV offloading on the pool copies them.
+"""Copies scattered pages to host memory and back, as vLLM's KV offloading on the pool does.
 
 The kernel of `pyvmem.vllm.offload_copies` with several numbers of thread blocks, over plain
-addresses and page-locked host memory. Times are the GPU's own, by the events around the copy on its
-stream: the descriptors' way to the GPU is in them. On the CPU the same copies by memcpy.
+addresses and page-locked host memory. Times come from GPU events around the copy, so they include
+sending the descriptors to the GPU. On the CPU, memcpy makes the same copies.
 """
 
 from __future__ import annotations

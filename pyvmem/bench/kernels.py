@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Two GPU kernels of the benchmark, as PTX text that the driver compiles when it is loaded.
+"""The benchmark's two GPU kernels, as PTX text that the driver compiles at load time.
 
 `spin` keeps every multiprocessor busy for a given time; `read` reads a range once, 64 bytes per
 thread and iteration. They are PTX rather than C++ so that they need neither nvcc nor torch.
@@ -131,7 +131,7 @@ class Kernels:
 
     @property
     def running(self) -> bool:
-        """Whether a kernel that was started is unfinished."""
+        """True while a started kernel is unfinished."""
         (error,) = self.cuda.driver.cuStreamQuery(self.stream)
         if error == self.cuda.driver.CUresult.CUDA_ERROR_NOT_READY:
             return True
@@ -139,7 +139,7 @@ class Kernels:
         return False
 
     def wait(self) -> None:
-        """Waits for what was started."""
+        """Waits for the started kernels."""
         self.cuda.call(self.cuda.driver.cuStreamSynchronize, self.stream)
 
     def chunk(self) -> int:

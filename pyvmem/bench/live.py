@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""1 k to 1 M live pages: time per call, kernel memory, teardown.
+"""1 k to 1 M live pages: time per call, kernel memory, teardown time.
 
-Two patterns. *runs*, as prefill makes them: a request at a time, 64 pages in each of 4 tensors, one
-batch a request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order that is
+Two patterns. *runs*, as in prefill: a request at a time, 64 pages in each of 4 tensors, one batch
+per request. *decode*: 256 requests grow page by page, 8 of them in a batch (in an order that is
 shuffled, with a fixed seed, for each page), one page in each of 4 tensors. `spread` asks for
-neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything after
-every 131,072 pages, as an engine would at safe points, and before the teardown.
+neighbour placement (VMEM_OP_SPREAD); `consolidated` calls vmem_join on everything after every
+131,072 pages, as an engine would at safe points, and before the teardown.
 
 The driver has handles for 524,288 mappings in all processes together, so a million pages that were
 mapped one by one cannot be live at once; with `spread` and `consolidated` they can.
@@ -29,7 +29,7 @@ __all__ = ["LEVELS", "run"]
 
 _NAMES = {1 << 10: "1k", 10 << 10: "10k", 100 << 10: "100k", 400 << 10: "400k", 1 << 20: "1M"}
 _KEEP_ALL = (1 << 64) - 1
-_SAFE_POINT = 128 << 10  # pages grown between two joins
+_SAFE_POINT = 128 << 10  # pages mapped between two joins
 
 
 def level_name(pages: int) -> str:
@@ -44,7 +44,7 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         return
     levels = setting.live_levels or (LEVELS[:1] if setting.quick else LEVELS)
     setting.native.trim()
-    per_page: dict[str, float] = {}  # seconds a page, from the level before
+    per_page: dict[str, float] = {}  # seconds per page, measured at the previous level
     for pages in levels:
         for pattern in PATTERNS:
             name = f"{pattern.name}/{setting.system}/{level_name(pages)}"
@@ -174,13 +174,13 @@ def _bytes(part: Part, row: str, what: str, system: str, delta: Delta, pages: in
 
 
 class _Spent:
-    """What joining cost: calls of vmem_join, driver calls, nanoseconds."""
+    """The accumulated cost of joining: vmem_join calls, driver calls, nanoseconds."""
 
     def __init__(self) -> None:
         self.times = self.calls = self.ns = 0
 
     def join(self, n: Native, base: int, nbytes: int) -> None:
-        """Joins everything, as at one safe point."""
+        """Joins everything, as at a safe point."""
         start = time.perf_counter_ns()
         self.calls += n.join(base, nbytes)
         self.ns += time.perf_counter_ns() - start
@@ -190,7 +190,7 @@ class _Spent:
 def _grow(
     n: Native, shape: Shape, base: int, pattern: Pattern, into: Samples, spent: _Spent
 ) -> None:
-    """Grows everything in ten rounds of samples, each a batch's time divided by its pages."""
+    """Maps all pages in ten rounds; a sample is a batch's time divided by its pages."""
     every = _SAFE_POINT // shape.batch if pattern.join else 0
     op = {
         "op": POPULATE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Kernel memory by difference: memory that the system lost and no process gained.
+"""Estimates kernel memory by difference: memory the system lost and no process gained.
 
 Two estimates are kept, since each has a blind spot:
 
@@ -40,7 +40,7 @@ class Delta:
     listed: int
     missing: int
     own: int
-    total: int  # of MemTotal: a machine that gets memory on demand also pays for managing it
+    total: int  # MemTotal growth: hotplugged memory also costs memory to manage
 
     @property
     def value(self) -> int:

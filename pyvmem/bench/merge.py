@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Several runs, each of some of the parts, merged into one file.
+"""Merges several runs, each of some of the parts, into one file.
 
 For machines that are only available for minutes. Only runs with the same GPU, driver and commit can
 be merged, and no quick run with a full one. A row and its baseline still come from one process,
@@ -24,11 +24,11 @@ _STATES = ("not run", "failed", "partial", "done")
 
 
 class MergeError(ValueError):
-    """The files do not match, or one is not a result; the text says which and why."""
+    """The files do not match, or a file is not a result; the text says which and why."""
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:
-    """A result with its samples: the file itself, or its namesake in raw/ beside it."""
+    """Loads a result with its samples, from the file or from its namesake in raw/."""
     raw = path.parent / "raw" / path.name
     try:
         data = json.loads((raw if raw.exists() else path).read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def load_together(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
 
 
 def merge(paths: Sequence[Path]) -> Record:
-    """Makes one record of all parts; machine and method are those of the first run.
+    """Merges all parts into one record; machine and method are those of the first run.
 
     Raises:
         MergeError: see the class.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The C library as the timed loops call it: cffi functions with arguments prepared beforehand.
+"""Raw cffi calls with prepared arguments, for the timed loops.
 
 The rest of the package calls C only through `pyvmem._native`. A benchmark through it would also
 time that layer's checks, which take several times as long as a call served by the pool. So the

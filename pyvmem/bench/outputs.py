@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Options of a benchmark that writes a result: its report, its picture, and Ctrl-C.
+"""Output options of a benchmark (report, picture), and its handling of Ctrl-C.
 
-A file that Ctrl-C leaves says that the run is not whole.
+A file left by Ctrl-C says that the run is incomplete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def document_of(out: Path) -> dict[str, Any]:
-    """The document that a run wrote, with its samples if it kept any."""
+    """Reads the document a run wrote, with its samples if kept."""
     raw = out.parent / "raw" / out.name
     document: dict[str, Any] = json.loads((raw if raw.exists() else out).read_text("utf-8"))
     return document
@@ -42,7 +42,7 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
     if wanted is None:
         return run(args)
     if args.plot is not None:
-        import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
+        import matplotlib  # noqa: F401  # fail before the run if pictures cannot be drawn
     if args.out is None:
         args.out = wanted.with_suffix(".json")
     if args.out in (args.report, args.plot):
@@ -68,7 +68,7 @@ def with_options(args: argparse.Namespace, run: Callable[[argparse.Namespace], i
 def stoppable(
     run: Callable[[argparse.Namespace], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """The benchmark `run`, which has ``--out``, with a mark in its file if it is interrupted."""
+    """Wraps a benchmark with ``--out`` so that an interrupted run marks its file."""
 
     def marked(args: argparse.Namespace) -> int:
         out: Path | None = args.out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The result of a run: its rows, the rows that were not run and why, and the result file.
+"""The result of a run: measured rows, rows not run with the reason, and the result file.
 
 The format is described in benchmarks/README.md; `FORMAT` changes when its meaning does.
 """
@@ -31,7 +31,7 @@ def _round(value: float) -> float:
 
 @dataclass
 class Part:
-    """One selectable part of the benchmark."""
+    """A selectable part of the benchmark."""
 
     name: str
     title: str
@@ -138,7 +138,7 @@ class Part:
 
 
 class Book:
-    """Rows of a part whose samples are still being taken."""
+    """Rows of a part that are still being sampled."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
@@ -172,7 +172,7 @@ def _tidy(value: Any) -> Any:
 
 @dataclass
 class Record:
-    """Everything that one run produces."""
+    """The complete result of a run."""
 
     machine: dict[str, Any]
     options: dict[str, Any]
@@ -218,7 +218,7 @@ class Record:
     def write(self, path: Path) -> Path:
         """Writes `path` (without samples) and, beside it, raw/<the same name> (with them).
 
-        A file appears whole or not at all. Returns the path of the raw file.
+        Files are replaced atomically. Returns the path of the raw file.
         """
         raw = path.parent / "raw" / path.name
         raw.parent.mkdir(exist_ok=True)
@@ -232,7 +232,7 @@ class Record:
 
 
 def mark_interrupted(path: Path) -> None:
-    """Writes into a result, and the one with samples beside it, that the run did not end."""
+    """Marks a result file, and its raw file, as interrupted."""
     for file, form in ((path, lines), (path.parent / "raw" / path.name, json.dumps)):
         if file.exists():
             document = json.loads(file.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Running a benchmark's parts, and the status that its command ends with."""
+"""Runs a benchmark's parts and computes the command's exit status."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def backends(device: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def conducted(part: Part) -> Iterator[None]:
-    """Records when and how a part ended; a failure does not lose other parts' results.
+    """Records when and how a part ended; a failed part does not lose the others' results.
 
-    What is written meanwhile says that the part is partial: the process may be killed.
+    Until then the part is marked partial, in case the process is killed.
     """
     part.started, began = now(), time.monotonic()
     part.status, part.why = "partial", "it was stopped before its end"
@@ -60,7 +60,7 @@ def conducted(part: Part) -> Iterator[None]:
 
 
 def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | None = None) -> int:
-    """Prints a record, as JSON or as `text`. Returns a command's status: see `ended`."""
+    """Prints a record as JSON or as `text`; returns the exit status of `ended`."""
     if args.json:
         print(json.dumps(record.document(raw=False), indent=1))
     else:
@@ -69,7 +69,7 @@ def said(record: Record, args: argparse.Namespace, text: Callable[[], str] | Non
 
 
 def ended(record: Record) -> int:
-    """The status of a command: 1 if a part failed, 3 and why on stderr if nothing was measured."""
+    """Exit status: 1 if a part failed; 3, with the reason on stderr, if nothing was measured."""
     parts = [part for name, part in record.parts.items() if name != "noop"]
     if any(part.status == "failed" for part in record.parts.values()):
         return 1

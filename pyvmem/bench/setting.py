@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Shared by all parts of the benchmark: our context, the baseline, the sizes to measure."""
+"""Setup shared by all parts of the benchmark: our context, the baseline, the sizes to measure."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """The paper's page sizes that our back end has."""
+        """The paper's page sizes that our back end supports."""
         return tuple(p for p in OUR_PAGES if p in self.native.context.info.page_sizes)
 
     @property
@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def joins(self) -> bool:
-        """Whether vmem_join can save anything on our back end."""
+        """True if vmem_join can save anything on our back end."""
         return bool(self.native.context.info.caps & Caps.JOIN)
 
     def count(self, full: int, quick: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cost per byte, and what the pool saves: no driver call for a page, one for a long run."""
+"""The cost per byte, and the pool's saving: no driver call per page, one per long run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run_turn(setting: Setting, handle: int, addr: int, size: int, samples: Samp
 
 
 def run_bytes(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """2 MB of memory that exists already, mapped with access in four ways.
+    """Maps 2 MB of existing memory, with access, in four ways.
 
     Page by page; as one run on a 2 MB boundary, where the driver may use one large entry; as one
     run off it, where it cannot; as one cuMem page.

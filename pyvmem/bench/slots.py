@@ -2,7 +2,7 @@
 """The cost of KV cache calls to their caller, by number of slots.
 
 One K and one V tensor of 8 heads of 128 in float16, with pages of 64 KiB, 32 tokens each, so that
-the number of slots dominates. All but a few slots are taken, every request holds some tokens, and
+the number of slots dominates. All but a few slots are in use, every request holds some tokens, and
 no page is shared. Calls are timed one by one, and the caches of all sizes take turns.
 
 `step_async` is measured on its own cache, 8 requests over 64 tensors, since it does not depend on
@@ -76,7 +76,7 @@ def _config(context: Context, layers: int, slots: int, limit: int) -> KVCacheCon
 
 
 class _Slots(Closable):
-    """One cache that is nearly full of requests, and one turn of its calls."""
+    """A cache nearly full of requests, and a turn of its calls."""
 
     def __init__(self, setting: Setting, book: Book, context: Context, count: int) -> None:
         self.count = count
@@ -102,7 +102,7 @@ class _Slots(Closable):
         self.cache = KVCache(_config(context, 1, count, pages), context)
 
     def fill(self) -> None:
-        """Takes all slots but a few."""
+        """Allocates all slots but a few."""
         self.ids = [_alloc(self.cache) for _ in range(self.count - _SPARE)]
         self.lens = [self.rows // 2] * len(self.ids) + [0] * _SPARE
         _must(self.cache.step(self.lens), 0)
@@ -112,7 +112,7 @@ class _Slots(Closable):
         self.cache.close()
 
     def turn(self) -> None:
-        """Makes some calls of each kind, and leaves the cache as it was."""
+        """Makes some calls of each kind, then restores the cache's state."""
         cache, calls = self.cache, self.calls
         for into in (
             self.alloc,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clocks, percentiles and rounds: how all numbers of the benchmark are measured.
+"""Clocks, percentiles and rounds, used for all measurements.
 
 A *sample* is the time of one call, or of one block of calls divided by their number, in
 nanoseconds. Samples are collected in rounds; in a round every system takes its turn, and the order
@@ -181,8 +181,8 @@ def interleave(
 ) -> int:
     """Runs every turn once a round, the order rotated by one each round.
 
-    Stops before a round that, judged by the slowest so far, would overrun the deadline, but runs at
-    least two (a warm-up and a round that counts). Returns the number of rounds run.
+    Stops before a round that would overrun the deadline if it took as long as the slowest so far,
+    but runs at least two (a warm-up and a counted round). Returns the number of rounds run.
     """
     slowest = 0.0
     for i in range(rounds):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The options that name a back end and a device, the same in every command."""
+"""The ``--backend`` and ``--device`` options shared by all commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyvmem import _native
 
 __all__ = ["add_backend", "add_device", "ordinal"]
 
-_MOST = 1 << 16  # devices; no machine comes near
+_MOST = 1 << 16  # far above the devices of any machine
 
 
 def ordinal(text: str) -> int:
@@ -27,7 +27,7 @@ def add_device(parser: Any) -> None:
 
 
 def add_backend(parser: Any, what: str, default: str = "auto") -> None:
-    """Adds ``--backend``; `what`: begins its help."""
+    """Adds ``--backend``; its help begins with `what`."""
     names = _native.backend_names()
     if default == "auto":
         names = ("auto", *names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem probe --report``: what a report about a machine needs, and nothing else.
+"""``vmem probe --report``: the facts about a machine that a bug report needs.
 
 Versions, hardware, what each back end said, and the limits that matter. Paths, names of users and
 hosts, and serial numbers and UUIDs of GPUs are left out.
@@ -28,7 +28,7 @@ _PARAMETERS = "/sys/module/nvidia_uvm/parameters"
 
 
 def scrub(text: str) -> str:
-    """Text without paths of the user's own and without UUIDs of GPUs."""
+    """Removes user paths and GPU UUIDs from text."""
     home = os.path.expanduser("~")  # stays so where there is none
     if len(home) > 1:  # not the root
         text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
@@ -36,7 +36,7 @@ def scrub(text: str) -> str:
 
 
 def modules_of(lines: str) -> list[str]:
-    """NVIDIA's modules out of /proc/modules, with what taints they carry."""
+    """NVIDIA's modules in /proc/modules, with their taint flags."""
     found = []
     for module in lines.splitlines():
         name, *rest = module.split()
@@ -47,7 +47,7 @@ def modules_of(lines: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    """A kernel file's contents; empty where it is missing or unreadable."""
+    """The contents of a kernel file; "" if missing or unreadable."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -55,7 +55,7 @@ def _read(path: str) -> str:
 
 
 def _limits() -> dict[str, str]:
-    """The limits that a cache can meet."""
+    """System limits that a cache can hit."""
     limits = {"vm.max_map_count": _read("/proc/sys/vm/max_map_count")}
     for path in sorted(Path(_PARAMETERS).glob("uvm_vmem_*")):
         limits[path.name] = _read(str(path))
@@ -63,7 +63,7 @@ def _limits() -> dict[str, str]:
 
 
 def _nodes() -> str:
-    """The device nodes that are there, and who may open them."""
+    """The device nodes present, and their permissions."""
     found = [path for path in sorted(Path("/dev").glob("nvidia*")) if path.is_char_device()]
     return ", ".join(f"{path} {path.stat().st_mode & 0o777:o}" for path in found) or "none"
 
@@ -100,7 +100,7 @@ def bug_report(results: Sequence[ProbeResult]) -> str:
 
 
 def write(path: Path, results: Sequence[ProbeResult], device: int) -> int:
-    """Writes the report with a self-test of the back end that is used, if any; the exit status."""
+    """Writes the report, with a self-test of the back end in use; returns the exit status."""
     lines, status = [bug_report(results)], 1
     for one in results:
         if one.used:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The ``vmem`` command. Each subcommand lives in its own module, imported when it is asked for."""
+"""The ``vmem`` command. Each subcommand lives in its own module, imported on demand."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _COMMANDS = {
     "completion": ("pyvmem.commands.completion", "print the completion of bash, zsh or fish"),
 }
 
-_LIVE = ("top", "watch", "control")  # which run until they are interrupted
+_LIVE = ("top", "watch", "control")  # commands that run until interrupted
 
-# Packages that commands import when they need them, and the extra of pyproject.toml with each.
+# Packages that commands import lazily, and the extra of pyproject.toml that installs each.
 _EXTRAS = {"torch": "torch", "numpy": "bench", "matplotlib": "plot", "rich": "serve"}
 
 
@@ -76,20 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # print would take standard output instead
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that is not UTF-8 shows what it has no character for as "?".
+        # A terminal that is not UTF-8 shows "?" for characters it lacks.
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
             args = _parser(command).parse_args(words)
             status: int = args.run(args)
         finally:
-            sys.stdout.flush()  # a full disk may show only now
+            sys.stdout.flush()  # a full disk may only be reported now
     except ImportError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         which = f"; the extra pyvmem[{extra}] has it" if extra else ""
         return _failed(command, f"a package is not installed: {error}{which}")
     except VMemError as error:
-        # Of the package's own calls the person knows nothing; of libvmem's there are man pages.
+        # Name the operation only for libvmem's calls, which have man pages.
         call = f"{error.op}: " if error.op.startswith(("vMem", "vmem_")) else ""
         name = error.errno_name or type(error).__name__
         return _failed(command, f"{call}{name}: {error}")
@@ -115,8 +115,8 @@ def _failed(command: str | None, text: str, status: int = 1) -> int:
 
 
 def _unread() -> bool:
-    """Whether standard output is a pipe without a reader."""
-    with contextlib.suppress(OSError, ValueError):  # it is no file, or closed
+    """True if standard output is a pipe without a reader."""
+    with contextlib.suppress(OSError, ValueError):  # not a file, or closed
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         return any(event & select.POLLERR for _, event in output.poll(0))
@@ -124,7 +124,7 @@ def _unread() -> bool:
 
 
 def _drop_output() -> None:
-    """Drops what cannot be written: the interpreter would try again at its end, and complain."""
+    """Drops unwritable output: the interpreter would try again at exit, and complain."""
     try:
         sys.stdout.flush()
     except OSError:

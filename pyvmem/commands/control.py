@@ -67,7 +67,7 @@ def _token(path: Path) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers until it is interrupted."""
+    """Serves until interrupted."""
     if args.listen and args.socket:
         raise BadUsage("--socket and --listen: expected one of them")
     if bool(args.listen) != bool(args.token_file):

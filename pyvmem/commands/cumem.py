@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The baseline: CUDA's own virtual memory (cuMem*), written on cuda.bindings.
 
-Shares no code with our `cuda` back end. Every function of cuda.bindings returns a tuple whose first
-item is the CUresult; `call` checks it and unwraps the rest. Importing this module needs no CUDA;
-`Cuda()` does and raises `CudaUnavailable` with the reason.
+It shares no code with the `cuda` back end. Every function of cuda.bindings returns a tuple whose
+first item is the CUresult; `call` checks it and unwraps the rest. Importing this module needs no
+CUDA; `Cuda()` does and raises `CudaUnavailable` with the reason.
 
 Source: CUDA driver API, "Virtual Memory Management".
 """
@@ -92,10 +92,10 @@ class Cuda(Closable):
 
 
 class CuMem:
-    """Arguments for cuMem* calls on one device, and the calls themselves where they are not timed.
+    """Arguments for timed cuMem* calls on one device, and untimed calls.
 
     The timed loops call `driver.cuMem...` directly with the argument tuples made here, so that a
-    sample is one call of cuda.bindings and nothing of ours.
+    sample is a single call of cuda.bindings and no code of ours.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -169,7 +169,7 @@ class CuMem:
         self.cuda.call(self.driver.cuMemRelease, handle)
 
     def check_all(self, name: str, results: list[tuple[Any, ...]]) -> list[Any]:
-        """Checks what a timed loop returned; returns the second items, if there are any."""
+        """Checks the results of a timed loop; returns their second items, if any."""
         for result in results:
             self.cuda.check(name, result[0])
         return [result[1] if len(result) > 1 else None for result in results]

@@ -70,9 +70,9 @@ def driver_version() -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """(commit, whether the tree differs from it) of the source this package lies in.
+    """The commit of this package's source tree, and whether the tree is dirty.
 
-    VMEM_COMMIT names the commit of a source that came without its history, or with another one.
+    VMEM_COMMIT overrides it for sources without their own git history.
     """
     named = os.environ.get("VMEM_COMMIT")
     if named:
@@ -87,7 +87,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def _gpu() -> dict[str, str] | None:
-    """What nvidia-smi reports about the first GPU; changes no setting."""
+    """Reads the first GPU's properties from nvidia-smi; changes no setting."""
     line = _run("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader", "--id=0")
     if not line:
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A card's name, memory and free memory, from NVIDIA's management library.
 
-It opens no CUDA context, so that looking at a card takes none of its memory.
+It opens no CUDA context, which would use the card's memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Card:
 
     Attributes:
         name: as NVIDIA calls it.
-        memory, free: bytes; of `free`, none is held by any process.
+        memory, free: bytes in all, and bytes no process holds.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Card:
 
 
 class Cards:
-    """The GPUs of this machine, by UUID; none where the library is missing or refuses."""
+    """The GPUs of this machine, by UUID; none if the library is missing or fails."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         self._library = library

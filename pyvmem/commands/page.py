@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A run as one self-contained HTML file: machine, command, tables, pictures and raw data.
+"""Renders a run as one self-contained HTML file: machine, command, tables, pictures and raw data.
 
 ``--report FILE`` of every benchmark and of ``vmem selftest`` writes it; ``--plot FILE`` draws only
 the pictures. The page loads nothing and runs no script; its last link is the run's own JSON.
@@ -22,7 +22,7 @@ from pyvmem.plumbing.paths import replace_text
 
 __all__ = ["page", "picture", "write_report"]
 
-_MOST_BARS = 40  # of one picture; the table has all rows
+_MOST_BARS = 40  # rows drawn in a picture; the table has all
 _COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _STYLE = """
 :root { color-scheme: light dark }
@@ -100,7 +100,7 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _shown(part: Document) -> dict[str, list[Row]]:
-    """The rows to draw, by unit: times or, in a part that has none, single numbers."""
+    """The rows to draw, by unit: times, or single numbers in a part without times."""
     rows = [row for row in part["rows"] if "median" in row]
     rows = rows or [row for row in part["rows"] if "value" in row and "series" not in row]
     found: dict[str, list[Row]] = {}
@@ -110,7 +110,7 @@ def _shown(part: Document) -> dict[str, list[Row]]:
 
 
 def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """Draws a bar to the median of each row, with a line from there to the 99th percentile."""
+    """Draws each row as a bar up to its median and a line from there to its 99th percentile."""
     systems = list(dict.fromkeys(row["system"] for row in rows))
     places = range(len(rows))
     timed = "median" in rows[0]
@@ -133,7 +133,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
-    """Draws a line for each row: its series' second column over the first."""
+    """Plots each row's series, second column over first."""
     for place, row in enumerate(rows):
         along, values = zip(*(one[:2] for one in row["series"]), strict=True)
         colour = _COLOURS[place % len(_COLOURS)]
@@ -145,7 +145,7 @@ def _lines(axes: Any, rows: Sequence[Row], title: str, unit: str) -> None:
 
 
 def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
-    """One picture of the parts' times (or single numbers) and series; None if there are none.
+    """Draws the parts' times (or single numbers) and series; None if there are none.
 
     Args:
         kind: "svg", "png" or "pdf".
@@ -166,7 +166,7 @@ def picture(parts: Iterable[Document], kind: str = "svg") -> bytes | None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # the same run gives the same file
+        "svg.hashsalt": "vmem",  # makes the file reproducible
         "font.size": 8,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -198,7 +198,7 @@ def _inline(part: Document) -> str:
 
 
 def _aim(aim: Document) -> tuple[Any, ...]:
-    """A comparison of rows, and whether it reaches its target on machines it applies to."""
+    """Formats an aim and whether it is reached, on machines it applies to."""
     bound = aim.get("aim")
     wanted = "" if bound is None else f"{aim['op']} {number(bound)}"
     judged = wanted and aim.get("applies") and aim.get("pass") is not None
@@ -207,7 +207,7 @@ def _aim(aim: Document) -> tuple[Any, ...]:
 
 
 def _where(machine: Document) -> str:
-    """The machine in a line."""
+    """A one-line description of the machine."""
     gpu = machine.get("gpu")
     words = [f"{gpu}, driver {machine.get('driver')}" if gpu else "no GPU"]
     words += [str(machine[key]) for key in ("cpu", "kernel") if machine.get(key)]
@@ -215,7 +215,7 @@ def _where(machine: Document) -> str:
 
 
 def _parts(document: Document) -> Iterable[str]:
-    """A benchmark's parts, and what was not measured."""
+    """Formats a benchmark's parts and the rows not measured."""
     aims = [one for one in document.get("aims", []) if one.get("value") is not None]
     if aims:
         yield "<h2>In short</h2>"
@@ -237,7 +237,7 @@ def _parts(document: Document) -> Iterable[str]:
 
 
 def _checks(document: Document) -> Iterable[str]:
-    """The self-test's checks and times."""
+    """Formats the self-test's checks and times."""
     if "not_tested" in document:
         yield f'<p class="failed">{html.escape(document["not_tested"])}</p>'
     elif "passed" in document:
@@ -257,7 +257,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
     """A run as HTML.
 
     Args:
-        document: what the run wrote as JSON: a benchmark's, or the self-test's.
+        document: the run's JSON document, of a benchmark or the self-test.
         command: the command line that ran it.
         name: the file name under which the page offers the JSON.
     """
@@ -296,7 +296,7 @@ def page(document: Document, command: str, name: str = "result.json") -> str:
 
 
 def write_report(path: Path, document: Document) -> None:
-    """Writes the page of a run that this process made, whole or not at all."""
+    """Writes the page of this process's run, atomically."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     replace_text(path, page(document, shlex.join(words), path.with_suffix(".json").name))
     print(f"report: {path}", file=sys.stderr)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProbeResult", "add_parser", "probe", "run"]
 
-_PRINTED = Path("-")  # of --report without a file
+_PRINTED = Path("-")  # value of --report without a file
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class ProbeResult:
         used: ``"auto"`` takes this one.
         error: positive errno that says why not, 0 if usable.
         error_name: its symbol.
-        caps: what it can do.
+        caps: its capabilities.
         page_sizes: bytes, ascending.
         driver: the driver's version.
         device_name: of the device asked for.
-        reason: why not usable, or what was proved.
+        reason: why it is not usable, or what the test showed.
     """
 
     backend: str
@@ -50,7 +50,7 @@ class ProbeResult:
 
 
 def probe(device: Any = 0) -> list[ProbeResult]:
-    """Tries every back end, in the order of ``"auto"``; opens and closes what it needs.
+    """Tries every back end, in the order of ``"auto"``, and closes it again.
 
     Args:
         device: CUDA ordinal, torch.device or cuda.core Device.
@@ -129,7 +129,7 @@ def _file(text: str) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the results; 0 if any back end is usable, and no check of the self-test has failed."""
+    """Prints the results; returns 0 if a back end is usable and no self-test check failed."""
     results = probe(args.device)
     if args.report is not None:
         from pyvmem.commands import bug_report  # it imports this module

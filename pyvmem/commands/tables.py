@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Numbers and tables of plain text, as the commands print them."""
+"""Formats numbers and plain-text tables for the commands' output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyvmem.commands.terminal import columns
 
 __all__ = ["number", "table"]
 
-_LEAST = 16  # columns of text that is wrapped
+_LEAST = 16  # narrowest column of wrapped text
 
 
 def number(value: Any) -> str:
@@ -60,7 +60,7 @@ def table(
 
 
 def _narrowed(lines: Sequence[Sequence[str]], left: int, room: float) -> list[int]:
-    """The columns' widths, those of text less where the lines are too long."""
+    """The columns' widths; text columns shrink if the lines are too long."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     words = [max(_LEAST, *(len(line[i].split(" ")[0]) for line in lines)) for i in range(left)]
     while sum(widths) + 2 * (len(widths) - 1) > room:
@@ -72,7 +72,7 @@ def _narrowed(lines: Sequence[Sequence[str]], left: int, room: float) -> list[in
 
 
 def _blocks(widths: list[int], room: float) -> list[list[int]]:
-    """Which columns stand beside each other."""
+    """Groups the columns that fit side by side."""
     blocks = [[0]]
     for i in range(1, len(widths)):
         if len(blocks[-1]) > 1 and sum(widths[k] + 2 for k in [*blocks[-1], i]) - 2 > room:

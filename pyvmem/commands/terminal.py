@@ -22,7 +22,7 @@ _PAINT = re.compile(r"\x1b\[\d*m")
 
 
 def columns(file: TextIO | None = None) -> float:
-    """Columns of a terminal; without bound for a file or a pipe, whose readers want whole lines."""
+    """A terminal's width; unlimited for files and pipes, whose readers want whole lines."""
     return shutil.get_terminal_size().columns if (file or sys.stdout).isatty() else math.inf
 
 
@@ -36,23 +36,23 @@ def has_colour(file: TextIO | None = None) -> bool:
 
 
 def painted(text: str, colour: str) -> str:
-    """Text in a colour, or in bold; "" is none."""
+    """Text in a colour, or bold; with "" unchanged."""
     return f"\x1b[{colour}m{text}\x1b[0m" if text and colour else text
 
 
 class Live(Scoped):
-    """A text that is redrawn in place, and stays as it was at the end. Thread-safe.
+    """Text redrawn in place; the last version stays on the screen. Thread-safe.
 
     Lines wider than the terminal are cut, and so are those below its last line: the terminal would
     scroll, and what has scrolled cannot be redrawn. Lines that the program prints meanwhile go
-    above the text. What is no terminal gets the last text alone.
+    above the text. If the output is no terminal, only the last text is printed.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file or sys.stdout
         self.is_terminal = self._file.isatty()
         self._lock = threading.RLock()
-        self._drawn = 0  # lines above the cursor that are ours
+        self._drawn = 0  # lines above the cursor that belong to this text
         self._text = ""
         self._above = _Above(self)
 
@@ -96,11 +96,11 @@ class Live(Scoped):
 
 
 class _Above(io.TextIOBase):
-    """Standard output while a `Live` is drawn: its whole lines go above the picture."""
+    """Replaces standard output while a `Live` is drawn: complete lines go above the live text."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self.rest = ""  # of a line that has not ended
+        self.rest = ""  # an incomplete line
 
     def isatty(self) -> bool:
         return True
@@ -113,7 +113,7 @@ class _Above(io.TextIOBase):
 
 
 def _cut(line: str, width: int) -> str:
-    """The first `width` characters, not counting those that paint."""
+    """Cuts a line to `width` characters, not counting colour codes."""
     room, kept, at = width, [], 0
     for paint in _PAINT.finditer(line):
         kept += [line[at : min(paint.start(), at + room)], paint.group()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem top``: the engines of this machine that share devices, live."""
+"""``vmem top``: a live view of the engines that share this machine's devices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def folder_of(args: argparse.Namespace) -> Path:
     """The folder of ``--ledger``, or else the default.
 
     Raises:
-        LedgerError: ``VMEM_LEDGER`` names one that is not there.
+        LedgerError: ``VMEM_LEDGER`` names a folder that does not exist.
     """
     if args.ledger is not None:
         asked: Path = args.ledger
@@ -87,7 +87,7 @@ def seconds(text: str) -> float:
 
 
 def read(folder: Path, sort: str = "engine") -> Reading:
-    """The engines of every device that has a ledger."""
+    """Reads the engines of every device that has a ledger."""
     found: Reading = {}
     with Cards.opened() as cards:
         for device in devices(folder):
@@ -115,7 +115,7 @@ def _host() -> Card | None:
 
 
 def with_rates(now: Reading, before: Reading, passed: float) -> Reading:
-    """The reading with `maps_s` and `waits_s`, which are since the one before."""
+    """Adds the rates `maps_s` and `waits_s` since the previous reading."""
     old = {
         (device, one["identity"]): one for device, some in before.items() for one in some.engines
     }
@@ -137,7 +137,7 @@ def _text(reading: Reading, folder: Path, width: float, colour: bool) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows them until interrupted, or once."""
+    """Shows the engines until interrupted, or once."""
     folder, colour = folder_of(args), has_colour()
     now = read(folder, args.sort)
     if args.json:

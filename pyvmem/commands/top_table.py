@@ -13,28 +13,28 @@ from pyvmem.plumbing.units import format_bytes
 
 __all__ = ["Device", "Reading", "drawn"]
 
-# Columns: key in the JSON, heading. `device` has a line of its own above its engines.
+# Columns: key in the JSON, heading. `device` is shown on a separate line above its engines.
 _COLUMNS = {
     "engine": "engine", "pid": "pid", "mapped": "mapped", "in_use": "in use", "cached": "cached",
     "limit": "limit", "floor": "floor", "short": "short", "hits": "hits", "maps_s": "maps/s",
     "waits_s": "waits/s",
 }  # fmt: skip
 
-# Columns that a narrow terminal leaves out, in this order.
+# Columns dropped on a narrow terminal, in this order.
 _LEFT_OUT = ("floor", "waits_s", "maps_s", "hits", "cached", "pid", "short", "in_use", "limit")
 _SUMS = ("mapped", "in_use", "cached", "short")
 _BYTES = (*_SUMS, "limit", "floor")
-_MARKS = (("#", GREEN), ("=", YELLOW), ("-", DIM))  # in use, cached, mapped beside these
+_MARKS = (("#", GREEN), ("=", YELLOW), ("-", DIM))  # in use, cached, otherwise mapped
 _LEAST_BAR, _MOST_BAR = 12, 40
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device that has a ledger, and its engines, at a moment.
+    """A snapshot of a device and its engines.
 
     Attributes:
-        card: the name of the GPU; ``""`` where nobody says it.
-        memory, free: of the device, and for nobody yet; None where nobody says it.
+        card: the name of the GPU; ``""`` if unknown.
+        memory, free: bytes of the device, and unclaimed bytes; None if unknown.
         engines: a record for each, with the table's columns.
     """
 
@@ -52,7 +52,7 @@ Reading = dict[str, Device]
 
 
 def drawn(reading: Reading, width: float = math.inf, colour: bool = False) -> str:
-    """The engines as text, a table for each device, with the columns that there is room for."""
+    """Renders the engines as a table per device, with the columns that fit."""
     used = {key for some in reading.values() for one in some.engines for key in one}
     keys = [key for key in _COLUMNS if key in used]
     tables = {
@@ -86,13 +86,13 @@ def drawn(reading: Reading, width: float = math.inf, colour: bool = False) -> st
 
 
 def _rows(some: Device) -> list[dict[str, Any]]:
-    """The engines, and their sum if there are several."""
+    """The rows: engines, and their sum if there are several."""
     total = [{"engine": "total", **some.total()}] if len(some.engines) > 1 else []
     return [*some.engines, *total]
 
 
 def _fitting(keys: list[str], widths: list[int], width: float) -> list[int]:
-    """Numbers of the columns that there is room for."""
+    """Indices of the columns that fit."""
     kept = list(range(len(keys)))
     for key in _LEFT_OUT:
         if sum(widths[i] + 2 for i in kept) - 2 <= width:
@@ -112,7 +112,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _title(device: str, some: Device, width: float) -> str:
-    """The device's line; on a narrow terminal without the end of its UUID."""
+    """The device's line; a narrow terminal gets a shortened UUID."""
     said = [some.card] if some.card else []
     if some.memory is not None:
         said.append(format_bytes(some.memory))
@@ -124,7 +124,7 @@ def _title(device: str, some: Device, width: float) -> str:
 
 
 def _bar(one: dict[str, Any], some: Device, width: int, paint: Callable[[str, str], str]) -> str:
-    """Draws an engine's share of the device's memory: in use, cached, and mapped beside these."""
+    """Draws an engine's share of the device's memory: in use, cached, otherwise mapped."""
     whole = max(some.memory or 0, some.total()["mapped"])
     if not whole:
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Words on a command line that only the command itself can find wrong."""
+"""Usage errors that argparse cannot detect."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ __all__ = ["BadUsage"]
 
 
 class BadUsage(ValueError):
-    """A wrong argument: `vmem` says so as for one that argparse refuses, and ends with 2."""
+    """A wrong argument; `vmem` reports it like an argparse error and exits with 2."""

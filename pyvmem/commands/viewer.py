@@ -7,8 +7,8 @@
     pyvmem.telemetry.Telemetry() ... .serve(9464)       # in the program
     vmem watch 9464                                     # in another terminal
 
-Both draw what `KVCache.stats` and `KVCache.snapshot` say; the second reads it as JSON from a server
-that listens on localhost only. A row is a slot; a character is some of its pages in each tensor.
+Both draw `KVCache.stats` and `KVCache.snapshot`; the second reads them as JSON from a server that
+listens only on localhost. A row is a slot; a character stands for some of its pages in each tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pyvmem.telemetry import Telemetry
 __all__ = ["add_parser", "draw", "fetch", "run", "watch"]
 
 WIDTH = 80
-MOST_BYTES = 16 << 20  # of an answer; 100,000 slots take less
+MOST_BYTES = 16 << 20  # maximum size of an answer; 100,000 slots take less
 _MARKS = {"#": "granted", "+": "mapped ahead", "=": "shared", ".": "kept, of no request"}
 
 Numbers = Mapping[str, Any]
@@ -87,9 +87,9 @@ def draw(caches: Mapping[str, Numbers], width: int = WIDTH, rows: int = 40) -> s
     """One frame, as text.
 
     Args:
-        caches: what `Telemetry.caches` gives.
+        caches: the result of `Telemetry.caches`.
         width: columns; a longer request makes a character stand for more pages.
-        rows: slots of each cache that are drawn.
+        rows: maximum slots drawn per cache.
     """
     if not caches:
         return "no cache is open"
@@ -110,8 +110,7 @@ def watch(
     Args:
         cache: a `KVCache` or one of its relatives.
         interval: seconds between pictures.
-        name: what to call it.
-        file: where to; None: the standard output.
+        name: the cache's title. file: the output; None: standard output.
 
     Raises:
         InvalidArgument: an interval that is not positive.
@@ -139,7 +138,7 @@ def watch(
 
 
 def _fitting(caches: Mapping[str, Numbers]) -> str:
-    """The picture in the size of the terminal."""
+    """The picture, sized to the terminal."""
     size = shutil.get_terminal_size()
     return draw(caches, size.columns, max(4, size.lines - 8))
 
@@ -150,10 +149,10 @@ def _positive(interval: float) -> None:
 
 
 def _url(where: str) -> str:
-    """The URL of a program that serves.
+    """The URL of a serving program.
 
     Raises:
-        InvalidArgument: it names none.
+        InvalidArgument: it names no port, host or URL.
     """
     scheme, found, _ = where.partition("://")
     if found and scheme.lower() not in ("http", "https"):
@@ -163,7 +162,7 @@ def _url(where: str) -> str:
     full = f"127.0.0.1:{where}" if where.isdigit() else where
     url = full if found else f"http://{full}"
     try:
-        port = urllib.parse.urlsplit(url).port  # refuses what is none
+        port = urllib.parse.urlsplit(url).port  # raises for a bad port
         urllib.request.Request(url)
     except ValueError as error:
         raise InvalidArgument(
@@ -183,7 +182,7 @@ def _where(text: str) -> str:
 
 
 def fetch(where: str) -> dict[str, Any]:
-    """What a program reports of its caches, over HTTP.
+    """Fetches a program's cache report over HTTP.
 
     Args:
         where: a port of this machine, ``host:port`` or a URL.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The state of `pyvmem.compat.vattention`: one cache, and each id's length."""
+"""The state of `pyvmem.compat.vattention`: the cache and each id's length."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Manager", "OutOfKVBlocks", "close_retired"]
 
 
 class OutOfKVBlocks(OutOfMemory, RuntimeError):
-    """A step needs more pages than the cache has; RuntimeError is what the artifact raises."""
+    """A step needs more pages than the cache has. The artifact raises RuntimeError."""
 
 
-# Caches that have ended while the program still holds their tensors: addresses without memory.
+# Ended caches whose tensors the program still holds: addresses without memory.
 _retired: list[KVCache] = []
 
 
@@ -63,7 +63,7 @@ class Manager:
         config = KVCacheConfig(page_size=page_size, group_size=group, **shape)
         if not config.max_seq_len * config.row_bytes % page_size:
             config = replace(config, packed_slots=True)
-        # As in the artifact, memory once taken goes back to the driver only at the end.
+        # As in the artifact, memory returns to the driver only at the end.
         context = Context(backend, device=device, granule=page_size, pool_high=KEEP_ALL)
         context.remains.unclaimed = True
         try:
@@ -79,7 +79,7 @@ class Manager:
 
     @property
     def tokens_per_block(self) -> int:
-        """Whole rows in a page."""
+        """Tokens whose rows fit in a page."""
         return self.cache.layout.page_size // self.cache.layout.row_bytes
 
     def tensors(self) -> list[torch.Tensor]:
@@ -90,7 +90,7 @@ class Manager:
         return [view(layer) for view in (cache.k, cache.v) for layer in range(layers)]
 
     def reserve(self, nbytes: int) -> int:
-        """Takes memory up to `nbytes` in all; returns the pages that the cache then has."""
+        """Raises the cache's memory to `nbytes`; returns its number of pages."""
         page, layers = self.cache.layout.page_size, self.cache.config.num_layers
         least = 2 * layers * page
         if nbytes < least:
@@ -136,14 +136,14 @@ class Manager:
                 f"free_batch_idx({index}): ids are 0 to {last}", limit=last, op="vattention"
             )
         if self.common is not None:
-            if index not in self.common.idle:  # taken, or a call that gave it back failed
+            if index not in self.common.idle:  # in use, or an earlier call failed to free it
                 self.common.renew(index)
         elif self.cache.is_taken(index):
             self.cache.free_reqid(index)
         self.lengths[index] = 0
 
     def free_blocks(self) -> int:
-        """Blocks that no request needs: unowned ones, and those mapped past a length."""
+        """Blocks that no request needs: unowned, or mapped past a request's length."""
         total = self.cache.stats().total_pages // self.cache.layout.num_tensors
         return max(0, total - self._needed(self.lengths))
 
@@ -165,7 +165,7 @@ class Manager:
             raise self._short([tokens]) from None
 
     def _needed(self, lengths: Sequence[int]) -> int:
-        """Blocks that requests of these lengths need, the common ones counted once."""
+        """Blocks needed for these lengths; common blocks count once."""
         common = 0 if self.common is None else self.common.pages
         own = (self.cache.layout.pages_for(length) - common for length in lengths)
         return common + sum(max(0, pages) for pages in own)
@@ -173,7 +173,7 @@ class Manager:
     # ---- steps ---------------------------------------------------------------------------------
 
     def step(self, seq_lens: Sequence[int]) -> None:
-        """Frees ids whose length is now 0, truncates shorter requests, takes new ids, and maps.
+        """Frees ids whose length is now 0, truncates shortened requests, takes new ids, and maps.
 
         Taking and mapping are all or nothing.
         """
@@ -206,7 +206,7 @@ class Manager:
         self.lengths = lengths
 
     def _truncate(self, index: int, length: int) -> None:
-        """Truncates a request; the common pages stay."""
+        """Truncates a request, but never the common pages."""
         rows = length
         if self.common is not None:
             rows = max(rows, self.common.rows)
@@ -215,21 +215,21 @@ class Manager:
         self.lengths[index] = length
 
     def _give_up_ahead(self) -> None:
-        """Unmaps what requests were given ahead: `free_blocks` counts it as free."""
+        """Unmaps pages mapped ahead of requests: `free_blocks` counts them as free."""
         least = 1 if self.common is None else self.common.rows
         for index, slot in enumerate(self.cache.snapshot()):
             if slot.seq_len >= least and self._taken(index):
                 self.cache.truncate(index, slot.seq_len)
 
     def look_ahead(self) -> None:
-        """Begins to map one more token for all; if memory is short, the next step says so."""
+        """Starts mapping one more token per request; the next step reports a shortage."""
         longest = self.cache.config.max_seq_len
         self.cache.step_async(
             [min(length + 1, longest) if length else 0 for length in self.lengths]
         )
 
     def reclaim(self, keep_next: bool) -> None:
-        """Unmaps idle pages in the background; `keep_next`: all but those of the next slot."""
+        """Unmaps idle pages in the background; `keep_next`: except those of the next slot."""
         keep: list[int] = []
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]
@@ -237,7 +237,7 @@ class Manager:
         self.cache.reclaim_free(keep)
 
     def _taken(self, index: int) -> bool:
-        """Whether a request has the id."""
+        """True if a request has the id."""
         idle = self.common is not None and index in self.common.idle
         return not idle and self.cache.is_taken(index)
 
@@ -279,7 +279,7 @@ class Manager:
     def end(self) -> None:
         """Unmaps everything and gives the memory back; `close_retired` closes the cache.
 
-        An end that failed can be called again.
+        May be called again if it failed.
         """
         if self.cache not in _retired:
             _retired.append(self.cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The interface of torch_memory_saver, with which trainers release idle memory, over `VMemPool`.
+"""The interface of torch_memory_saver, which trainers use to release idle memory, over `VMemPool`.
 
     from pyvmem.compat.torch_memory_saver import torch_memory_saver
     # or, for an unmodified program, before its own ``import torch_memory_saver``:
@@ -11,14 +11,14 @@
     torch_memory_saver.resume("weights")
 
 The names and arguments are those of github.com/fzyzcjy/torch_memory_saver with
-``hook_mode="torch"``. What the original does through a preloaded library, which intercepts every
-CUDA allocation, cannot be done through torch's allocator interface and raises `NotSupported`:
+``hook_mode="torch"``. Features for which the original preloads a library that intercepts every CUDA
+allocation are impossible through torch's allocator interface and raise `NotSupported`:
 ``hook_mode="preload"``, `cuda_graph`, `memory_margin_bytes`, `configure_subprocess`.
 
 Differences:
 
 - `pause` raises `Busy` for a tag whose region is active.
-- Driver errors raise, with all contents where they were or in their backup; none ends the process.
+- Driver errors raise, with all contents in place or in their backup; they never end the process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchMemorySaver:
         self._context: Context | None = None
         self._own: list[Context] = []  # one at most
         self._pools: list[VMemPool] = []  # one at most
-        self._tags: dict[str, set[bool]] = {}  # of each tag, whether its regions had a backup
+        self._tags: dict[str, set[bool]] = {}  # per tag: whether its regions have a backup
         self._active = threading.local()
 
     def configure(self, context: Context) -> None:
@@ -122,7 +122,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Puts what this thread allocates on the device in the block under `tag`, for `pause`.
+        """Inside the block, this thread's allocations on the device get `tag`, for `pause`.
 
         Args:
             tag: several regions may have the same tag.
@@ -147,7 +147,7 @@ class TorchMemorySaver:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """A block inside a region in which torch allocates as usual; that memory is not paused.
+        """A block within a region in which torch allocates as usual; that memory is not paused.
 
         Raises:
             InvalidArgument: no region is active in this thread.
@@ -258,7 +258,8 @@ class TorchMemorySaver:
 
     @memory_margin_bytes.setter
     def memory_margin_bytes(self, value: int) -> None:
-        """Raises NotSupported: a margin for intercepted CUDA calls, of which there are none."""
+        """Raises NotSupported: no CUDA calls are intercepted, so there is nothing to keep a margin
+        for."""
         _refuse(f"memory_margin_bytes={value}")
 
     def cuda_graph(self, *_: Any, **__: Any) -> NoReturn:
@@ -267,9 +268,9 @@ class TorchMemorySaver:
 
 
 def _name(tag: str, backup: bool) -> str:
-    """The pool's tag: regions of one tag with and without a backup are paused differently.
+    """The pool's tag for a region: those with and without a backup are paused differently.
 
-    Both have an ending, so that no tag of the caller's is another's name.
+    Both get a suffix, so that they cannot collide with a caller's tag.
     """
     return f"{tag}+backup" if backup else f"{tag}+zeros"
 

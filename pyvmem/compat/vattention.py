@@ -11,13 +11,13 @@ one page in every tensor.
 
 Deliberate differences:
 
-- Physical memory is referred to by opaque, checked handles. A freed id's pages are really unmapped,
-  after its GPU work, and zeroed before the next request sees them.
+- Physical memory is referred to by opaque, checked handles. A freed id's pages are unmapped after
+  its GPU work, and zeroed before another request gets them.
 - Driver errors raise; none ends the process. A step that fails for lack of memory (`OutOfKVBlocks`,
   also a RuntimeError as in the artifact) has mapped nothing.
-- `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that are enough, or
-  else the one with the most.
-- `step_async` waits for what runs in the background before it changes anything, and reclaims idle
+- `alloc_new_batch_idx` is best fit: the free id with the fewest mapped pages that suffice, else the
+  id with the most.
+- `step_async` waits for background work before it changes anything, and reclaims idle
   pages in the background when less than a tenth of the memory is free.
 - `cleanup` frees the memory at once, and the addresses when no tensor over them is alive.
 - Pages may have any size that the back end supports, and the `max_context_length` rows of a request
@@ -221,7 +221,7 @@ def free_batch_idx(reqId: int) -> None:  # the artifact's name
 
 
 def num_free_kvblocks() -> int:
-    """KV blocks that no request's length needs, mapped or not."""
+    """KV blocks that no request needs for its length, mapped or not."""
     with _lock:
         return _the().free_blocks()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The calls that may take long: prefixes, forks, swapping.
+"""A queue for slow calls (mapping prefixes, forks, swapping), run in a thread.
 
 Calls run one at a time, in the order in which they were submitted. Each returns a
 `concurrent.futures.Future`, which a thread can wait for (``result()``), and so can an event loop
@@ -32,19 +32,19 @@ class CallFuture(Future[_T]):
 
     @property
     def given_up(self) -> bool:
-        """As `cancelled`, without the lock, which an exception from a signal handler could leave
-        held: then the call could never end."""
+        """Like `cancelled`, but takes no lock: an exception from a signal handler could leave it
+        held, and the call would never end."""
         return self._state.startswith("CANCELLED")
 
 
 @dataclass(eq=False)
 class _Queued:
-    """A call, its future, and what it works on."""
+    """A queued call, its future and the object it works on."""
 
     call: Callable[[], Any]
     future: CallFuture[Any]
     key: object
-    over: bool = False  # its callbacks may still be under way
+    over: bool = False  # its callbacks may still be running
 
     def make(self) -> None:
         if not self.future.set_running_or_notify_cancel():
@@ -55,18 +55,18 @@ class _Queued:
         except BaseException as error:
             self.over = True
             self.future.set_exception(error)
-            del self  # else the traceback and the future would keep each other alive
+            del self  # break the reference cycle of traceback and future
         else:
             self.future.set_result(result)
 
 
 class Pending:
-    """A queued call, as what it works on knows it.
+    """The handle that a request keeps of a queued call on it.
 
-    It keeps no future alive: the queue does, until the call is made.
+    Holds the future weakly: the queue keeps it alive until the call has run.
 
     Attributes:
-        made: the call has been made.
+        made: the call has run.
     """
 
     __slots__ = ("_future", "made")
@@ -77,7 +77,7 @@ class Pending:
 
     @property
     def over(self) -> bool:
-        """Whether the call was made, or will not be."""
+        """True if the call has run or was cancelled."""
         if self.made:
             return True
         future = self._future()
@@ -85,11 +85,11 @@ class Pending:
 
 
 class Background:
-    """The queued calls, and the one being made.
+    """The queue of calls and the thread that runs them.
 
-    Each queued call starts a thread, which makes calls until none is queued; so no thread has to be
-    kept. An interruption of the caller can break nothing: a call is queued by one operation of the
-    queue, and a thread started by one of the interpreter.
+    Each queued call starts a thread, which runs calls until the queue is empty, so no thread is
+    kept idle. An exception in the caller cannot corrupt the queue: enqueueing and starting the
+    thread are one atomic operation each.
     """
 
     def __init__(self) -> None:
@@ -107,12 +107,12 @@ class Background:
         """Queues `call`; the future gets its result or exception.
 
         Args:
-            call: whose result it is.
-            key: what it works on.
-            future: new; None: one is made.
+            call: its result becomes the future's.
+            key: the object it works on.
+            future: a fresh future; None: create one.
 
         Raises:
-            RuntimeError: the system has no thread left; the call is not made.
+            RuntimeError: no thread could be started; the call is dropped.
         """
         if future is None:
             future = CallFuture()
@@ -125,7 +125,7 @@ class Background:
         return future
 
     def works_on(self, key: object) -> bool:
-        """Whether a call that works on it is queued or being made."""
+        """True if a call on `key` is queued or running."""
         if self._queue and not self._turn.locked():  # `begin` was interrupted in between
             with suppress(RuntimeError):  # the next call's does
                 start_new_thread(self._work, ())
@@ -136,7 +136,7 @@ class Background:
         return now is not None and now.key is key
 
     def close(self) -> None:
-        """Waits for the queued calls; a future's callback, which they wait for, makes them.
+        """Waits for the queued calls; called from a future's callback, runs them itself.
 
         Raises:
             Reentered: by a finalizer in the midst of a call, or by the call itself.
@@ -159,9 +159,10 @@ class Background:
                 pass
 
     def _work(self, done: threading.Lock | None = None) -> None:
-        """Makes what is queued, then releases `done`.
+        """Runs queued calls, then releases `done`.
 
-        A callback of a future may end this thread (`SystemExit`); calls after it have their own.
+        A future's callback may end this thread (`SystemExit`); later calls start threads of their
+        own.
         """
         try:
             while True:
@@ -187,7 +188,7 @@ class Background:
 
 
 def work_until_now(stream: Any, device: int | None) -> Any:
-    """Resolves a stream for use in another thread, and later.
+    """Captures a stream's work so that another thread can use it later.
 
     torch's current stream is per thread, and the caller may close a descriptor when its call
     returns.

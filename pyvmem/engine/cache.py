@@ -53,7 +53,7 @@ class RequestCache(Closable):
             it after this object. (`open` makes a cache that is closed with it.)
 
     Attributes:
-        cache: the same, for its tensors, statistics and layout.
+        cache: the cache, for its tensors, statistics and layout.
     """
 
     def __init__(self, cache: KVCache | ParallelKVCache) -> None:
@@ -82,7 +82,7 @@ class RequestCache(Closable):
     def open(
         cls, model: Model, policy: Policy | None = None, backend: str = "auto", device: Any = 0
     ) -> Self:
-        """A cache made for a model, which `close` closes.
+        """Makes a cache for a model; `close` closes it too.
 
         Args:
             model: its shape: ``Model.of(model.config)``.
@@ -101,7 +101,7 @@ class RequestCache(Closable):
     # ---- admission -------------------------------------------------------------------------------
 
     def namespace(self, name: Hashable) -> Namespace:
-        """The namespace of a name: the one that is open, or a new one.
+        """Returns the open namespace with this name, or creates it.
 
         Raises:
             InvalidArgument: the name cannot be hashed.
@@ -120,7 +120,7 @@ class RequestCache(Closable):
             return found
 
     def match(self, prompt: Any, namespace: Namespace | None = None) -> Prefix:
-        """Leases what is recorded of a prompt, except its last token, which must be computed.
+        """Leases a prompt's recorded prefix, without its last token, which must be computed.
 
         Args:
             prompt: token ids, in a form that `pyvmem.kvcache.TokenIds` takes.
@@ -141,7 +141,7 @@ class RequestCache(Closable):
         *,
         reserve: bool = True,
     ) -> Request | Shortage:
-        """Takes a slot and memory for a prompt; its recorded prefix is mapped, read-only.
+        """Takes a slot and memory for a prompt and maps its recorded prefix read-only.
 
         The request holds the prefix's rows, `Request.length`; the engine computes those after it.
         Pages for the rest and for `room` more tokens are mapped in the background. If an `extend`
@@ -154,17 +154,16 @@ class RequestCache(Closable):
             namespace: as in `match`; not used with a `Prefix`.
             room: tokens beyond the prompt, up to the end of a slot.
             stream: that will read the prefix; it waits for the work that wrote it.
-            reserve: False: all of that must fit now, but only the slot and the prefix are taken,
-                and each `extend` maps what it needs and may be short. For prompts that are computed
-                in chunks beside requests that end meanwhile.
+            reserve: False: the call still checks that everything fits now, but takes only the slot
+                and the prefix; each `extend` then maps what it needs and may be short. For prompts
+                that are computed in chunks beside requests that end meanwhile.
 
         Returns:
             The request, or what is short: then nothing is taken, and a `Prefix` keeps its lease.
 
         Raises:
-            InvalidArgument: bad tokens, more than a slot holds, a negative `room`, or a stream that
-                is none (`NotGpuWork`).
-            VMemError: the driver failed; nothing is taken.
+            InvalidArgument: bad tokens, more than a slot holds, a negative `room`, or an object
+                that is no stream (`NotGpuWork`). VMemError: the driver failed; nothing is taken.
         """
         check(stream)
         room = operator.index(room)
@@ -186,7 +185,8 @@ class RequestCache(Closable):
     ) -> Future[Request | Shortage]:
         """`admit` in the background: mapping a long prefix takes the driver milliseconds.
 
-        Raises what `admit` raises for a bad prompt, namespace or stream; the rest is the future's.
+        Raises what `admit` raises for a bad prompt, namespace or stream; other errors are set on
+        the future.
         """
         self._alone("admit_async")
         check(stream)
@@ -244,10 +244,9 @@ class RequestCache(Closable):
     def begin(
         self, prompt: Prefix | int, namespace: Namespace | None = None, stream: Any = None
     ) -> Request | Shortage:
-        """Takes a slot and nothing else: for a scheduler that decides by itself what fits.
+        """Takes only a slot: for a scheduler that decides by itself what fits.
 
-        Nothing is mapped but a recorded prefix, and nothing is promised: each `extend` may be
-        short.
+        Maps only a recorded prefix and reserves no memory: each `extend` may be short.
 
         Args:
             prompt: a `Prefix`, as `admit` takes it; or a number of tokens, for a prompt that is not
@@ -280,7 +279,7 @@ class RequestCache(Closable):
             return self._shortage({}) if slot is None else self._begun(slot, 0, namespace)
 
     def _take_slot(self, prefix: Prefix, stream: Any) -> tuple[int, int] | None:
-        """Takes a slot with what is recorded of a prompt: slot and rows; None: there is none."""
+        """Takes a slot with a prompt's recorded prefix: slot and rows; None renews the lease."""
         begun = self.cache.alloc_prefix(prefix.match, stream=stream)
         if begun is None:
             prefix.renew()
@@ -289,9 +288,9 @@ class RequestCache(Closable):
     # ---- rows and pages --------------------------------------------------------------------------
 
     def extend(self, lengths: Mapping[Request, int], stream: Any = None) -> Shortage | None:
-        """Grows requests to so many tokens each, for the work that is launched next.
+        """Grows requests to these lengths, for the work that is launched next.
 
-        Requests that are not named keep what they have. Cheap where nothing has to be mapped.
+        Requests not in `lengths` keep what they have. Cheap if nothing has to be mapped.
 
         Args:
             lengths: the tokens that each request is to hold in all, at least what it holds now.
@@ -317,8 +316,8 @@ class RequestCache(Closable):
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
         """Begins to map, in the background, what a later `extend` to these lengths needs.
 
-        Requests get pages, not rows. For the next iteration's tokens while the model computes this
-        one's. Arguments, result and errors as `extend`; a failure of the driver
+        Requests get pages, not rows. Call it for the next iteration's tokens while the model
+        computes this iteration's. Arguments, result and errors as `extend`; a failure of the driver
         in the background is raised by the next `extend`.
         """
         self._refuse_busy(*lengths)
@@ -329,7 +328,8 @@ class RequestCache(Closable):
             return None
 
     def capacity(self, request: Request) -> int:
-        """Tokens that fit in the request's pages; an `extend` up to there maps nothing.
+        """The number of tokens that fit in the request's pages; an `extend` up to there maps
+        nothing.
 
         Pages that `prepare` and `admit` asked for count once they are mapped. Raises as
         `Request.slot`.
@@ -368,9 +368,9 @@ class RequestCache(Closable):
         read-only. They are of the same namespace.
 
         Args:
-            request: it goes on as before.
+            request: the parent, which continues unchanged.
             count: how many.
-            length: tokens that they begin with; None: all.
+            length: tokens the children begin with; None: all.
             stream: of the request's last work.
         """
         self._refuse_busy(request)
@@ -406,8 +406,8 @@ class RequestCache(Closable):
     def record(self, request: Request, tokens: Any, stream: Any = None) -> int:
         """Records a running request's rows under their tokens, in its namespace.
 
-        As `KVCache.record`: returns the tokens that are recorded now, and raises its errors; also
-        BadHandle where the namespace is closed.
+        Returns the tokens now recorded and raises as `KVCache.record` does; also BadHandle if the
+        namespace is closed.
         """
         self._refuse_busy(request)
         work = self._work(stream)
@@ -422,7 +422,7 @@ class RequestCache(Closable):
     # ---- the end of a request, and preemption ----------------------------------------------------
 
     def release(self, request: Request, tokens: Any = None, stream: Any = None) -> None:
-        """Ends a request; others can have its memory once its GPU work is done. Does not wait.
+        """Ends a request without waiting; its memory becomes available once its GPU work is done.
 
         Args:
             request: running or swapped out.
@@ -433,7 +433,7 @@ class RequestCache(Closable):
 
         Raises:
             InvalidArgument: another cache's request, or bad tokens. BadHandle: it has ended. Busy:
-                a background call works on it. VMemError: it could not be recorded; it goes on.
+                a background call works on it. VMemError: recording failed; the request continues.
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
@@ -448,7 +448,7 @@ class RequestCache(Closable):
             self._end(request)
 
     def swap_out(self, request: Request, stream: Any = None) -> None:
-        """Moves a request's rows to host memory and gives its slot and pages to others.
+        """Moves a request's rows to host memory and frees its slot and pages.
 
         Waits for the work on `stream`, then for the copy. It keeps its length. (To preempt by
         computing again, `release` it with its tokens and `admit` them later.)
@@ -483,11 +483,11 @@ class RequestCache(Closable):
         """Brings a swapped request back, into any slot.
 
         Args:
-            request: it runs on afterwards, with the rows that it had.
+            request: runs again afterwards, with the rows it had.
             stream: that will use the rows. Waits for it, and for the copy.
 
         Returns:
-            None; or what is short: it stays swapped out.
+            None, or a `Shortage`: the request stays swapped out.
 
         Raises:
             InvalidArgument: another cache's, or not swapped out. VMemError: the driver failed; it
@@ -523,7 +523,7 @@ class RequestCache(Closable):
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have not ended, in the order in which they were admitted."""
+        """The requests that have not ended, in order of admission."""
         with self._turns, self._journal:
             for request in list(self._requests):
                 self._look(request)
@@ -557,15 +557,15 @@ class RequestCache(Closable):
     # All but `_own`, `_require` and `_refuse_busy` are called in a section of the cache's journal.
 
     def _has(self, request: Request) -> bool:
-        """Whether a slot is still the request's, neither free nor another's."""
+        """True if the request still owns its slot."""
         slot = request._slot
         return slot is not None and self.cache.owner(slot) == request.owner
 
     def _look(self, request: Request) -> None:
-        """Brings a request's state up to date.
+        """Updates a request's state from the cache.
 
-        It has ended where the cache has taken its slot back, as `ParallelKVCache.recover` does, and
-        is busy no more where its call was never queued.
+        It has ended if the cache took its slot back, as `ParallelKVCache.recover` does, and is no
+        longer busy if its call was never queued.
         """
         if request.calls and not (request.pending and self._background.works_on(request)):
             request.calls = ()
@@ -573,9 +573,9 @@ class RequestCache(Closable):
             self._end(request)
 
     def _settle(self, *requests: Request) -> None:
-        """Brings requests in line with the cache, after a call on them was interrupted.
+        """Reconciles requests with the cache after a call on them was interrupted.
 
-        Run before any other call can take their slots: those are their own, or free.
+        Runs before another call can reuse their slots: each is still its request's, or free.
         """
         for request in requests:
             rows, slot = request.rows, request._slot
@@ -588,7 +588,7 @@ class RequestCache(Closable):
                 self._end(request)
 
     def _own(self, request: Request) -> None:
-        """Raises unless it is a request of this cache that has not ended."""
+        """Raises unless `request` belongs to this cache and has not ended."""
         if not isinstance(request, Request):
             raise _no_request(request)
         if request not in self._requests:
@@ -597,7 +597,7 @@ class RequestCache(Closable):
             raise invalid(f"{request!r} is another cache's", op="RequestCache")
 
     def _require(self, request: Request, state: State) -> None:
-        """Raises unless it is a request of this cache in this state."""
+        """Raises unless `request` belongs to this cache and is in `state`."""
         self._own(request)
         request.require(state)
 
@@ -620,7 +620,7 @@ class RequestCache(Closable):
         return request.slot
 
     def _slots(self, requests: Collection[Request]) -> list[int]:
-        """`_slot` of each. All at once where all run, as in every step; else one by one."""
+        """The slots of requests; if all run, as in every step, they are checked at once."""
         if self._requests.keys() >= set(requests):
             running = State.RUNNING
             slots = [
@@ -634,7 +634,7 @@ class RequestCache(Closable):
         return list(map(self._slot, requests))
 
     def _keep(self, request: Request) -> None:
-        """Journals a request's fields, before they change."""
+        """Journals a request's fields before they change."""
         self._journal.keep(request, "held", "_slot", "owner", "rows", "length")
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
@@ -656,7 +656,7 @@ class RequestCache(Closable):
     # ---- numbers ---------------------------------------------------------------------------------
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
-        """Slots and tokens, checked."""
+        """Checks `lengths`; returns the tokens per slot."""
         if not hasattr(lengths, "values"):
             raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
@@ -674,7 +674,7 @@ class RequestCache(Closable):
         return dict(zip(slots, numbers, strict=True))
 
     def _lengths(self, wanted: Mapping[int, int]) -> list[int]:
-        """A number for every slot; 0 asks for nothing and takes nothing."""
+        """A length for every slot, as `KVCache.step` takes them; 0 leaves a slot as it is."""
         lengths = [0] * self.max_batch
         for slot, length in wanted.items():
             lengths[slot] = length
@@ -689,7 +689,7 @@ class RequestCache(Closable):
         match: PrefixMatch | None = None,
         needed: int | None = None,
     ) -> Shortage:
-        """The shortage of slots that are to hold so many tokens.
+        """Describes what is short for slots that are to hold these tokens.
 
         Or `count` new requests of `new` tokens, which begin with a match. `needed`: bytes, None
         where the tokens say it.
@@ -706,7 +706,7 @@ class RequestCache(Closable):
     # ---- the background --------------------------------------------------------------------------
 
     def _alone(self, what: str) -> None:
-        """Refuses calls whose result depends on timing where ranks must agree."""
+        """Refuses a call whose result depends on timing if ranks must agree."""
         if self.cache.lockstep:
             raise NotSupported(
                 f"{what}: the cache's answers must be those of other ranks",
@@ -715,16 +715,16 @@ class RequestCache(Closable):
             )
 
     def _work(self, stream: Any) -> PriorWork:
-        """The work on a stream so far."""
+        """Captures the work submitted to a stream so far."""
         return PriorWork(stream, self._device)
 
     def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
-        """Waits, without the lock, for what a call on a request's slot would wait for."""
+        """Does, without the lock, the waits that a call on a request's slot would do."""
         if request._slot is not None:
             self.cache.wait_before(partial(look, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
-        """Waits, without the lock, for what a request that begins with a prefix would wait for."""
+        """Does, without the lock, the waits of admitting a request with this prefix."""
         look = partial(
             waits.before_prefix,
             tokens=prefix.match,
@@ -742,7 +742,7 @@ class RequestCache(Closable):
         call: Callable[[int], _T],
         look: waits.Look,
     ) -> Future[_T]:
-        """Queues a call that works on a request, which is busy until the call is over.
+        """Queues a call on a request, which is busy until the call is over.
 
         Args:
             what: its name.
@@ -770,7 +770,7 @@ class RequestCache(Closable):
 
         request.calls = (*(one for one in request.calls if not one.over), pending)
         self._background.begin(finish, request, future)
-        if pending not in request.calls:  # another thread looked before the call was queued
+        if pending not in request.calls:  # another thread checked before the call was queued
             request.calls = (*request.calls, pending)
         return future
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a cache is made from, in two parts: the model's shape, and the policy.
+"""The configuration of a cache, in two parts: the model's shape and the policy.
 
     cache = RequestCache.open(Model.of(model.config), Policy(max_batch=64))
 
@@ -49,12 +49,12 @@ _MIN_LARGE = 4  # with fewer large pages in a full slot's tensor, promotion is n
 
 @dataclass(frozen=True)
 class Model:
-    """What determines the size of a model's keys and values, on one device.
+    """The shape of a model's keys and values on one device.
 
     Attributes:
         layers: what each layer keeps, in the model's order; at least one has keys and values.
         dtype: of its elements, as in `KVCacheConfig`.
-        max_seq_len: the longest sequence that it was made for.
+        max_seq_len: the longest sequence the model supports.
     """
 
     layers: tuple[Shape, ...]
@@ -104,7 +104,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Policy:
-    """What an operator decides. 0 always means: chosen from the model and the machine.
+    """The operator's settings. 0 always means: chosen from the model and the machine.
 
     Attributes:
         max_batch: requests at a time; slots cost addresses, not memory.
@@ -146,12 +146,12 @@ class Policy:
         expect("options", self.options, Mapping)
         share = real("memory_share", self.memory_share, 1, positive=True, op="Policy")
         object.__setattr__(self, "memory_share", share)
-        # Of them `promote` gives large pages.
+        # Layers that `promote` gives large pages.
         policy_of({"large_page_size": _LARGE, **self.options})
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
-    """The cheapest layout for a model, of those that policy and back end allow.
+    """The cheapest layout for a model that policy and back end allow.
 
     For requests of a usual mix of lengths (`pyvmem.layouts.generate`), as far as they fit a slot.
 
@@ -206,7 +206,7 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
     Raises:
         InvalidArgument: a value that model or back end cannot serve. VMemError: as `KVCache`.
     """
-    with Context(backend, device=device) as context:  # to learn what the machine has
+    with Context(backend, device=device) as context:  # probe for page sizes and memory
         info, free = context.info, free_bytes(context)
     memory = policy.memory or int(free * policy.memory_share)
     values: dict[str, Any] = {
@@ -224,7 +224,8 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
 
 
 def _promotion(model: Model, values: Mapping[str, Any], info: ContextInfo) -> dict[str, int]:
-    """Large pages, where the back end has them and a full slot has some; else nothing.
+    """Options that enable large pages, if the back end has them and a full slot fills some; else
+    none.
 
     Sparse slots are left as they are, and so are layers with a window, which would give their rows
     back in such pieces.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Recorded prefixes as an engine sees them: namespaces and leases."""
+"""Namespaces and leases: the engine's view of recorded prefixes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Generation(NamedTuple):
 
 @dataclass(eq=False)
 class Namespace:
-    """What rows depend on besides their tokens: an adapter, an image or a tenant.
+    """Identifies what rows depend on besides their tokens: an adapter, an image or a tenant.
 
     Made by `RequestCache.namespace`. Requests of one never begin with rows of another. Once it is
     closed its rows are not found again: a later namespace of the same name is a new one, so that a
@@ -49,7 +49,7 @@ class Namespace:
 
     @property
     def key(self) -> Hashable:
-        """What the cache files its prefixes under.
+        """The cache's key for the prefixes of this namespace.
 
         Raises BadHandle where it is closed.
         """
@@ -58,7 +58,8 @@ class Namespace:
         return Generation(self.name, self.generation)
 
     def close(self) -> None:
-        """Ends it: what it recorded is not found again, and is evicted when memory is short.
+        """Closes the namespace: its prefixes are not found again and are evicted when memory is
+        short.
 
         Its requests go on, and record nothing more. Idempotent.
         """
@@ -66,7 +67,7 @@ class Namespace:
 
 
 def key_of(namespace: Namespace | None) -> Hashable:
-    """The cache's key for a namespace; None is a namespace, too."""
+    """The cache's key for a namespace; None is the default namespace."""
     if namespace is None:
         return None
     if not isinstance(namespace, Namespace):
@@ -75,7 +76,7 @@ def key_of(namespace: Namespace | None) -> Hashable:
 
 
 class Matcher(Protocol):
-    """The part of a cache that finds prefixes."""
+    """The prefix lookup of a cache."""
 
     def match(self, tokens: TokenIds, leave: int = 1) -> PrefixMatch:
         """See `KVCache.match`."""
@@ -110,12 +111,13 @@ class Prefix(Scoped):
         return self._match
 
     def renew(self) -> None:
-        """Looks the prompt up again: more may be recorded by now, or, after `release`, less."""
+        """Looks the prompt up again: the recorded prefix may be longer by now, or after `release`
+        shorter."""
         before, self._match = self._match, self._cache.match(self.tokens)
         before.release()
 
     def release(self) -> None:
-        """Ends the lease; `admit` then looks the prompt up anew. Idempotent."""
+        """Ends the lease; a later `admit` looks the prompt up again. Idempotent."""
         self._match.release()
 
     _leave = release

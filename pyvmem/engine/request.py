@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A request: what an engine holds instead of a slot number, which is reused."""
+"""Request objects, which engines hold instead of slot numbers: slot numbers are reused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Request", "State"]
 
 
 class State(enum.Enum):
-    """What may be done with a request."""
+    """The state of a request, which determines the calls it accepts."""
 
     RUNNING = "running"  # it has a slot
     SWAPPED = "swapped"  # its rows are in host memory; `RequestCache.swap_in`
@@ -30,7 +30,7 @@ class State(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request of a `RequestCache`, which makes it and alone changes it.
+    """A request of a `RequestCache`, created and changed only by it.
 
     Equal to itself alone, so it can be a key. It outlives its slot: swapped out and in, it is the
     same request in another slot; released, it never comes back.
@@ -40,10 +40,11 @@ class Request:
         namespace: whose prefixes it begins with and records; None: the common one.
         length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
-        owner: which of the slot's owners it is (`KVCache.owner`): with another, it is not its own.
-        rows: what it left in host memory, while it is swapped.
-        held: where its rows are: `state` but for background calls.
-        calls: in the background; some may be over.
+        owner: the slot's owner number (`KVCache.owner`) at admission; if it differs now, the slot
+        is another request's.
+        rows: its rows in host memory while it is swapped out.
+        held: `state`, ignoring background calls.
+        calls: its background calls; some may be over.
     """
 
     number: int
@@ -58,7 +59,7 @@ class Request:
     @property
     def state(self) -> State:
         """See `State`."""
-        busy = self.calls and self.pending  # first: a call that is over has set what follows
+        busy = self.calls and self.pending  # read first: a finished call has set the state below
         held = self.held
         return State.BUSY if busy and held is not State.ENDED else held
 
@@ -78,18 +79,18 @@ class Request:
         return slot
 
     def require(self, state: State) -> None:
-        """Raises what `slot` raises where the request is in another state."""
+        """Raises what `slot` raises if the request is in another state."""
         now = self.state  # read once: a background call may change it meanwhile
         if now is not state:
             raise self.refusal(now, state)
 
     @property
     def pending(self) -> bool:
-        """Whether a background call on it is not over."""
+        """True while a background call on it is unfinished."""
         return not all(one.over for one in self.calls)
 
     def refusal(self, now: State, state: State) -> VMemError:
-        """What `require` raises in the state `now`."""
+        """The exception for a request in state `now` where `state` is required."""
         text = f"request {self.number} of {self.length} tokens is {now.value}, not {state.value}"
         if now is State.ENDED:
             return BadHandle(text, errno=errno.EBADF, op="Request")

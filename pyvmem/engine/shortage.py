@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What every call returns that does not find the memory, slots or mappings it needs."""
+"""The result of a call that lacks memory, slots or mappings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["Shortage"]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Something is short; nothing changed, but idle memory may have been reclaimed.
+    """Memory, slots or mappings are short; nothing changed, but idle memory may have been
+    reclaimed.
 
     Every call of `RequestCache` that can be short returns one of these, and raises nothing:
     ``isinstance(result, Shortage)`` is the same test for all. It is true, so
@@ -18,7 +19,7 @@ class Shortage:
 
     Attributes:
         needed: bytes that the call needs beyond what the requests it names have.
-        available: bytes that it could have had, reclaimable memory included.
+        available: bytes that were available to it, reclaimable memory included.
         limit: bytes that the cache may have in all.
         largest: bytes that the largest request of the call needs in all, were it alone.
         slots: slots that were missing.
@@ -32,17 +33,17 @@ class Shortage:
 
     @property
     def missing(self) -> int:
-        """Bytes that other requests would have to give up; 0: memory is not what is short."""
+        """Bytes that other requests would have to free; 0 if memory is not short."""
         return max(0, self.needed - self.available)
 
     @property
     def never(self) -> bool:
-        """Whether a request needs more than the whole cache: preempting others does not help."""
+        """True if a request needs more than the whole cache, so preempting others cannot help."""
         return self.largest > self.limit
 
     @property
     def what(self) -> str:
-        """What is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
+        """The resource that is short: ``"slots"``, ``"memory"`` or ``"mappings"``.
 
         Mappings: by the cache's count memory is not short. The driver has no room for more of them;
         or others have taken the device's memory; or an earlier `admit` or `prepare` was promised
@@ -53,7 +54,7 @@ class Shortage:
         return "memory" if self.missing else "mappings"
 
     def __str__(self) -> str:
-        """Names what lacks."""
+        """Describes the shortage."""
         if self.slots:
             return f"short of slots: {self.slots} missing; max_batch or other requests limit them"
         if self.missing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The cache's features and what each needs of a back end: the table by which calls are refused."""
+"""The cache's features and what they require of a back end; calls are checked against these."""
 
 from pyvmem.features.feature import BackEnd, Feature, require_page_size
 from pyvmem.features.record import Probed, about

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem features``: what works on this machine's back ends, and what the others lack."""
+"""``vmem features``: the features this machine's back ends support, and what is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _ordinals(text: str) -> tuple[int, ...]:
 
 
 def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
-    """Opens every back end, which proves it; a record for each.
+    """Opens every back end to prove that it works; returns a record for each.
 
     Args:
         devices: CUDA ordinals, the first one holds the pages.
@@ -63,7 +63,7 @@ def survey(devices: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
 
 
 def _rows(backends: list[Probed]) -> list[dict[str, Any]]:
-    """The table: for each feature, by back end, what is missing."""
+    """The table of what each feature lacks on each back end."""
     return [
         {
             "key": one.key,
@@ -88,7 +88,7 @@ def _text(rows: list[dict[str, Any]], backends: list[Probed]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if any back end is usable."""
+    """Prints the table; returns 0 if any back end is usable."""
     records = survey(args.devices)
     backends = [Probed.of(record) for record in records if record["usable"]]
     rows = _rows(backends)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One feature: where it comes from, how it is called, what a back end must have for it."""
+"""A feature: its origin, its calls, and its requirements on a back end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MEANING = {
 
 
 class BackEnd(Protocol):
-    """What is known of an opened back end: a `pyvmem.ContextInfo`, or a kept record of one."""
+    """The properties of an opened back end: a `pyvmem.ContextInfo`, or a saved record."""
 
     @property
     def backend(self) -> str:
@@ -34,11 +34,11 @@ class BackEnd(Protocol):
 
     @property
     def caps(self) -> Caps:
-        """What it can do."""
+        """Its capabilities."""
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """Bytes that a page can have."""
+        """The page sizes in bytes."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -50,14 +50,14 @@ class Feature:
     """A row of the table.
 
     Attributes:
-        key: what it is called in files; unique.
-        name: in the terms of the field.
-        source: the system that it is known from; "vmem": none of them has it.
-        calls: what to call or to set.
-        caps: what the back end must be able to do.
-        page_sizes: bytes; pages of each of these sizes must be there.
-        devices: how many the context must be opened on, where it matters.
-        packages: Python packages that it needs besides this one.
+        key: its unique name in files.
+        name: the field's term for it.
+        source: the system that introduced it; "vmem": this project.
+        calls: the calls or options that use it.
+        caps: the capabilities it requires.
+        page_sizes: page sizes it requires, in bytes.
+        devices: the minimum number of devices of the context.
+        packages: additional Python packages it needs.
     """
 
     key: str
@@ -70,7 +70,7 @@ class Feature:
     packages: tuple[str, ...] = ()
 
     def lacks(self, info: BackEnd) -> list[str]:
-        """What the feature needs and the back end lacks; empty: it works there."""
+        """Requirements that the back end does not meet; empty if the feature works there."""
         caps = (cap for cap in Caps if cap in self.caps and cap not in info.caps)
         sizes = (size for size in self.page_sizes if size not in info.page_sizes)
         few = len(info.devices) < self.devices
@@ -81,20 +81,20 @@ class Feature:
         ]
 
     def lacks_packages(self) -> list[str]:
-        """The packages that it needs and that are not installed here."""
+        """Required packages that are not installed here."""
         return [f"package {name}" for name in self.packages if find_spec(name) is None]
 
     def needs(self) -> list[str]:
-        """All that `lacks` and `lacks_packages` look for."""
+        """All requirements that `lacks` and `lacks_packages` check."""
         nothing = Probed("", _NONE, (), ())
         return self.lacks(nothing) + [f"package {name}" for name in self.packages]
 
     def require(self, info: BackEnd, what: str) -> None:
-        """Refuses a call that the back end cannot serve.
+        """Raises if the back end does not support the feature.
 
         Args:
             info: of the context.
-            what: the call or option, as the caller knows it.
+            what: the call or option, as the user wrote it.
 
         Raises:
             NotSupported: the text names the back end and what it lacks.
@@ -111,7 +111,7 @@ class Feature:
 def require_page_size(
     info: BackEnd, size: int, name: str = "page_size", *, op: str = "KVCache"
 ) -> None:
-    """Raises InvalidArgument, which names the sizes, where no page can have `size` bytes."""
+    """Raises InvalidArgument, naming the sizes, if the back end has no pages of `size` bytes."""
     if size not in info.page_sizes:
         sizes = ", ".join(str(one) for one in info.page_sizes)
         raise InvalidArgument(

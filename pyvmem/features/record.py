@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""An opened back end as kept in a file: `vmem features` and `vmem selftest` write this."""
+"""Records of opened back ends, as `vmem features` and `vmem selftest` save them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Probed", "about"]
 
 
 def about(info: ContextInfo) -> dict[str, Any]:
-    """What is kept of a context, for JSON."""
+    """The properties of a context to save, as JSON data."""
     return {
         "backend": info.backend,
         "driver": info.driver,
@@ -31,7 +31,7 @@ _RENAMED = {"CONSOLIDATE": "JOIN"}
 
 @dataclass(frozen=True)
 class Probed:
-    """What `about` kept, read back: a `pyvmem.features.BackEnd`."""
+    """A saved `about` record, as a `pyvmem.features.BackEnd`."""
 
     backend: str
     caps: Caps
@@ -40,7 +40,7 @@ class Probed:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Probed:
-        """From the record. Those of version 0.1.0 without `devices` were made on one."""
+        """Loads a record. Early records without `devices` come from a single device."""
         caps = Caps(0)
         for name in record["caps"]:
             caps |= Caps[_RENAMED.get(name, name)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The features, each with what it needs of a back end.
+"""The features, with the requirements by which the cache refuses calls.
 
-The cache refuses by these rows. Rows whose calls are a context's (create, map, retain) are refused
-by libvmem itself, which goes by the same capabilities; a test holds every row against what happens.
+The cache refuses by these rows. Calls of a context (create, map, retain) are refused by libvmem
+itself, by the same capabilities; a test compares every row with actual behaviour.
 """
 
 from __future__ import annotations

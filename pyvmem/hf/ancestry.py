@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common prefixes of a batch's rows, so that a reorder copies no more than necessary.
+"""Tracks common prefixes of a batch's rows, so that a reorder copies only what differs.
 
 Beams descend from each other: when row 2 continues from row 0, both share the tokens up to their
 common ancestor, and only what follows must be copied. For Llama-3-8B in 16 bits a token takes 128
@@ -20,10 +20,10 @@ __all__ = ["Ancestry"]
 
 
 class Ancestry:
-    """For any two rows of a layer, how many of their first tokens are known to be equal.
+    """For any two rows of a layer, the number of leading tokens known to be equal.
 
     Args:
-        count: rows that have nothing in common yet.
+        count: number of rows, which share nothing yet.
     """
 
     def __init__(self, count: int) -> None:
@@ -31,7 +31,7 @@ class Ancestry:
         self._common = [[0] * count for _ in range(count)]
 
     def take(self, source: Sequence[int], length: int) -> int:
-        """Row i becomes what row ``source[i]`` was, of `length` tokens.
+        """Row i takes over row ``source[i]``, of `length` tokens.
 
         Returns:
             The first token that must be copied in any row; `length` if there is none.
@@ -45,5 +45,5 @@ class Ancestry:
         return first
 
     def crop(self, length: int) -> None:
-        """Every row has only its first `length` tokens now."""
+        """Truncates every row to `length` tokens."""
         self._common = [[min(common, length) for common in row] for row in self._common]

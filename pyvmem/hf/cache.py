@@ -68,17 +68,17 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
         contiguous: models get copies of the past, which cost what `DynamicCache` costs, for code
             that calls `view` on it: heads of one token lie side by side here, so no view joins
             batch and heads. None: for types of transformers that do so, and for a configuration
-            whose code is from the Hub (``trust_remote_code``), where nobody knows; such code that
-            needs no copies may be given False, and code of your own that needs them True.
+            whose code is from the Hub (``trust_remote_code``), which cannot be checked. Pass False
+            for such code that needs no copies, and True for code of your own that needs them.
         **options: other fields of `pyvmem.KVCacheConfig`, such as ``page_size`` and
             ``memory_limit``.
 
     Raises:
         InvalidArgument: an unknown option or back end, a value out of range, a ``group_size`` that
             does not divide the layers of each kind, or a layer whose state the configuration does
-            not describe. TypeError: a context or budget that is none. NotSupported: a model with
-            an encoder, with layers that have a state beside keys and values, or without a layer
-            that has these.
+            not describe. TypeError: `context` or `budget` has the wrong type. NotSupported: a model
+            with an encoder, with layers that have a state beside keys and values, or without a
+            layer that has these.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class VMemCache(_Cache, MustClose):  # type: ignore[misc]  # a base that is Any
 
 @contextmanager
 def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
-    """Makes a draft model keep its keys and values in `cache` inside the block.
+    """Inside the block, a draft model keeps its keys and values in `cache`.
 
         with drafting(draft, draft_cache):
             model.generate(**inputs, assistant_model=draft, past_key_values=cache)
@@ -196,7 +196,7 @@ def drafting(assistant: Any, cache: VMemCache) -> Iterator[None]:
 
 
 def _check_layers(config: Any, text: Any) -> None:
-    """Refuses models that need more than a cache of keys and values in every layer."""
+    """Refuses models that this cache cannot serve, such as those with an encoder."""
     served = ATTENTION | {"chunked_attention", *NO_ATTENTION}
     kinds = set(getattr(text, "layer_types", None) or ()) - served
     what = ""

@@ -2,9 +2,9 @@
 """The cache for continuous batching in transformers 5.17.
 
 In this version the scheduler itself counts blocks and requests more of them. A block is one token
-here, so that its arithmetic counts tokens; free memory is also reported in tokens, by whole pages
-in every tensor. Parallel answers are not forked but start with the prompt that the first one
-recorded, since 5.17 wants the number of forks before they are made.
+here, so its arithmetic counts tokens; free memory is also reported in tokens, in whole pages of
+every tensor. Parallel answers are not forked but match the prompt recorded by the first answer,
+since 5.17 asks for the number of forks before making them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SlotCache"]
 
 
 class SlotCache(SlotCacheBase):
-    """Takes the arguments of `SlotCacheBase`."""
+    """The cache for 5.17; takes the arguments of `SlotCacheBase`."""
 
     block_option = "block_size"
     block_size = 1
@@ -38,7 +38,7 @@ class SlotCache(SlotCacheBase):
         self._page_tokens = max(1, layout.page_size // layout.row_bytes)
         self._tensors = layout.num_tensors
         self.num_blocks = self.num_pages = self.tokens
-        # Read by offloading before it finds that it is switched off.
+        # Offloading reads this before it checks that it is switched off.
         self.num_key_value_heads = layout.config.num_kv_heads
         self.head_dim = layout.config.head_dim
         self.key_cache = [None] * layout.config.num_layers
@@ -46,7 +46,8 @@ class SlotCache(SlotCacheBase):
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Refuses what every version does, and layers that differ: a page holds one size of rows.
+        """Refuses what every version refuses, and models whose layers differ: pages hold rows of
+        one size.
 
         Raises:
             NotSupported: see `SlotCacheBase.check`; rows of several sizes or windows.
@@ -62,23 +63,23 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def allocate_blocks(self, n_blocks: int, request_id: str, allocated_blocks: int) -> int | None:
-        """Maps what `n_blocks` more tokens need; None: memory is short."""
+        """Maps pages for `n_blocks` more tokens; None if memory is short."""
         total = min(allocated_blocks + n_blocks, self.requests.max_seq_len)
         return n_blocks if self.requests.hold(request_id, total) else None
 
     def blocks_needed(self, num_requested_blocks: int, allocated_blocks: int) -> int:
-        """Tokens that the missing pages would hold."""
+        """The missing pages, in tokens."""
         pages_for = self.requests.parts[0].layout.pages_for
         return self._page_tokens * (
             pages_for(allocated_blocks + num_requested_blocks) - pages_for(allocated_blocks)
         )
 
     def blocks_in_use(self, request_id: str) -> int:
-        """Tokens that a request's pages hold."""
+        """A request's pages, in tokens."""
         return self._page_tokens * self.requests.granted(request_id)
 
     def get_num_free_blocks(self) -> int:
-        """Tokens that fit in the pages that requests could still get."""
+        """The pages still available to requests, in tokens."""
         return self._page_tokens * (self.requests.pages()[0] // self._tensors)
 
     def free_blocks(self, request_id: str) -> None:
@@ -92,7 +93,7 @@ class SlotCache(SlotCacheBase):
     # ---- prefixes and forks ----------------------------------------------------------------------
 
     def mark_shareable_blocks_as_complete(self, state: Any, num_complete_blocks: int) -> None:
-        """The tokens' keys and values are computed."""
+        """Notes that the tokens' keys and values are computed."""
         self.note_computed(state, num_complete_blocks)
 
     def compute_max_num_forks(self, source_request_id: str) -> int:
@@ -102,5 +103,5 @@ class SlotCache(SlotCacheBase):
     # ---- inputs ----------------------------------------------------------------------------------
 
     def get_seqlens_k(self, past_length: int, query_length: int) -> dict[str, int]:
-        """Keys that a request's new tokens attend to."""
+        """The number of keys that a request's new tokens attend to."""
         return {FULL: past_length + query_length}

@@ -18,7 +18,7 @@ __all__ = ["SlotCache"]
 
 
 class _Allocator:
-    """Stands in for the allocator of the layers with full attention; there is only this one."""
+    """Replaces the allocator of full-attention layers; it is the only allocator."""
 
     index = 0
     layer_type = FULL
@@ -35,16 +35,16 @@ class _Allocator:
         self.block_table: dict[str, list[int]] = {}  # stays empty
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Physical pages, where transformers counts blocks."""
+        """The physical pages needed, where transformers counts blocks."""
         return self._requests.missing(request_id, past_length + query_length)
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
-        """Keys that a request's new tokens attend to."""
+        """The number of keys that a request's new tokens attend to."""
         return past_length + query_length
 
 
 class _Pool:
-    """Sectors are not needed: pages are free or not."""
+    """Replaces the sector pool: pages need no sectors."""
 
     def try_to_free_sectors(self) -> None:
         """Nothing to do."""
@@ -68,14 +68,14 @@ class SlotCache(SlotCacheBase):
     # ---- scheduler and offloading ----------------------------------------------------------------
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Maps what the next `request_len` tokens need, if there is memory."""
+        """Maps pages for the next `request_len` tokens, if memory allows."""
         total = state.current_len() + request_len
         if dry_run:
             return self.requests.room(state.request_id, total)
         return self.requests.hold(state.request_id, total)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        """How many of the requests, in order, could have the pages that they lack."""
+        """How many of the requests, in order, could get their missing pages."""
         free = self.requests.pages()[0]
         for count, needed in enumerate(list_blocks_needed):
             free -= sum(needed.values())
@@ -84,7 +84,7 @@ class SlotCache(SlotCacheBase):
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Pages that requests could get: as a fraction of all, or in bytes."""
+        """The pages available to requests: as a fraction of all, or in bytes."""
         free, total = self.requests.pages()
         return free / total if relative else free * self.requests.parts[0].layout.page_size
 
@@ -101,7 +101,7 @@ class SlotCache(SlotCacheBase):
         self.requests.drop_all(forget=clear_ledgers)
 
     def reset(self) -> None:
-        """As new."""
+        """Resets the cache to its initial state."""
         self.free_all_requests(clear_ledgers=True)
 
     # ---- prefixes and forks ----------------------------------------------------------------------
@@ -111,7 +111,7 @@ class SlotCache(SlotCacheBase):
         return {FULL: request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """The tokens' keys and values are computed."""
+        """Notes that the tokens' keys and values are computed."""
         self.note_computed(state, complete_blocks.get(FULL, 0) if complete_blocks else 0)
 
     def prepare_fork_request(

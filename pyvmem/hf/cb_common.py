@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Common base of the caches for all versions of transformers; see cb_5_18.py."""
+"""The common base of the caches for the transformers versions; see cb_5_18.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SlotCacheBase:
         config: of the text model.
         continuous_batching_config: resolved; ``max_requests_per_batch`` is lowered to the slots.
         device, dtype: of the model.
-        distributed_helper: knows the devices that the model is split over.
+        distributed_helper: describes the devices that the model is split over.
         model_supports_logits_to_keep: the model computes scores only for the last token of each
             request; versions without this argument do not.
         tp_plan: not used.
@@ -38,8 +38,8 @@ class SlotCacheBase:
         block_tokens: its value.
         requests: the slots.
         token_bytes: bytes of a token in all tensors.
-        tokens: tokens that all memory could hold.
-        max_batch_tokens: tokens of a forward pass.
+        tokens: the cache's capacity in tokens.
+        max_batch_tokens: most tokens of a forward pass.
         use_prefix_sharing, allow_block_sharing: whether prompts are recorded for others.
         max_blocks_per_request: 0: there is no paged kernel for decoding.
     """
@@ -84,7 +84,7 @@ class SlotCacheBase:
 
     @classmethod
     def check(cls, options: Options, config: Any, tensor_parallel: int = 1) -> None:
-        """Refuses models that the version cannot serve, before anything is changed.
+        """Refuses models that this version cannot serve, before anything changes.
 
         Raises:
             NotSupported: see `check_model`. InvalidArgument: options that do not fit its layers.
@@ -97,7 +97,7 @@ class SlotCacheBase:
         return self.requests.match(request_id, prompt_ids)
 
     def note_computed(self, state: Any, new: int) -> None:
-        """A forward pass over a request's next `new` tokens is done."""
+        """Notes that a forward pass over a request's next `new` tokens is done."""
         if new and self.use_prefix_sharing:
             self.requests.computed(
                 state.request_id,

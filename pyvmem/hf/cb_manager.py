@@ -39,13 +39,13 @@ _api: Any = continuous_api
 _Manager: Any = _api.ContinuousBatchingManager
 _StockCache: Any = _api.PagedAttentionCache
 
-_building = threading.local()  # .cache: makes the cache while one of our managers is building it
+_building = threading.local()  # .cache: makes the cache while one of our managers builds it
 _options_for: Callable[[Any], Options | None] | None = None
 _slot_cache: Any = None
 
 
 def _make_cache(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for the class `PagedAttentionCache`."""
+    """Replaces the class `PagedAttentionCache`."""
     make = getattr(_building, "cache", None)
     return _StockCache(*args, **kwargs) if make is None else make(*args, **kwargs)
 
@@ -62,7 +62,7 @@ def _attention(
     """transformers' attention function: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, ...]``.
 
     Raises:
-        NotSupported: called without one of our caches, or for attention that is more than causal.
+        NotSupported: called without a cache of this plug, or for attention other than causal.
     """
     cache = kwargs.get("cache")
     if not isinstance(cache, _slot_cache):
@@ -84,9 +84,9 @@ def _attention(
 
 
 def _guard(scheduler: Any, requests: NamedRequests) -> None:
-    """Makes a scheduler refuse a request that memory can never hold.
+    """Makes a scheduler refuse requests that can never fit in memory.
 
-    Otherwise nothing would be left to preempt, and transformers then ends every request. A request
+    Otherwise nothing would be left to preempt, and transformers would end every request. A request
     without a number of new tokens ends when its slot or all memory is full.
     """
     add, longest = scheduler.add_waiting_request, requests.longest()
@@ -95,7 +95,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = max(1, longest - prompt)
-            state.__post_init__()  # applies the number
+            state.__post_init__()  # resolves the number of new tokens
         if prompt + max(0, state.max_new_tokens) > longest:
             raise invalid(
                 f"a prompt of {prompt} tokens and {state.max_new_tokens} new ones; the memory of "
@@ -103,8 +103,8 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
                 limit=longest,
                 op="vmem_continuous_batching",
             )
-        # A fork leaves the prompt's last token to the answers: of one token nothing would be left
-        # to compute first, and a batch of nothing ends every request.
+        # A forked prompt leaves its last token to its answers: a prompt of one token would leave an
+        # empty batch, which ends every request.
         alone = state.num_children if prompt == 1 else 0
         state.num_children -= alone
         add(state)
@@ -117,7 +117,7 @@ def _guard(scheduler: Any, requests: NamedRequests) -> None:
 
 
 def _adapters(model: Any) -> tuple[str, ...] | None:
-    """The names of a model's active adapters; None: it has none."""
+    """The names of a model's active adapters; None if it has none."""
     if not getattr(model, "_hf_peft_config_loaded", False):
         return None
     return tuple(model.active_adapters())
@@ -139,7 +139,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             check_attention(model)
             continuous_batching_config = copy.deepcopy(continuous_batching_config)
             adjust(continuous_batching_config)
-        self._absorbed = ExitStack()  # ends with our attention
+        self._absorbed = ExitStack()  # its attention is ours until `stop`
         self._vmem_cache: Any = None
         try:
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
@@ -148,7 +148,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
             raise
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Gives the model our attention, until the manager is stopped."""
+        """Installs our attention in the model until the manager stops."""
         if self._vmem is None:
             super().switch_to_cb_friendly_attn(model, *args, **kwargs)
             return
@@ -197,7 +197,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         if self._vmem is None or self.batch_processor is not None:
             return super()._create_batch_processor()
         options = self._vmem
-        self.switch_to_cb_friendly_attn(self.model)  # an earlier failure gave it back
+        self.switch_to_cb_friendly_attn(self.model)  # restored by an earlier failure
 
         def make(*args: Any, **kwargs: Any) -> Any:
             self._vmem_cache = _slot_cache(options, *args, **kwargs)
@@ -231,7 +231,7 @@ class VMemManager(_Manager):  # type: ignore[misc]  # a base that is Any
         self._close_cache()
 
     def _give_attention_back(self, model: Any) -> None:
-        """What `stop` does to the model, for a manager that cannot begin."""
+        """Restores the model as `stop` does, for a manager that fails to start."""
         if self._original_attn_impl is not None:
             model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
@@ -259,7 +259,7 @@ def patch(options_for: Callable[[Any], Options | None], slot_cache: Any) -> None
     """
     global _options_for, _slot_cache
     _options_for, _slot_cache = options_for, slot_cache
-    disable: Any = torch.compiler.disable  # lengths are lists: nothing that could be compiled
+    disable: Any = torch.compiler.disable  # lengths are lists, which cannot be compiled
     AttentionInterface.register(ATTENTION, disable(_attention))
     _api.ContinuousBatchingManager = VMemManager
     _api.PagedAttentionCache = _make_cache

@@ -39,7 +39,7 @@ __all__ = [
 
 _log = logging.getLogger("pyvmem.hf")
 
-MAX_SLOTS = 256  # the default; transformers' own is 1024 requests in a batch
+MAX_SLOTS = 256  # our default; transformers' own is 1024 requests in a batch
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Options:
         self.check()
 
     def check(self, layers: Sequence[LayerShape] = ()) -> None:
-        """Refuses what no cache of these layers takes; none: whatever they are."""
+        """Checks the options against layers; without layers, only the rules for all models."""
         check_arguments(self.kvcache, GIVEN, layers, self.context, self.backend)
 
 
@@ -122,10 +122,10 @@ def check_attention(model: Any) -> None:
 
 
 def adjust(cb_config: Any) -> None:
-    """Switches off, in place, options that make no sense or are missing with slots.
+    """Switches off, in place, options that do not apply to slots or are unsupported.
 
-    Options that the user set are named in a warning, once per process. The decode fast path, a
-    paged kernel, is switched off silently, since attention is never paged.
+    Options that the user set are named in a warning, once per process. The decode fast path is
+    switched off silently: it is a paged kernel.
     """
     cb_config.max_blocks_per_request = 0
     graphs, space = cb_config.use_cuda_graph, cb_config.cpu_offload_space
@@ -163,7 +163,7 @@ def _warn_once(text: str) -> None:
 
 
 def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, int]:
-    """Slots, and tokens of each, for a resolved configuration.
+    """The number of slots and their length in tokens, for a resolved configuration.
 
     Raises:
         InvalidArgument: the configuration does not give the longest sequence.
@@ -179,10 +179,11 @@ def request_limits(options: Options, config: Any, cb_config: Any) -> tuple[int, 
 
 
 def kept_shapes(options: Options, config: Any) -> list[LayerShape]:
-    """What the layers of a model keep, as installed.
+    """The layer shapes of a model under the installed options.
 
     Raises:
-        InvalidArgument: the configuration does not tell. NotSupported: a layer has a state.
+        InvalidArgument: the configuration does not describe them. NotSupported: a layer has a
+            state.
     """
     shapes = row_shapes(config, "continuous batching")
     if options.keep_windows:
@@ -199,7 +200,7 @@ def make_requests(
     dtype: torch.dtype,
     logits_of_all: bool,
 ) -> NamedRequests:
-    """The cache for a model, and requests on it.
+    """Creates the cache for a model and its requests object.
 
     Args:
         options: as installed.
@@ -256,7 +257,7 @@ def make_requests(
 
 
 def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
-    """Memory that the context has for a cache, or one of this back end would have."""
+    """Memory available for a cache in the context, or in a new context of this back end."""
     if context is not None:
         return free_bytes(context)
     with Context(backend, device=ordinal or 0) as opened:
@@ -264,7 +265,7 @@ def _free(context: Context | None, backend: str, ordinal: int | None) -> int:
 
 
 def _elements(shape: LayerShape) -> int:
-    """Elements of a token in a layer."""
+    """Elements per token in a layer."""
     return shape.num_kv_heads * (shape.head_dim + (shape.v_head_dim or 0))
 
 

@@ -32,7 +32,7 @@ from pyvmem.plumbing.validation import invalid
 
 __all__ = ["CHECKED", "install", "kvcache_of", "uninstall", "vmem_continuous_batching"]
 
-#: transformers' versions that were checked, and the cache that each one needs.
+#: The supported transformers versions, and the cache for each.
 CHECKED = {
     "5.17": "pyvmem.hf.cb_5_17",
     **{f"5.{minor}": "pyvmem.hf.cb_5_18" for minor in range(18, 24)},
@@ -44,7 +44,7 @@ _default: Options | None = None
 
 
 def _adapter() -> Any:
-    """The cache class for the transformers that is installed."""
+    """The cache class for the installed transformers."""
     import transformers
 
     version = transformers.__version__
@@ -73,7 +73,7 @@ def install(
     keep_windows: bool = False,
     **kvcache_options: Any,
 ) -> None:
-    """Makes continuous batching use virtual memory from now on; call it again for other options.
+    """Makes continuous batching use virtual memory; call it again to change options.
 
     Existing managers are not changed.
 
@@ -97,8 +97,8 @@ def install(
     Raises:
         InvalidArgument: an unknown option or value; a ``group_size`` that does not divide the
             model's layers of each kind; a model with a manager that was kept
-            (``destroy_cached_continuous_batching_manager`` ends it). TypeError: a context that is
-            none.
+            (``destroy_cached_continuous_batching_manager`` ends it). TypeError: `context` has the
+            wrong type.
         NotSupported: a version of transformers that was not checked, or a model whose attention is
             more than causal with windows: capped scores, chunks, shared layers, states; or whose
             attention transformers cannot replace; or, with transformers 5.17, whose layers differ.
@@ -128,7 +128,7 @@ def install(
 
 
 def uninstall(model: Any = None) -> None:
-    """Undoes `install` for the same model; does nothing if it was not installed."""
+    """Reverts `install` for the same model; does nothing if it was not installed."""
     global _default
     with _lock:
         if model is None:
@@ -143,7 +143,7 @@ def uninstall(model: Any = None) -> None:
 
 @contextmanager
 def vmem_continuous_batching(model: Any = None, **options: Any) -> Iterator[None]:
-    """`install` for a block of code; takes the same arguments."""
+    """`install` for the duration of a block; takes the same arguments."""
     install(model, **options)
     try:
         yield

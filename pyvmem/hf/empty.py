@@ -17,9 +17,9 @@ _Layer: Any = getattr(cache_utils, "DummyLayer", object)
 
 
 class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
-    """Stands where a layer has no attention, or reads another layer's keys.
+    """The layer of a `VMemCache` without attention, or one that reads another layer's keys.
 
-    It is no layer of attention and none with a state, so that transformers asks the others for the
+    transformers sees neither an attention nor a state layer, so it asks other layers for the
     length.
     """
 
@@ -44,10 +44,10 @@ class VMemNothing(_Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def get_max_length(self) -> int:
-        """None is set."""
+        """No maximum."""
         return -1
 
     def _nothing(self, *args: Any) -> None:
-        """There is nothing to drop or to pick from."""
+        """Does nothing: there are no rows."""
 
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _nothing

@@ -34,20 +34,20 @@ _PARTS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "q_lora_rank", "k
 
 
 def is_latent(config: Any) -> bool:
-    """Whether a text model's attention keeps a latent (MLA)."""
+    """True if a text model's attention keeps a latent (MLA)."""
     return bool(getattr(config, "kv_lora_rank", None))
 
 
 def latent_rank(config: Any) -> int:
-    """Elements of the latent that values are computed from; 0 without one."""
+    """Elements of the latent from which values are computed; 0 without MLA."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
 def _attentions(model: Any) -> list[Any]:
-    """The attention modules of a model with MLA.
+    """Finds the attention modules of a model with MLA.
 
     Raises:
-        NotSupported: they are not built as DeepSeek-V3's are.
+        NotSupported: their structure differs from DeepSeek-V3's.
     """
     found = [
         module
@@ -71,10 +71,10 @@ def _is_plain(module: Any) -> bool:
 
 @contextmanager
 def absorbed(model: Any) -> Iterator[None]:
-    """Attention over the latent inside the block; no effect on a model without one.
+    """Makes attention run over the latent inside the block; no effect on a model without MLA.
 
     Raises:
-        NotSupported: a model with MLA whose layers are built differently.
+        NotSupported: the layers of an MLA model are structured differently.
     """
     if not is_latent(model.config.get_text_config()):
         yield
@@ -86,7 +86,7 @@ def absorbed(model: Any) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            del module.forward  # uncovers the class's own
+            del module.forward  # restores the class's method
 
 
 def _forward(
@@ -97,7 +97,7 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``[1, tokens, hidden]`` to the same, as in DeepSeek-V3; the attention function caches."""
+    """DeepSeek-V3's forward on ``[1, tokens, hidden]``; the attention function writes the cache."""
     if past_key_values is not None:
         raise NotSupported(
             "absorbed attention: the cache is the attention function's", op="absorbed"

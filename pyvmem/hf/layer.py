@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One layer of a `VMemCache`: views of the valid tokens, which grow in place."""
+"""A layer of a `VMemCache`: views of the valid tokens, which grow in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     a sliding window they hold what the next token sees, as in transformers' own sliding layer.
     """
 
-    is_compileable = False  # the views grow
+    is_compileable = False  # the views change size
     is_croppable = True
     supports_early_init = True
 
@@ -40,7 +40,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._window = window
         self.is_sliding = bool(window)
         self._length = 0
-        self._copied = 0  # rows before it were not copied to every slot
+        self._copied = 0  # earlier rows were not copied to every slot
         self._ancestry = Ancestry(0)
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
@@ -63,9 +63,10 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns all, as views.
+        """Appends tokens ``[batch, num_kv_heads, new, head_dim]``; returns views of all tokens.
 
-        With a sliding window: all that one of them sees. Of a cache with `contiguous`: copies.
+        With a sliding window, of the tokens that any new token attends to; with `contiguous`,
+            copies.
 
         Raises:
             InvalidArgument: another batch size, shape, type or device, or more tokens than the
@@ -98,11 +99,11 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return found
 
     def _offset(self, length: int) -> int:
-        """The first row that a token after `length` of them sees."""
+        """The first row in the window of a token at position `length`."""
         return max(0, length - self._window + 1) if self._window else 0
 
     def _first(self) -> int:
-        """The first row that every slot has: those before it have left the window."""
+        """The first row that all slots still have; earlier rows have left the window."""
         return max(self._copied, self._rows.first_row(self._index)) if self._window else 0
 
     def _view(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +117,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         return shown
 
     def take_from(self, other: VMemLayer) -> None:
-        """Copies another cache's layer: the same tokens at the same places.
+        """Copies another cache's layer, with the same tokens in the same rows.
 
         Detached: otherwise autograd's graph would keep the other cache's tensors alive as long as
         anything computed from this one.
@@ -137,31 +138,30 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._show()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that the mask is for."""
+        """Length and offset of the keys for the mask."""
         offset = self._offset(self._length)
         return self._length - offset + query_length, offset
 
     def get_seq_length(self) -> int:
-        """Tokens of every row."""
+        """The number of tokens in every row."""
         return self._length
 
     @property
     def tokens(self) -> int:
-        """The same: the tokens that need pages."""
+        """As `get_seq_length`: the tokens that need pages."""
         return self._length
 
     def get_max_length(self) -> int:
-        """The most tokens of a row."""
+        """The maximum number of tokens in a row."""
         return self._rows.settings.max_length
 
     @uncompiled
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens; their pages stay.
+        """Drops the last ``-tokens_to_remove`` tokens; their pages stay.
 
         Raises:
-            InvalidArgument: a positive number; this layer's or another's window of what is left
-                begins in rows that are gone (`KVCacheConfig.window_tile`); or other layers have a
-                state.
+            InvalidArgument: a positive number; in some layer, the window of the remaining tokens
+                begins in freed rows (`KVCacheConfig.window_tile`); or other layers have a state.
         """
         if tokens_to_remove > 0:
             raise invalid(
@@ -176,7 +176,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             self._settle()
 
     def check_back(self, length: int) -> None:
-        """Raises InvalidArgument where it cannot shrink to so few tokens."""
+        """Raises InvalidArgument if the layer cannot be cropped to this length."""
         if self._length > length:
             self._rows.check_window(self._index, length, self._first())
 
@@ -199,7 +199,7 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._k = self._v = self.keys = self.values = None
         self._length = self._copied = 0
         self.is_initialized = False
-        self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
+        self.__dict__.pop("batch_size", None)  # transformers checks for this attribute
 
     def _take(self, source: Sequence[int]) -> None:
         if not self.is_initialized:
@@ -223,6 +223,6 @@ class VMemLayer(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
 
 def _fits(new: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether ``[batch, num_kv_heads, any, head_dim]`` can be written to a layer's tensor."""
+    """True if ``[batch, num_kv_heads, any, head_dim]`` can be written to a layer's tensor."""
     same = (new.shape[1], new.shape[3]) == rows.shape[2:]
     return same and (new.dtype, new.device) == (rows.dtype, rows.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """`NamedRequests`: an engine's requests by name, on the interface for serving engines.
 
-What continuous batching needs of a cache: check and make room for a request's tokens, free a
-request, share a prefix, fork, and attend over the batch just built. Nothing here depends on
+Provides what continuous batching needs of a cache: check and make room for a request's tokens, free
+a request, share a prefix, fork, and attend over the batch just built. Nothing here depends on
 transformers; the sibling modules adapt it to each version.
 
 A step of the engine:
@@ -50,11 +50,11 @@ def _no_namespace() -> Hashable:
 
 @dataclass
 class _Request:
-    """A request that has a slot.
+    """A request with a slot.
 
     Attributes:
-        request: as the cache knows it.
-        tokens: the tokens that it has pages for.
+        request: the cache's request object.
+        tokens: tokens it has pages for.
         valid: rows whose keys and values are computed.
         ids: returns the tokens of these rows, and perhaps more; called when something is recorded.
         recorded: tokens of its prompt recorded so far; all of them: done.
@@ -68,22 +68,22 @@ class _Request:
 
 
 class NamedRequests:
-    """Requests by name on a cache, which this object owns from now on.
+    """Requests by name on a cache, which this object takes over.
 
     Without `close`, memory is freed when the object is garbage-collected.
 
     Args:
         cache: closed by `close`.
         kernel: of attention, see `pyvmem.attention.Attention`.
-        sharing: record prompts, for requests that begin with the same tokens.
+        sharing: record prompts for reuse by requests with the same first tokens.
         windows: see `Attention`.
         v_head_dim: see `Attention`.
 
     Attributes:
-        kvcache: for its reports.
+        kvcache: the cache, for its reports.
         parts: its groups of equal layers.
         choice: the first layer's attention kernel, and why the others were not chosen.
-        sharing: whether prompts are shared: requested, and the back end can map a page twice. Where
+        sharing: prompts are shared: it was requested, and the back end can map a page twice. Where
             layers have a window, a prefix is found where its window's rows were recorded.
         stream: CUDA stream of the model's work; None: torch's current one.
         namespace: called when a request gets its slot; returns what its keys and values depend on
@@ -116,7 +116,7 @@ class NamedRequests:
         self.stream: Any = None
         self.namespace: Callable[[], Hashable] = _no_namespace
         self._requests: dict[str, _Request] = {}
-        self._new: dict[str, Prefix] = {}  # prompts of which nothing was recorded
+        self._new: dict[str, Prefix] = {}  # prompts with nothing recorded
 
     def __contains__(self, name: object) -> bool:
         return name in self._requests
@@ -127,7 +127,8 @@ class NamedRequests:
     # ---- room ------------------------------------------------------------------------------------
 
     def hold(self, name: str, tokens: int) -> bool:
-        """Maps pages for so many tokens in the request's slot; first takes a slot if it has none.
+        """Maps pages for this many tokens in the request's slot, after taking a slot if it has
+        none.
 
         Returns:
             False, with nothing changed: every slot is taken, or memory is short even after
@@ -155,7 +156,7 @@ class NamedRequests:
         finally:
             if not held:
                 cache.release(request, stream=self.stream)
-                if prompt is not None:  # it will be tried again
+                if prompt is not None:  # it will be retried
                     self.kvcache.withdraw_prompt()
         if held:
             self._new.pop(name, None)
@@ -163,14 +164,14 @@ class NamedRequests:
         return held
 
     def _held(self, name: str) -> _Request:
-        """A request that has a slot; raises InvalidArgument for one without."""
+        """The request with this name; raises InvalidArgument if it has no slot."""
         known = self._requests.get(name)
         if known is None:
             raise invalid(f"request {name} has no slot", op="vmem_continuous_batching")
         return known
 
     def _map(self, one: _Request, tokens: int) -> bool:
-        guard = any(part.layout.guard for part in self.parts)  # which a step knows of
+        guard = any(part.layout.guard for part in self.parts)  # as of its last step
         if guard or tokens > self._cache.capacity(one.request):
             wanted = max(tokens, one.request.length)
             if self._cache.extend({one.request: wanted}, self.stream) is not None:
@@ -179,24 +180,24 @@ class NamedRequests:
         return True
 
     def _namespace(self) -> Namespace | None:
-        """The namespace of a request that begins now."""
+        """The namespace of a request admitted now."""
         name = self.namespace()
         return None if name is None else self._cache.namespace(name)
 
     def longest(self) -> int:
-        """The most tokens of a request, limited by slot and memory."""
+        """The longest request that slot and memory allow, in tokens."""
         total = self.pages()[1]
         if self._pages_of(self.max_seq_len) <= total:
             return self.max_seq_len
         return bisect_right(range(self.max_seq_len), total, key=self._pages_of) - 1
 
     def _pages_of(self, tokens: int) -> int:
-        """Physical pages of so many tokens, with the rows that windows will drop."""
+        """Physical pages for this many tokens, including rows that windows will drop."""
         layouts = [part.layout for part in self.parts]
         return sum(one.pages_for(tokens) * one.num_tensors for one in layouts)
 
     def pages(self) -> tuple[int, int]:
-        """Physical pages that requests could still get, and the total."""
+        """Physical pages still available to requests, and the total."""
         free, total = self.kvcache.obtainable_bytes()
         return free // self._page, total // self._page
 
@@ -207,13 +208,13 @@ class NamedRequests:
         return self.kvcache.missing_bytes(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
-        """Pages that the request has in each tensor of the first part; 0 without a slot."""
+        """Pages of the request in each tensor of the first group; 0 without a slot."""
         if name not in self:
             return 0
         return self.parts[0].snapshot()[self._requests[name].request.slot].granted_pages
 
     def room(self, name: str, tokens: int) -> bool:
-        """Whether `hold` would succeed; nothing changes."""
+        """True if `hold` would succeed; changes nothing."""
         if name not in self._requests and len(self) >= self.max_batch:
             return False
         fits = tokens <= self.max_seq_len
@@ -224,8 +225,7 @@ class NamedRequests:
 
         Args:
             name: the request.
-            record: keep what it computed for requests that begin with the same tokens, until memory
-                is short.
+            record: keep its rows for requests with the same first tokens, until memory is short.
         """
         self._next.leave(name)
         self._new.pop(name, None)
@@ -233,14 +233,14 @@ class NamedRequests:
         if one is None:
             return
         if record and self.sharing and one.valid >= self.kvcache.sharing_unit:
-            with suppress(VMemError):  # it goes on then
+            with suppress(VMemError):  # then the request continues
                 self._cache.release(one.request, one.ids()[: one.valid], self.stream)
         if one.request.state is not State.ENDED:
             self._cache.release(one.request, stream=self.stream)
         del self._requests[name]
 
     def drop_all(self, forget: bool = False) -> None:
-        """`drop` for all; `forget`: also evict recorded prefixes and free idle memory."""
+        """Drops all requests; `forget`: also evict recorded prefixes and free idle memory."""
         for name in list(self._requests):
             self.drop(name, record=not forget)
         if forget:
@@ -269,7 +269,7 @@ class NamedRequests:
         return tokens
 
     def fork(self, name: str, child: str, tokens: int) -> bool:
-        """A new request that begins with another's first rows; False: no room for it.
+        """Makes a request that begins with another's first rows; False if there is no room.
 
         Raises:
             InvalidArgument: a parent without a slot, a child that has one, or more tokens than the
@@ -293,8 +293,8 @@ class NamedRequests:
     def computed(self, name: str, new: int, ids: Callable[[], list[int]], prompt: int) -> None:
         """Notes that a request's next rows are computed; records a prompt when it is complete.
 
-        Where layers have a window, it records after each chunk: only then are the rows before a
-        place where another prompt may diverge still there.
+        With windowed layers it records after each chunk, while the rows before a possible
+        divergence of another prompt are still mapped.
 
         Args:
             name: the request; one without a slot is ignored.
@@ -335,7 +335,7 @@ class NamedRequests:
         scale: float | None,
         up: UpProjections | None = None,
     ) -> torch.Tensor:
-        """Writes the batch's new rows and attends, causally, each request over its own.
+        """Writes the batch's new rows, then attends causally, each request over its own rows.
 
         Args:
             layer: of the cache.
@@ -357,7 +357,7 @@ class NamedRequests:
         return self._next.attend(layer, q, k, v, scale, up)
 
     def window(self, layer: int) -> int:
-        """Tokens that a token of a layer sees; 0: all."""
+        """The layer's window in tokens; 0: none."""
         return self._next.window(layer)
 
     # ---- end -------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The batch that an engine builds request by request, and its attention in every layer."""
+"""A batch that the engine builds request by request, and its attention in every layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger("pyvmem.hf")
 
 
 class NextBatch:
-    """Requests by name, with their tokens; then the same as slots. For `NamedRequests`.
+    """Collects requests by name and tokens, then maps them to slots. For `NamedRequests`.
 
     Attributes:
         queued: name, tokens already present, new tokens; emptied by `begin`.
@@ -35,7 +35,7 @@ class NextBatch:
         self._cache = cache
         self._attention = attention
         self._batch: Batch | None = None
-        self._seen: set[int] = set()  # layers that attended
+        self._seen: set[int] = set()  # layers that have attended
         self.queued: list[tuple[str, int, int]] = []
 
     def queue(self, name: str, past: int, new: int) -> None:
@@ -49,9 +49,9 @@ class NextBatch:
     def begin(
         self, requests: Mapping[str, Request], tokens: Mapping[Request, int], stream: Any
     ) -> None:
-        """Extends the requests of the queued batch, and makes it the current one.
+        """Extends the requests of the queued batch and makes it the current batch.
 
-        Begins to map, in the background, what they need for one more token.
+        Starts mapping pages for one more token each, in the background.
 
         Args:
             requests: by name.
@@ -62,7 +62,8 @@ class NextBatch:
             OutOfMemory: pages are missing. VMemError: as `RequestCache.extend`.
         """
         cache = self._cache
-        # A prompt to be forked leaves its last token to the answers, and may have no other.
+        # A prompt to be forked leaves its last token to the answers, so it may have none to
+        # compute.
         queued, self.queued = [one for one in self.queued if one[2]], []
         lengths = {one: max(count, one.length) for one, count in tokens.items()}
         if cache.extend(lengths, stream) is not None:
@@ -124,7 +125,7 @@ def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> N
     try:
         cache.close(stream)
     except Busy:
-        gc.collect()  # tracebacks and compilers hold tensors in reference cycles
+        gc.collect()  # tracebacks and compilers keep tensors in reference cycles
         try:
             cache.close(stream)
         except Busy as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The rows of a `VMemCache`: slots 0 to n - 1 of a KV cache that is made when its shape is known.
+"""The rows of a `VMemCache`: slots 0 to n - 1 of a KV cache made once its shape is known.
 
 Row i of the batch is slot i, always, so that a batch is one strided view of a virtual tensor.
 """
@@ -41,7 +41,7 @@ uncompiled = apart(
 
 @dataclass(frozen=True)
 class Settings:
-    """A `VMemCache`'s arguments; the rest is known with the first keys.
+    """The arguments of a `VMemCache`; the rest follows from the first keys.
 
     Attributes:
         text: the language model's configuration.
@@ -64,14 +64,14 @@ class Settings:
 
 
 class TakesRows:
-    """transformers' calls that pick rows of a batch, for layers of a cache that have `_take`."""
+    """transformers' calls that select rows of a batch, for layers with `_take`."""
 
     is_initialized: bool
     batch_size: int
     _rows: Rows
 
     def _check_rows(self, source: Sequence[int]) -> None:
-        """Raises InvalidArgument for no row, or one that the batch does not have."""
+        """Raises InvalidArgument if there are no rows, or a row outside the batch."""
         wrong = [row for row in source if not 0 <= row < self.batch_size]
         if wrong or not source:
             raise invalid(
@@ -83,24 +83,24 @@ class TakesRows:
             )
 
     def _take(self, source: Sequence[int]) -> None:
-        """Row i becomes what row ``source[i]`` was; copies only what the two do not share."""
+        """Row i becomes a copy of row ``source[i]``; copies only what differs."""
         raise NotImplementedError
 
     @uncompiled
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was."""
+        """Row i becomes a copy of row ``beam_idx[i]``."""
         self._take(beam_idx.tolist())
 
     @uncompiled
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
+        """Repeats every row `repeats` times, consecutively."""
         if self.is_initialized:
             self._rows.check_count(self.batch_size * operator.index(repeats))
             self._take([row for row in range(self.batch_size) for _ in range(repeats)])
 
     @uncompiled
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps these rows, in this order; numbers or a mask."""
+        """Keeps these rows in this order; `indices` may be a mask."""
         if self.is_initialized:
             rows = torch.as_tensor(indices).cpu()
             try:
@@ -115,7 +115,7 @@ class TakesRows:
 
 
 class Rows:
-    """The KV cache behind all layers, and how many rows and tokens it must hold.
+    """The KV cache behind all layers, with the rows and tokens it must hold.
 
     Attributes:
         cache: None before `open`.
@@ -130,19 +130,19 @@ class Rows:
         self.shapes: list[Shape] = []
         self.handed: list[Handed | None] = []
         self.count = 0
-        self._taken = 0  # slots that may be: more than `count` where an exception ended a call
+        self._taken = 0  # slots possibly taken: exceeds `count` after an interrupted call
         self.length = 0
-        self._held = 0  # tokens that the KV cache counts: a crop takes none of them
-        self.layers: list[Any] = []  # those of the VMemCache; they hold tensors of the cache
+        self._held = 0  # the KV cache's lengths, which a crop does not reduce
+        self.layers: list[Any] = []  # those of the VMemCache; they hold the cache's tensors
         self._closed = False
         self._where: tuple[int, int, torch.Tensor] | None = None
 
     def open(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KVCache:
-        """The cache for such keys and values, ``[batch, num_kv_heads, any, head_dim]``.
+        """Opens the cache for keys and values ``[batch, num_kv_heads, any, head_dim]``.
 
         Raises:
-            InvalidArgument: their shape, type or device differs from that of the first ones and the
-                configuration.
+            InvalidArgument: their shape, type or device differs from the configuration or the first
+                keys.
             BadHandle: closed.
         """
         given = handed_over(key, value)
@@ -161,7 +161,7 @@ class Rows:
         return cache
 
     def open_state(self, layer: int, name: str, new: torch.Tensor, sizes: tuple[int, ...]) -> None:
-        """The cache for a layer's state.
+        """Opens the cache for a layer's state.
 
         Args:
             layer: with a state.
@@ -187,7 +187,7 @@ class Rows:
             )
 
     def _opened(self, layer: int, given: Handed | None, first: torch.Tensor) -> KVCache:
-        """The cache, made on first use with the type and device of `first`."""
+        """The cache, created on first use with the type and device of `first`."""
         if self._closed:
             raise BadHandle("the VMemCache is closed", errno=errno.EBADF, op="VMemCache")
         if self.cache is not None:
@@ -255,10 +255,10 @@ class Rows:
         return self.parts[places[0].part]
 
     def first_row(self, layer: int) -> int:
-        """A layer's first row that every slot has, and keeps whatever follows.
+        """A layer's first row that every slot has and keeps, whatever follows.
 
-        Rows further back than the window and its tile may be mapped still; the next step that gives
-        pages back counts from the most tokens that there were, and takes them.
+        Rows before the window and its tile may still be mapped, but the next step that frees pages
+        counts from the largest length so far and may free them.
         """
         part, shape = self._part(layer), self.shapes[layer]
         window = shape.window if isinstance(shape, LayerShape) else 0
@@ -266,15 +266,15 @@ class Rows:
         return max(kept, *part.first_rows(range(self.count)), 0)
 
     def check_back(self, length: int) -> None:
-        """Raises InvalidArgument where one of the layers cannot shrink to so few tokens.
+        """Raises InvalidArgument if any layer cannot be cropped to this length.
 
-        All are asked before the first is cut: transformers cuts one after the other.
+        Checks all layers before the first is cropped: transformers crops them one by one.
         """
         for layer in self.layers:
             layer.check_back(length)
 
     def check_window(self, layer: int, length: int, first: int) -> None:
-        """Raises InvalidArgument where a layer's window begins in rows that are gone.
+        """Raises InvalidArgument if a layer's window begins in freed rows.
 
         Args:
             layer: with keys and values.
@@ -302,7 +302,7 @@ class Rows:
             )
 
     def hold(self, count: int, length: int) -> None:
-        """Takes slots and maps pages until `count` rows of `length` tokens fit; never fewer.
+        """Takes slots and maps pages for `count` rows of `length` tokens; never shrinks.
 
         The pages for one more token are mapped in the background.
 
@@ -348,12 +348,12 @@ class Rows:
         which refuses addresses that were reserved plain.
         """
         if self._where is None or self._where[:2] != (first, last):
-            with torch.inference_mode(False):  # autograd may save it
+            with torch.inference_mode(False):  # autograd may save this index
                 self._where = (first, last, torch.arange(first, last, device=device))
         return self._where[2]
 
     def settle(self) -> None:
-        """Frees rows that no layer has any more; layers change one after the other."""
+        """Frees rows that no layer has any more: layers change one by one."""
         if self.cache is None:
             return
         layers = [layer for layer in self.layers if layer.is_initialized]
@@ -364,13 +364,13 @@ class Rows:
             self._drop(count)
 
     def _drop(self, count: int) -> None:
-        """Frees the slots from this one on; after an exception, what it had left to do."""
+        """Frees the slots from `count` on; after an exception, resumes where it stopped."""
         assert self.cache is not None
         self.count = count
         if not count:
             self._held = 0
             for part in self.parts:
-                part.drop()  # and autograd's graph of what they were written from
+                part.drop()  # and the autograd graph of what was written to them
         while self._taken > count:
             if self.cache.is_taken(self._taken - 1):
                 self.cache.free_reqid(self._taken - 1)
@@ -405,7 +405,7 @@ class Rows:
         self._closed = True
 
     def close_quietly(self) -> None:
-        """`close` when the `VMemCache` itself is gone; the cache stays while tensors are alive."""
+        """`close` for a collected `VMemCache`; the cache stays open while tensors are alive."""
         with suppress(Busy):
             self.close()
 
@@ -423,7 +423,7 @@ def _name(device: int | None) -> str:
 
 
 def move_rows(rows: torch.Tensor, first: int, last: int, source: Sequence[int]) -> None:
-    """Tokens [first, last) of row i become those of row ``source[i]``, in one layer's K or V.
+    """Copies tokens [first, last) of row ``source[i]`` to row i, in one layer's K or V.
 
     Args:
         rows: ``[slots, max_length, num_kv_heads, head_dim]``.
@@ -434,4 +434,4 @@ def move_rows(rows: torch.Tensor, first: int, last: int, source: Sequence[int]) 
         return
     to, of = (torch.tensor(part, device=rows.device) for part in zip(*moved, strict=True))
     valid = rows[:, first:last]
-    valid[to] = valid[of]  # the right side is a copy, made first
+    valid[to] = valid[of]  # indexing copies the right side first

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our options, under `install`'s names, and what is transformers'.
+    """Separates our options, under `install`'s names, from transformers' arguments.
 
     Adds ``--continuous-batching`` if missing. Exits with a message, as argparse does, for a bad
     value of one of our options.
@@ -60,10 +60,10 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refuse_with_400(server: Any) -> None:
-    """Makes the server tell the client why we refused a request.
+    """Makes the server report to the client why we refused a request.
 
-    transformers treats no manager error as the client's: it would answer 500 without a message.
-    Without ``build_server`` in the module, it still does.
+    transformers treats every manager error as its own and would answer 500 without a message. It
+    still does if the module lacks ``build_server``.
     """
     build = getattr(server, "build_server", None)
     if build is None:
@@ -84,20 +84,20 @@ def _refuse_with_400(server: Any) -> None:
 
 
 def _named(app: Any, theirs: Sequence[str]) -> bool:
-    """Whether the arguments of ``transformers serve`` name a model, as its own parser reads them.
+    """True if the arguments of ``transformers serve`` name a model, by its own parser.
 
-    The server itself would load what a request names, and map memory for each of them.
+    Without a model, the server would load whatever requests name, and map memory for each.
     """
     if "--help" in theirs:
         return True
-    if not hasattr(app, "commands"):  # one version has a typer.Typer there, another its group
+    if not hasattr(app, "commands"):  # a typer.Typer in some versions, its group in others
         from typer.main import get_command
 
         app = get_command(app)
     command = app.commands["serve"]
     try:
         found = command.make_context("serve", list(theirs)).params
-    except Exception:  # of click, or of typer's own copy; `serve` says the same again
+    except Exception:  # from click or typer's copy of it; `serve` reports the error itself
         return True
     return bool(found.get("force_model", True))
 
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Installs the plug for all models, then runs ``transformers serve``; returns the exit status.
 
     2 with a message: an unchecked version of transformers, a bad option, a missing package, no
-    model or one that is not there. 130: Ctrl-C.
+    model or a missing model. 130: Ctrl-C.
     """
     options, theirs = split(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING)
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse_with_400(server)
         try:
             app(["serve", *theirs], standalone_mode=False)
-        except RuntimeError as error:  # Abort is one: click's, or that of typer's own copy
+        except RuntimeError as error:  # includes Abort, from click or typer's copy of it
             if type(error).__name__ != "Abort":
                 raise
             return 130

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What the layers of a transformers model store.
+"""The shapes that the layers of a transformers model store.
 
 Windows and differences between layers come from the configuration. Heads and their sizes come from
-the keys and values that the model passes: these show what tensor parallelism left of them, and
-whether a model with MLA stores its latent (as keys of the latent's rank and values of the rotary
-part) or the keys and values computed from it.
+the keys and values that the model passes: these reflect tensor parallelism, and whether a model
+with MLA stores its latent (as keys of the latent's rank and values of the rotary part) or the keys
+and values computed from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Handed = tuple[int, int, int]
 
 
 def handed_over(key: Any, value: Any) -> Handed:
-    """The sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
+    """The head counts and sizes of keys and values ``[batch, num_kv_heads, any, head_dim]``.
 
     Raises:
         InvalidArgument: different numbers of heads.
@@ -47,7 +47,7 @@ def handed_over(key: Any, value: Any) -> Handed:
 
 
 def plain_scores(what: str, given: Mapping[str, Any]) -> None:
-    """Refuses what a model passes to its attention function besides queries, keys and values.
+    """Refuses extra arguments of an attention function that change the scores.
 
     Raises:
         NotSupported: capped scores, sinks or position biases, which no kernel over slots supports.
@@ -58,14 +58,14 @@ def plain_scores(what: str, given: Mapping[str, Any]) -> None:
 
 
 def twice(layer: int) -> NotSupported:
-    """The error for a layer that attends twice in one pass, over other values (DiffLlama)."""
+    """The error for a layer that attends twice in a pass, over different values (DiffLlama)."""
     return NotSupported(
         f"layer {layer} attends twice in a pass: a layer has one row for a token", op="attention"
     )
 
 
 def row_shapes(config: Any, what: str) -> list[LayerShape]:
-    """`layer_shapes` of a model that keeps keys and values in every layer.
+    """The `layer_shapes` of a model that keeps keys and values in every layer.
 
     Raises:
         NotSupported: a layer has a state or keeps nothing; the text says that `what` cannot run it.
@@ -85,13 +85,13 @@ def row_shapes(config: Any, what: str) -> list[LayerShape]:
 def stored_shapes(
     text: Any, layer: int, given: Handed | None
 ) -> tuple[list[Shape], list[Handed | None]]:
-    """What every layer keeps and is passed, derived from the first layer that is passed something.
+    """What each layer keeps and is passed, derived from the first layer that receives keys.
 
     Args:
         text: the language model's configuration.
         layer: that layer.
-        given: what it is passed; None: it has a state, and the others are as the configuration
-            says.
+        given: what it is passed; None: it has a state, and the other layers follow the
+            configuration.
 
     Raises:
         InvalidArgument: the configuration's layers differ, and this one matches none of them.
@@ -125,7 +125,7 @@ def stored_shapes(
 def _stored_rows(
     rows: list[LayerShape], layer: int, mine: LayerShape, given: Handed
 ) -> Callable[[LayerShape], tuple[LayerShape, Handed]]:
-    """Maps the configuration's description of a layer to what it keeps and is passed.
+    """Maps each layer's configuration to what it keeps and is passed.
 
     Args:
         rows: of all layers with keys and values.

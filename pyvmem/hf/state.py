@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One layer of a `VMemCache` that keeps a state: linear attention, a state space, a convolution."""
+"""A layer of a `VMemCache` with a state: linear attention, a state space, a convolution."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
     `conv_states` and `recurrent_states` are views ``[batch, ...]``.
     """
 
-    is_compileable = False  # the views come and go
+    is_compileable = False  # the views are dropped and recreated
     is_croppable = False
-    tokens = 1  # tokens that need pages: any number is the same
+    tokens = 1  # a state's pages do not depend on the number of tokens
     device: Any
     has_previous_state: Any
 
@@ -41,7 +41,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # others set it
-        """Whether it has slots."""
+        """True once it has slots."""
         return hasattr(self, "batch_size")
 
     @uncompiled
@@ -122,7 +122,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             )
 
     def check_back(self, length: int) -> None:
-        """Raises InvalidArgument, for 0 tokens, too: a state cannot go back."""
+        """Raises InvalidArgument, even for 0 tokens: a state cannot be rolled back."""
         raise invalid(
             f"{length} tokens: layer {self._index} has a state, which cannot go back; compute the "
             "tokens again after reset",
@@ -130,7 +130,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         )
 
     def activate_past_recording(self) -> None:
-        """Refuses to keep states of earlier tokens, which transformers does for convolutions.
+        """Refuses: transformers would keep states of earlier tokens for convolutions.
 
         Raises:
             NotSupported: always.
@@ -148,7 +148,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
         self._rows.settle()
 
     def forget(self) -> None:
-        """Drops the views; nothing else happens."""
+        """Drops the views only."""
         for states in (self.conv_states, self.recurrent_states):
             states[0] = None
         for flags in (
@@ -157,7 +157,7 @@ class VMemState(TakesRows, _Layer):  # type: ignore[misc]  # a base that is Any
             self.has_previous_state,
         ):
             flags[0] = False
-        self.__dict__.pop("batch_size", None)  # transformers asks whether it is there
+        self.__dict__.pop("batch_size", None)  # transformers checks for this attribute
 
     def _take(self, source: Sequence[int]) -> None:
         if not self.is_initialized:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Arrays over virtual addresses: DLPack, the array interfaces, memoryview, torch.
 
-An array never touches the memory that it describes; whoever uses its elements must have them
-mapped.
+An array never touches the memory it describes; map the elements before using them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["VirtualArray", "torch_tensor"]
 
 # DLDeviceType (dlpack.h)
 _CPU, _CUDA = 1, 2
-# Most dimensions that torch takes; DLPack itself has no limit.
+# Maximum number of dimensions in torch; DLPack itself has no limit.
 _MAX_NDIM: Final = 64
 _MAX_DIM: Final = 2**63 - 1
 
@@ -87,8 +86,8 @@ class VirtualArray:
             )
         if max((*self.shape, *self.strides), default=0) > _MAX_DIM:
             self._bad("a number is above 2**63 - 1", limit=_MAX_DIM)
-        # torch counts elements whatever the strides, and deletes the capsule that it refuses, which
-        # would be deleted again with its owner.
+        # torch counts elements regardless of strides and deletes a capsule it rejects, which would
+        # be deleted again with its owner.
         if math.prod(max(n, 1) for n in self.shape) * self.dtype.itemsize > _MAX_DIM:
             self._bad("its elements alone would take more than 2**63 - 1 bytes", limit=_MAX_DIM)
 
@@ -117,9 +116,10 @@ class VirtualArray:
         return self.reservation.addr + self.offset
 
     def index_of(self, offset: int) -> tuple[int, ...] | None:
-        """The element that a byte of the reservation lies in; None: in none of this array.
+        """The index of the element that contains a byte of the reservation; None if no element
+        does.
 
-        Of an array whose elements overlap: one of them.
+        If elements overlap, any of them.
         """
         rest, index = (offset - self.offset) // self.dtype.itemsize, [0] * len(self.shape)
         for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
@@ -149,7 +149,7 @@ class VirtualArray:
     ) -> Any:
         """A DLPack capsule; versioned (1.x) where the consumer takes that.
 
-        `stream` needs no care: an array has no work of its own under way.
+        `stream` is ignored: an array has no pending work of its own.
 
         Raises:
             BufferError: a copy, or another device, is asked for.

@@ -49,7 +49,7 @@ _opened: weakref.WeakSet[Context] = weakref.WeakSet()
 
 
 def find_reservation(addr: int) -> Reservation | None:
-    """The open reservation of this process that begins there."""
+    """The open reservation of this process that begins at `addr`."""
     for context in list(_opened):
         for one in list(context._reservations) if context.is_open else ():
             if one.addr == addr and one.is_open:
@@ -68,11 +68,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class ContextRemains(Remains):
-    """A context that nobody has any more.
+    """Closes a context whose owner was lost.
 
     Attributes:
-        unclaimed: nobody was given anything in it: it is closed with all that is there. Set by an
-            object with a context of its own, until its first call.
+        unclaimed: nothing in it was handed out, so it may be closed with its contents. Set by an
+            object that owns its context, until its first call.
     """
 
     def __init__(self, owner: Context, made: Outcome) -> None:
@@ -229,8 +229,8 @@ class Context(AddressSpace, Closable):
             align: a power of two; 0 = 2 MiB, or the granule where larger.
             force: visible even beyond the card's free memory.
             large: pages of 2 MiB will be mapped here, besides smaller ones.
-            into: what becomes the reservation, for a caller who must know it before the call; None:
-                a new one.
+            into: the object to initialise as the reservation, for a caller that must hold it before
+                the call; None: create one.
 
         Raises:
             InvalidArgument: size 0, unaligned or absurd.
@@ -298,8 +298,8 @@ class Context(AddressSpace, Closable):
         """`retain` for `count` ranges whose starts are `stride` apart: one handle to all of them.
 
         Range i begins ``i * size`` bytes into the handle, so that one `OpBatch.map` of as many
-        pieces maps them elsewhere. `pages`: what becomes the handle, for a caller who must know it
-        before the call; None: a new one.
+        pieces maps them elsewhere. `pages`: the object to initialise as the handle, for a caller
+        that must hold it before the call; None: create one.
         """
         size, count, stride = map(operator.index, (size, count, stride))
         pages = pages or Pages(self, Outcome(), size * count)
@@ -309,15 +309,15 @@ class Context(AddressSpace, Closable):
     # ---- batches -------------------------------------------------------------------------------
 
     def _ready(self, after: Iterable[Any]) -> tuple[tuple[Any, int], Sequence[Any]]:
-        """`after_items` for a call of C that waits: descriptors are waited for here.
+        """`after_items` for a blocking C call: descriptors are waited for here.
 
-        What it returns besides must live until the call is over.
+        The second result must live until the call is over.
         """
         if not after:
             return _native.AFTER_NONE, ()
         after = [*after]
         items, keep = after_items(after, self.cuda_device)
-        wait_after(after, lambda: self.is_open)  # the call of C says that it is closed
+        wait_after(after, lambda: self.is_open)  # the C call reports that it is closed
         return items, [keep, after]
 
     def batch(
@@ -327,17 +327,17 @@ class Context(AddressSpace, Closable):
         outcome: Outcome | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """Runs the operations as one, after the work in `after`: maps, then fills, then unmaps.
+        """Runs the operations atomically, after the work in `after`: maps, then fills, then unmaps.
 
         Args:
             ops: stays as it is and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
-            outcome: records the result, whatever interrupts this call.
-            waits: the call is counted there.
+            outcome: records the result even if an exception interrupts this call. waits: counter of
+            waits that this call increments.
 
         Raises:
-            NotGpuWork: something in `after` is none.
-            VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
+            NotGpuWork: an item of `after` does not name GPU work. VMemError: what failed; maps and
+            unmaps were undone, bytes written by fills stay.
         """
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")
@@ -353,7 +353,7 @@ class Context(AddressSpace, Closable):
         ticket: Ticket | None = None,
         late: bool = False,
     ) -> Ticket:
-        """The same on the worker thread, which waits for `after`; this call waits for nothing.
+        """Runs a batch on the worker thread, which waits for `after`; this call does not block.
 
         Everything is checked and the pages are taken before it returns. Until the batch is finished
         its ranges are Busy for other calls.
@@ -361,19 +361,18 @@ class Context(AddressSpace, Closable):
         Args:
             ops: may be changed at once.
             after: as for `batch`.
-            ticket: of this context and not used yet (``Ticket(context)``), for a caller who must
-                know it before the batch is under way; None: a new one.
-            late: the worker takes the pages, too, where the pool has as many, so that this call
-                costs the same however many they are. It checks the arguments alone; what is in the
-                way when the worker starts the batch, or short because others were faster, is the
-                ticket's failure.
+            ticket: of this context and not used yet (``Ticket(context)``), for a caller that must
+                hold it before the batch starts; None: create one.
+            late: the worker also takes the pages, if the pool has enough, so that this call's cost
+                does not depend on their number. The call checks only the arguments; conflicts and
+                shortages that the worker meets fail the ticket.
 
         Raises:
             OutOfMemory: now or, but for `late`, never.
             TooManyBatches: too many unfinished batches.
             TooManyTickets: too many `Ticket` objects that live and were never waited for.
             NotGpuWork: something in `after` is none.
-            InvalidArgument: a ticket that was used, or is another context's.
+            InvalidArgument: a ticket already used, or of another context.
             VMemError: a bad operation; nothing changed.
         """
         if not isinstance(ops, OpBatch):
@@ -390,7 +389,7 @@ class Context(AddressSpace, Closable):
         items = _native.AFTER_NONE
         keep: list[Any] = []
         if after:
-            after = [*after]  # an iterator's events would be closed before libvmem has them
+            after = [*after]  # an iterator could close its events before libvmem has them
             items, keep = after_items(after, self.cuda_device)
         ticket._consumed = consumed = list(ops._consumed)
         if keep:
@@ -406,10 +405,10 @@ class Context(AddressSpace, Closable):
     def compact(self, nbytes: int | None = None, after: Iterable[Any] = ()) -> int:
         """Gives memory back to the driver: empty slabs, then those at most half used.
 
-        Their pages are copied to free pages of fuller slabs, which take their place at every
-        address and in every `Pages`. A safe point only: from the end of the work in `after` until
-        this returns, no GPU work may touch any mapping of the context. Slabs that an unfinished
-        batch uses are skipped.
+        Their pages are copied to free pages of fuller slabs, which replace them at every address
+        and in every `Pages`. A safe point only: from the end of the work in `after` until this
+        returns, no GPU work may touch any mapping of the context. Slabs that an unfinished batch
+        uses are skipped.
 
         Args:
             nbytes: least bytes to give back, as far as possible; None: all that can be.
@@ -419,7 +418,7 @@ class Context(AddressSpace, Closable):
             The bytes given back.
 
         Raises:
-            VMemError: what failed; each slab was emptied and given back, or is as it was.
+            VMemError: what failed; every slab is either given back or unchanged.
         """
         items, _keep = self._ready(after)
         want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else operator.index(nbytes)
@@ -432,7 +431,7 @@ class Context(AddressSpace, Closable):
 
     def _known(self) -> list[Reservation]:
         while True:
-            with suppress(RuntimeError):  # a finalizer or signal handler has reserved, too
+            with suppress(RuntimeError):  # a finalizer or signal handler may have reserved too
                 return list(self._reservations)
 
     # ---- end -----------------------------------------------------------------------------------
@@ -450,7 +449,7 @@ class Context(AddressSpace, Closable):
                 if self._closed:
                     return
                 if self._pid != os.getpid():
-                    self.stats()  # raises: it is the parent's
+                    self.stats()  # raises if the context is the parent's
                 live = sum(one.live_arrays for one in self._known())
                 if not live:
                     before = self.is_open
@@ -466,19 +465,19 @@ class Context(AddressSpace, Closable):
             _native.close(self.handle, outcome=outcome)
         except BaseException:
             if before is not None:
-                cell = outcome.cell  # no call is made here, after which an exception could come
+                cell = outcome.cell  # no Python call here: an exception could follow it
                 self._closed = cell.called == 1 and cell.code == 0
                 self.is_open = before and not self._closed
             raise
         self._events.clear()
 
     def abandon(self) -> None:
-        """`close`, unless it was closed before."""
+        """`close`, unless already closed."""
         self.close()
 
     def _leave(self) -> None:
         if self._closed or self._pid == os.getpid():
-            self.close()  # else a forked child leaves the block, which owns nothing of it
+            self.close()  # else a forked child leaves the block; it owns nothing in the context
 
     def __del__(self, _warn: Any = warnings.warn) -> None:
         if not getattr(self, "_closed", True) and self._pid == os.getpid():

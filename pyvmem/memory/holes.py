@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell() -> None:
-    """Raises what the main thread has read, and leaves to other threads what they have read.
+    """Raises for the hole that the main thread has read; has other threads raise for theirs.
 
     Raises:
         NotMapped: a hole was read.
@@ -55,7 +55,7 @@ def tell() -> None:
 
 
 def _unseen(frame: FrameType | None) -> bool:
-    """Whether Python would ignore an exception there: in what it calls for dead objects."""
+    """True if Python would ignore an exception in this frame, as in finalizers."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__del__" or code.co_filename in _CALLBACKS:
@@ -65,11 +65,12 @@ def _unseen(frame: FrameType | None) -> bool:
 
 
 def _leave(thread: int, read: Any) -> None:
-    """Raises in another thread. Its read may be under way still, so the hole stays as it is."""
+    """Raises in another thread. Its read may still be running, so the hole stays as it is."""
     text, fields = _text(read), _fields(read)
 
     class Later(NotMapped):
-        """Becomes a `NotMapped` in the thread: Python makes it there, and passes nothing."""
+        """Turns into `NotMapped` in the other thread, where Python instantiates it without
+        arguments."""
 
         def __new__(cls) -> NotMapped:  # type: ignore[misc]  # as said
             _holes.conceal()
@@ -99,7 +100,7 @@ def _text(read: Any) -> str:
 
 
 def _element(arrays: Sequence[VirtualArray], offset: int) -> str:
-    """The element at a byte of the reservation, in the first array that has it."""
+    """The first array's element that contains this byte of the reservation."""
     for array in arrays:
         index = array.index_of(offset)
         if index is not None:

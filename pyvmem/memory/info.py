@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a context, a range and a handle report: enumerations and frozen records.
+"""Enumerations and frozen records that describe contexts, ranges and handles.
 
 Values come from vmem.h through the compiler; sizes are bytes, addresses device virtual addresses
 (on ``host``: pointers).
@@ -34,7 +34,7 @@ KEEP_ALL: int = _c("VMEM_KEEP_ALL")
 
 
 class Caps(enum.Flag):
-    """What a back end can do."""
+    """Capabilities of a back end."""
 
     ALIAS = _c("VMEM_CAP_ALIAS")
     READONLY = _c("VMEM_CAP_READONLY")
@@ -51,7 +51,7 @@ class Caps(enum.Flag):
 
 
 class Location(enum.IntEnum):
-    """Where physical pages lie."""
+    """Locations of physical pages."""
 
     DEVICE = _c("VMEM_DEVICE")
     HOST = _c("VMEM_HOST")
@@ -90,11 +90,11 @@ def sizes_of_mask(mask: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ContextInfo:
-    """What a context is (struct vmem_info).
+    """Describes a context (struct vmem_info).
 
     Attributes:
         backend: ``"host"``, ``"cuda"``, ``"stock"`` or ``"uvm"``.
-        caps: what it can do.
+        caps: its capabilities.
         granule: the smallest page, in bytes.
         page_sizes: the sizes a page can have, ascending.
         slab_size: bytes taken from the driver at once.
@@ -105,8 +105,8 @@ class ContextInfo:
         devices: CUDA ordinals, the first one holds the pages.
         uuid: of the first device as nvidia-smi writes it, ``""`` on host.
         uuids: of every device.
-        why: for ``"auto"``, why the back ends before this one were passed over.
-        warning: what an operator should know, ``""`` for nothing: a driver of an unknown branch.
+        why: for ``"auto"``, why the back ends tried first cannot be used.
+        warning: a message for the operator, such as a driver of an unknown branch; ``""`` if none.
     """
 
     backend: str
@@ -197,9 +197,9 @@ class MemoryInfo:
     """Physical memory of a location as of now (struct vmem_memory_info).
 
     Attributes:
-        free_bytes: what the context could still take from the driver within its `mem_limit`, beside
-            its pool's free pages; others may take it first.
-        total_bytes: what there is, whoever has it; 0 where the driver does not say.
+        free_bytes: bytes the context could still take from the driver within its `mem_limit`, not
+            counting its pool's free pages; others may take them first.
+        total_bytes: the location's total memory; 0 if the driver does not report it.
     """
 
     free_bytes: int
@@ -215,7 +215,8 @@ class RangeInfo:
         nbytes: its length.
         mapped_bytes: of the reservation.
         segments: of the reservation.
-        run_bytes: from the granule of the address on: bytes in the same state, one physical run.
+        run_bytes: bytes from the granule of the address on that have the same state and are
+        physically contiguous.
         flags: state of the address.
         entry_bytes: size of the page-table entry that maps the address (4 KiB, 64 KiB or 2 MiB); 0:
             not mapped.
@@ -231,12 +232,12 @@ class RangeInfo:
 
     @property
     def mapped(self) -> bool:
-        """Whether the address has memory."""
+        """True if the address is mapped."""
         return RangeFlags.MAPPED in self.flags
 
     @property
     def readonly(self) -> bool:
-        """Whether the address is mapped read-only."""
+        """True if the address is mapped read-only."""
         return RangeFlags.READONLY in self.flags
 
     @classmethod
@@ -254,10 +255,10 @@ class RangeInfo:
 
 @dataclass(frozen=True)
 class PagesInfo:
-    """What a handle refers to (struct vmem_handle_info).
+    """Describes the pages behind a handle (struct vmem_handle_info).
 
     Attributes:
-        nbytes: length of the pages together.
+        nbytes: total length of the pages.
         page_size: of each page.
         runs: physical runs.
         mappings: live mappings made with this handle.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Batches: operations written straight into a C array that is kept and filled again."""
+"""Batches: operations packed directly into a reusable C array."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DEVICE: Final = int(Location.DEVICE)
 
 
 def _check_layout() -> None:
-    """Compares `_LAYOUT` with what the compiler made of struct vmem_op."""
+    """Compares `_LAYOUT` with the compiler's layout of struct vmem_op."""
     fields = _native.ffi.typeof("struct vmem_op").fields[: len(_FIELDS)]
     codes = _LAYOUT.format.lstrip("=").removesuffix("16x")
     offset = 0
@@ -62,9 +62,8 @@ class OpBatch:
     """A reusable list of operations for `Context.batch` and `Context.submit`.
 
     Each operation works on `count` pieces of `size` bytes whose starts are `stride` apart, as in a
-    2-D copy. Appending costs well under a microsecond; `clear` keeps the array. A batch given to
-    `Context.submit` is copied there and may be changed at once. Not for use by several threads at
-    once.
+    2-D copy. Appending costs well under a microsecond; `clear` keeps the array. `Context.submit`
+    copies the batch, so it may be changed at once. Not for use by several threads at once.
 
     Args:
         capacity: most operations it holds, at least 1.
@@ -89,7 +88,7 @@ class OpBatch:
 
     @property
     def capacity(self) -> int:
-        """Most operations it holds."""
+        """Maximum number of operations."""
         return self._limit // _SIZE
 
     def __len__(self) -> int:
@@ -97,11 +96,11 @@ class OpBatch:
 
     @property
     def array(self) -> Any:
-        """The operations, struct vmem_op[] of `capacity`: for C that writes them; see `wrote`."""
+        """The struct vmem_op[] of `capacity`, for C code that fills it; see `wrote`."""
         return self._array
 
     def wrote(self, count: int) -> None:
-        """Records that C has written `count` operations, all there are; none consumes pages."""
+        """Sets the batch to the `count` operations that C has written; none consumes pages."""
         end = operator.index(count) * _SIZE
         if not 0 <= end <= self._limit:
             _native.fail(
@@ -114,7 +113,7 @@ class OpBatch:
             self._consumed = []
 
     def clear(self) -> None:
-        """Forgets all operations."""
+        """Removes all operations."""
         self._end = 0
         if self._consumed:
             self._consumed = []
@@ -144,9 +143,10 @@ class OpBatch:
             stride: bytes between the starts of pieces.
             readonly: writes through this mapping are errors.
             consume: on success, drop the reference that `pages` holds; the mapping owns the pages.
-            replace: over what is mapped there, all of it, which loses its reference. `pages` must
-                have been mapped before. While they are replaced no GPU work may touch the range; on
-                ``uvm`` it may, unless a large page comes or goes (`vmem.h`, VMEM_OP_REPLACE).
+            replace: map over existing mappings, which must cover the whole range and lose their
+                references. `pages` must have been mapped before. While they are replaced no GPU
+                work may touch the range; on ``uvm`` it may, unless a large page comes or goes
+                (`vmem.h`, VMEM_OP_REPLACE).
             offset_stride: bytes between the pieces' pages within `pages`; 0: `size`.
             split: with `replace`: split large entries of which a piece takes a part. No GPU work
                 may touch any of their 2 MiB until the batch is over.
@@ -204,10 +204,10 @@ class OpBatch:
             spread: let each stretch grow in a 2 MiB chunk of its own while there are empty ones.
             location: a `Location`.
             device: CUDA ordinal for `Location.PEER`.
-            copy_from: the new pages hold what lies at this address, mapped and in no need of being
-                aligned, instead of zeros. Taking it away before the batch is over is `Busy`.
-            copy_stride: bytes between the sources of the pieces; 0: all hold the same.
-            copy_bytes: of one piece; what is beyond is zero. 0: all of it.
+            copy_from: initialise the new pages from this mapped address, which need not be aligned,
+                instead of with zeros. Unmapping it before the batch is over raises `Busy`.
+            copy_stride: bytes between the sources of the pieces; 0: all copy the same source.
+            copy_bytes: bytes copied per piece; the rest is zero. 0: the whole piece.
         """
         flags = (_DIRTY if dirty else 0) | (_SPREAD if spread else 0)
         if copy_from is None:
@@ -262,7 +262,7 @@ class OpBatch:
     def join(
         self, addr: int, size: int, count: int = 1, stride: int = 0, holes: bool = False
     ) -> None:
-        """Maps every piece again by the fewest calls and entries, as `Context.join` does.
+        """Remaps every piece with the fewest driver calls and entries, as `Context.join` does.
 
         All of it must be mapped before the batch, unless `holes`. No GPU work may touch it until
         the batch is over.
@@ -317,7 +317,7 @@ class OpBatch:
 
 
 def _bad_number(error: Exception, **values: int) -> NoReturn:
-    """Says which value does not fit; called with the batch unchanged."""
+    """Raises for the value that does not fit; the batch is unchanged."""
     for name, value in values.items():
         if not isinstance(value, int):
             raise TypeError(f"{name}: expected int, not {value!r}") from error

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Pages", "Ticket", "drop_forgotten"]
 
-# A wait without limit comes back to Python this often, so that signals are handled (Ctrl-C).
+# Unbounded waits return to Python at this interval, so that signals (Ctrl-C) are handled.
 _SLICE_NS = 200_000_000
 
 
@@ -78,7 +78,7 @@ class Pages(Scoped):
         self._done = True
 
     def drop(self) -> None:
-        """Drops the reference alone: mappings stay and keep their pages.
+        """Drops only the reference: mappings stay and keep their pages.
 
         Raises:
             BadHandle: released, dropped or consumed before.
@@ -87,7 +87,7 @@ class Pages(Scoped):
         self._done = True
 
     def abandon(self) -> None:
-        """`drop`, unless it was dropped or consumed before, or never made."""
+        """`drop`, unless already dropped or consumed, or never created."""
         if not self._done:
             if self._outcome.happened:
                 with suppress(BadHandle):
@@ -139,17 +139,17 @@ class Pages(Scoped):
 class Ticket:
     """A batch on the worker thread.
 
-    Its result is kept, however many batches follow: by libvmem until it is known here, then by this
-    object. `wait` and `done` may be called again, by several threads, and after an exception from
+    The result stays available however many batches follow: libvmem keeps it until this object has
+    read it. `wait` and `done` may be called again, by several threads, and after an exception from
     outside (KeyboardInterrupt) as if they had not been. An object that is forgotten or closed does
     not cancel its batch.
 
     Attributes:
-        outcome: what the call that submits it has done, known after an exception from outside, too.
+        outcome: how far the submitting call came, valid even if an exception interrupted it.
     """
 
-    # _result: None: not known; True: success; else what the batch failed with. It is written before
-    # libvmem's ticket is dropped, so who finds that one gone finds the result here.
+    # _result: None: not known; True: success; else what the batch failed with. It is set before
+    # libvmem's ticket is dropped: a thread that finds the ticket gone finds the result here.
     __slots__ = (
         "__weakref__", "_consumed", "_context", "_dropped", "_held", "_result", "outcome",
     )  # fmt: skip
@@ -170,7 +170,7 @@ class Ticket:
 
     @property
     def sent(self) -> bool:
-        """Whether the batch was submitted."""
+        """True if the batch was submitted."""
         return self.outcome.happened
 
     def wait(self, timeout: float | None = None) -> None:
@@ -199,7 +199,7 @@ class Ticket:
             raise copy.copy(self._result)  # each raise adds to a traceback
 
     def _ask(self, timeout_ns: int) -> bool:
-        """Whether the result is known, after waiting so long. Each step can be done again."""
+        """Waits at most this long; True if the result is known. Every step can be repeated."""
         if self._result is None:
             try:
                 if not _native.wait(self._context.handle, self.handle, timeout_ns):
@@ -207,7 +207,7 @@ class Ticket:
                 self._result = True
             except VMemError as error:
                 if error.errno not in (errno.EBADF, errno.ECHILD):
-                    # An undone batch consumed nothing: the references are the caller's again.
+                    # A rolled-back batch consumed nothing: the caller owns the references again.
                     for pages in self._consumed:
                         pages._done = False
                     self._result = error.with_traceback(None)
@@ -222,7 +222,7 @@ class Ticket:
         self._dropped = True
 
     def done(self) -> bool:
-        """Whether the batch is finished, well or not; does not wait.
+        """True if the batch has finished or failed; does not wait.
 
         Raises:
             BadHandle: as for `wait`.
@@ -230,7 +230,7 @@ class Ticket:
         return self._ask(0)
 
     def _over(self) -> bool:
-        """Whether libvmem needs its events no more."""
+        """True if libvmem no longer needs the batch's events."""
         return self.done() if self.sent else bool(self.outcome.cell.called)
 
     def order(self, stream: Any = None) -> None:
@@ -261,7 +261,7 @@ class Ticket:
             self._drop()
 
     def __del__(self) -> None:
-        # Not by a call of C: this may run between a failed call and the question why it failed.
+        # Makes no C call: this may run between a failed call and the query of its error.
         if not getattr(self, "_dropped", True) and self.sent:
             self._context._forgotten.append(self.handle)
 
@@ -272,7 +272,8 @@ class Ticket:
 def drop_forgotten(vm: int, numbers: deque[int]) -> None:
     """Drops the tickets whose objects were collected before their result was known."""
     while numbers:
-        # Other threads may be here: a number goes last, so that none is left out.
+        # Other threads may run this too: a number is removed only after its drop, so none is
+        # missed.
         try:
             number = numbers[0]
             _native.ticket_drop(vm, number)

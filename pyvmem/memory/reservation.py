@@ -82,7 +82,7 @@ class Reservation(Closable):
 
     @property
     def addr(self) -> int:
-        """The first address; 0: the call that makes it has not been made."""
+        """The first address; 0 before the reserving call."""
         return self._outcome.value
 
     @property
@@ -102,22 +102,22 @@ class Reservation(Closable):
 
     @property
     def is_open(self) -> bool:
-        """Neither closed itself nor by its context."""
+        """True until it or its context is closed."""
         return not self._closed and self._context.is_open
 
     @property
     def live_arrays(self) -> int:
-        """Arrays, tensors and buffers over it that live."""
-        # Not `len`: it takes an array for alive if a signal's exception, which nobody sees, kept
-        # the dictionary from learning of its end.
+        """The number of live arrays, tensors and buffers over it."""
+        # Not `len`: if a signal's exception suppressed a weak reference's callback, the dictionary
+        # still counts its dead array.
         return sum(one() is not None for one in self._arrays.valuerefs())
 
     def arrays(self) -> list[VirtualArray]:
-        """Those of `live_arrays`, oldest first."""
+        """The live arrays, oldest first."""
         return [array for one in self._arrays.valuerefs() if (array := one()) is not None]
 
     def _at(self, offset: int, size: int, op: str) -> int:
-        """The address of an offset; libvmem checks addresses, which may lie in a neighbour."""
+        """The address of an offset, bounds-checked: libvmem would accept one past the end."""
         if self._closed or self._closing:
             self._raise_closed(op)
         offset, size = operator.index(offset), operator.index(size)
@@ -157,7 +157,7 @@ class Reservation(Closable):
         self._context.unmap(self._at(offset, size, "vMemUnmap"), size)
 
     def join(self, offset: int = 0, size: int | None = None) -> int:
-        """Maps again in one piece what was mapped page by page; see `Context.join`."""
+        """Remaps pages that were mapped one by one in one piece; see `Context.join`."""
         length = self.nbytes - offset if size is None else size
         return self._context.join(self._at(offset, length, "vmem_join"), length)
 
@@ -289,11 +289,11 @@ class Reservation(Closable):
         self._closed = True
 
     def leave(self) -> None:
-        """Leaves what cannot be freed to the context, which frees it when closed."""
+        """Leaves a reservation that cannot be freed to the context's close."""
         self._closed = True
 
     def abandon(self) -> None:
-        """``close(unmap=True)``, unless it was closed before, or never made."""
+        """``close(unmap=True)``, unless already closed or never created."""
         if self._outcome.happened:
             self.close(unmap=True)
         self._closed = True

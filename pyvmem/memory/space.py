@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a context does at addresses: mapping, contents, the pool, checks."""
+"""The address-based calls of a context: mapping, contents, the pool, checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pyvmem.plumbing.validation import expect
 __all__ = ["AddressSpace"]
 
 _MAP_READONLY = _native.constant("VMEM_MAP_READONLY")
-# Above this, read() looks first whether the range can exist, before it takes memory for a copy.
+# Above this size, read() checks that the range exists before allocating the copy.
 _LARGE_READ = 64 << 20
 
 
 class AddressSpace:
-    """The part of `Context` that needs nothing but libvmem's context."""
+    """The methods of `Context` that need only libvmem's context."""
 
     handle: int
     """libvmem's context (vmem_t)."""
@@ -95,11 +95,11 @@ class AddressSpace:
         _native.write(self.handle, addr, buffer, len(buffer))
 
     def copy(self, dst: int, src: int, size: int) -> None:
-        """Copies within the context; done when the call returns."""
+        """Copies within the context; complete on return."""
         _native.copy(self.handle, dst, src, size)
 
     def fill(self, addr: int, size: int, value: int = 0) -> None:
-        """Fills a range with the byte `value` (0 to 255); done when the call returns."""
+        """Fills a range with the byte `value` (0 to 255); complete on return."""
         _native.fill(self.handle, addr, size, value)
 
     # ---- pool ----------------------------------------------------------------------------------
@@ -113,10 +113,11 @@ class AddressSpace:
         return _native.trim(self.handle, operator.index(keep))
 
     def join(self, addr: int, size: int) -> int:
-        """Maps again in one piece each run that was mapped page by page; returns the driver calls.
+        """Remaps each run that was mapped page by page in one piece; returns the driver calls made.
 
-        With large entries (`Context`) whole blocks get one each. A safe point only: no GPU work may
-        touch the range. `OpBatch.join` does the same after other work, with the rest of a batch.
+        With `large_entries` (`Context`), every whole block gets one large entry. A safe point only:
+        no GPU work may touch the range. `OpBatch.join` does the same as part of a batch, ordered
+        after other work.
         """
         return _native.join(self.handle, addr, operator.index(size))
 
@@ -133,7 +134,7 @@ class AddressSpace:
     def inject(
         self, kinds: Inject | int, skip: int = 0, count: int = 1, error: int = errno.EIO
     ) -> None:
-        """Of the coming driver calls of these kinds, lets `skip` pass and fails the next `count`.
+        """Fails driver calls of these kinds: lets `skip` pass, then fails the next `count`.
 
         Args:
             kinds: which calls.

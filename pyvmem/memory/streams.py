@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Converts GPU work and devices of other libraries for libvmem.
 
-What names GPU work, wherever a call takes a ``stream`` or an ``after``:
+Objects that name GPU work, wherever a call takes a ``stream`` or an ``after``:
 
     torch.cuda.Stream, cuda.core Stream, anything with __cuda_stream__    the stream's work so far
     None, CurrentStream                                  the same of torch's current stream
     torch.cuda.Event, cuda.core Event                    the work before the event was recorded
     FdEvent                                              until its descriptor polls readable
 
-`work_of` alone classifies them; it refuses everything else. An event that is
-given stays the caller's, who must not record it again before that work is over: it would stand for
-other work.
+`work_of` alone classifies them; it refuses everything else. A caller's event stays the caller's and
+must not be recorded again before that work is over: it would then stand for other work.
 
 CUDA graphs: a stream that is being captured has no work to wait for and cannot be made to wait for
 work outside of the capture; calls that would have to are refused (InvalidArgument), and the capture
@@ -73,7 +72,7 @@ _FD: Final = _native.constant("VMEM_AFTER_FD")
 
 
 class FdEvent(Closable):
-    """Work that is over when a descriptor polls readable: an eventfd, a sync_file, a pipe.
+    """Work that is finished when a descriptor polls readable: an eventfd, a sync_file, a pipe.
 
     Works on every back end; on ``host`` it stands for GPU work. A descriptor given by the caller
     stays the caller's; libvmem duplicates what it waits for, so it may be closed at once.
@@ -93,13 +92,13 @@ class FdEvent(Closable):
         return event
 
     def set(self) -> None:
-        """Marks the work as over (an eventfd's write)."""
+        """Marks the work as finished (writes to the eventfd)."""
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
         """Closes the descriptor if `create` made it. Idempotent."""
         if self._own:
-            self._own, fd, self.fd = False, self.fd, -1  # another file may get the number
+            self._own, fd, self.fd = False, self.fd, -1  # the number may be reused
             os.close(fd)
 
     def __del__(self, _close: Any = os.close) -> None:
@@ -136,10 +135,11 @@ class KeptEvents:
         """
         with self._lock:
             kept = self._kept
-            # Two for each new one, in turn: a batch that never ends does not hide those behind it.
+            # Checks two entries per new one, round-robin: a batch that never ends does not block
+            # the rest.
             for one in list(islice(kept, 2)):
                 if one[0]._over():
-                    with suppress(ValueError):  # a finalizer's call has found it, too
+                    with suppress(ValueError):  # a finalizer's call may have removed it
                         kept.remove(one)
                 else:
                     kept.rotate(-1)
@@ -147,7 +147,7 @@ class KeptEvents:
             kept.append((ticket, events))
 
     def clear(self) -> None:
-        """Forgets all; no batch may be unfinished."""
+        """Drops all events; no batch may be unfinished."""
         with self._lock:
             self._kept.clear()
 
@@ -190,11 +190,11 @@ def _current_device(kind: str) -> int:
     return 0
 
 
-# ---- what names GPU work -------------------------------------------------------------------------
+# ---- naming GPU work -------------------------------------------------------------------------
 
 
 class Kind(enum.Enum):
-    """How GPU work is named."""
+    """The kind of object that names GPU work."""
 
     CURRENT = enum.auto()
     STREAM = enum.auto()
@@ -207,7 +207,7 @@ class Work(NamedTuple):
 
     Attributes:
         kind: stream, event or descriptor.
-        library: ``"torch"``, ``"cuda.core"``, or ``""`` for another one's stream.
+        library: ``"torch"``, ``"cuda.core"``, or ``""`` for another library's stream.
         handle: CUstream, CUevent (0: never recorded) or descriptor; 0 of the current stream.
         source: the object itself.
     """
@@ -219,7 +219,7 @@ class Work(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """Whether it can be made to wait for other work."""
+        """True if it can be made to wait for other work."""
         return self.kind in (Kind.CURRENT, Kind.STREAM)
 
 
@@ -229,14 +229,14 @@ _LEGACY: Final = 1  # CU_STREAM_LEGACY, another name of stream 0
 
 
 def work_of(given: Any, what: str = "stream") -> Work:
-    """Classifies what names GPU work; asks no GPU, and changes nothing.
+    """Classifies an object that names GPU work, without calling the driver.
 
     Args:
-        given: as at the top of this module, or what this has returned.
-        what: the name of the caller's argument, for the text of the error.
+        given: an object listed at the top of this module, or an earlier result of this function.
+        what: the name of the caller's argument, for the error.
 
     Raises:
-        NotGpuWork: it is none of these, on ``host`` too.
+        NotGpuWork: it is none of these; also raised on ``host``.
         InvalidArgument: an `FdEvent` whose descriptor is negative or too large.
     """
     if given is None or given is CurrentStream:
@@ -265,7 +265,7 @@ def work_of(given: Any, what: str = "stream") -> Work:
 
 
 def check(stream: Any) -> None:
-    """`work_of` for calls that use the answer later, and must not have changed anything by then."""
+    """Validates a stream up front, for calls that use it only after changing something."""
     if stream is not None:
         work_of(stream)
 
@@ -279,7 +279,7 @@ def _is_core(given: Any) -> bool:
 
 
 def _protocol_handle(given: Any, answer: Any, what: str) -> int:
-    """The CUstream in what ``__cuda_stream__`` returned: (version of the protocol, handle)."""
+    """The CUstream in a result of ``__cuda_stream__``: (protocol version, handle)."""
     if isinstance(answer, tuple) and len(answer) >= 2 and answer[0] == 0 and _is_handle(answer[1]):
         return int(answer[1])
     raise _refusal(given, what, f"; its __cuda_stream__() is {answer!r:.60}, not (0, handle)")
@@ -301,7 +301,7 @@ def stream_handle(stream: Any, device: int | None) -> int:
         device: CUDA ordinal whose current stream is meant; None: ``host``, every stream is 0.
 
     Raises:
-        NotGpuWork: it is no stream; an event is none either.
+        NotGpuWork: it is no stream; events are refused too.
     """
     work = work_of(stream)
     if not work.is_stream:
@@ -311,17 +311,17 @@ def stream_handle(stream: Any, device: int | None) -> int:
     if work.kind is Kind.STREAM:
         return work.handle
     torch = sys.modules.get("torch")
-    # Without torch, or with one for the CPU, there is no current stream but CUDA's own default.
+    # Without torch, or with a CPU build, the only current stream is CUDA's default.
     if torch is None or not has_cuda(torch):
         return 0
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-_with_cuda: Any = None  # the torch that was found to have CUDA, which asks the driver each time
+_with_cuda: Any = None  # a torch with CUDA; is_available() asks the driver every time
 
 
 def has_cuda(torch: Any) -> bool:
-    """Whether a torch has a GPU; once it has, it is not asked again."""
+    """True if torch can use a GPU; a positive answer is cached."""
     global _with_cuda
     if torch is _with_cuda:
         return True
@@ -368,7 +368,7 @@ def _driver() -> Any:
 
 
 def relaxed(ask: Callable[[], _T]) -> _T:
-    """Calls `ask`, which may ask for events although a stream is captured, in whatever thread.
+    """Calls `ask` in a mode that allows event queries while any thread captures a stream.
 
     In CUDA's default mode of capture cuEventQuery and cuEventSynchronize would break the capture.
     """
@@ -391,7 +391,7 @@ def refuse_captured(stream: Any, device: int) -> None:
 
 
 def refuse_captured_handle(handle: int) -> None:
-    """The same of a CUstream."""
+    """As `refuse_captured`, for a CUstream."""
     is_capturing = getattr(_driver(), "cuStreamIsCapturing", None)
     if is_capturing is None:
         return
@@ -408,11 +408,11 @@ def refuse_captured_handle(handle: int) -> None:
 
 
 def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
-    """Returns when a descriptor polls readable, or cannot; a signal's exception ends the wait.
+    """Waits until a descriptor polls readable or fails; a signal handler's exception ends the wait.
 
     Args:
         fd: the descriptor.
-        wanted: asked ten times a second; False ends the wait, too.
+        wanted: polled ten times a second; False also ends the wait.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -421,9 +421,9 @@ def wait_readable(fd: int, wanted: Callable[[], bool] = lambda: True) -> None:
 
 
 def wait_after(after: Iterable[Any], wanted: Callable[[], bool]) -> None:
-    """Waits for the descriptors in an ``after`` argument, for a call of C that would wait for them.
+    """Waits for the descriptors in an ``after`` argument before a C call that would wait for them.
 
-    That wait would go on after a signal. `wanted`: as for `wait_readable`.
+    A signal would not interrupt the C call's wait. `wanted`: as for `wait_readable`.
     """
     works = [work_of(item, "after") for item in after]
     for work in works:
@@ -455,7 +455,7 @@ def after_items(after: Iterable[Any], device: int | None) -> tuple[tuple[Any, in
         if work.kind is Kind.FD:
             items.append((_FD, work.handle))
         elif work.kind is Kind.EVENT:
-            if work.handle:  # 0: never recorded, hence no work to wait for
+            if work.handle:  # 0: never recorded, so no work to wait for
                 items.append((_EVENT, work.handle))
                 keep.append(item)
         elif work.kind is Kind.STREAM:

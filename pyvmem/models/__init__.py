@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Models: the shapes that their layers keep, read from configurations."""
+"""Shapes of what a model's layers keep, read from configurations."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Hugging Face configurations: the shapes of a model's layers, its type and its limits.
+"""Reads layer shapes, dtype and limits from Hugging Face configurations.
 
-The only place that knows the attributes of these configurations: the cache, the layouts and the
-plugs for transformers ask here.
+No other module knows the attributes of these configurations; the cache, the layouts and the
+transformers plugs use this one.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def uniform_layers(config: Any, given: Collection[str]) -> dict[str, Any]:
 
     Args:
         config: a transformers ``PreTrainedConfig``, or anything with its attributes.
-        given: fields that are not asked for.
+        given: fields the caller sets itself.
 
     Raises:
-        InvalidArgument: an attribute is missing, or layers keep something else.
+        InvalidArgument: an attribute is missing, or layers keep something other than keys and
+            values.
     """
     text = text_config(config)
     kinds = set(_attribute(text, "layer_types") or ()) - {*_FULL, _CHUNKED, _SLIDING}
@@ -91,9 +92,9 @@ def text_config(config: Any) -> Any:
 
 
 def _attribute(text: Any, name: str) -> Any:
-    """None where a configuration does not have it.
+    """Reads an attribute; None if the configuration lacks it.
 
-    Raises InvalidArgument where its layers differ in it, which transformers reports as an error.
+    Raises InvalidArgument if it differs between layers, which transformers reports as an error.
     """
     try:
         return getattr(text, name, None)
@@ -107,7 +108,7 @@ def _attribute(text: Any, name: str) -> Any:
 
 
 def _first(text: Any, field: str, *names: str) -> Any:
-    """The first of these attributes that is set."""
+    """The value of the first of these attributes that is set."""
     for name in names:
         value = _attribute(text, name)
         if value is not None:
@@ -123,7 +124,7 @@ def _num_layers(text: Any) -> Any:
 
 
 def _num_kv_heads(text: Any) -> Any:
-    """Over all ranks. Falcon has a flag that says there is one."""
+    """KV heads over all ranks. Falcon has a flag for a single KV head."""
     own = _attribute(text, "num_key_value_heads")
     if own is None and _attribute(text, "multi_query"):
         return _attribute(text, "num_kv_heads") if text.new_decoder_architecture else 1
@@ -145,14 +146,14 @@ def _head_dim(text: Any) -> Any:
 
 
 def _latent(text: Any) -> Any:
-    """Elements of MLA's latent with its rotary part."""
+    """Elements of MLA's latent, rotary part included."""
     return text.kv_lora_rank + _first(text, "head_dim", "qk_rope_head_dim")
 
 
 def dtype_of(config: Any) -> Any:
     """The type of a model's weights, and so of its keys and values.
 
-    Raises InvalidArgument where neither the text part nor the whole configuration has it.
+    Raises InvalidArgument if neither the text part nor the whole configuration gives it.
     """
     text = text_config(config)
     for one in (text, config):
@@ -166,7 +167,7 @@ def dtype_of(config: Any) -> Any:
 
 
 def longest_of(config: Any) -> Any:
-    """Tokens of the longest sequence that a model was made for."""
+    """The longest sequence a model supports, in tokens."""
     return _first(
         text_config(config),
         "max_seq_len",
@@ -177,12 +178,13 @@ def longest_of(config: Any) -> Any:
 
 
 def _kinds(text: Any) -> Any:
-    """The kind of every layer; None: all are alike. RecurrentGemma has a name of its own for it."""
+    """The kind of every layer; None if all are alike. RecurrentGemma has its own attribute for
+    it."""
     return _attribute(text, "layer_types") or _attribute(text, "layers_block_type")
 
 
 def _window(text: Any) -> int:
-    """The window that every layer has; 0 where one attends to everything."""
+    """The window shared by all layers; 0 if a layer has full attention."""
     kinds = _kinds(text)
     if kinds is not None and set(kinds) != {_SLIDING}:
         return 0
@@ -192,7 +194,7 @@ def _window(text: Any) -> int:
 
 
 def layer_shapes(config: Any) -> list[Shape]:
-    """What `LayeredCache` takes, for every layer of a transformers model.
+    """The shape of every layer of a transformers model, as `LayeredCache` takes it.
 
     Sliding layers (``layer_types``; without it, ``sliding_window`` is every layer's) have a window.
     So do layers that attend in chunks: their window is a chunk, the most that a token sees. MLA
@@ -231,7 +233,7 @@ def layer_shapes(config: Any) -> list[Shape]:
 
 
 def _refuse_cross_attention(config: Any, text: Any) -> None:
-    """Raises InvalidArgument for models that attend to something besides their own tokens."""
+    """Raises InvalidArgument for models with cross-attention."""
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         raise invalid(
@@ -248,13 +250,13 @@ def _refuse_cross_attention(config: Any, text: Any) -> None:
 
 
 def _shared_last(text: Any, count: int) -> list[str]:
-    """Transformers' ``kv_sharing_modes``, where a configuration only counts the layers."""
+    """Emulates ``kv_sharing_modes`` of transformers for configurations with only a count."""
     shared = _attribute(text, "num_kv_shared_layers") or 0
     return [""] * (count - shared) + ["reuse"] * shared
 
 
 def _shape(own: Any, layer: int, kind: str) -> Shape:
-    """What a layer of a kind keeps."""
+    """The shape of a layer of this kind."""
     if kind in _FULL:
         return _rows(own, 0)
     if kind == _SLIDING:
@@ -281,7 +283,7 @@ def _shape(own: Any, layer: int, kind: str) -> Shape:
 
 
 def _state(text: Any, kind: str) -> StateShape | None:
-    """What a layer keeps for a request; None: the configuration has none of the known fields."""
+    """The state shape of a layer; None if the configuration has none of the known fields."""
 
     def get(name: str) -> Any:
         return getattr(text, name, None)
@@ -343,7 +345,7 @@ def _layer_config(text: Any, layer: int) -> Any:
 
 
 def _rows(own: Any, window: int) -> LayerShape:
-    """A layer with keys and values, or a latent."""
+    """The shape of a layer with keys and values, or a latent."""
     if _attribute(own, "kv_lora_rank"):
         return LayerShape(1, _latent(own), 0, window)
     heads = _num_kv_heads(own)
@@ -353,11 +355,11 @@ def _rows(own: Any, window: int) -> LayerShape:
 
 
 def plain_rows(config: Any, what: str, *others: str) -> None:
-    """Refuses models whose attention is more than causal, with windows, over the layer's own rows.
+    """Refuses models that need more than causal (or windowed) attention over the layer's own rows.
 
     Args:
         config: of the text model.
-        what: the feature that cannot run others, for the message.
+        what: the feature that cannot run the model, for the message.
         *others: kinds of layers that it can also run.
 
     Raises:
@@ -381,8 +383,8 @@ def read_values(path: Path) -> dict[str, Any]:
     """The values of a ``config.json``.
 
     Raises:
-        OSError, ValueError, TypeError: it cannot be read, or is not JSON.
-        InvalidArgument: it is no object.
+        OSError, ValueError, TypeError: it cannot be read, or is not JSON. InvalidArgument: the JSON
+        is not an object.
     """
     values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     if not isinstance(values, dict):
@@ -391,12 +393,12 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def _number(values: dict[str, Any]) -> Any:
-    """An object of a file; the number, where transformers wrote an infinite one as an object."""
+    """JSON object hook: decodes the objects that transformers writes for infinite numbers."""
     return float(values["__float__"]) if set(values) == {"__float__"} else values
 
 
 def dtype_name(config: Any, given: str) -> str:
-    """The configuration's type, else the given one; InvalidArgument where neither is there."""
+    """The configuration's dtype, else the given one; InvalidArgument if there is neither."""
     try:
         found = str(dtype_of(config)).removeprefix("torch.")
     except InvalidArgument:
@@ -455,9 +457,9 @@ def config_of(values: dict[str, Any]) -> Any:
 
 
 def _transformers(values: dict[str, Any]) -> tuple[Any, str]:
-    """transformers' configuration of a file's values, or why there is none.
+    """transformers' configuration for a file's values, or the reason it has none.
 
-    Raises InvalidArgument where transformers knows the model and refuses the values.
+    Raises InvalidArgument if transformers knows the model and rejects the values.
     """
     kind = values.get("model_type")
     try:
@@ -470,5 +472,5 @@ def _transformers(values: dict[str, Any]) -> tuple[Any, str]:
     whole: Any = AutoConfig
     try:
         return whole.for_model(**values), ""
-    except Exception as error:  # each class checks in its own way
+    except Exception as error:  # each class raises its own exceptions
         raise invalid(f"transformers refuses it: {error}", op="shape_of") from None

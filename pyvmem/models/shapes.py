@@ -35,7 +35,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps for a token. Checked on construction.
+    """What a layer keeps per token. Checked on construction.
 
     Attributes:
         num_kv_heads: key/value heads of the layer (on this device).
@@ -66,7 +66,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class StateShape:
-    """What one layer keeps for a request instead of rows for its tokens. Checked on construction.
+    """What a layer keeps per request instead of rows per token. Checked on construction.
 
     Linear attention (Qwen3-Next), state spaces (Jamba, Mamba-2) and short convolutions (LFM2), on
     this device.
@@ -113,10 +113,10 @@ class StateShape:
 
 @dataclass(frozen=True)
 class EmptyShape:
-    """A layer that keeps nothing.
+    """The shape of a layer that keeps nothing.
 
-    One without attention (Nemotron-H), or one that attends to another layer's keys and values (the
-    last ones of Gemma 3n).
+    The layer has no attention (Nemotron-H), or attends to another layer's keys and values (the last
+    layers of Gemma 3n).
     """
 
 
@@ -125,7 +125,7 @@ Shape = LayerShape | StateShape | EmptyShape
 
 
 class LayerClass(NamedTuple):
-    """Tensors with the same row size and window: what one `KVCache` holds."""
+    """A class of tensors with the same row size and window, which one `KVCache` holds."""
 
     num_kv_heads: int
     head_dim: int
@@ -135,13 +135,14 @@ class LayerClass(NamedTuple):
     dtype: str = ""
 
     def fields(self) -> dict[str, Any]:
-        """`KVCacheConfig` fields except the number of layers; "dtype" where it has its own."""
+        """`KVCacheConfig` fields except the number of layers; "dtype" only if the class has its
+        own."""
         fields = self._asdict()
         return fields if self.dtype else {k: v for k, v in fields.items() if k != "dtype"}
 
 
 class Place(NamedTuple):
-    """Where a layer's keys or values lie: the class, the layer's number there, K (0) or V (1).
+    """Locates a layer's keys or values: class, index within the class, K (0) or V (1).
 
     For a `StateShape`, the first of the two places is that of its first state.
     """
@@ -173,7 +174,7 @@ def classes_of(
         return order.setdefault(key, len(order)), member
 
     places: dict[int, tuple[Place, Place | None] | None] = {}
-    # Rows first: a cache's first group represents it.
+    # Classes with rows first: the first group stands for the whole cache.
     for layer, shape in sorted(enumerate(layers), key=lambda one: isinstance(one[1], StateShape)):
         if isinstance(shape, EmptyShape):
             places[layer] = None

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: MIT
-"""Small things that every layer uses."""
+"""Helpers shared by all layers of the package."""
 
 __all__: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Bases of the objects that end with a ``with`` block, and of those that have `close`."""
+"""Base classes for context managers and objects with `close`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Closable", "MustClose", "Scoped"]
 
 
 class Scoped:
-    """``with`` yields the object itself; leaving the block ends it: a subclass has `_leave`."""
+    """A context manager that yields itself; leaving the block calls the subclass's `_leave`."""
 
     __slots__ = ()
 
     def _leave(self) -> None:
-        """The end of a block."""
+        """Called on leaving the block."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -42,7 +42,7 @@ class Scoped:
             self._leave()
         except Busy:
             if error is None:
-                raise  # else the traceback keeps tensors alive, and that error matters more
+                raise  # else the other error matters more, and its traceback keeps tensors alive
 
 
 class Closable(Scoped):
@@ -61,7 +61,7 @@ class Closable(Scoped):
 class MustClose(Closable):
     """A `Closable` that warns (ResourceWarning) if it is forgotten while open.
 
-    It frees nothing then, unless a subclass does.
+    It then frees nothing, unless a subclass does.
 
     A subclass sets `_closed`: True until there is something to close.
     """
@@ -70,11 +70,11 @@ class MustClose(Closable):
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` is done."""
+        """True once closed."""
         return self._closed
 
     def _gone(self) -> bool:
-        """Whether there is nothing left to close."""
+        """True if there is nothing left to close."""
         return getattr(self, "_closed", True)
 
     def __del__(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""A flag between threads that an exception from outside cannot leave half set.
+"""A thread event that an asynchronous exception cannot leave half set.
 
-`threading.Event` takes its lock in Python code: after a signal's exception just then nobody lets go
-of it, and whoever comes next waits for ever. Starting a `threading.Thread` waits for one, too.
+`threading.Event` takes its lock in Python code: a signal handler's exception at that point leaves
+it locked for ever. Starting a `threading.Thread` waits on such an event too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Flag"]
 
 
 class Flag:
-    """As `threading.Event`; each change is one call of C. For one thread that waits."""
+    """As `threading.Event`, but every change is one C call. For a single waiter."""
 
     def __init__(self) -> None:
         self._set = False
@@ -22,17 +22,17 @@ class Flag:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Idempotent; also after a call that was interrupted."""
+        """Sets the flag. Idempotent, also after an interrupted call."""
         self._set = True
         with suppress(RuntimeError):  # it was set before
             self._lock.release()
 
     def is_set(self) -> bool:
-        """Whether `set` was called."""
+        """True if set."""
         return self._set
 
     def wait(self, seconds: float) -> bool:
-        """Waits until it is set, or so long; whether it is set."""
+        """Waits until set, at most `seconds`; True if set."""
         if not self._set:
             self._lock.acquire(timeout=seconds)
         return self._set

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A small HTTP server, on TCP or on a Unix socket, in a thread: `answer` is all that it knows."""
+"""A small HTTP server, on TCP or on a Unix socket, run in a thread."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = ["HTTPServer", "Reply", "Request"]
 _log = logging.getLogger(__name__)
 
 MOST_BODY = 64 << 10
-_MOST_DISCARDED = 16 << 20  # bytes of a request that was refused
-_SILENCE = 10  # seconds of a client that sends nothing
+_MOST_DISCARDED = 16 << 20  # bytes read of a refused request
+_SILENCE = 10  # seconds before an idle client is dropped
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """A status, and what is sent with it."""
+    """A response: status and body."""
 
     status: int
     kind: str
@@ -51,31 +51,31 @@ class Reply:
 
     @classmethod
     def of(cls, value: Any, status: int = 200, **headers: str) -> Reply:
-        """A value as JSON."""
+        """A reply with a value as JSON."""
         text = json.dumps(value, indent=2) + "\n"
         return cls(status, "application/json", text.encode(), headers)
 
     @classmethod
     def error(cls, status: int, message: str, /, **more: Any) -> Reply:
-        """Why a request was refused, in words, and what a program looks at."""
+        """A refusal: a message and a machine-readable code."""
         return cls.of({"error": {"message": message, **more}}, status)
 
 
 class HTTPServer(Closable):
-    """Answers until it is closed; a context manager, which closes it.
+    """Serves until closed; a context manager.
 
     Args:
-        answer: called by several threads at once.
+        answer: makes the reply to a request; called concurrently by several threads.
         where: an address and a port (0: any free one), or the path of a Unix socket, which only
             this user's processes may use.
-        token: what a client must send as its bearer token; ``""``: none.
+        token: the bearer token clients must send; ``""``: none.
         name: of the thread.
 
     Attributes:
         port: of TCP, else 0.
 
     Raises:
-        OSError: the address cannot be had, or another server answers there.
+        OSError: the address is unavailable, or another server answers there.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class HTTPServer(Closable):
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it."""
+        """Stops the server."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
 
     def wait(self) -> None:
-        """Returns when another thread has closed it."""
+        """Blocks until another thread closes the server."""
         self._thread.join()
 
 
@@ -114,7 +114,7 @@ def _unix(path: Path) -> socket.socket:
     if path.exists():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
             one.settimeout(1)
-            with contextlib.suppress(ConnectionRefusedError):  # of a server that was killed
+            with contextlib.suppress(ConnectionRefusedError):  # left by a killed server
                 one.connect(str(path))
                 raise FileExistsError(errno.EEXIST, "a server answers there already", str(path))
     return listen(str(path))
@@ -132,7 +132,7 @@ class _Server(ThreadingMixIn, TCPServer):
         return request.family != socket.AF_UNIX or is_this_user(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says so in the log, but for a client that hung up."""
+        """Logs the error, unless the client hung up."""
         error = sys.exc_info()[1]
         if not isinstance(error, (ConnectionError, TimeoutError)):
             warn(_log, "http", "a request was not answered: %s", repr(error))
@@ -179,7 +179,8 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
             return answer(Request(self.command, self.path.partition("?")[0], body))
 
         def _discard(self) -> None:
-            """Reads what a refused client still sends: else it fails to send, and hears nothing."""
+            """Reads the rest of a refused request: else the client fails to send and gets no
+            reply."""
             left = _MOST_DISCARDED
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_WR)
@@ -187,10 +188,10 @@ def _handler(answer: Callable[[Request], Reply], token: str) -> type[BaseHTTPReq
                     left -= len(some)
 
         def address_string(self) -> str:
-            """None: a Unix socket's client has no address."""
+            """Unix socket clients have no address."""
             return ""
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a library does not print."""
+            """Suppressed: a library does not print."""
 
     return Handler

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What the library logs, under the logger ``pyvmem``.
+"""Logging, under the logger ``pyvmem``.
 
 Each module logs under its own name below it. At *info*: the back end that was opened, and why the
 others were not. At *debug*: what a cache does where memory is short or pages change (shortage,
-reclaiming, eviction, promotion, joins, trims). At *warning*: what an operator must know,
-once a minute for each cause. A call that finds enough memory logs nothing.
+reclaiming, eviction, promotion, joins, trims). At *warning*: problems an operator must know of,
+once a minute per cause. A call that finds enough memory logs nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ PERIOD_S = 60.0
 """Seconds between two warnings of the same cause."""
 
 _lock = reentrant_lock()
-_last: dict[str, tuple[float, int]] = {}  # by cause: when it was warned of, and how often not since
+_last: dict[str, tuple[float, int]] = {}  # per cause: last warning, number suppressed
 
 
 def warn(log: logging.Logger, cause: str, text: str, *args: object) -> None:
-    """Warns, unless the same cause was warned of within `PERIOD_S`; those left out are counted.
+    """Logs a warning at most once per `PERIOD_S` and cause; suppressed ones are counted.
 
     Args:
         log: where.
-        cause: one of a few fixed names, however many objects it happens to.
+        cause: one of a few fixed names, not one per object.
         text: with its `args`, as for `logging.Logger.warning`.
     """
     if not log.isEnabledFor(logging.WARNING):
         return
-    # A record keeps its arguments, and an error the frames of all its callers, with their tensors.
+    # A log record keeps its arguments, and an exception keeps its callers' frames and their
+    # tensors.
     args = tuple(str(one) if isinstance(one, BaseException) else one for one in args)
     now = time.monotonic()
     with _lock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Paths given on the command line or in the environment, refused before any work is done."""
+"""Validates paths from the command line or the environment before any work is done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def existing(text: str) -> Path:
-    """A path at which there is something."""
+    """Validates a path that must exist."""
     path = Path(text)
     try:
         path.stat()
@@ -38,7 +38,7 @@ def existing(text: str) -> Path:
 
 
 def existing_file(text: str) -> Path:
-    """A file that is there, or a pipe such as /dev/stdin."""
+    """Validates an existing file, or a pipe such as /dev/stdin."""
     path = existing(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
@@ -46,7 +46,7 @@ def existing_file(text: str) -> Path:
 
 
 def existing_folder(text: str) -> Path:
-    """A folder that is there."""
+    """Validates an existing folder."""
     path = existing(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no folder")
@@ -54,9 +54,9 @@ def existing_folder(text: str) -> Path:
 
 
 def replaced(text: str) -> Path:
-    """A file that is made beside its place and moved there: its folder must be writable.
+    """Validates a file to be replaced atomically, so its folder must be writable.
 
-    Of a symbolic link, the file that it names. A device or a pipe is refused: it would be gone.
+    Symbolic links are followed. Devices and pipes are refused: the rename would remove them.
     """
     path = Path(text)
     existing_folder(str(path.parent))
@@ -70,7 +70,7 @@ def replaced(text: str) -> Path:
     try:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError
-        with tempfile.TemporaryFile(dir=folder):  # in /proc nothing can be made, whatever it says
+        with tempfile.TemporaryFile(dir=folder):  # /proc says writable, but is not
             pass
     except OSError:
         raise argparse.ArgumentTypeError(f"{text}: {folder} cannot be written to") from None
@@ -78,14 +78,14 @@ def replaced(text: str) -> Path:
 
 
 def written(text: str) -> Path:
-    """A file that is made, or written in place where it is there, such as /dev/stdout."""
+    """Validates a file to be created, or written in place if it exists, such as /dev/stdout."""
     path = Path(text)
     if "\0" in text or path.is_dir() or not path.exists():
         return replaced(text)
     if not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written to")
     if path.is_char_device():
-        try:  # no bytes: what shows them shows nothing, and /dev/full is full
+        try:  # an empty write is harmless, and detects /dev/full
             with path.open("ab", buffering=0) as device:
                 device.write(b"")
         except OSError as error:
@@ -94,10 +94,10 @@ def written(text: str) -> Path:
 
 
 def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder that a variable names, with ``~`` as a shell reads it; None: it is empty or unset.
+    """The folder named by a variable, with ``~`` expanded; None if empty or unset.
 
     Raises:
-        InvalidArgument: nobody has that home.
+        InvalidArgument: no such user.
     """
     text = environment.get(variable, "")
     path = os.path.expanduser(text)
@@ -113,7 +113,7 @@ def folder_in(variable: str, environment: Mapping[str, str] = os.environ) -> Pat
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """An error of the file system names this path, which the user has given."""
+    """Makes file-system errors in the block name the path that the user gave."""
     try:
         yield
     except OSError as error:
@@ -121,20 +121,20 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file of `written`.
+    """Writes a file validated by `written`.
 
     Raises:
-        OSError: with its name, also for a full disk.
+        OSError: names the file, also on a full disk.
     """
     with _named(path):
         path.write_text(text, encoding="utf-8")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file of `replaced`, whole or not at all.
+    """Atomically replaces a file validated by `replaced`.
 
     Raises:
-        OSError: with its name, not that of the file beside it.
+        OSError: names this file, not the temporary one.
     """
     partial = path.with_name(path.name + ".part")
     with _named(path):
@@ -143,7 +143,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def picture_file(text: str) -> Path:
-    """A file for a picture, of a kind that matplotlib draws from its name's end."""
+    """Validates a picture file: matplotlib must support its suffix."""
     path = written(text)
     if path.suffix.lower() not in (".svg", ".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a name in .svg, .png or .pdf")

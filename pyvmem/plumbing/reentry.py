@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Calls in the midst of another call of the same thread: of finalizers and of signal handlers.
+"""Re-entrant calls from finalizers and signal handlers.
 
 Python runs both between any two of its instructions. So a lock that is taken may be this thread's
 own, and what it guards may be half changed: a lock here is re-entrant, what it guards is made for
@@ -39,7 +39,7 @@ _locks: weakref.WeakSet[RLock] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Resets the locks in a child process, where the threads that held them do not exist."""
+    """Resets the locks in a forked child, where the threads that held them do not exist."""
     for lock in list(_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def free_in_children(lock: RLock) -> None:
-    """Makes a lock free in a forked child, whichever thread held it."""
+    """Releases a lock in forked children, whichever thread held it."""
     _locks.add(lock)
 
 
@@ -62,11 +62,11 @@ def reentrant_lock() -> RLock:
 # ---- calls within a call -------------------------------------------------------------------------
 
 _RECORDS = "pyvmem.kvcache."
-_CALLS = ("pyvmem.", "contextlib.")  # what a call of ours consists of
+_CALLS = ("pyvmem.", "contextlib.")  # modules whose frames are part of a call
 
 
 def within(section: FrameType) -> bool:
-    """Whether the caller's caller is called, directly or not, within a frame.
+    """True if the caller's caller runs, directly or not, within a frame.
 
     Raises:
         Reentered: in the midst of a call that changes a cache's records, or those of the package
@@ -93,7 +93,7 @@ def within(section: FrameType) -> bool:
 
 
 def call_part(run: Callable[[], _T]) -> _T:
-    """Calls what is a part of a call of this package, whoever wrote it: it may call the cache."""
+    """Runs a callback as part of a call of this package, so that it may call the cache."""
     return run()
 
 
@@ -102,16 +102,16 @@ def _module(frame: FrameType) -> str:
     return f"{name}."
 
 
-# ---- what is called when an object is collected --------------------------------------------------
+# ---- finalizers --------------------------------------------------
 
-_ends: deque[tuple[Callable[[], object], list[Any]]] = deque()  # for another thread to make
+_ends: deque[tuple[Callable[[], object], list[Any]]] = deque()  # deferred to another thread
 
 
 def when_collected(owner: object, end: Callable[[], object]) -> weakref.finalize[..., Any]:
-    """Has `end` called when an object is collected; not at the end of the process.
+    """Calls `end` when an object is collected, but not at interpreter exit.
 
-    Where that is in the midst of a call of this package, a thread of its own makes the call: this
-    one may hold locks, or be about to ask why its last call of C failed.
+    If the collection interrupts a call of this package, a new thread calls `end`: this thread may
+    hold locks, or be about to query the error of its last C call.
     """
     if _ends:
         _make_ends_elsewhere()
@@ -132,7 +132,7 @@ def _end(end: Callable[[], object]) -> None:
 
 
 def _make_ends_elsewhere() -> None:
-    with suppress(RuntimeError):  # no more threads: the next one makes it
+    with suppress(RuntimeError):  # no thread can be started: the next collection runs it
         start_new_thread(_make_ends, ())
 
 
@@ -143,7 +143,7 @@ def _make_ends() -> None:
         except IndexError:
             return
         try:
-            for stream in streams:  # `end` waits for the work of the thread that had the object
+            for stream in streams:  # `end` waits for GPU work of the thread that owned the object
                 sys.modules["torch"].cuda.set_stream(stream)
         except Exception:
             _log.exception("vmem: a stream of a collected object cannot be waited for")
@@ -154,8 +154,8 @@ def _make_ends() -> None:
 
 
 def _streams() -> list[Any]:
-    """torch's current streams that are not their devices' first ones, as a new thread's are."""
-    with suppress(Exception):  # a GPU that has failed
+    """torch's current streams, except default streams: a new thread starts with those."""
+    with suppress(Exception):  # the GPU has failed
         cuda = sys.modules["torch"].cuda
         if cuda.is_initialized():
             now = cuda.current_device()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What objects leave in libvmem that nobody has any more, and who ends it.
+"""Cleans up libvmem objects whose Python owners were lost.
 
 An exception from outside (Ctrl-C) can come just after an object was made, before its caller has it,
 or in what gives it back; then nobody can close it. A finalizer cannot either: it may run between a
@@ -20,7 +20,7 @@ _all: dict[int, Remains] = {}
 
 
 class Remains:
-    """What an object has made.
+    """Records what an object has created in libvmem.
 
     A subclass notes here what `end` needs, and refers to nothing that refers to the object.
     """
@@ -30,19 +30,19 @@ class Remains:
         _all[id(self)] = self
 
     def end(self) -> None:
-        """Ends what the object left that can be ended. May be repeated."""
+        """Frees what the object left, as far as possible. Idempotent."""
         raise NotImplementedError
 
 
 def end_lost() -> None:
-    """Ends what objects left that are gone, the latest first: it may lie in an earlier one's."""
+    """Frees what lost objects left, newest first: it may lie inside an older object's."""
     for key, one in reversed(list(_all.items())):
         if one.owner() is None:
-            with suppress(VMemError):  # it was closed, or cannot be
+            with suppress(VMemError):  # closed, or cannot be freed now
                 one.end()
             _all.pop(key, None)
 
 
 def forget_all() -> None:
-    """In a forked child: everything is the parent's."""
+    """Drops all records in a forked child: everything belongs to the parent."""
     _all.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Unix sockets that one user's processes alone can reach."""
+"""Unix sockets that only one user's processes can reach."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ UNHEARD = ".new"
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that gets its name once it listens: one that refuses is a dead process's.
+    """A listening socket, named only once it listens: a name that refuses connections is stale.
 
     Raises:
-        OSError: it cannot be made there; nothing is left of it.
+        OSError: it cannot be created there; nothing is left behind.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Sizes as people write and read them."""
+"""Parses and formats human-readable sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_bytes(text: str, name: str = "size") -> int:
-    """Bytes of "80G", "64K", "1.5 GiB", "65536"; units are powers of 1,024.
+    """Parses "80G", "64K", "1.5 GiB" or "65536" into bytes; units are powers of 1,024.
 
     Raises:
         ValueError: not a size; says which one.

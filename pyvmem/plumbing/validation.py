@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Validators of arguments: a wrong one is refused by its name, with the value and the limit."""
+"""Argument validators; their errors name the argument, the value and the limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyvmem.plumbing.units import parse_bytes
 
 __all__ = ["bounded", "expect", "invalid", "real", "shown", "switched", "unexpected"]
 
-_MOST_BITS = 256  # of a number that is written; Python itself refuses to write one of 4,301 digits
+_MOST_BITS = 256  # above this, only the size is printed: Python refuses to format 4,301 digits
 
 
 def shown(value: Any) -> str:
@@ -23,12 +23,12 @@ def shown(value: Any) -> str:
         return f"an int of {value.bit_length()} bits"
     try:
         return f"{value!r:.80}"
-    except ValueError:  # it has such a number in it
+    except ValueError:  # it contains a number of that length
         return f"a {type(value).__name__} that is too long"
 
 
 def unexpected(name: str, value: Any, kind: str) -> TypeError:
-    """The error for an argument; for calls that are too frequent for `expect`."""
+    """Builds the error of `expect`, for hot paths that check inline."""
     return TypeError(f"{name}: expected {kind}, not {shown(value)}")
 
 
@@ -39,7 +39,7 @@ def expect(name: str, value: Any, kind: type, *, optional: bool = False) -> None
 
 
 def invalid(message: str, *, op: str, limit: int = 0, size: int = 0) -> InvalidArgument:
-    """An `InvalidArgument` of this package's own, in the same form as libvmem's.
+    """An `InvalidArgument` raised by this package, in the same form as libvmem's.
 
     Args:
         op: the caller's operation: the class or function whose argument it is.
@@ -48,7 +48,7 @@ def invalid(message: str, *, op: str, limit: int = 0, size: int = 0) -> InvalidA
 
 
 def _number(value: Any) -> str:
-    """Names the number to write for a string such as "64K"."""
+    """Suggests the number for a string such as "64K"."""
     with contextlib.suppress(ValueError):
         return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
     return ""
@@ -71,7 +71,7 @@ def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:
 def real(name: str, value: Any, high: int, *, op: str, positive: bool = False) -> float:
     """A number from 0 to a bound, or with `positive` above 0; raises InvalidArgument otherwise.
 
-    A string that spells one is none.
+    Strings are refused.
     """
     try:
         if isinstance(value, (str, bytes, bytearray)):

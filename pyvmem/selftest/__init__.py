@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem selftest``: does fine-grained memory work on this very machine, seen from the GPU.
+"""``vmem selftest`` checks from the GPU that fine-grained memory works on this machine.
 
 What a test bed cannot show (a real TLB, real caches, real membars) shows here: contents are written
 and read by kernels on the GPU (Context.write and read), at addresses whose translation has just

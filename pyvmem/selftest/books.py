@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of the calls themselves: batches, the worker, unmapping, and that everything goes back."""
+"""Checks of the calls: batches, the worker, unmapping, and that all memory is returned."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pyvmem.selftest.check import Failed, NotRun, expect, raises, reserve
 __all__ = ["CHECKS"]
 
 _TENSORS = 64
-_SMALL = 4 << 20  # bytes by which a device's free memory may differ
+_SMALL = 4 << 20  # tolerated difference of a device's free memory, in bytes
 _TRIES = 8
 
 
 def one_call_per_batch(context: Context) -> str:
-    """A page more in each of 64 tensors is one call of the driver, and so is taking them away."""
+    """Mapping a page in each of 64 tensors takes one driver call, and so does unmapping."""
     page, stride = context.info.granule, max(2 << 20, 4 * context.info.granule)
     with reserve(context, stride * _TENSORS) as range_:
         ops = OpBatch(2)
@@ -42,7 +42,7 @@ def one_call_per_batch(context: Context) -> str:
 
 
 def worker(context: Context) -> str:
-    """Batches given to the worker thread end, in order, and are seen."""
+    """Batches on the worker thread finish in order, and their effects are visible."""
     page, count = context.info.granule, 100
     with reserve(context, 2 * count * page) as range_:
         tickets = []
@@ -62,7 +62,7 @@ def worker(context: Context) -> str:
 
 
 def unmapped(context: Context) -> str:
-    """What is unmapped is gone: the library refuses it, and a second unmap."""
+    """Unmapped ranges cannot be read or unmapped again."""
     page = context.info.granule
     with context.create(page) as pages, reserve(context, 4 * page) as range_:
         context.map(range_.addr, page, pages)
@@ -73,7 +73,7 @@ def unmapped(context: Context) -> str:
 
 
 def failed_batch(context: Context) -> str:
-    """A batch that fails in the middle changes nothing."""
+    """A batch that fails halfway changes nothing."""
     page = context.info.granule
     with reserve(context, 64 * page) as range_:
         ops = OpBatch(2)
@@ -101,7 +101,7 @@ def failed_batch(context: Context) -> str:
 
 
 def accounting(context: Context) -> str:
-    """After everything is given back, neither the context nor the device holds anything."""
+    """After everything is freed, neither the context nor the device holds memory."""
     if context.cuda_device is None:
         _take_and_give_back(context)
         return "by the context's own books; there is no GPU"
@@ -109,7 +109,7 @@ def accounting(context: Context) -> str:
     lost = 0
     try:
         with Cuda(context.cuda_device) as cuda:
-            # What stays behind does so each time; what another process takes meanwhile does not.
+            # A leak repeats each time; memory taken by another process meanwhile does not.
             for _ in range(_TRIES):
                 before = cuda.memory()[0]
                 _take_and_give_back(context)
@@ -142,7 +142,7 @@ def _take_and_give_back(context: Context) -> None:
 
 
 def device_faults(context: Context) -> str:
-    """A child's kernel that reads unmapped or writes read-only memory is stopped."""
+    """A kernel that reads unmapped or writes read-only memory is stopped (in a child process)."""
     if context.cuda_device is None:
         raise NotRun("there is no GPU")
     kinds = ["unmapped", *(["readonly"] if Caps.READONLY in context.info.caps else [])]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The parts that checks are built from."""
+"""Building blocks of the checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Failed", "NotRun", "Result", "expect", "pattern", "raises", "reserve
 
 
 class Failed(Exception):
-    """The machine did not do what it should."""
+    """The machine misbehaved."""
 
 
 class NotRun(Exception):
@@ -29,7 +29,7 @@ class Result:
 
     Attributes:
         name: of the check.
-        what: what it looks at, one sentence.
+        what: a sentence on what it checks.
         result: ``"passed"``, ``"failed"`` or ``"not run"``.
         detail: what was done, or what went wrong.
         seconds: how long it took.
@@ -43,18 +43,18 @@ class Result:
 
 
 def pattern(seed: int, offset: int) -> bytes:
-    """64 bytes that no other seed and offset have."""
+    """64 bytes unique to this seed and offset."""
     return hashlib.sha512(f"{seed} {offset}".encode()).digest()
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Failed with the text unless the condition holds."""
+    """Raises Failed with the text unless the condition holds."""
     if not condition:
         raise Failed(otherwise)
 
 
 def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
-    """Failed unless the call raises just this error."""
+    """Raises Failed unless the call raises exactly this error."""
     try:
         call()
     except error:
@@ -65,13 +65,13 @@ def raises(error: type[VMemError], call: Callable[[], Any]) -> None:
 
 
 def reserve(context: Context, size: int, *, sparse: bool = False) -> Reservation:
-    """Addresses for kernels alone: CUDA limits how many its own copies accept."""
+    """Reserves addresses for kernels only: CUDA limits how many its own copies accept."""
     visible = False if Caps.PLAIN in context.info.caps else None
     return context.reserve(size, visible=visible, sparse=sparse)
 
 
 def run_check(check: Callable[[Context], str], context: Context) -> Result:
-    """Runs one check; the library's own invariants are checked after it."""
+    """Runs a check, then the library's invariant check."""
     name = check.__name__.replace("_", " ")
     what = (check.__doc__ or "").strip().splitlines()[0]
     start = time.monotonic()

@@ -65,7 +65,7 @@ def add_parser(sub: Any) -> None:
 
 
 def _samples(text: str) -> int:
-    """How many times each is timed; 0 is a number here, too. One has no quartiles."""
+    """Parses the number of samples: 0, or at least 2, since one sample has no quartiles."""
     value = whole(text)
     if value and not 2 <= value <= MOST:
         raise argparse.ArgumentTypeError(f"{text} is neither 0 nor between 2 and {MOST}")
@@ -73,19 +73,19 @@ def _samples(text: str) -> int:
 
 
 def _tested(backend: str, results: list[ProbeResult]) -> ProbeResult:
-    """The back end asked for; of "auto" the one that is used, else the last that is not."""
+    """The requested back end; for "auto" the usable one, else the last one tried."""
     if backend == "auto":
         return next((one for one in results if one.used), results[-1])
     return next(one for one in results if one.backend == backend)
 
 
 def _passed_over(found: ProbeResult, results: list[ProbeResult]) -> dict[str, str]:
-    """Why the back ends before the one that is used are not."""
+    """Explains why the back ends tried earlier are not used."""
     return {one.backend: one.reason for one in results[: results.index(found)]}
 
 
 def _why_not(found: ProbeResult, others: list[str]) -> str:
-    """One line: why nothing is tested, and what could be."""
+    """A line on why nothing is tested, and which back ends could be."""
     missing = found.backend == "uvm" and not any(_PARAMETERS.glob("uvm_vmem_*"))
     what = "the patched driver is not loaded" if missing else f"{found.backend} cannot be used here"
     could = " or ".join(f"--backend {name}" for name in others) or "no other back end"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""A child of the self test: a kernel does what must not be possible, and the CUDA context dies.
+"""A child process of the self-test: its kernel makes a forbidden access, which kills its CUDA
+context.
 
 ``python -m pyvmem.selftest.fault BACKEND DEVICE unmapped|readonly``; exit status 0: the kernel was
 stopped; 1: it was not; 77: it could not be tried.
@@ -43,7 +44,7 @@ out:
 
 
 def _touch(cuda: Cuda, addr: int, write: bool) -> None:
-    """Runs the kernel with one thread and waits. CudaCallError where the GPU stops it."""
+    """Runs the kernel with one thread and waits; raises CudaCallError if the GPU stops it."""
     d = cuda.driver
     module = cuda.call(d.cuModuleLoadData, _PTX)
     function = cuda.call(d.cuModuleGetFunction, module, b"touch")
@@ -53,13 +54,13 @@ def _touch(cuda: Cuda, addr: int, write: bool) -> None:
 
 
 def _end(status: int, text: str) -> NoReturn:
-    """Leaves at once: a CUDA context that is broken cannot be taken down in order."""
+    """Exits at once: a broken CUDA context cannot be torn down cleanly."""
     print(text, flush=True)
     os._exit(status)
 
 
 def main(words: list[str]) -> int:
-    """Maps two pages, touches them as it may, then as it must not."""
+    """Maps two pages, makes allowed accesses, then the forbidden one."""
     backend, device, kind = words
     try:
         cuda = Cuda(int(device))

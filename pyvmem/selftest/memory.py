@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Checks of what memory holds: mapping, zeroing, the invalidate, aliases, read-only."""
+"""Checks of memory contents: mapping, zeroing, TLB invalidation, aliases, read-only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pyvmem.selftest.check import Failed, NotRun, expect, pattern, raises, reser
 
 __all__ = ["CHECKS"]
 
-_PAGES = 64  # of a round: more than a GPU's first-level TLBs share
+_PAGES = 64  # pages per round: more than a GPU's first-level TLBs cover
 
 
 def _holds(context: Context, addr: int, seed: int, what: str) -> None:
-    """The page's first, middle and last bytes are those of `pattern`."""
+    """Checks that the page's first, middle and last bytes match `pattern`."""
     page = context.info.granule
     for offset in (0, page // 2, page - 64):
         got = context.read(addr + offset, 64)
@@ -29,7 +29,7 @@ def _put(context: Context, addr: int, seed: int) -> None:
 
 
 def map_and_read(context: Context) -> str:
-    """Pages scattered over 1 GB: each holds what was written to it and to no other."""
+    """Pages scattered over 1 GB each hold their own contents."""
     page, stride = context.info.granule, max(16 << 20, context.info.granule)
     with reserve(context, stride * _PAGES) as range_:
         ops = OpBatch(1)
@@ -43,9 +43,9 @@ def map_and_read(context: Context) -> str:
 
 
 def remap_elsewhere(context: Context) -> str:
-    """The invalidate: an address that was read shows the page that is mapped there next, at once.
+    """TLB invalidation: an address that was read shows a newly mapped page at once.
 
-    Two sets of pages change places, round after round, each read before and after.
+    Two sets of pages swap addresses in every round, and are read before and after.
     """
     page, rounds = context.info.granule, 16
     with (
@@ -71,7 +71,7 @@ def remap_elsewhere(context: Context) -> str:
 
 
 def zeroing(context: Context) -> str:
-    """New pages are zero, from the pool and from the driver, whatever they held before."""
+    """New pages are zeroed, whether from the pool or the driver."""
     page, count = context.info.granule, 32
     with reserve(context, count * page) as range_:
         ops = OpBatch(1)
@@ -91,7 +91,7 @@ def zeroing(context: Context) -> str:
 
 
 def alias(context: Context) -> str:
-    """One page at two addresses is one page."""
+    """A page mapped at two addresses is the same memory."""
     page = context.info.granule
     with context.create(page) as pages, reserve(context, 4 * page) as range_:
         context.map(range_.addr, page, pages)
@@ -105,7 +105,7 @@ def alias(context: Context) -> str:
 
 
 def read_only(context: Context) -> str:
-    """A read-only mapping reads, and the library refuses to write through it."""
+    """A read-only mapping can be read, and the library refuses writes through it."""
     if Caps.READONLY not in context.info.caps:
         raise NotRun("this back end has no read-only mappings")
     page = context.info.granule
@@ -121,7 +121,7 @@ def read_only(context: Context) -> str:
 
 
 def sparse(context: Context) -> str:
-    """A page of a sparse reservation holds what is written, and zeros when it is mapped again."""
+    """A page in a sparse reservation holds what is written, and zeros after it is remapped."""
     if Caps.SPARSE not in context.info.caps:
         raise NotRun("this back end has no sparse reservations")
     page = context.info.granule
@@ -140,7 +140,7 @@ def sparse(context: Context) -> str:
 
 
 def page_sizes(context: Context) -> str:
-    """Pages of every size that the back end reports."""
+    """Pages of every size that the back end reports work."""
     sizes = context.info.page_sizes
     for size in sizes:
         with reserve(context, 5 * max(size, 2 << 20)) as range_:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""All checks in their order, on an open context."""
+"""Runs all checks in order on an open context."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CHECKS = (*memory.CHECKS, *books.CHECKS)
 
 
 def line(result: Result) -> str:
-    """A check's outcome, for a person."""
+    """Formats a check's outcome."""
     return f"{result.result:<8} {result.name:<20} {result.detail}"
 
 
 def _usable(context: Context) -> bool:
-    """True if more checks make sense: one that failed has left nothing broken behind."""
+    """True if the context still works after a failed check."""
     try:
         context.check()
     except VMemError:
@@ -30,7 +30,7 @@ def _usable(context: Context) -> bool:
 
 
 def run_checks(context: Context, show: Callable[[Result], None]) -> list[Result]:
-    """Runs them, up to one that leaves something broken; `show` gets each result as it comes."""
+    """Runs the checks until a failure breaks the context; passes each result to `show`."""
     results = []
     for check in CHECKS:
         result = run_check(check, context)
@@ -42,6 +42,6 @@ def run_checks(context: Context, show: Callable[[Result], None]) -> list[Result]
 
 
 def passed(results: Sequence[Result]) -> bool:
-    """True if all were run, and none has failed."""
+    """True if all checks ran and none failed."""
     failed = any(result.result == "failed" for result in results)
     return len(results) == len(CHECKS) and not failed

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Times of a growth, next to CUDA's own calls: for information, never a reason to fail.
+"""Times a growth and CUDA's own calls, for information only: timing never fails the self-test.
 
-One sample is a growth of 64 tensors by a page each, then the same unmapped. CUDA's own calls map
-pages of 2 MB, 32 times as much memory, which is the point of the comparison: it has no smaller.
+A sample maps a page in each of 64 tensors, then unmaps them. CUDA's own calls map
+pages of 2 MB, 32 times as much memory, because CUDA has no smaller pages.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _cumem(device: int, samples: int) -> dict[str, Any]:
 
 
 def measure(context: Context, samples: int) -> dict[str, Any]:
-    """Both, as they go into the report; what cannot be measured says why instead."""
+    """Measures both for the report; gives the reason for what cannot be measured."""
     result: dict[str, Any] = {"tensors": _TENSORS, context.info.backend: _ours(context, samples)}
     if context.cuda_device is None:
         return result

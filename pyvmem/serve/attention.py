@@ -3,8 +3,8 @@
 
 Registered under the name "vmem" with transformers' public `AttentionInterface`; a name without a
 mask function of its own gets no mask. The step comes with the call, as the keyword `vmem_step` that
-transformers hands through to the attention function: no state is kept here. The kernels are those
-of `pyvmem.attention`.
+transformers hands through to the attention function: this module keeps no state. The kernels are
+those of `pyvmem.attention`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NAME = "vmem"
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What the attention function needs to know of a step; the same for all layers.
+    """A step's input to the attention function; the same for all layers.
 
     Attributes:
-        seen: the layers that called it.
+        seen: layers that have called it.
     """
 
     attention: Attention
@@ -51,18 +51,18 @@ def attention_forward(
     """Writes the step's keys and values into the cache and attends.
 
     Args:
-        query: ``[rows, num_heads, T, head_dim]``, the requests' tokens one after the other in one
-            row, or a row each.
+        query: ``[rows, num_heads, T, head_dim]``, all requests' tokens concatenated in one row, or
+            a row per request.
         key, value: ``[rows, num_kv_heads, T, head_dim]``.
-        attention_mask: must be None; what a token sees follows from its request and position.
+        attention_mask: must be None; the mask follows from each token's request and position.
 
     Returns:
-        ``[rows, T, num_heads, head_dim]``, and None for the weights that are never made.
+        ``[rows, T, num_heads, head_dim]``, and None for the attention weights, which are not
+        computed.
 
     Raises:
-        ValueError: called without a step, or with a mask or dropout.
-        NotSupported: scores that are more than products (capped, with sinks), or a layer that
-            attends twice.
+        ValueError: called without a step, or with a mask or dropout. NotSupported: modified scores
+        (capped, with sinks), or a layer that attends twice.
     """
     if vmem_step is None:
         raise ValueError(
@@ -87,7 +87,7 @@ def _flat(rows: torch.Tensor) -> torch.Tensor:
 
 
 def register() -> None:
-    """Makes ``attn_implementation="vmem"`` known to transformers; may be called again."""
+    """Registers ``attn_implementation="vmem"`` with transformers. Idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention_forward)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A run's memory over its steps, as text: any terminal shows it."""
+"""Draws a run's memory over its steps as plain text for any terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MIB = 1 << 20
 def chart(
     steps: Sequence[tuple[int, int]], width: int = _WIDTH, height: int = _HEIGHT
 ) -> list[str]:
-    """Lines of a picture; none for a run that mapped nothing.
+    """The lines of the chart; none for a run that mapped nothing.
 
     Args:
-        steps: mapped bytes, and those of them that held tokens, of each step.
-        width: of the picture; several steps that share a column show the largest of them.
+        steps: per step: mapped bytes, and the part of them that held tokens.
+        width: of the chart; a column shows the largest of its steps.
     """
     most = max((mapped for mapped, _ in steps), default=0)
     if not most:

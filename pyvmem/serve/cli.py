@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem serve-demo``: serves prompts with a real model and reports what its KV cache took."""
+"""``vmem serve-demo``: serves prompts with a real model and reports its KV cache's memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_GRANULE = 64 << 10  # a context's default; smaller pages need a smaller one
+_GRANULE = 64 << 10  # a context's default granule; smaller pages need a smaller one
 
 
 def _group(text: str) -> int:
@@ -87,9 +87,9 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demonstration; the exit status is 1 when something failed, also under --verify."""
-    # Threads of torch that spin at a barrier stand still on a busy machine: eight times slower,
-    # measured with two other processes on two cores. Without effect where torch is loaded already.
+    """Runs the demonstration; returns 1 if anything failed, --verify included."""
+    # torch threads that spin at a barrier stall a busy machine: eight times slower, measured with
+    # two other processes on two cores. No effect if torch is loaded already.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import torch  # noqa: F401
@@ -127,7 +127,7 @@ def _demo(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise BadUsage(f"argument --prompts: {error}") from None
     if args.picture:
-        import matplotlib  # noqa: F401  # a picture that cannot be drawn fails before the work
+        import matplotlib  # noqa: F401  # fail before the run if pictures cannot be drawn
     if args.model is not None:
         try:
             model.find(args.model)
@@ -149,7 +149,7 @@ def _check(args: argparse.Namespace, context: Context) -> None:
     """Refuses what this back end cannot do, before the model is loaded.
 
     Raises:
-        BadUsage: which argument, its value and the limit.
+        BadUsage: names the argument, its value and the limit.
     """
     info = context.info
     if args.page_size:
@@ -166,10 +166,10 @@ def _check(args: argparse.Namespace, context: Context) -> None:
 
 
 def _shapes(args: argparse.Namespace) -> tuple[Any, list[Shape], int]:
-    """The model's configuration and the shapes of its layers, which load in no time.
+    """Loads the model's configuration and layer shapes, without its weights.
 
     Returns:
-        They, and the layers that a group must divide.
+        Both, and the number of layers that a group size must divide.
 
     Raises:
         BadUsage: `--group-size` does not.
@@ -223,7 +223,7 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
         group_size=group,
         memory_limit=args.memory_limit,
         ahead_tokens=AHEAD_TOKENS,
-        window_tile=256,  # as much as any kernel reads there
+        window_tile=256,  # the furthest that any kernel reads
     ) as cache:
         if not args.json:
             print(
@@ -238,13 +238,13 @@ def _serve(args: argparse.Namespace, context: Context, found: list[str]) -> int:
 
 
 def _prompts(asked: int, found: int) -> str:
-    """How many prompts, and whether the file's come more than once."""
+    """Says how many prompts there are, and whether the file's prompts repeat."""
     text = counted(asked, "prompt")
     return f"{text} (the file has {found}, which repeat)" if asked > found else text
 
 
 def _passed_over(why: str) -> str:
-    """Which back ends were passed over; the reasons themselves are long."""
+    """Names the back ends passed over, without their long reasons."""
     names = re.findall(r"(?:^|; )(uvm|stock|cuda): ", why)
     return f" ({', '.join(names)} cannot be used here: `vmem probe` says why)" if names else ""
 
@@ -257,7 +257,7 @@ def _take_layout(
     texts: list[str],
     dtype: str,
 ) -> str:
-    """Sets the layout that is advised for these prompts, where none was given; says why."""
+    """Sets the layout advised for these prompts, unless the user chose one; prints why."""
     from pyvmem.kvcache import LayerShape
     from pyvmem.layouts.adviser import PAGE_SIZES, Limits, advise, call_us, choices
     from pyvmem.layouts.shapes import ModelShape
@@ -278,7 +278,7 @@ def _take_layout(
     )
     lengths = [max(1, len(encode(loaded.tokenizer, one))) for one in texts]
     work = [Work(length, args.max_new_tokens) for length in lengths]
-    # Of a demonstration's batch; what else is free would only ask for larger pages.
+    # The batch's memory only: counting all free memory would favour larger pages.
     longest = max(one.longest for one in work)
     memory = args.memory_limit or args.max_batch * (longest * shape.token_bytes + shape.state_bytes)
     sizes = [size for size in PAGE_SIZES if size in info.page_sizes and size >= info.granule]
@@ -333,7 +333,7 @@ def _answer(
         drawn = [f"picture: {args.picture}"] if args.picture else []
         print("\n" + "\n".join([*lines, *drawn]), flush=True)
     unserved = any(c.reason is FinishReason.NO_MEMORY for c in completions)
-    # The rule is about float32: coarser types tie more often, and say so in the table.
+    # The rule holds for float32; coarser types tie more often, as the table notes.
     wrong = verdict is not None and not verdict.passed and setting["dtype"] == "float32"
     return 1 if unserved or wrong else 0
 
@@ -346,7 +346,7 @@ def _generate(
     recorder: Any,
     texts: list[str],
 ) -> tuple[list[Completion], Any]:
-    """Serves the requests, printing; their completions in order, and the engine's counts."""
+    """Serves and prints the requests; returns the completions in order, and the stats."""
     from pyvmem.serve.engine import Engine
 
     completions: dict[int, Completion] = {}
@@ -376,7 +376,7 @@ def _output(
     texts: list[str],
     stack: ExitStack,
 ) -> tuple[Callable[[str], None], Callable[[TokenEvent], None]]:
-    """Where lines and events go: side by side on a terminal, line by line elsewhere."""
+    """Chooses the output: side by side on a terminal, line by line elsewhere."""
     if args.json:
         return (lambda line: None), (lambda event: None)
     prompts = dict(enumerate(texts))
@@ -415,7 +415,7 @@ def _references(
 def _setting(
     args: argparse.Namespace, context: Context, loaded: LoadedModel, cache: KVCache
 ) -> dict[str, Any]:
-    """What was run, and with what."""
+    """The run's settings, for the report."""
     import torch
     import transformers
 

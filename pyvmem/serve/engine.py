@@ -3,7 +3,7 @@
 
 Every step runs all running requests at once: their new tokens (a prompt, a chunk of one, or one
 token) lie one after the other in a batch ``[1, T]``, with their positions; `pyvmem.serve.attention`
-tells them apart. Requests join and leave between steps; decoding is greedy.
+separates the requests. Requests join and leave between steps; decoding is greedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Engine", "EngineStats", "StepRecord", "TokenEvent"]
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of an answer, and the whole answer with the last one.
+    """A new token of an answer; the last one carries the whole answer.
 
     Attributes:
         token: None where a request ends without one (`FinishReason.NO_MEMORY`).
@@ -49,7 +49,7 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step, for whoever watches: made after its memory is there and before the model runs.
+    """A step as observers see it: after its memory is mapped and before the model runs.
 
     Attributes:
         step: its number, from 0.
@@ -64,18 +64,18 @@ class StepRecord:
 
 @dataclass
 class EngineStats:
-    """Counts and seconds since the engine was made.
+    """Counters and times since the engine was created.
 
     Attributes:
         steps: model calls.
-        prompt_tokens, new_tokens: tokens of prompts computed (again after a preemption), tokens
-            chosen.
-        preemptions, recomputed_tokens: requests that lost their memory, and the rows lost.
-        peak_running: most requests in one step.
+        prompt_tokens, new_tokens: prompt tokens computed (again after a preemption), tokens
+            generated. preemptions, recomputed_tokens: requests that lost their memory, and the rows
+            lost.
+        peak_running: most requests in a step.
         step_s: in `Scheduler.begin`, that is, `RequestCache.admit` and `extend`: the critical path.
             ahead_s: in `Scheduler.look_ahead`: `admit` and `prepare`, the calls alone.
-        model_s: in the model, up to the tokens' arrival on the CPU. model_steps_s: the same of each
-            step: the first of a shape also load, and with FlexAttention compile, their kernels.
+        model_s: in the model, until the tokens reach the CPU. model_steps_s: the same per step; the
+            first step of a shape also loads its kernels and, with FlexAttention, compiles them.
         total_s: in `Engine.step`.
     """
 
@@ -93,7 +93,7 @@ class EngineStats:
 
 
 class Engine(Closable):
-    """Serves requests; a context manager.
+    """Serves requests. A context manager.
 
     Args:
         model: a transformers causal language model on the cache's device, in the cache's dtype. Its
@@ -181,7 +181,7 @@ class Engine(Closable):
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or run."""
+        """The number of waiting and running requests."""
         return len(self._scheduler.waiting) + len(self._scheduler.running)
 
     def add(self, job: Job) -> None:
@@ -199,7 +199,7 @@ class Engine(Closable):
         """One iteration: memory, model, one token for every request whose prompt is complete.
 
         Raises:
-            VMemError: the cache refused for another reason than a shortage of memory.
+            VMemError: the cache failed for a reason other than a shortage of memory.
             RuntimeError: requests wait, but the cache has no slot for any.
         """
         started = time.perf_counter()
@@ -249,7 +249,7 @@ class Engine(Closable):
             sequence.cached += sequence.chunk
             sequence.chunk = 0
             if sequence.pending:
-                continue  # the prompt is not complete: what follows it is known
+                continue  # mid-prompt: the next token is known
             self.stats.new_tokens += 1
             reason = sequence.accept(choice, step, self._cache.max_seq_len)
             completion = None
@@ -261,7 +261,7 @@ class Engine(Closable):
 
     @torch.inference_mode()
     def _forward(self, batch: list[Sequence]) -> list[int]:
-        """Runs the model on the batch's new tokens; the likeliest next token of each request."""
+        """Runs the model on the batch's new tokens; returns each request's likeliest next token."""
         if self._states is not None:
             return self._forward_rows(self._states, batch)
         tokens: list[int] = []
@@ -282,7 +282,7 @@ class Engine(Closable):
         return choices
 
     def _forward_rows(self, cache: LayeredCache, batch: list[Sequence]) -> list[int]:
-        """The same for a model whose layers have states: these tell requests apart by rows."""
+        """As `_forward`, for models with state layers, which need a row per request."""
         from pyvmem.serve.states import StepPast
 
         alone = [[one] for one in batch if not one.cached or one.needed - one.cached > 1]
@@ -313,9 +313,9 @@ class Engine(Closable):
         return attention.AttentionStep(self.attention, step)
 
     def _all_attended(self, step: attention.AttentionStep) -> None:
-        """Raises NotSupported for a model that does not ask transformers' registry for attention.
+        """Raises NotSupported for a model that bypasses transformers' attention registry.
 
-        It would have run all requests together, and kept nothing.
+        Such a model mixes all requests and caches nothing.
         """
         missing = self._attending - step.seen
         if missing:
@@ -327,7 +327,7 @@ class Engine(Closable):
 
 
 def _states_of(cache: KVCache, shapes: list[Shape]) -> LayeredCache | None:
-    """The cache, where layers have states; ValueError where it keeps something else."""
+    """The cache, if layers have states; ValueError if their shapes are not the cache's."""
     held: list[type] = [LayerShape] * cache.config.num_layers
     if isinstance(cache, LayeredCache):
         held = [type(shape) for shape in cache.layers]

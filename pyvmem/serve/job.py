@@ -10,7 +10,7 @@ __all__ = ["Completion", "FinishReason", "Job", "Sequence"]
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """The reason a request ended."""
 
     EOS = "eos"  # the model said so
     LENGTH = "length"  # max_new_tokens reached
@@ -20,13 +20,13 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt to be continued greedily.
+    """A prompt to be continued greedily.
 
     Attributes:
         request_id: the caller's name for it, unique among unfinished requests of an engine.
         prompt: token ids, at least one.
         max_new_tokens: tokens to generate, at least one.
-        eos_token_ids: tokens that end the answer (the last token of the answer then).
+        eos_token_ids: tokens that end the answer; the token is included in it.
         forced: teacher forcing. Token i of the answer is replaced by ``forced[i]`` before the next
             one is computed; the model's own choice is in `Completion.predictions`.
     """
@@ -52,10 +52,9 @@ class Completion:
     """The answer to a job.
 
     Attributes:
-        tokens: the answer's token ids, the end-of-text token included.
-        predictions: what the model chose at each position; differs from `tokens` only under
-            `forced`.
-        preemptions: how often it lost its memory and was computed again.
+        tokens: the answer's token ids, including any end-of-text token.
+        predictions: the model's choice at each position; differs from `tokens` only under `forced`.
+        preemptions: how often it lost its memory and was recomputed.
         first_step, last_step: engine steps in which it got its first and its last token; -1: none.
     """
 
@@ -70,12 +69,12 @@ class Completion:
 
 @dataclass(eq=False)
 class Sequence:
-    """A job on its way. ``tokens[:cached]`` have their keys and values in the cache.
+    """A job in progress. The keys and values of ``tokens[:cached]`` are in the cache.
 
     Attributes:
         tokens: the prompt and the answer so far.
         cached: leading tokens that are in the cache.
-        chunk: tokens that the present step adds to the cache.
+        chunk: tokens that this step adds to the cache.
     """
 
     job: Job
@@ -89,7 +88,7 @@ class Sequence:
 
     @classmethod
     def of(cls, job: Job) -> Sequence:
-        """A sequence at its start."""
+        """Makes a job's initial sequence."""
         return cls(job, list(job.prompt))
 
     @property
@@ -99,16 +98,16 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that are not in the cache yet; 1 while decoding."""
+        """Tokens not yet in the cache; 1 while decoding."""
         return len(self.tokens) - self.cached
 
     @property
     def needed(self) -> int:
-        """Tokens that the cache must hold in the present step."""
+        """Tokens that the cache must hold in this step."""
         return self.cached + self.chunk
 
     def accept(self, predicted: int, step: int, max_seq_len: int) -> FinishReason | None:
-        """Appends the model's choice (or the forced token); why this was the last one, or None."""
+        """Appends the model's choice or the forced token; returns the finish reason, if any."""
         position = len(self.predictions)
         self.predictions.append(predicted)
         forced = self.job.forced
@@ -126,7 +125,7 @@ class Sequence:
         return None
 
     def completion(self, reason: FinishReason) -> Completion:
-        """The answer as the caller gets it."""
+        """The answer for the caller."""
         return Completion(
             self.job,
             tuple(self.answer),

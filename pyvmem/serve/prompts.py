@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The demonstration's prompts, from `prompts.txt` or a file of the user's."""
+"""The demonstration's prompts, from `prompts.txt` or a user's file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["load", "parse", "repeated"]
 
 
 def parse(text: str) -> list[str]:
-    """Prompts of a text: separated by lines of three dashes, lines that begin with "#" left out."""
+    """Splits a text into prompts at lines of three dashes; drops lines that begin with "#"."""
     prompts: list[list[str]] = [[]]
     for line in text.splitlines():
         if line.strip() == "---":
@@ -21,7 +21,7 @@ def parse(text: str) -> list[str]:
 
 
 def load(path: str | Path | None = None, count: int = 0) -> list[str]:
-    """The first `count` prompts of a file, again from its start after its end; 0: all of them.
+    """Loads `count` prompts of a file, cycling if it has fewer; 0: all of them.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,7 +41,7 @@ def load(path: str | Path | None = None, count: int = 0) -> list[str]:
 
 
 def repeated(prompts: list[str], count: int) -> list[str]:
-    """The first `count` prompts, again from the start after the last; 0: all of them.
+    """Takes `count` prompts, cycling if there are fewer; 0: all of them.
 
     Raises:
         ValueError: `count` is negative.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The demonstration's result: one dictionary for JSON, and its table for people."""
+"""The demonstration's result, as a dictionary for JSON and as tables."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def build(
     recorder: Recorder,
     verdict: Verdict | None,
 ) -> dict[str, Any]:
-    """Everything that a run showed.
+    """Builds a run's result.
 
     Args:
-        setting: what was run, and where.
+        setting: the run's settings and machine.
         prompts, answers, completions: one per request, in the same order.
         cache: taken when the last request had left.
     """
@@ -91,7 +91,7 @@ def build(
                 "wasted_bytes": cache.peak_wasted_bytes,
             },
             "formula": FORMULA,
-            "steps": recorder.curve,  # mapped and used, by the formula
+            "steps": recorder.curve,  # mapped and used bytes, by the formula
             "replay": [layout.footprint().as_dict() for layout in (recorder.own, *recorder.others)],
         },
         "mapping": _mapping(engine, cache),
@@ -101,7 +101,7 @@ def build(
 
 
 def _align(rows: Iterable[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Columns side by side; the first to the left, the others to the right."""
+    """Aligns columns: the first flush left, the others flush right."""
     table = [list(row) for row in rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return [
@@ -179,7 +179,7 @@ def _time_table(result: dict[str, Any]) -> list[str]:
 
 
 def _steps(seconds: Sequence[float]) -> list[tuple[str, str]]:
-    """The model's median step, and the slowest tenth's share of all time: compiling kernels."""
+    """The median model step, and the share of time in the slowest tenth, which compile kernels."""
     if not seconds:
         return []
     slowest = sorted(seconds)[9 * len(seconds) // 10 :]
@@ -210,7 +210,7 @@ def _verify_lines(result: dict[str, Any]) -> list[str]:
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """The few lines that end a run."""
+    """The closing lines of a run."""
     memory, engine = result["memory"], result["engine"]
     own, *others = memory["replay"]
     big, static = others[0], others[-1]
@@ -238,7 +238,7 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 
 def tables(result: dict[str, Any]) -> list[str]:
-    """All that was counted, as tables."""
+    """All counters as tables."""
     lines = _head(result)
     return [*lines, "", *_memory_table(result), "", *_time_table(result), *_verify_lines(result)]
 

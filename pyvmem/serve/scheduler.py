@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Who runs in a step: admission by memory, preemption by recomputation.
+"""Schedules steps: admission by memory, preemption by recomputation.
 
-The scheduler owns the queue and the requests of a `pyvmem.engine.RequestCache`; it never sees a
-tensor. One iteration:
+The scheduler owns the queue and the requests of a `pyvmem.engine.RequestCache`; it handles no
+tensors. One iteration:
 
     begin()      sequences join while slots and memory last; the cache holds every row of this step
     look_ahead() the next step's pages are mapped in the background while the model runs
     finish()     a sequence leaves; its slot is free once the GPU work that reads it is over
 
-When memory is short in begin(), those who joined last go back first: a sequence that has computed
-nothing costs nothing, one that has is computed again from its prompt and its answer so far. After
-that nobody joins until somebody has left, so that two cannot preempt each other in turns.
+When memory is short in begin(), the sequences that joined last are preempted first: a sequence that
+has computed nothing loses nothing; others are recomputed from their prompt and answer so far. After
+that no sequence joins until another has left, so that two cannot preempt each other in turn.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Scheduler:
         background: map the next step's pages while this one is computed.
 
     Attributes:
-        waiting: sequences without a slot, the next to join first.
-        running: the others with their requests, in the order in which they joined.
+        waiting: sequences without a slot, next to join first.
+        running: the other sequences and their requests, in joining order.
         preemptions: sequences that lost computed rows, over all time.
         recomputed: their rows, over all time.
     """
@@ -45,7 +45,7 @@ class Scheduler:
         self._chunk = prefill_chunk or cache.max_seq_len
         self._background = background
         self._reserve = background and not prefill_chunk
-        self._short = False  # memory ran out: nobody joins until somebody leaves
+        self._short = False  # memory ran out: no sequence joins until another leaves
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, Request] = {}
         self.preemptions = 0
@@ -67,11 +67,11 @@ class Scheduler:
         self.waiting.append(Sequence.of(job))
 
     def begin(self) -> tuple[list[Sequence], Sequence | None]:
-        """Chooses and provisions a step.
+        """Selects the sequences of a step and maps their memory.
 
         Returns:
             The sequences of the step with their `chunk` set, all of whose rows the cache now holds;
-            or none, and one that memory is too small for even alone, removed.
+            or none and a sequence, now removed, that does not fit in memory even alone.
 
         Raises:
             RuntimeError: sequences wait, but the cache has no slot for any.
@@ -98,18 +98,18 @@ class Scheduler:
         return list(self.running), None
 
     def look_ahead(self) -> None:
-        """Starts mapping what the next step needs if nobody leaves; a shortage is begin's."""
+        """Starts mapping the next step's pages; `begin` handles shortages."""
         if self._background:
             self._join()
             self._cache.prepare(self._lengths(ahead=True))
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out; its slot is free once the work that is under way is over."""
+        """Removes a sequence; its slot is free once its pending GPU work is done."""
         self._cache.release(self.running.pop(sequence))
         self._short = False
 
     def _join(self) -> Shortage | None:
-        """Admits while slots and memory last; the shortage that ended it, if one did."""
+        """Admits while slots and memory last; returns the shortage that stopped it, if any."""
         while self.waiting and not (self._short and self.running):
             found = self._cache.admit(self.waiting[0].tokens, room=0, reserve=self._reserve)
             if isinstance(found, Shortage):
@@ -124,7 +124,7 @@ class Scheduler:
         for sequence, request in self.running.items():
             length = sequence.needed
             if ahead:
-                # A sequence whose prompt is complete adds the token that is being computed.
+                # A sequence with a complete prompt adds the token being computed.
                 left = sequence.pending - sequence.chunk
                 length += max(1, min(self._chunk, left))
             lengths[request] = min(length, self._cache.max_seq_len)

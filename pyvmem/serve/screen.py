@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Prompts and answers side by side on a terminal, while they grow, over a line of the memory.
+"""Shows prompts and growing answers side by side on a terminal, above a memory line.
 
-Answers that are whole scroll up; those that run, and the memory, are drawn in place below. Needs
+Finished answers scroll up; running ones and the memory line are redrawn in place below. Needs
 rich; without a terminal, `printer` writes lines.
 """
 
@@ -24,12 +24,12 @@ _BAR = 12
 
 
 class Screen:
-    """A context manager; `feed` it the engine's events.
+    """The live display, a context manager; pass the engine's events to `feed`.
 
     Args:
         tokenizer: the model's.
         prompts: by request id.
-        cache: whose memory is shown.
+        cache: the cache whose memory is shown.
         console: a `rich.console.Console`; None: the standard output.
 
     Raises:
@@ -69,7 +69,7 @@ class Screen:
         self._live.stop()
 
     def write(self, text: str) -> None:
-        """A line above what is drawn in place."""
+        """Writes a line above the live area."""
         self._console.print(text, markup=False, highlight=False)
 
     def feed(self, event: TokenEvent) -> None:
@@ -103,13 +103,13 @@ class Screen:
 
     @staticmethod
     def _add(table: Any, *cells: str, style: str = "") -> None:
-        """Cells are text, not rich's markup: a prompt may hold brackets."""
+        """Adds cells as plain text, not rich markup: prompts may contain brackets."""
         from rich.text import Text
 
         table.add_row(*(Text(cell, overflow="fold") for cell in cells), style=style)
 
     def _memory(self, running: int) -> str:
-        """The most about memory and requests that fits in a line."""
+        """The memory line: as much about memory and requests as fits."""
         stats = self._cache.stats()
         filled = round(_BAR * stats.used_bytes / stats.mapped_bytes) if stats.mapped_bytes else 0
         bar = f"[{'#' * filled}{'.' * (_BAR - filled)}] "
@@ -127,7 +127,7 @@ class Screen:
         with self._lock:
             running = {name: list(tokens) for name, tokens in self._tokens.items()}
         table = self._table()
-        room = max(2, self._console.width - 8)  # for a prompt and its answer
+        room = max(2, self._console.width - 8)  # rows of a prompt and its answer
         rows = max(1, self._console.height - 4)
         for name in sorted(running)[:rows]:
             answer = " ".join(self._answer(running[name]).rstrip("\ufffd").split())

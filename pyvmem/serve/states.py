@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""The past that a model whose layers have states is given in one call of the engine.
+"""The transformers cache for an engine call of a model with state layers.
 
 Such a layer takes each row of a batch for one request. So the engine calls the model once for all
-requests of one new token, a row each, and once for every longer one; this object hands each row the
-state of its slot, and stores what the model made of it. Attention reads slots as usual: its layers
-get the new tokens from this object.
+requests with one new token, a row each, and once for every longer request; this object loads each
+row's state from its slot and saves the new state. Attention reads slots as usual: its layers get
+the new tokens from this object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _State: Any = cache_utils.LinearAttentionLayer
 
 
 class _New(_Layer):  # type: ignore[misc]  # a base that is Any
-    """An attention layer's: hands on the new tokens' keys and values."""
+    """An attention layer: passes on the new tokens' keys and values."""
 
     is_sliding = False
 
@@ -36,24 +36,24 @@ class _New(_Layer):  # type: ignore[misc]  # a base that is Any
         self._length = length
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What it is given."""
+        """Returns its arguments."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest request before this call."""
+        """The longest request's tokens before this call."""
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The size of a mask that is never made."""
+        """The size of a mask, which is never created."""
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
-        """None is set."""
+        """No maximum."""
         return -1
 
 
@@ -84,14 +84,14 @@ class StepPast(_Cache):  # type: ignore[misc]  # a base that is Any
         super().__init__(layers=layers)
 
     def _load(self, layer: Any, rows: dict[str, torch.Tensor]) -> None:
-        """Gives a layer the states ``[slots, ...]`` of this object's slots."""
+        """Loads the states ``[slots, ...]`` of this object's slots into a layer."""
         for name, held in rows.items():
             layer.lazy_initialization(**{f"{name}_states": held[self._slots]})
             getattr(layer, f"{name}_states")[0].copy_(held[self._slots])
         layer.has_previous_state[0] = True
 
     def save(self) -> None:
-        """Puts the states that the model made into the slots."""
+        """Saves the model's new states into the slots."""
         for layer, rows in self._places:
             for name, held in rows.items():
                 held[self._slots] = getattr(layer, f"{name}_states")[0]

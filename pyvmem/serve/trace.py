@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Watches a run: what each step held, and what other layouts would have held for the same lengths.
+"""Records each step of a run and replays its lengths under other layouts.
 
 The comparison is a replay, not a second run. For a layout with pages of P bytes, T tensors and rows
 of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
@@ -7,10 +7,11 @@ of R bytes, a step whose requests hold n_1, n_2, ... tokens has mapped
     sum over requests i of  ceil(n_i * R / P) * P * T
 
 and used ``sum of n_i * R * T``, which is the same for all layouts. A static reservation gives each
-of these requests ``max_seq_len * R * T``, however long it is. A layout's peak is its own largest
-step. The replay counts requests that run; what the cache keeps mapped beyond that for the next
-request is in the measured numbers alone, so the replay of the run's own layout stands beside them.
-Layers that differ are summed up; rows that leave a window are counted as kept, in every layout.
+of these requests ``max_seq_len * R * T``, regardless of its length. A layout's peak is its own
+largest step. The replay counts requests that run; what the cache keeps mapped beyond that for the
+next request is in the measured numbers alone, so the replay of the run's own layout stands beside
+them. Different layers are summed; rows that leave a window are counted as kept, in every
+layout.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _BIG_PAGE = 2 << 20
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one layout at its peak; bytes.
+    """A layout's memory at its peak, in bytes.
 
     Attributes:
-        name: what the layout is.
+        name: description of the layout.
         page_size: 0 for a static reservation.
         num_tensors: virtual tensors of the cache.
         mapped_bytes: at the layout's largest step.
@@ -50,7 +51,7 @@ class Footprint:
 
     @property
     def wasted_bytes(self) -> int:
-        """Mapped and not used."""
+        """Mapped but unused bytes."""
         return self.mapped_bytes - self.used_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class Footprint:
 
 
 class Replay:
-    """The largest step of a run under one layout. ``page_size`` 0 is the static reservation."""
+    """The largest step of a run under a layout; ``page_size`` 0: a static reservation."""
 
     def __init__(self, name: str, configs: Sequence[KVCacheConfig], page_size: int) -> None:
         self.name = name
@@ -68,21 +69,21 @@ class Replay:
         self._peak = (0, 0)  # mapped and used
 
     def bytes_for(self, tokens: int) -> int:
-        """Physical bytes behind a request of so many tokens."""
+        """Physical bytes behind a request of this many tokens."""
         layouts = self._layouts
         if not self.page_size:
             return self._used(layouts[0].config.max_seq_len)
         return sum(one.pages_for(tokens) * one.page_size * one.num_tensors for one in layouts)
 
     def add(self, lengths: list[int]) -> tuple[int, int]:
-        """Takes a step into account; the bytes that it has mapped and used."""
+        """Accounts for a step; returns its mapped and used bytes."""
         step = (sum(map(self.bytes_for, lengths)), sum(map(self._used, lengths)))
-        # Of steps that map the same, the fullest: no layout looks emptier than it got.
+        # Of equally large steps, keep the fullest, so that no layout looks emptier than it was.
         self._peak = max(self._peak, step)
         return step
 
     def _used(self, tokens: int) -> int:
-        """Bytes of the rows of so many tokens; a state is one row whatever their number."""
+        """Bytes of the rows of this many tokens; a state counts as a single row."""
         return sum(
             (min(tokens, 1) if one.state else tokens) * one.row_bytes * one.num_tensors
             for one in self._layouts
@@ -100,7 +101,7 @@ class Recorder:
     Args:
         cache: the run's cache.
         page_size: its page size in bytes.
-        keep_steps: keep what `trace` gives.
+        keep_steps: keep the data for `trace`.
     """
 
     def __init__(self, cache: KVCache, page_size: int, *, keep_steps: bool = False) -> None:
@@ -139,7 +140,7 @@ class Recorder:
                 "mapped_bytes": stats.mapped_bytes,
                 "used_bytes": stats.used_bytes,
                 "other_bytes": [sum(map(layout.bytes_for, lengths)) for layout in self.others],
-                # of every slot, pages per tensor that are mapped
+                # per slot: mapped pages per tensor
                 "slots": [info.mapped_pages for info in slots.values()],
                 # id, slot, tokens, pages per tensor that the request owns
                 "requests": [
@@ -150,7 +151,7 @@ class Recorder:
         )
 
     def trace(self) -> dict[str, Any]:
-        """What `picture` draws; see `Recorder`.
+        """The data that `picture` draws; see `Recorder`.
 
         Raises:
             ValueError: made without `keep_steps`.

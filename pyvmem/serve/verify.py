@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Checks answers against transformers' ``generate`` with its `DynamicCache`, one at a time.
 
-The rule: an answer is compared up to its first difference. A difference is accepted only where the
-reference was as good as undecided (its two best logits differ by less than `TIE` of the larger),
-and in at most one of 32 requests; the request is then served again under teacher forcing with the
-reference's tokens, and at every other position the engine's own choice must be the reference's.
+The rule: an answer is compared up to its first difference. A difference is accepted only at a near
+tie of the reference (its two best logits differ by less than `TIE` of the larger), and in at most
+one of 32 requests; the request is then served again under teacher forcing with the reference's
+tokens, and at every other position the engine's own choice must match the reference.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Reference:
-    """What ``generate`` answered.
+    """The answer of ``generate``.
 
     Attributes:
         tokens: the answer.
-        margins: for each of its tokens, best minus second best logit, in parts of the best.
+        margins: for each of its tokens, best minus second-best logit, as a fraction of the best.
     """
 
     tokens: tuple[int, ...]
@@ -41,7 +41,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Difference:
-    """A position where the engine's token is not the reference's (None: no token there)."""
+    """A position where the engine's token differs from the reference's (None: no token)."""
 
     request_id: int
     position: int
@@ -56,9 +56,9 @@ class Verdict:
     """The outcome of `compare`.
 
     Attributes:
-        requests, identical: compared, and equal in every token.
+        requests, identical: number compared, and number equal in every token.
         allowed: requests that may differ in a tie.
-        differences: all that were found.
+        differences: all differences found.
         passed: the rule holds.
     """
 
@@ -97,7 +97,7 @@ def _generate(loaded: LoadedModel, job: Job) -> Reference:
 
 
 def _key(loaded: LoadedModel, job: Job) -> str | None:
-    """Names all that a reference depends on; None where the folder's name is no proof of it."""
+    """A key of all that a reference depends on; None if the folder does not identify the model."""
     import torch
     import transformers
 
@@ -121,7 +121,7 @@ def _key(loaded: LoadedModel, job: Job) -> str | None:
 def references(
     loaded: LoadedModel, jobs: Sequence[Job], progress: Callable[[int], None] | None = None
 ) -> list[Reference]:
-    """The references of jobs; kept in the cache folder under a name made of all they depend on.
+    """The references of jobs, cached in a folder under a key of all they depend on.
 
     Args:
         loaded: the model, with transformers' own attention, not an engine's.
@@ -167,7 +167,7 @@ def first_difference(
     *,
     forced: bool = False,
 ) -> Difference | None:
-    """The first position other than `skip` at which an answer is not the reference's."""
+    """The first position, other than `skip`, at which an answer differs from the reference."""
     for position in range(max(len(got), len(reference.tokens))):
         expected = reference.tokens[position] if position < len(reference.tokens) else None
         token = got[position] if position < len(got) else None
@@ -183,7 +183,7 @@ def compare(
     completions: Iterable[Completion],
     expected: dict[int, Reference],
 ) -> Verdict:
-    """Applies the rule above to an engine's answers; serves again over `cache` where they differ.
+    """Applies the rule above to an engine's answers; serves differing requests again over `cache`.
 
     Args:
         expected: the references by request id.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch tensors on vmem pages, and their memory given back while the tensors live."""
+"""torch tensors on vmem pages, whose memory can be released while the tensors live."""
 
 from pyvmem.torch_pool.pool import (
     TorchPoolStats,

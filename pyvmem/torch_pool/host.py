@@ -36,8 +36,8 @@ class HostBlock:
     """
 
     def __init__(self, size: int, device: int | None) -> None:
-        self._locked_by = 0  # the process whose CUDA knows of it
-        self._shown: Any = lambda: None  # a weak reference to what all views are made of
+        self._locked_by = 0  # the process that registered it with CUDA
+        self._shown: Any = lambda: None  # weak reference to the buffer behind all views
         try:
             self.memory = mmap.mmap(-1, size, flags=_PRIVATE)
         except OSError:
@@ -47,30 +47,30 @@ class HostBlock:
         self.size = size
         self._window = ctypes.c_char * size
         self.address = ctypes.addressof(self._window.from_buffer(self.memory))
-        with contextlib.suppress(OSError):  # a kernel without them: locked page by page
+        with contextlib.suppress(OSError):  # no huge pages in this kernel: locked page by page
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self._device = device
         if device is not None:
             try:
-                self._locked_by = os.getpid()  # before it is: `unlock` may be called for nothing
+                self._locked_by = os.getpid()  # set early: `unlock` tolerates an unregistered range
                 self._call(device, "cuMemHostRegister_v2", ctypes.c_size_t(size), _HOST_REGISTER)
             except VMemError as error:
                 self._locked_by = 0
                 text = "%d bytes of host memory cannot be page-locked (%s): copies are slow"
-                log.warning(text, size, str(error))  # an error holds its callers' tensors
+                log.warning(text, size, str(error))  # an exception keeps its callers' tensors
 
     @property
     def locked(self) -> bool:
-        """Whether it is page-locked."""
+        """True if it is page-locked."""
         return bool(self._locked_by)
 
     @property
     def viewed(self) -> bool:
-        """Whether a view of it, or an object made from one, is alive."""
+        """True while a view, or an object made from a view, is alive."""
         return self._shown() is not None
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A part of it, which keeps all of it alive."""
+        """A view of a part; it keeps the whole block alive."""
         window = self._shown()
         if window is None:
             window = self._window.from_buffer(self.memory)
@@ -78,10 +78,10 @@ class HostBlock:
         return memoryview(window).cast("B")[offset : offset + nbytes]
 
     def unlock(self) -> None:
-        """Ends the locking, before the range goes: CUDA would take what comes there for locked."""
+        """Unregisters the range before it goes: CUDA would treat later memory there as locked."""
         # A child of a fork has a copy of this object, and no CUDA.
         if self._device is not None and self._locked_by == os.getpid():
-            with contextlib.suppress(VMemError):  # CUDA is gone, and what it knew
+            with contextlib.suppress(VMemError):  # CUDA is gone, with its registrations
                 self._call(self._device, "cuMemHostUnregister")
         self._locked_by = 0
 
@@ -95,7 +95,7 @@ class HostBlock:
 
 
 class HostMemory:
-    """The blocks of one pool: those with contents, and spare ones. Not thread-safe by itself.
+    """The host blocks of one pool, in use and spare. Not thread-safe by itself.
 
     Args:
         device: as for `HostBlock`.
@@ -103,16 +103,16 @@ class HostMemory:
 
     def __init__(self, device: int | None) -> None:
         self._device = device
-        self._used = weakref.WeakSet[HostBlock]()  # an interrupted caller has lost its block
+        self._used = weakref.WeakSet[HostBlock]()  # lost by an interrupted caller
         self._spare: list[HostBlock] = []
 
     def take(self, size: int) -> HostBlock:
-        """A block of so many bytes or more, a spare one if there is one; goes back by `give`.
+        """Returns a block of at least this size, spare if possible; return it with `give`.
 
-        There are no more blocks than were in use at once: a new one replaces a spare one.
+        There are never more blocks than were in use at once: a new block replaces a spare one.
 
         Raises:
-            OutOfMemory: there is no such memory; spare blocks may have gone.
+            OutOfMemory: not enough memory; spare blocks may have been freed.
         """
         fit = [block for block in self._spare if block.size >= size]
         if fit:
@@ -126,7 +126,7 @@ class HostMemory:
         return block
 
     def give(self, block: HostBlock) -> None:
-        """Makes a block spare; one that is looked at is its viewers' from now on."""
+        """Makes a block spare; a block with live views is left to them."""
         if block.viewed:
             block.unlock()
         else:
@@ -134,17 +134,17 @@ class HostMemory:
         self._used.discard(block)
 
     def drop(self) -> int:
-        """Gives spare blocks back to the system; returns their bytes."""
+        """Frees spare blocks; returns their bytes."""
         size = sum(block.size for block in self._spare)
         self._spare.clear()
         return size
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(block.size for block in {*self._used, *self._spare})
 
     @property
     def locked_bytes(self) -> int:
-        """Of those that are page-locked."""
+        """Bytes of the page-locked blocks."""
         return sum(block.size for block in {*self._used, *self._spare} if block.locked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""torch tensors on vmem pages, and their memory given back while the tensors live.
+"""torch tensors on vmem pages, whose memory can be released while the tensors live.
 
     pool = VMemPool(context)
     with pool.use("weights"):
@@ -46,11 +46,11 @@ _VISIBLE = _native.constant("VMEM_RESERVE_VISIBLE")
 
 
 class PoolRemains(Remains):
-    """A pool that nobody has any more: it ends unless it was used, for tensors may be in it.
+    """Cleans up a pool whose owner was lost, unless it was used: tensors may lie in it.
 
     Attributes:
         used: a `use` block was entered.
-        made, ended: of its registration with what torch calls.
+        made, ended: state of its registration with the allocator functions.
     """
 
     def __init__(self, owner: VMemPool) -> None:
@@ -61,7 +61,7 @@ class PoolRemains(Remains):
         super().__init__(owner)
 
     def unregister(self) -> None:
-        """Torch's allocations come from the pool no more. May be repeated."""
+        """Detaches torch's allocator functions from the pool. Idempotent."""
         if self.made.happened and not self.ended.happened:
             torch_alloc.close(self._device, self.ended)
 
@@ -103,7 +103,7 @@ class VMemPool:
         self._anchor, self._hold = Reservation(context, Outcome()), None
         self._remains = PoolRemains(self)
         try:
-            # A living array: `Context.close` raises Busy while the pool is open.
+            # Keeps an array alive so that `Context.close` raises Busy while the pool is open.
             context.reserve(context.info.granule, into=self._anchor)
             self._hold = self._anchor.array((1,), "uint8")
             if context.cuda_device is not None:
@@ -123,7 +123,7 @@ class VMemPool:
 
     @contextmanager
     def use(self, tag: str = "default") -> Iterator[None]:
-        """Places what this thread allocates on the device inside the block in the pool.
+        """Inside the block, this thread's allocations on the device come from the pool.
 
         Allocate before a CUDA graph is captured, not during the capture.
 
@@ -169,18 +169,18 @@ class VMemPool:
             torch_alloc.set_tag(tag.number)
             yield tag
         finally:
-            try:  # calls of C alone: an exception from outside comes after them
+            try:  # only C calls: an asynchronous exception can only follow them
                 torch_alloc.set_tag(before)
             finally:
                 users.discard(user)
 
     def owns(self, tensor: Any) -> bool:
-        """Whether a tensor's storage lies in the pool, paused or not."""
+        """True if a tensor's storage lies in the pool, paused or not."""
         storage = tensor.untyped_storage()
         return torch_alloc.owns(self._device, storage.data_ptr(), max(1, storage.nbytes()))
 
     def saved(self, address: int, nbytes: int) -> memoryview | None:
-        """The contents of a paused range in host memory; None where there are none.
+        """The saved contents of a paused range in host memory; None if it has none.
 
         A view, not a copy; what is written there is what `resume` brings back. The memory lives as
         long as the view, but is ignored after `resume`.
@@ -198,14 +198,14 @@ class VMemPool:
     # ---- pause and resume ----------------------------------------------------------------------
 
     def pause(self, tag: str | Mapping[str, bool] | None = None, *, keep: bool = True) -> int:
-        """Gives physical memory back to the device; addresses stay, and nothing may touch them.
+        """Releases physical memory to the device; the addresses stay but must not be accessed.
 
         Contents go to host memory, which is page-locked if it can be: the device then copies at the
         speed of its bus. Getting such memory takes longer than the copy, so it is kept for the next
         pause, as much as was saved at once; `drop_host` and `close` give it back.
 
-        Waits for the device's work first. Of several tags each is paused as a whole; those before
-        one that fails are paused. Repeated: what was added since.
+        Waits for the device's work first. Each tag is paused atomically; if one fails, those before
+        it stay paused. Pausing again covers what was added since.
 
         Args:
             tag: None: every tag. A mapping: several, in its order, each with its `keep`.
@@ -240,8 +240,7 @@ class VMemPool:
     def resume(self, tag: str | None = None) -> int:
         """Maps paused segments again, at their addresses, with their contents or with zeros.
 
-        Of several tags each is resumed as a whole; one that fails stays paused, those before it
-        are resumed.
+        Each tag is resumed atomically; one that fails stays paused, those before it stay resumed.
 
         Args:
             tag: None: every paused tag, in the order of their first use.
@@ -258,10 +257,9 @@ class VMemPool:
             return sum(one.resume() for one in self._chosen(tag) if one.paused)
 
     def drop_host(self) -> int:
-        """Gives back the host memory that holds no contents; the next `pause` locks memory anew.
+        """Frees host memory that holds no contents; the next `pause` locks memory again.
 
-        Returns:
-            Its bytes.
+        Returns: Its bytes.
         """
         with self._lock:
             self._check_open("drop_host")
@@ -288,7 +286,7 @@ class VMemPool:
             return frozenset(tag.name for tag in self._tags.values() if tag.paused)
 
     def stats(self, tag: str | None = None) -> TorchPoolStats:
-        """The present state of one tag, or of all; the counters are of the pool."""
+        """The current state of one tag or all; the counters cover the whole pool."""
         with self._lock:
             self._check_open("stats")
             if tag is None:
@@ -309,7 +307,7 @@ class VMemPool:
             if any(tag.users for tag in self._tags.values()):
                 _native.fail(errno.EBUSY, "a `use` block is active", op="VMemPool.close")
             if not self._context.is_open:
-                self._context.stats()  # raises: the pool is the parent's of a fork
+                self._context.stats()  # raises if the pool belongs to a fork's parent
             self._return_segments()
             self._remains.unregister()
             for tag in self._tags.values():
@@ -320,9 +318,10 @@ class VMemPool:
             self._closed = True
 
     def _drop_workspaces(self) -> None:
-        """Makes torch forget cuBLAS's workspace, which lies in the pool if a `use` block needed it.
+        """Makes torch drop cuBLAS's workspace, which lies in the pool if a `use` block allocated
+        it.
 
-        A matrix product elsewhere would go on using it, paused or not; it gets a new one.
+        Later matrix products would use it even while paused; now they allocate a new one.
         """
         if any(tag.pool is not None for tag in self._tags.values()):
             import torch
@@ -330,8 +329,8 @@ class VMemPool:
             torch._C._cuda_clearCublasWorkspaces()
 
     def _return_segments(self) -> None:
-        """torch keeps the segments of a MemPool until that is gone and the cache is emptied."""
-        if self._allocator is not None:  # else torch has none
+        """Drops MemPools and empties torch's cache: until then torch keeps their segments."""
+        if self._allocator is not None:  # otherwise torch has no workspace
             import torch
 
             self._drop_workspaces()
@@ -350,7 +349,7 @@ class VMemPool:
         if self._closed or self._remains.ended.happened:
             _native.fail(errno.EBADF, "the VMemPool is closed", op=op)
         if not self._context.is_open:
-            self._context.stats()  # raises what is wrong: of the parent of a fork
+            self._context.stats()  # raises the right error in a forked child
 
     def __enter__(self) -> VMemPool:
         return self

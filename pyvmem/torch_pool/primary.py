@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The primary context of a CUDA device, by libcuda itself.
+"""The primary context of a CUDA device, through libcuda directly.
 
-A failure of a call of the runtime would be reported by the next launch of a kernel.
+A failed runtime call would also be reported by the next kernel launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["PrimaryContext"]
 
 
 class PrimaryContext(Closable):
-    """Keeps a device's primary context, which the runtime and torch use, until it is closed.
+    """Retains a device's primary context, which the runtime and torch use, until closed.
 
     Args:
         device: CUDA ordinal.
@@ -53,14 +53,14 @@ class PrimaryContext(Closable):
         return ctypes.cast(getattr(self._cuda, function), ctypes.c_void_p).value or 0
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Calls a function with the context current, whichever is in this thread.
+        """Calls a function with this context current in the thread.
 
         Raises:
             VMemError: it failed, or the context cannot be made current.
         """
         before = ctypes.c_void_p()
         self._check("cuCtxGetCurrent", ctypes.byref(before))
-        # Set, not pushed: what is set back although it was never changed does no harm.
+        # Set, not pushed: restoring a context that was never changed is harmless.
         try:
             self._check("cuCtxSetCurrent", self._context)
             self._check(function, *arguments)
@@ -68,9 +68,9 @@ class PrimaryContext(Closable):
             self._cuda.cuCtxSetCurrent(before)
 
     def close(self) -> None:
-        """Gives the context back; does nothing when called again."""
+        """Releases the context. Idempotent."""
         if self._context.value:
-            self._context.value = None  # first: given back twice, it would be torch's
+            self._context.value = None  # first: a second release would take torch's reference
             self._cuda.cuDevicePrimaryCtxRelease_v2(self._number)
 
     def __del__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tags of a `VMemPool`: what is paused together, and where contents lie meanwhile."""
+"""The tags of a `VMemPool`: segments paused together, and their saved contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TorchPoolStats:
         saved_bytes: the part of `paused_bytes` whose contents lie in host memory.
         mallocs, frees: segments that torch took and gave back so far.
         failures: calls of torch that could not be served.
-        last_error: what the last of them failed with; torch itself only says "out of memory".
+        last_error: the error of the latest failure; torch itself only reports "out of memory".
         host_bytes: host memory of the whole pool, for contents and kept for the next pause.
         locked_bytes: the part of `host_bytes` that is page-locked.
     """
@@ -43,7 +43,7 @@ class TorchPoolStats:
 
     @classmethod
     def of(cls, device: int, host: HostMemory, number: int = torch_alloc.ALL) -> TorchPoolStats:
-        """Asks the allocator; `number`: of one tag."""
+        """Queries the allocator for one tag, or by default for all."""
         now = torch_alloc.stats(device, number)
         return cls(
             now.blocks,
@@ -61,11 +61,11 @@ class TorchPoolStats:
 
 @dataclass(slots=True, eq=False)
 class Tag:
-    """Segments that are paused and resumed as one; not thread-safe by itself.
+    """Segments paused and resumed together. Not thread-safe by itself.
 
     Attributes:
         name: the caller's.
-        number: the same in C, never 0, which is a thread without a tag.
+        number: the tag's number in C; 0 means a thread without a tag.
         device: of the pool.
         host: of the pool.
         users: active `VMemPool.use` blocks.
@@ -85,11 +85,11 @@ class Tag:
     saved: list[HostBlock] = field(default_factory=list)
 
     def stats(self) -> TorchPoolStats:
-        """The allocator's statistics for it."""
+        """The allocator's statistics for the tag."""
         return TorchPoolStats.of(self.device, self.host, self.number)
 
     def pause(self, keep: bool) -> None:
-        """Unmaps all segments, or, where that raises, none; no GPU work may be unfinished."""
+        """Unmaps all segments, or none if it raises; no GPU work may be unfinished."""
         before = self.paused
         while True:
             room = self.stats().mapped_bytes
@@ -110,17 +110,17 @@ class Tag:
                             self.saved.remove(save)
                         self.host.give(save)
                 if not isinstance(error, TooManyBatches):
-                    raise  # else EAGAIN: torch added a segment meanwhile
+                    raise  # else torch added a segment meanwhile: retry
 
     def view_of(self, at: int, nbytes: int) -> memoryview | None:
-        """Saved contents by their address in host memory; None: they are not of this tag."""
+        """The saved contents at a host address; None if they are not this tag's."""
         for block in self.saved:
             if 0 <= at - block.address < block.size:
                 return block.view(at - block.address, nbytes)
         return None
 
     def resume(self) -> int:
-        """Maps all paused segments, or, where that raises, none; returns their bytes."""
+        """Maps all paused segments, or none if it raises; returns their bytes."""
         size = self.stats().paused_bytes
         torch_alloc.resume(self.device, self.number)
         self.paused = False
@@ -128,6 +128,6 @@ class Tag:
         return size
 
     def forget(self) -> None:
-        """Gives up the saved contents."""
+        """Drops the saved contents."""
         while self.saved:
             self.host.give(self.saved.pop())

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* vmem_check: every invariant of the core, counted from scratch. */
+/* vmem_check: verifies every invariant of the core against a full recount. */
 #include <stdlib.h>
 
 #include "api/api.h"
@@ -11,11 +11,11 @@ typedef unsigned long long ull;
 struct census {
   uint32_t **refs;
   uint64_t *mappings, *starts;
-  uint64_t calls;   /* map calls whose mapping lives */
+  uint64_t calls;   /* live map calls */
   uint64_t entries; /* large ones */
 };
 
-/* What is marked as a large entry is one run, on its boundary in both, that one call has mapped. */
+/* A large entry must be one run, 2 MiB aligned in addresses and slab, mapped by a single call. */
 static int check_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   const struct vm_pte *first = vm_pte(c, s, addr);
   const struct vm_slab *slab = c->phys->slabs[first->slab];
@@ -183,8 +183,7 @@ VMEM_API int vmem_check(vmem_t vm) {
   struct census n = {0};
   if (!c) return err;
   pthread_mutex_lock(&c->lock);
-  /* While a page is on its way back to the pool the references of its neighbours may be under way too; and while a
-   * slab is emptied. */
+  /* Wait for pages on their way back to the pool, and for compaction: references are in flux meanwhile. */
   while (c->phys->limbo_units || c->phys->compacting) pthread_cond_wait(&c->done_cond, &c->lock);
   n.refs = vm_calloc(c, c->phys->nslabs + 1u, sizeof(*n.refs));
   n.mappings = vm_calloc(c, c->phys->nhdls + 1u, sizeof(*n.mappings));

@@ -2,7 +2,7 @@
 /* Contents: reading, writing, copying, filling. */
 #include "api/api.h"
 
-/* Checks that a range is mapped (and writable) and notes it, so that it is not unmapped meanwhile. */
+/* Checks that a range is mapped (and writable) and registers the access, so that it cannot be unmapped meanwhile. */
 static int begin(struct vm_ctx *c, struct vm_access *a, uint64_t addr, uint64_t bytes, bool write) {
   uint64_t first = addr & ~(c->granule - 1), last;
   struct vm_space *s;
@@ -34,7 +34,7 @@ static void end(struct vm_ctx *c, struct vm_access *a) {
   pthread_mutex_unlock(&c->lock);
 }
 
-/* Waits for what other batches' fills write in the range, which is noted. */
+/* Waits for other batches' fills that write to the registered range. */
 static int await_fills(struct vm_ctx *c, const struct vm_access *a) {
   uint64_t first = a->addr & ~(c->granule - 1), end = vm_round_up(a->addr + a->bytes, c->granule);
   int err = 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Holes that read as zeros for a while: for a handler of SIGSEGV.
+ * Holes that temporarily read as zeros, for a SIGSEGV handler.
  *
  * All of it happens under the context's lock, so that no call maps a page there meanwhile. A handler may take that
  * lock, for nothing reads a reservation's memory while it holds one.
@@ -11,7 +11,7 @@
 
 static bool is_hole(const struct vm_pte *p) { return !p || !(p->flags & TAKEN); }
 
-/* The end of the hole, or of what is no hole, that begins at addr. */
+/* The end of the stretch, hole or not, that begins at addr. */
 static uint64_t end_of(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool hole) {
   while (addr < end) {
     const struct vm_pte *p = vm_pte(c, s, addr);

@@ -64,7 +64,7 @@ static int check_opts(const struct vmem_open_opts *o) {
   return 0;
 }
 
-/* A context with the state of all layers. */
+/* A context and the state of all its layers, allocated together. */
 struct context {
   struct vm_ctx c;
   struct vm_be_info info;
@@ -82,7 +82,7 @@ static struct vm_ctx *context_new(void) {
   all->c.phys = &all->phys;
   all->c.virt = &all->virt;
   all->c.work = &all->work;
-  return &all->c; /* its first member: freed as it */
+  return &all->c; /* the first member, so freeing it frees all */
 }
 
 static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o, struct vm_ctx **out) {
@@ -138,7 +138,7 @@ static int open_one(const struct vm_backend *be, const struct vmem_open_opts *o,
   return 0;
 }
 
-/* The first back end that opens; notes why those before it were passed over. */
+/* Opens the first usable back end; records why earlier ones were passed over. */
 static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
   char why[sizeof((*out)->info->pub.why)] = "";
   size_t used = 0;
@@ -157,7 +157,7 @@ static int open_auto(const struct vmem_open_opts *o, struct vm_ctx **out) {
   return vm_fail(err, "no back end can be opened: %.400s", why);
 }
 
-/* No other thread knows the context any more. Waits for a suspended driver. */
+/* Frees a context that no other thread can reach. Waits for a suspended driver. */
 static void tear_down(struct vm_ctx *c) {
   vm_worker_stop(c);
   vm_tickets_free(c);
@@ -184,7 +184,7 @@ static int open_context(const struct vm_backend *be, const struct vmem_open_opts
   struct vm_ctx *c = NULL;
   int err = be ? open_one(be, o, &c) : open_auto(o, &c);
   if (err) return err;
-  c->opts.backend = c->be->name; /* the caller's string need not live on */
+  c->opts.backend = c->be->name; /* the caller's string may be freed */
   if (c->opts.pool_low && (err = vm_worker_start(c))) {
     VM_UNDO(tear_down(c));
     return err;

@@ -52,7 +52,7 @@ VMEM_API int vMemCreate(vmem_t vm, uint64_t size, const struct vmem_create_opts 
     }
     seen = pool->free_units;
     pthread_mutex_unlock(&c->lock);
-    /* Others may have brought pages while the runs were put back, which drops the lock. */
+    /* Putting the runs back drops the lock, so other threads may have added pages. */
     if (err && missing && seen >= units && !again) {
       again = true;
       continue;
@@ -109,7 +109,7 @@ VMEM_API int vMemRelease(vmem_t vm, vmem_handle handle) {
   return err;
 }
 
-/* Checks the pieces as a whole, before any single one. */
+/* Checks the pieces together before checking each. */
 static int check_pieces(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t count, uint64_t stride) {
   uint64_t span, total;
   if (count < 2) return 0;

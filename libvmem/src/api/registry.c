@@ -3,8 +3,8 @@
  * Contexts by number. A vmem_t is 32 bits of generation and 32 bits of place, so that a closed context
  * is recognised; every public function pins its context here and close waits for the pins.
  *
- * Contexts share this table, and what back ends keep for the process. A forked child finds it marked and starts its own
- * empty one: the child must not use the parent's threads, locks and driver descriptors.
+ * Contexts share only this table and the process-wide state of back ends. A forked child finds it marked and starts
+ * its own empty one: the child must not use the parent's threads, locks and driver descriptors.
  */
 #include <string.h>
 
@@ -22,10 +22,10 @@ static struct {
   uint32_t next_gen, last_tag;
 } table = {.lock = PTHREAD_MUTEX_INITIALIZER, .unpinned = PTHREAD_COND_INITIALIZER};
 
-static int no_handler; /* why it could not be registered */
+static int no_handler; /* errno of its registration */
 
-/* In the child only one thread is left, and it is here: no lock is needed, and the inherited one may be
- * held by a thread that does not exist any more. */
+/* The child has only this thread, so no lock is needed; the inherited lock may be held by a thread that no longer
+ * exists. */
 static void in_child(void) {
   pthread_mutex_init(&table.lock, NULL);
   pthread_cond_init(&table.unpinned, NULL);
@@ -35,8 +35,8 @@ static void in_child(void) {
   }
 }
 
-/* When the library is loaded, and before the constructors of a program that it is linked into: a fork that has begun
- * would not know of a handler that comes later, and handlers of a program may use contexts. */
+/* Runs when the library is loaded, before the constructors of a program it is linked into: a fork already under way
+ * would miss a handler registered later, and the program's handlers may use contexts. */
 __attribute__((constructor(101))) static void set_up(void) { no_handler = pthread_atfork(NULL, NULL, in_child); }
 
 static _Thread_local struct {
@@ -44,7 +44,7 @@ static _Thread_local struct {
   int state, type; /* the thread's own */
 } uncancelled;
 
-/* With the asynchronous type alone glibc acts on what was sent before the state changed. */
+/* glibc acts on a pending asynchronous cancel even after the state changed, so the type changes too. */
 void vm_cancel_later(void) {
   if (uncancelled.calls++) return;
   pthread_setcanceltype(PTHREAD_CANCEL_DEFERRED, &uncancelled.type);
@@ -89,7 +89,7 @@ void vm_put(struct vm_ctx *c) {
   vm_cancel_now();
 }
 
-/* Of the 4,095 tags the next that no open context has: one that was closed has had it as long ago as can be. */
+/* The next of the 4,095 tags that no open context uses: a tag is reused as late as possible. */
 static uint32_t next_tag(void) {
   bool taken;
   do {
@@ -105,7 +105,7 @@ int vm_registry_add(struct vm_ctx *c, vmem_t *vm) {
   if (no_handler) return vm_fail(-ENOMEM, "pthread_atfork: %s", strerror(no_handler));
   pthread_mutex_lock(&table.lock);
   while (i < MAX_CONTEXTS && (table.ctx[i] || table.inherited[i])) i++;
-  if (i == MAX_CONTEXTS) /* the place of a parent's context, which is then no longer told from a closed one */
+  if (i == MAX_CONTEXTS) /* reuse the entry of a parent's context, which then looks closed */
     for (i = 0; i < MAX_CONTEXTS && table.ctx[i];) i++;
   if (i < MAX_CONTEXTS) {
     table.inherited[i] = 0;

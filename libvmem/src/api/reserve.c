@@ -31,8 +31,8 @@ static int check_reserve(struct vm_ctx *c, uint64_t size, struct vmem_reserve_op
   return 0;
 }
 
-/* Enters a new space. Its addresses may be those of one that another thread is freeing, which the driver has given up
- * already: that one is waited for, so that no address has two. Lock held. */
+/* Inserts a new space. If another thread is freeing a space at the same addresses, already freed by the driver, waits
+ * until it is removed, so that spaces never overlap. Lock held. */
 static int enter(struct vm_ctx *c, struct vm_space *s) {
   struct vm_space *old;
   while ((old = vm_space_overlap(c, s->base, s->bytes)) && old->freeing) pthread_cond_wait(&c->done_cond, &c->lock);
@@ -50,7 +50,7 @@ VMEM_API int vMemReserve(vmem_t vm, uint64_t size, const struct vmem_reserve_opt
   struct vm_ctx *c = vm_get(vm, "vMemReserve", &err);
   struct vmem_reserve_opts o;
   struct vm_space *s = NULL;
-  uint64_t base = 0; /* once the reservation is known, another thread may free it, and `s` with it */
+  uint64_t base = 0; /* another thread may free the reservation, and `s`, once it is visible */
   bool gone;
   if (!c) return err;
   if (!addr)
@@ -100,7 +100,7 @@ static int check_free(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint3
   return 0;
 }
 
-/* Marks everything mapped in a space as about to vanish, and the space as being freed. */
+/* Marks all mappings of a space as being unmapped, and the space as being freed. */
 static int free_begin(struct vm_ctx *c, uint64_t addr, uint32_t flags, struct vm_plan *p, struct vm_space **out) {
   struct vm_space *s;
   int err;
@@ -127,7 +127,7 @@ VMEM_API int vMemFree(vmem_t vm, uint64_t addr, uint32_t flags) {
     err = free_begin(c, addr, flags, &p, &s);
   if (vm_recount(c, err)) err = free_begin(c, addr, flags, &p, &s);
   if (err) goto out;
-  if (c->info->unreserve_unmaps || !p.unmaps.n) { /* the driver unmaps with the reservation */
+  if (c->info->unreserve_unmaps || !p.unmaps.n) { /* unreserve unmaps */
     if (!(err = vm_plan_await_fills(c, &p))) err = vm_drv_unreserve(c, s->base, s->bytes, s->priv, &gone);
     vm_error_save(&why);
     if (err && !gone)
@@ -151,7 +151,7 @@ out:
   return err;
 }
 
-/* Whether the address lies in a block that is mapped and unmapped as a whole. */
+/* True if the address lies in a block that is mapped and unmapped as a whole. */
 static bool in_block(struct vm_ctx *c, struct vm_space *s, uint64_t addr) {
   uint64_t page, bytes;
   return c->large_pages && vm_space_cuts_page(c, s, (addr & ~(LARGE_PAGE - 1)) + c->granule, &page, &bytes);

@@ -3,7 +3,7 @@
 
 #include "api/api.h"
 
-#define MAX_STRUCT 4096u /* no version's structure is larger: a larger size field is rubbish */
+#define MAX_STRUCT 4096u /* larger than any version's structure: a larger size field is garbage */
 
 int vm_copy_in(void *to, size_t to_size, const void *from, const char *what) {
   size_t size;

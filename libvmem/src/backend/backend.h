@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * backend.h - the one table between a back end and the layers above it, the core.
+ * backend.h - the table of functions between a back end and the layers above it, the core.
  *
  * The core owns every decision: what is mapped where, reference counts, validation, rollback, threads,
  * limits. A back end makes driver calls and keeps no state about mappings. It may rely on:
@@ -21,12 +21,12 @@
 
 #define VM_POOL_DELAY 500000000u /* of the back ends whose memory is costly to take */
 
-/* What open() tells the core. */
+/* What open() reports to the core. */
 struct vm_be_info {
   struct vmem_info pub;           /* caps, granule, page_sizes, slab_size, devices, driver, ...; the core fills
                                      the rest */
   uint64_t pool_high;             /* default for vmem_open_opts.pool_high */
-  uint64_t pool_delay;            /* ns for which more than that must have been free before it goes back */
+  uint64_t pool_delay;            /* ns for which a surplus must last before it is returned */
   uint64_t most_mappings;         /* the most that vmem_open_opts.max_mappings may be; 0 = any */
   bool fresh_is_zero;             /* a new slab, and discarded memory, reads as zeros */
   bool one_page_slabs;            /* a slab can only be mapped whole (cuMemMap takes no offset): the core makes
@@ -37,9 +37,9 @@ struct vm_be_info {
   bool no_contents;               /* nothing in this process can read or write what is mapped */
   uint64_t all_page_sizes;        /* with any granule; 0 = as in pub */
   const char *how;                /* for logs, how a page is mapped: " through UVM"; NULL = "" */
-  char about[192];                /* what is to be known of the driver, "" = nothing */
-  bool unproved;                  /* nobody knows this driver: its proof is stricter, and `about` a warning */
-  const struct vm_backend *table; /* to be used from now on; NULL = the one that was opened */
+  char about[192];                /* notes on the driver, "" = none */
+  bool unproved;                  /* unknown driver branch: the proof is stricter, and `about` is a warning */
+  const struct vm_backend *table; /* table to use from now on; NULL = the one opened */
   uint64_t open_ns, prove_ns;     /* how long opening and proving took: vm_backend_open */
 };
 
@@ -51,7 +51,7 @@ struct vm_be_copy {
   uint64_t dst, src, bytes;
 };
 
-/* What scattered mappings cost: now, at most with what is under way, and (at most) more. */
+/* The cost of scattered mappings: now, planned (upper bound), and requested (upper bound). */
 struct vm_be_load {
   uint64_t segments, planned_segments, more_segments; /* runs and holes between them: the VMAs of a process */
 };
@@ -84,19 +84,19 @@ struct vm_bind_op {
 struct vm_bind_result {
   size_t done, lost;
   /* vm_bind's alone */
-  size_t bare;   /* from `done` on, with none lost: nothing is mapped there */
-  size_t failed; /* from `done` on: the operations of the call that failed */
+  size_t unmapped; /* operations from `done` on whose ranges are now unmapped; only if lost is 0 */
+  size_t failed;   /* operations of the failed call, from `done` on */
 };
 
-typedef uint64_t vm_event; /* 0 = none, already over */
+typedef uint64_t vm_event; /* 0 = none or complete */
 
 struct vm_backend {
   const char *name;
 
-  /* opts is complete (all fields of this version of the library). *be is the back end's own state. Nobody
-   * calls it but vm_backend_open, which proves it. */
+  /* opts has all fields of this version of the library. *be is the back end's own state. Called only by
+   * vm_backend_open, which runs the proof. */
   int (*open)(const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
-  /* Everything was unreserved and destroyed before, as far as that succeeded. */
+  /* Called after everything was unreserved and destroyed, as far as that succeeded. */
   void (*close)(void *be);
 
   /* Free and total bytes of physical memory at the location. */
@@ -106,8 +106,8 @@ struct vm_backend {
    * unreserve needs. A sparse reservation reads as zeros from the start. */
   int (*reserve)(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64_t *addr, uint32_t *kind,
                  uint64_t *priv);
-  /* A failure sets *gone when the driver's reservation, and every mapping in it, is gone all the same, and only
-   * addresses could not be given back: the range may be handed in again, to try that. */
+  /* A failure sets *gone if the driver's reservation and its mappings are gone and only the addresses could not be
+   * freed: the call may be repeated to retry that. */
   int (*unreserve)(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone);
 
   /* One physical allocation. -ENOMEM with the driver's own status when memory is short. Where page_size is 2 MiB or
@@ -150,25 +150,27 @@ struct vm_backend {
   /* GPU work as events (NULL on host). event_from: kind VMEM_AFTER_STREAM records an event of ours on
    * the stream; VMEM_AFTER_EVENT wraps the caller's, which event_put then leaves alone. */
   int (*event_from)(void *be, uint32_t kind, uint64_t handle, vm_event *event);
-  int (*event_query)(void *be, vm_event event); /* 0 = over, -EAGAIN = not yet */
+  int (*event_query)(void *be, vm_event event); /* 0 = complete, -EAGAIN = not yet */
   int (*event_wait)(void *be, vm_event event);  /* blocks, without burning a core */
   int (*stream_wait)(void *be, uint64_t stream, vm_event event);
   void (*event_put)(void *be, vm_event event);
 
-  /* Optional: a range where nothing is mapped, of a reservation that is not sparse, reads as zeros from now on, or is
-   * as it was. Called under the core's lock: it waits for no other call. */
+  /* Optional: makes an unmapped range of a non-sparse reservation read as zeros, or fault again. Called under the
+   * core's lock: it must not wait for another call. */
   int (*reveal)(void *be, uint64_t addr, uint64_t bytes, bool zeros);
 
-  /* Optional: -ENOSPC when so many more scattered pieces do not fit. Called under the core's lock: it compares
-   * numbers. */
+  /* Optional: -ENOSPC if this many more scattered pieces do not fit. Called under the core's lock, so it only
+   * compares numbers. */
   int (*room)(void *be, const struct vm_be_load *load);
-  /* Optional: `room` has refused; counts anew what it compares with, unless it just did. `segments`: the core's. */
+  /* Optional: called after `room` refused; refreshes the counts it compares with, unless they are recent. `segments`:
+   * the core's count. */
   void (*recount)(void *be, uint64_t segments);
 };
 
-/* prove.c: opens a back end and proves it on its device; fills *info, table included. What fails is closed. */
+/* prove.c: opens a back end and proves that it works on its device; fills *info, including the table. Closes it on
+ * failure. */
 int vm_backend_open(const struct vm_backend *t, const struct vmem_open_opts *opts, struct vm_be_info *info, void **be);
-/* Opens it for one device as "auto" would, and closes it. Fills *found, whose error it returns. */
+/* Opens and closes a back end on a device, as "auto" would. Fills *found and returns its error. */
 int vm_backend_probe(const struct vm_backend *t, int32_t device, struct vmem_probe_info *found);
 
 /* table.c: in the order of "auto", up to a NULL. A program that links the objects may bring its own. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* vm_bind: one back-end call for many operations where it supports that, else one call each. */
+/* vm_bind: one back-end call for many operations if supported, else one call each. */
 #include <stdlib.h>
 
 #include "backend/driver.h"
@@ -10,7 +10,7 @@ static int by_reservation(const void *a, const void *b) {
   return x->addr < y->addr ? -1 : x->addr > y->addr;
 }
 
-/* Operations of one reservation become neighbours; most plans have but one. */
+/* Groups operations by reservation; most plans touch only one. */
 static void group(struct vm_bind_op *ops, size_t n) {
   for (size_t i = 1; i < n; i++)
     if (ops[i].priv != ops[0].priv) {
@@ -26,7 +26,7 @@ static size_t rest_of_piece(const struct vm_bind_op *ops, size_t n, size_t i) {
   return end - i;
 }
 
-/* Unmaps what lies there, once for the piece, and maps. */
+/* Unmaps the old mapping, once per piece, then maps. */
 static int replace(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *r) {
   size_t i = r->done;
   int err = ops[i].clears ? vm_drv_unmap(c, ops[i].from, ops[i].clears, ops[i].sparse) : 0;
@@ -34,13 +34,13 @@ static int replace(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, str
     r->failed = rest_of_piece(ops, n, i);
   } else {
     if (!(err = vm_drv_map(c, &ops[i]))) return 0;
-    r->failed = r->bare = rest_of_piece(ops, n, i);
+    r->failed = r->unmapped = rest_of_piece(ops, n, i);
   }
   if (err != -ENOTRECOVERABLE) return err;
-  while (!ops[i].clears) i--; /* of a piece in an unknown state nothing is kept */
+  while (!ops[i].clears) i--; /* the whole piece is in an unknown state */
   r->lost = r->failed = r->done + r->failed - i;
   r->done = i;
-  r->bare = 0;
+  r->unmapped = 0;
   return err;
 }
 
@@ -54,9 +54,9 @@ static int one(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct 
     err = op->kind == VM_BIND_MAP ? vm_drv_map(c, op) : vm_drv_remap(c, op);
   if (!err) return 0;
   r->failed = 1;
-  if (op->kind == VM_BIND_REMAP) { /* the range may be unmapped now, or not */
+  if (op->kind == VM_BIND_REMAP) { /* the range may or may not be unmapped now */
     VM_UNDO(vm_drv_unmap(c, op->addr, op->bytes, op->sparse));
-    r->bare = 1;
+    r->unmapped = 1;
   } else {
     r->lost = err == -ENOTRECOVERABLE;
   }

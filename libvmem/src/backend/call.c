@@ -8,7 +8,7 @@ static _Thread_local bool is_worker;
 
 void vm_drv_mark_worker(void) { is_worker = true; }
 
-/* How long the call took. */
+/* Accounts for a call; returns how long it took. */
 static uint64_t account(struct vm_ctx *c, uint64_t *calls, uint64_t start) {
   uint64_t ns = vm_now_ns() - start;
   if (calls) __atomic_fetch_add(calls, 1, __ATOMIC_RELAXED);
@@ -17,7 +17,7 @@ static uint64_t account(struct vm_ctx *c, uint64_t *calls, uint64_t start) {
   return ns;
 }
 
-/* `ns` is set to how long the call took; it keeps its value where the call was failed on request. */
+/* `ns` is set to how long the call took; unchanged if the call was failed on request. */
 #define TIMED_CALL(kind, calls, ns, expr)                                                                              \
   ({                                                                                                                   \
     int ret_ = vm_injected(c, kind);                                                                                   \
@@ -51,7 +51,7 @@ int vm_drv_slab_create(struct vm_ctx *c, uint64_t bytes, uint64_t page_size, uin
               c->be->slab_create(c->bes, bytes, page_size, location, device, slab));
 }
 
-/* The caller has forgotten the slab whatever comes of it, so a suspended driver is waited for. */
+/* The caller forgets the slab whatever the outcome, so a suspended driver is waited for. */
 int vm_drv_slab_destroy(struct vm_ctx *c, uint64_t slab, uint64_t bytes) {
   int err;
   vm_undo_begin();
@@ -88,7 +88,7 @@ int vm_drv_alias(struct vm_ctx *c, uint64_t slab, uint64_t bytes, uint32_t kind,
   int err = CALL(kind, calls, c->be->reserve(c->bes, bytes, align, flags, addr, &ignored, priv));
   if (err) return err;
   err = CALL(kind, calls, alias_map(c, slab, bytes, *addr, *priv));
-  /* Whatever is mapped goes with the reservation, or nothing is. */
+  /* Nothing is mapped yet, or the reservation takes its mappings with it. */
   if (err) VM_UNDO(c->be->unreserve(c->bes, *addr, bytes, *priv, &gone));
   return err;
 }
@@ -127,8 +127,8 @@ int vm_drv_remap(struct vm_ctx *c, const struct vm_bind_op *op) {
   return err;
 }
 
-/* Each operation counts as a call of its own where failures are asked for, or a test that fails the nth map would reach
- * none but the first; one that is hit fails them all. */
+/* With failure injection, each operation counts as a call: otherwise a test that fails the nth map would only reach
+ * the first. An injected failure fails all operations. */
 int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result) {
   uint64_t start, ns;
   bool maps = false;

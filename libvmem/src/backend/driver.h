@@ -15,13 +15,13 @@ struct vm_room {
 };
 
 struct vm_driver {
-  /* What scattered mappings cost, against the limits of the driver and the process; under vm_ctx.lock. */
+  /* Counts of scattered mappings, for the limits of the driver and the process; under vm_ctx.lock. */
   uint64_t segments;      /* pieces of all reservations as the back end sees them, holes included */
   uint64_t mappings;      /* live map calls in reservations */
   uint64_t aliases;       /* the same of slabs' own mappings */
   uint64_t large_entries; /* live entries of 2 MiB in reservations */
   uint64_t splits, joins; /* of them, since the context was opened */
-  struct vm_room planned; /* the most that unfinished plans add to these */
+  struct vm_room planned; /* upper bound of what unfinished plans add */
   /* atomics */
   uint64_t map_calls, unmap_calls, slab_calls, fill_calls, ns, worker_ns;
 };
@@ -40,7 +40,7 @@ int vm_drv_memory(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t 
 int vm_drv_map(struct vm_ctx *c, const struct vm_bind_op *op);
 int vm_drv_unmap(struct vm_ctx *c, uint64_t addr, uint64_t bytes, bool sparse);
 int vm_drv_remap(struct vm_ctx *c, const struct vm_bind_op *op);
-/* Only where the back end has one. */
+/* Only for back ends that have `bind`. */
 int vm_drv_bind(struct vm_ctx *c, const struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 /* kind: of the failures that are injected. */
 int vm_drv_fill(struct vm_ctx *c, uint32_t kind, const struct vm_be_range *r, size_t n, uint8_t value,
@@ -53,7 +53,7 @@ int vm_drv_event_query(struct vm_ctx *c, vm_event e);
 int vm_drv_event_wait(struct vm_ctx *c, vm_event e);
 /* Waits for the event and puts it; *e becomes 0. */
 int vm_drv_event_finish(struct vm_ctx *c, vm_event *e);
-/* The event of a call that runs after the last one covers both. */
+/* Replaces *last by the event of a later call, which covers both. */
 void vm_drv_event_follow(struct vm_ctx *c, vm_event *last, vm_event e);
 void vm_drv_mark_worker(void); /* this thread's time is the worker's */
 
@@ -64,18 +64,18 @@ int vm_drv_unalias(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t pri
 
 /* ---- bind.c ------------------------------------------------------------------------------------ */
 
-/* Carries the operations out in as few driver calls as the back end can. It may reorder ops; *result counts in the new
+/* Executes the operations in as few driver calls as the back end can. It may reorder ops; *result counts in the new
  * order. */
 int vm_bind(struct vm_ctx *c, struct vm_bind_op *ops, size_t n, struct vm_bind_result *result);
 
 /* ---- room.c (lock held) ------------------------------------------------------------------------ */
 
-/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings counts too. They are planned from
- * then on. */
+/* -ENOSPC where so many more pieces or mappings do not fit; `limited`: max_mappings applies too. On success they
+ * count as planned. */
 int vm_room_take(struct vm_ctx *c, struct vm_room more, bool limited);
-/* What was planned is counted by now, or will never be made. */
+/* Ends a plan's share: its mappings are counted by now, or will never be made. */
 void vm_room_end(struct vm_ctx *c, struct vm_room planned);
-/* Whether to try again after `err`: the count was old and has been made anew. Lock not held. */
+/* True if the caller should retry after `err`, because a stale count was refreshed. Lock not held. */
 bool vm_recount(struct vm_ctx *c, int err);
 
 #endif

@@ -2,15 +2,13 @@
 /*
  * prove.c - opening a back end, with a proof that it can map a page.
  *
- * The interfaces below are not promised to be stable, so none is trusted: each time one is opened,
- * a page is mapped at two addresses, written through each, read through the other, and unmapped.
- * vmem_open and vmem_probe both open here. The proof calls the back end directly: no statistics
- * count it, and vmem_inject does not affect it.
+ * The driver interfaces are not guaranteed to be stable, so every open runs a proof: a page is mapped at two
+ * addresses, written through each, read through the other, and unmapped. vmem_open and vmem_probe both open here. The
+ * proof calls the back end directly: no statistics count it, and vmem_inject does not affect it.
  *
- * Of a driver that nobody knows every answer is checked by what memory holds afterwards: four pages that differ,
+ * With a driver of an unknown branch, memory contents are checked after every call: four pages that differ,
  * each alone and all in one run, read-only, at an address that another page had; and that freed memory comes back.
- * That a kernel's write to a read-only page is stopped cannot be tried in this process, whose context it would end:
- * `vmem selftest` does.
+ * A kernel's write to a read-only page would end this process's context, so only `vmem selftest` tries it.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -33,7 +31,7 @@ static int fill(const struct vm_backend *t, void *be, uint64_t addr, uint64_t by
   return err;
 }
 
-/* Both ends of a page. */
+/* Checks both ends of a page. */
 static int expect(const struct vm_backend *t, void *be, uint64_t addr, uint64_t bytes, uint8_t value) {
   uint8_t got[64];
   for (unsigned end = 0; end < 2; end++) {
@@ -56,7 +54,7 @@ static int check_contents(const struct vm_backend *t, void *be, uint64_t one, ui
   return err ? err : expect(t, be, one, bytes, 0x5a);
 }
 
-/* The first failure is the one reported; what follows it takes back what was done. */
+/* Keeps the first failure, which is reported; later calls undo what was done. */
 static bool failed(struct vmem_error *first, int err) {
   if (err && !first->code) vm_error_save(first);
   return err != 0;
@@ -85,7 +83,7 @@ static int prove(const struct vm_backend *t, void *be, const struct vm_be_info *
   int err = t->reserve(be, 2 * page, page > LEAST_ALIGN ? page : LEAST_ALIGN, flags, &addr, &kind, &priv);
   if (err) return err;
   if (!failed(&first, t->slab_create(be, bytes, page, VMEM_DEVICE, 0, &slab))) {
-    /* Neither the address nor the offset is aligned to more than the granule: a page of just that size. */
+    /* Neither address nor offset is aligned to more than the granule, so the driver must use pages of that size. */
     failed(&first, map_and_check(t, be, info, addr, slab, bytes - page));
     failed(&first, t->unreserve(be, addr, 2 * page, priv, &gone));
     failed(&first, t->slab_destroy(be, slab, bytes));
@@ -96,7 +94,7 @@ static int prove(const struct vm_backend *t, void *be, const struct vm_be_info *
   return first.code;
 }
 
-/* ---- of a driver that nobody knows ------------------------------------------------------------- */
+/* ---- drivers of unknown branches ------------------------------------------------------------- */
 
 enum { PAGES = 4, SPAN = 16, TRIES = 8 };
 #define LOT (32ull << 20)
@@ -117,7 +115,7 @@ static int fill_place(const struct proof *p, unsigned place, uint8_t value) {
   return fill(p->t, p->be, p->addr + place * p->page, p->page, value);
 }
 
-/* Every byte of the page at a place. */
+/* Checks every byte of the page at a place. */
 static int holds(const struct proof *p, unsigned place, uint8_t value, const char *when) {
   uint64_t addr = p->addr + place * p->page;
   int err = p->t->read(p->be, p->seen, addr, p->page);
@@ -180,7 +178,7 @@ static int prove_contents(const struct vm_backend *t, void *be, const struct vm_
   return err ? err : first.code;
 }
 
-/* Bytes of the device that are free after a mapped slab was unmapped and given back, less those before. */
+/* The device's free bytes after unmapping and freeing a mapped slab, minus those before. */
 static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t bytes, uint64_t page, int64_t *lost) {
   struct vmem_error first = {0};
   uint64_t before, after, total, slab;
@@ -194,7 +192,7 @@ static int lose(const struct vm_backend *t, void *be, uint64_t addr, uint64_t by
   return first.code;
 }
 
-/* What is mapped holds its memory, also when that was given back. At addresses that differ, because a map replaces
+/* A mapping must keep its memory even after the memory is freed. At addresses that differ, because a map replaces
  * what was there; several times, because other processes take memory meanwhile. */
 static int prove_release(const struct vm_backend *t, void *be, const struct vm_be_info *info) {
   uint64_t page = info->pub.granule, bytes = page > LOT ? page : LOT, addr, priv;
@@ -223,7 +221,7 @@ static int prove_all(const struct vm_backend *t, void *be, const struct vm_be_in
   return err || !info->unproved ? err : prove_release(t, be, info);
 }
 
-/* Says that it was the proof that failed. A range in an unknown state goes with the back end. */
+/* Adds to the error that the proof failed. Closing the back end cleans up a range in an unknown state. */
 static int name_failure(const struct vm_backend *t) {
   struct vmem_error why, named;
   vm_error_save(&why);

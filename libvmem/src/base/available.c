@@ -31,7 +31,8 @@ static const char *const names[2][FILES] = {
     {"memory.max", "memory.current", "memory.high", "memory.current", "memory.stat"},
 };
 
-/* Of a group and those below it. Beside the file lists: what of them is not to be had at once. */
+/* Fields of memory.stat, for a group and its descendants. The second column is the part that cannot be reclaimed at
+ * once. */
 static const struct {
   const char *gives[3], *keeps[2];
 } stats[2] = {
@@ -43,7 +44,7 @@ struct level {
   int fds[FILES]; /* -1: there is none */
 };
 
-/* The process's group and those above it, as far as they are mounted. */
+/* The process's group and its ancestors, as far as mounted. */
 struct groups {
   bool two; /* of version 2 */
   size_t n;
@@ -61,7 +62,7 @@ struct vm_available {
 
 static bool starved(void) { return errno == EMFILE || errno == ENFILE || errno == ENOMEM; }
 
-/* -1 where there is no such file; with *err where that cannot be known. */
+/* -1 if the file does not exist; sets *err if that cannot be determined. */
 static int open_file(const char *path, int *err) {
   int fd = vm_above_stdio(open(path, O_RDONLY | O_CLOEXEC));
   if (fd < 0 && starved()) *err = vm_fail(-ENOMEM, "%s: %s", path, strerror(errno));
@@ -138,7 +139,7 @@ static void decode(char *text) {
   *to = 0;
 }
 
-/* What follows `root` in `path`; NULL: it is not below it. */
+/* The part of `path` below `root`; NULL if it is not below. */
 static const char *below(const char *root, const char *path) {
   size_t n = strlen(root);
   if (n == 1) return path;
@@ -152,7 +153,8 @@ static bool has_option(const char *options, const char *wanted) {
   return false;
 }
 
-/* The mount that shows most groups above this one: where it is, and the group's path below it. False: none shows it. */
+/* Finds the mount that shows the most ancestors of the group, and the group's path below it. False if no mount shows
+ * it. */
 static bool find_mount(const struct vm_available *a, bool two, const char *group, char **at, const char **rest) {
   char path[4096], *line = NULL;
   size_t size = 0, shown = SIZE_MAX;
@@ -245,8 +247,8 @@ static struct groups *open_groups(const struct vm_available *a, const char *line
   return g;
 }
 
-/* Where the process has moved to another group since, that one's files are opened. While it is short of descriptors
- * the old ones are asked, and the next call tries again. */
+/* If the process has moved to another group, opens that group's files. If descriptors are short, keeps the old files
+ * and retries in the next call. */
 static int follow(struct vm_available *a) {
   char text[TEXT], *line = NULL, *name;
   bool two = true;
@@ -309,7 +311,7 @@ void vm_available_close(struct vm_available *a) {
   free(a);
 }
 
-/* Bytes of page cache, and the like, that the kernel takes back at once when the group is at its limit. */
+/* Bytes of page cache and the like that the kernel reclaims at once when the group reaches its limit. */
 static int64_t reclaimable(const struct level *level, bool two) {
   char text[TEXT];
   uint64_t n;
@@ -324,7 +326,7 @@ static int64_t reclaimable(const struct level *level, bool two) {
 
 static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* How much of a group's memory pages may take. */
+/* The part of a group's remaining memory that may hold pages. */
 static uint64_t for_pages(int64_t left, uint64_t limit) {
   int64_t heap = (int64_t)least_of(limit / HEAP_PART, HEAP_MOST);
   if (left <= heap) return 0;
@@ -358,7 +360,7 @@ void vm_available_read(struct vm_available *a, uint64_t enough, uint64_t *free_b
   *free_bytes = *total_bytes = UINT64_MAX;
   if (read_text(a->meminfo, text) && find_number(text, "MemAvailable", &kib))
     *free_bytes = kib << 10;
-  else if (known) /* caches that could be dropped are not in it */
+  else if (known) /* excludes reclaimable caches */
     *free_bytes = ((uint64_t)all.freeram + all.bufferram) * all.mem_unit;
   if (known) *total_bytes = (uint64_t)all.totalram * all.mem_unit;
   VM_UNDO(follow(a));

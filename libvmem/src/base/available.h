@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * available.h - memory that this process may still take: the machine's, and that of its control group and of every
- * group above it, version 1 or 2. The only place that asks.
+ * group above it, version 1 or 2. No other module queries it.
  *
- * Of a group: its limit less its usage, plus the page cache that reclaim gets back at once. When a charge exceeds a
- * group's limit, the kernel reclaims from that group and those below it, and kills only if that is not enough. It takes
- * clean pages of files, active or not, and in version 2 slab caches. It does not count on dirty pages and pages under
- * writeback, which wait for a disk. Locked pages, and those of tmpfs (ours, too), are not on the lists of files.
+ * For a group this is its limit minus its usage plus the page cache that can be reclaimed at once. When a charge
+ * exceeds a group's limit, the kernel reclaims from that group and those below it, and kills only if that is not
+ * enough. It takes clean pages of files, active or not, and in version 2 slab caches. It does not count on dirty
+ * pages and pages under writeback, which wait for a disk. Locked pages, and those of tmpfs (ours, too), are not on
+ * the lists of files.
  *
- * memory.high is taken for a limit: beyond it every allocation is throttled. Swap counts for nothing, as in the
+ * memory.high counts as a limit: beyond it every allocation is throttled. Swap counts for nothing, as in the
  * machine's MemAvailable: a swapped page would stop a step. memory.min and memory.low of groups beside this one, which
  * keep their cache from being reclaimed, are not looked at.
  */
@@ -30,7 +31,7 @@ void vm_available_close(struct vm_available *a);
  * nothing else were using memory. Not thread-safe. */
 void vm_available_read(struct vm_available *a, uint64_t enough, uint64_t *free_bytes, uint64_t *total_bytes);
 
-/* All of it, for who asks seldom. */
+/* Opens, reads and closes; for rare callers. */
 int vm_available_now(uint64_t *free_bytes, uint64_t *total_bytes);
 
 #endif

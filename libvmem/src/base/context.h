@@ -14,7 +14,7 @@
  *
  * vm_ctx.lock protects all of that state except where a comment says "immutable". It is never held across a call of
  * the back end that may wait: a plan marks its ptes PTE_BUSY under the lock, makes its driver calls without it, and
- * commits or takes back under it again. A busy pte belongs to its plan alone.
+ * commits or rolls back under it again. A busy pte belongs to its plan alone.
  */
 #ifndef VMEM_BASE_CONTEXT_H
 #define VMEM_BASE_CONTEXT_H

@@ -28,7 +28,7 @@ void vm_inject_arm(struct vm_ctx *c, uint32_t kinds, uint64_t skip, uint64_t cou
   __atomic_store_n(&c->inject.kinds, count ? kinds : 0, __ATOMIC_RELEASE);
 }
 
-/* As the back ends do: an undo is repeated while the driver is suspended. Others have been by now. */
+/* As in the back ends, an undo is retried while the driver is suspended; other calls have been retried by now. */
 int vm_injected(struct vm_ctx *c, uint32_t kind) {
   struct vm_patience p = {0};
   int error;

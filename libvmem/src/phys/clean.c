@@ -39,7 +39,7 @@ int vm_zero_start(struct vm_ctx *c, const struct vm_run *runs, size_t n, vm_even
   return err;
 }
 
-/* The batch is over, or has failed: then its pages are as dirty as they were. Lock held. */
+/* Ends a batch; after a failure its pages stay dirty. Lock held. */
 static void end_batch(struct vm_ctx *c, int err) {
   struct vm_clean *k = &c->phys->clean;
   for (uint32_t i = 0; i < k->n; i++) {
@@ -59,7 +59,7 @@ static void end_batch(struct vm_ctx *c, int err) {
   pthread_cond_broadcast(&c->done_cond);
 }
 
-/* Ends the batch in flight: 0 when there is none any more, -EAGAIN when it runs on. Lock held; dropped meanwhile. */
+/* Retires the batch in flight: 0 if none is left, -EAGAIN if it still runs. Lock held; dropped meanwhile. */
 static int retire(struct vm_ctx *c, bool wait) {
   struct vm_clean *k = &c->phys->clean;
   vm_event e;

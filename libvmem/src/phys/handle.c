@@ -40,7 +40,7 @@ static bool grow_table(struct vm_ctx *c) {
   return true;
 }
 
-/* Whether there is an entry that was never used. Without heap memory a free one will do. */
+/* True if an unused entry is available. Without heap memory a freed entry is reused. */
 static bool fresh_entry(struct vm_ctx *c) {
   struct vm_phys *p = c->phys;
   struct vmem_error before;
@@ -140,7 +140,7 @@ static int check(const struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64
   return 0;
 }
 
-/* Cuts the runs where pieces begin and end: into kept[] with holes, and gone[]. Both have room. */
+/* Splits the runs at the pieces' ends into kept[], with holes, and gone[]. Both have room. */
 static int cut(struct vm_ctx *c, const struct vm_hdl *h, const struct pieces *p, struct vm_run *kept, uint32_t *nkept,
                struct vm_run *gone, uint32_t *ngone) {
   uint64_t at = 0;
@@ -167,8 +167,8 @@ static int cut(struct vm_ctx *c, const struct vm_hdl *h, const struct pieces *p,
   return 0;
 }
 
-/* The runs are written anew, with runs of no slab where pages are missing, so that the others keep their offsets; only
- * when all memory for that is there are references dropped. */
+/* Rewrites the run list with slab-less runs for missing pages, so that the other pages keep their offsets. References
+ * are dropped only once all memory for that is allocated. */
 int vm_hdl_drop_range(struct vm_ctx *c, struct vm_hdl *h, uint64_t offset, uint64_t bytes, uint64_t count,
                       uint64_t stride) {
   struct pieces p = {vm_units(c, offset), vm_units(c, bytes), count, vm_units(c, stride)};

@@ -66,10 +66,10 @@ struct vm_run {
   uint32_t unit, n;
 };
 
-/* With its driver memory, in no table yet. Lock not held. */
+/* Creates a slab with its driver memory, not yet in any table. Lock not held. */
 struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t page_size, int *err);
-/* Its memory, its mapping and the structure; in no table any more. What the driver does not take back is lost. Lock not
- * held. */
+/* Frees the slab's memory, mapping and structure; it must be in no table. Memory that the driver does not take back
+ * is leaked. Lock not held. */
 int vm_slab_destroy(struct vm_ctx *c, struct vm_slab *s);
 /* Gives it an index, and takes that away. Lock held. */
 int vm_slab_enter(struct vm_ctx *c, struct vm_slab *s);
@@ -97,7 +97,7 @@ void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n);
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed);
 void vm_units_set_filling(struct vm_slab *s, uint32_t unit, uint32_t n, bool filling);
 void vm_unit_quarantine(struct vm_ctx *c, struct vm_slab *s, uint32_t unit);
-/* Moves a unit's state to another one, which keeps its own reference besides. */
+/* Moves a unit's state to another unit, which also keeps its own reference. */
 void vm_unit_move(struct vm_ctx *c, struct vm_slab *from, uint32_t unit, struct vm_slab *to, uint32_t to_unit);
 
 /* ---- pool.c ------------------------------------------------------------------------------------ */
@@ -121,8 +121,8 @@ struct vm_pool { /* the slabs of one location and kind */
   struct vm_slab *slist;
 };
 
-/* Where a run would best lie: from `unit` of `slab` on (NULL: anywhere), at chunk offset `offset` (in units); or before
- * `end` of `right` (NULL: anywhere), which follows it. */
+/* The preferred position of a run: from `unit` of `slab` on (NULL: anywhere), at chunk offset `offset` (in units); or
+ * before `end` of `right` (NULL: anywhere), which follows it. */
 struct vm_place {
   struct vm_slab *slab, *right;
   uint32_t unit, end;
@@ -132,12 +132,12 @@ struct vm_place {
 
 void vm_pools_init(struct vm_ctx *c);
 struct vm_pool *vm_pool_of(struct vm_ctx *c, uint32_t location, int32_t device, uint64_t page_size, int *err);
-/* Takes at most n units, at least `align`, aligned; refs become 1. n = 0: none to be had. Lock held. */
+/* Takes at most n units, at least `align`, aligned; refs become 1. n = 0: none available. Lock held. */
 struct vm_run vm_pool_take(struct vm_ctx *c, struct vm_pool *p, uint64_t n, uint32_t align,
                            const struct vm_place *place);
-/* The same, the longest run that is free in a slab that is in use. Lock held. */
+/* As vm_pool_take, but the longest free run in a partly used slab. Lock held. */
 struct vm_run vm_pool_take_packed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align);
-/* Drops one reference of each unit; what is free then goes back to its pool. Lock held; dropped around driver calls. */
+/* Drops one reference of each unit and returns free units to their pool. Lock held; dropped around driver calls. */
 void vm_units_put(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n);
 /* Takes vm_pool_take back, of units that were neither mapped nor written to. Lock held. */
 void vm_pool_untake(struct vm_ctx *c, struct vm_run r);
@@ -179,11 +179,11 @@ struct vm_surplus {
   uint64_t due;   /* when the period ends */
 };
 
-/* Memory has become free: what is above pool_high is given back, or watched. */
+/* Called when memory becomes free: returns the excess over pool_high, or starts watching it. */
 void vm_pool_settle(struct vm_ctx *c);
-/* A plan comes to nothing: what is above `keep`, which was there before it, goes the same way. */
+/* A plan was cancelled: treats free memory above `keep`, the amount before the plan, the same way. */
 void vm_pool_abandon(struct vm_ctx *c, uint64_t keep);
-/* The worker's turn: gives back a piece of what was not needed. Whether there was one. */
+/* Called by the worker: returns a piece of the surplus to the driver; true if there was any. */
 bool vm_pool_give_surplus(struct vm_ctx *c);
 
 /* ---- alias.c (lock not held) ------------------------------------------------------------------- */
@@ -212,8 +212,8 @@ struct vm_clean {
 
 /* Starts zeroing the runs, whose units are claimed; *done covers it all. Lock not held. */
 int vm_zero_start(struct vm_ctx *c, const struct vm_run *runs, size_t n, vm_event *done);
-/* The worker's turn: ends a batch that is over, begins another. Whether one is in flight; *ended: one has, and its
- * slabs may be empty. Lock not held. */
+/* Called by the worker: ends a finished batch and starts another; true if a batch is in flight. *ended: a batch
+ * ended, and its slabs may be empty. Lock not held. */
 bool vm_clean_step(struct vm_ctx *c, bool *ended);
 /* Between the two no batch is in flight. Lock held; dropped while it waits. */
 void vm_clean_hold(struct vm_ctx *c);
@@ -251,14 +251,14 @@ struct vm_fill *vm_fill_on(struct vm_ctx *c, const struct vm_slab *s, uint32_t u
  * Lock not held. */
 int vm_fill_wait(struct vm_ctx *c, struct vm_fill *f);
 void vm_fill_put(struct vm_ctx *c, struct vm_fill *f); /* lock not held */
-/* Ends the fills whose event is over; whether there was one. Worker; lock not held. */
+/* Ends the fills whose event is complete; true if there were any. Worker; lock not held. */
 bool vm_fills_poll(struct vm_ctx *c);
-/* Waits for all. The worker has ended; lock not held. */
+/* Waits for all fills. The worker has ended; lock not held. */
 void vm_fills_finish(struct vm_ctx *c);
 
 /* ---- runs.c: lists of runs (lock held) --------------------------------------------------------- */
 
-/* Appends r, as a part of the last run where it continues that; NULL: no heap, and runs are as they were. */
+/* Appends r, merging it into the last run if contiguous. NULL: no heap memory; the runs are unchanged. */
 struct vm_run *vm_runs_add(struct vm_ctx *c, struct vm_run *runs, uint32_t *n, struct vm_run r);
 /* Takes units from the pool. -ENOMEM with *missing = units that the pool lacks (0: the heap is short). */
 int vm_runs_take(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint32_t align, struct vm_run **out,
@@ -323,7 +323,7 @@ struct vm_phys {
   uint64_t departures;    /* how often such a list of slabs has gone */
 };
 
-/* Called where a success becomes final, so that what a failed call took for a while does not count. */
+/* Called once a success is final, so that memory taken briefly by failed calls does not count. */
 static inline void vm_phys_note_peak(struct vm_ctx *c) {
   if (c->phys->used_units > c->phys->peak_used_units) c->phys->peak_used_units = c->phys->used_units;
 }

@@ -27,7 +27,7 @@
 
 static int bin_of(uint32_t run) { return run ? 32 - __builtin_clz(run) : 0; }
 
-/* In 32 bits: a slab of 1 TiB has 2^28 units of 4 KiB. */
+/* The product fits in 32 bits: a 1 TiB slab has 2^28 units of 4 KiB. */
 static int level_of(const struct vm_slab *s) {
   return s->free_units == s->units ? LEVEL_EMPTY : (int)(s->free_units * LEVEL_EMPTY / s->units);
 }
@@ -54,7 +54,7 @@ static void bin_insert(struct vm_slab *s) {
   s->pool->bin_mask[s->level] |= 1ull << s->bin;
 }
 
-/* Slabs with empty chunks, by level; -1: into none. */
+/* Moves a slab to the list of slabs with empty chunks at `level`; -1: to none. */
 static void elist_move(struct vm_slab *s, int level) {
   struct vm_pool *p = s->pool;
   if (level == s->elevel) return;
@@ -91,7 +91,7 @@ static void slist_update(struct vm_slab *s, bool want) {
   s->in_slist = want;
 }
 
-/* Where the slab belongs, after a change of its units; `run` bounds its longest free run. */
+/* Moves the slab to its bin after its units changed; `run` bounds its longest free run. */
 static void settle(struct vm_slab *s, uint32_t run) {
   uint32_t most = s->free_units - s->soiled;
   s->max_run = run < most ? run : most;
@@ -117,7 +117,7 @@ static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, u
   }
 }
 
-/* The worker is to grow the pool when it falls below pool_low. */
+/* Wakes the worker to grow the pool if it falls below pool_low. */
 static void watch_low(struct vm_ctx *c) {
   if (c->phys->low || c->phys->pools[0].free_units >= vm_units_up(c, c->opts.pool_low)) return;
   c->phys->low = true;
@@ -137,7 +137,7 @@ static struct vm_run take_units(struct vm_ctx *c, struct vm_slab *s, uint32_t un
   return (struct vm_run){s, unit, n};
 }
 
-/* Units that are free (and counted so) become such that can be taken. */
+/* Makes free units, already counted as free, available. */
 static void offer(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   uint64_t bound = 2 * (uint64_t)s->max_run + n;
   vm_units_offer(s, unit, n);
@@ -168,7 +168,7 @@ static void unsoil(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t 
   offer(c, s, unit, n);
 }
 
-/* As dirty_map says: to be taken, or to be zeroed first. */
+/* Makes clean units available and keeps dirty ones apart, by dirty_map. */
 static void give(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   s->free_units += n;
   if (!s->evacuating) s->pool->free_units += n;
@@ -197,7 +197,7 @@ void vm_pool_cleaned(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_
   }
 }
 
-/* Puts everything that is dirty at disposal too. Whether there was anything. */
+/* Makes all dirty free units available too; true if there were any. */
 static bool merge_soiled(struct vm_ctx *c, struct vm_pool *p) {
   if (!p->soiled) return false;
   for (struct vm_slab *s = p->slist, *next; s; s = next) {
@@ -209,7 +209,7 @@ static bool merge_soiled(struct vm_ctx *c, struct vm_pool *p) {
   return true;
 }
 
-/* A word of the map of units that are free and dirty. */
+/* A word of the bitmap of free and dirty units. */
 static uint64_t dirty_free(const struct vm_slab *s, uint32_t w) {
   return s->soil_map[w] | (s->free_map[w] & s->dirty_map[w]);
 }
@@ -252,8 +252,8 @@ uint32_t vm_pool_pick_dirty(struct vm_pool *p, struct vm_run *runs, uint32_t mos
   return n;
 }
 
-/* First run of n free units whose start is `offset` modulo align; UINT32_MAX = none. A whole search
- * that fails also finds the longest run, which becomes the slab's bound. */
+/* First run of n free units whose start is `offset` modulo align; UINT32_MAX = none. A failed full search has found
+ * the longest run, which becomes the slab's bound. */
 static uint32_t slab_search(struct vm_slab *s, uint32_t n, uint32_t align, uint32_t offset, uint32_t *longest) {
   uint32_t pos = 0, best = 0;
   while (pos < s->units) {
@@ -272,7 +272,7 @@ static uint32_t slab_search(struct vm_slab *s, uint32_t n, uint32_t align, uint3
   return UINT32_MAX;
 }
 
-/* In the fullest slab that has one; `last`: the emptiest level that is looked at. */
+/* Finds a fit in the fullest slab that has one; `last`: the emptiest level searched. */
 static bool find_fit(struct vm_pool *p, uint32_t n, uint32_t align, uint32_t offset, int last, struct vm_run *out) {
   for (int level = 0; level <= last; level++)
     for (uint64_t mask = p->bin_mask[level] & ~0ull << bin_of(n); mask; mask &= mask - 1) {
@@ -292,7 +292,7 @@ static bool find_fit(struct vm_pool *p, uint32_t n, uint32_t align, uint32_t off
   return false;
 }
 
-/* The longest aligned piece, at most n, at least align. */
+/* Finds the longest aligned piece, at most n and at least align units. */
 static bool find_longest(struct vm_pool *p, uint32_t n, uint32_t align, int last, struct vm_run *out) {
   for (uint32_t want = n; want >= align; want = want / 2 / align * align)
     if (find_fit(p, want, align, 0, last, out)) return true;
@@ -321,7 +321,7 @@ static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out
   return false;
 }
 
-/* Units of a run at `place` that come before its first whole block. */
+/* Units of a run at `place` before its first whole block. */
 static uint32_t head_of(const struct vm_ctx *c, const struct vm_place *place) {
   return (c->chunk_units - place->offset) & (c->chunk_units - 1);
 }
@@ -341,7 +341,7 @@ static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, ui
   return place->spread && whole < len && s->chunk_free[(unit + len - 1) >> c->chunk_shift] < cu ? whole : len;
 }
 
-/* After the last run, where that is free: how many units. */
+/* The number of free units right after the last run. */
 static uint32_t fits_behind(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                             const struct vm_place *place) {
   const struct vm_slab *s = place->slab;
@@ -367,7 +367,7 @@ static struct vm_run take_blocks(struct vm_ctx *c, struct vm_pool *p, uint32_t n
   return (struct vm_run){NULL, 0, 0};
 }
 
-/* Among what can be taken at once. */
+/* Takes a run from the available units. */
 static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                                 const struct vm_place *place) {
   uint32_t cu = c->chunk_units, behind;
@@ -382,14 +382,14 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
   return (struct vm_run){NULL, 0, 0};
 }
 
-/* What is dirty there is at disposal, too. */
+/* Makes dirty units there available too. */
 static void merge_at(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   if (vm_bits_run(s->soil_map, unit, n, false) == n) return;
   s->merged = true;
   vm_pool_cleaned(c, s, unit, n);
 }
 
-/* What is missing in a block before its right neighbour, where all of that is free at its place in the block. */
+/* Takes the missing units of a block before its right neighbour, if all are free at their position in the block. */
 static struct vm_run take_before(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align,
                                  const struct vm_place *place) {
   struct vm_slab *s = place->right;
@@ -401,7 +401,7 @@ static struct vm_run take_before(struct vm_ctx *c, struct vm_pool *p, uint32_t n
   return take_units(c, s, unit, n);
 }
 
-/* Where large entries may come about, now or by growth page by page. What has yet to be zeroed is as good for that. */
+/* Takes units that allow large entries now or after page-by-page growth. Dirty units are equally good for that. */
 static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint32_t *n, uint32_t align,
                                       const struct vm_place *place) {
   uint32_t head = head_of(c, place);
@@ -501,7 +501,7 @@ uint64_t vm_pool_free_units(const struct vm_ctx *c) {
   return total;
 }
 
-/* n units whose last reference is gone. Lock held; dropped around driver calls. */
+/* Frees n units whose last reference is gone. Lock held; dropped around driver calls. */
 static void units_free(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n) {
   bool dirty = true;
   c->phys->used_units -= n;

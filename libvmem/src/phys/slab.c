@@ -130,7 +130,7 @@ void vm_units_end_claim(struct vm_slab *s, uint32_t unit, uint32_t n, bool zeroe
 void vm_units_set_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n) { vm_bits_set(s->zero_map, unit, n, true); }
 
 void vm_units_end_zeroing(struct vm_slab *s, uint32_t unit, uint32_t n, bool failed) {
-  /* A plan that has claimed a unit zeroes it again, and says so itself; it may have done so by now. */
+  /* A plan that claimed a unit zeroes it again and records that itself; it may already have. */
   for (uint32_t u = unit; u < unit + n && !failed; u++)
     if (vm_bit(s->zero_map, u) && !vm_bit(s->claim_map, u)) vm_bits_set(s->dirty_map, u, 1, false);
   vm_bits_set(s->zero_map, unit, n, false);

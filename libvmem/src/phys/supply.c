@@ -6,10 +6,10 @@
 #include "base/log.h"
 #include "phys/phys.h"
 
-#define MAX_SLAB (1ull << 30) /* larger ones would seldom be empty again */
+#define MAX_SLAB (1ull << 30) /* larger slabs would seldom become empty */
 #define PIECE (128ull << 20)  /* of a surplus; 16 to 20 us a MiB in slabs of 2 MiB */
 
-/* A slab that was set aside is in no table any more. */
+/* Removes a slab that was set aside from all tables. */
 static void leave(struct vm_ctx *c, struct vm_slab *s) {
   vm_slab_forget(c, s);
   c->phys->leaving_bytes += s->bytes;
@@ -22,7 +22,7 @@ static void slab_unlink(struct vm_ctx *c, struct vm_slab *s) {
   leave(c, s);
 }
 
-/* What stays free, in units: in all, and in each pool. */
+/* Free units to keep: in all, and in each pool. */
 struct keep {
   uint64_t total, pool[VM_POOLS];
 };
@@ -57,7 +57,7 @@ static struct vm_slab *unlink_empty(struct vm_ctx *c, const struct keep *keep, u
 
 static uint64_t destroy_list(struct vm_ctx *c, struct vm_slab *list) {
   uint64_t freed = 0, gone = 0, n = 0;
-  bool odd = list && list->odd; /* all of them: the lock was held */
+  bool odd = list && list->odd; /* same for all: the lock was held */
   if (!list) return 0;
   while (list) {
     struct vm_slab *next = list->next;
@@ -102,7 +102,7 @@ static uint64_t give_back(struct vm_ctx *c, const struct keep *keep, uint64_t gr
   pthread_mutex_unlock(&c->lock);
   freed = destroy_list(c, list);
   freed += destroy_list(c, rest);
-  if (wait) { /* for what the worker is giving back, too */
+  if (wait) { /* includes slabs the worker is returning */
     pthread_mutex_lock(&c->lock);
     await_leaving(c);
     pthread_mutex_unlock(&c->lock);
@@ -149,7 +149,7 @@ void vm_pool_settle(struct vm_ctx *c) {
   pthread_mutex_unlock(&c->lock);
 }
 
-/* What the pools have needed besides what is in use, and pool_high. Lock held. */
+/* The free units that the pools have needed recently, at least pool_high. Lock held. */
 static struct keep needs(const struct vm_ctx *c, uint64_t *needed) {
   struct keep keep = {0};
   for (size_t i = 0; i < VM_POOLS; i++) {
@@ -174,7 +174,7 @@ bool vm_pool_give_surplus(struct vm_ctx *c) {
     if (!list && needed && has_surplus(c))
       watch(c, now);
     else if (!list)
-      s->watched = false; /* under the same lock: what becomes free from now on is watched anew */
+      s->watched = false; /* under the same lock: units freed from now on start a new period */
   }
   pthread_mutex_unlock(&c->lock);
   if (!list) return false;
@@ -189,7 +189,7 @@ void vm_pool_abandon(struct vm_ctx *c, uint64_t keep) {
     vm_pool_trim(c, keep, c->opts.pool_low, false);
 }
 
-/* One more slab, of `bytes` or, when memory is short, as little as `least`. */
+/* Adds a slab of `bytes` or, if memory is short, down to `least`. */
 static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t least, uint64_t page_size,
                      uint64_t grow_id, uint64_t *got) {
   struct vm_slab *s = NULL;
@@ -197,7 +197,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
   for (;;) {
     uint64_t seen;
     pthread_mutex_lock(&c->lock);
-    /* What another thread is making at this moment may be what is wanted, or may fail. */
+    /* A slab that another thread is making may satisfy this call, or fail and free the limit. */
     while (c->opts.mem_limit && (c->phys->growing_bytes || c->phys->leaving_bytes) &&
            c->phys->slab_bytes + c->phys->growing_bytes + c->phys->leaving_bytes + bytes > c->opts.mem_limit)
       pthread_cond_wait(&c->done_cond, &c->lock);
@@ -230,7 +230,7 @@ static int grow_once(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64
         return err;
       }
     }
-    if (err == -ENOMEM) { /* what was on its way back to the driver may be what is wanted */
+    if (err == -ENOMEM) { /* slabs on their way back to the driver may suffice */
       bool again;
       pthread_mutex_lock(&c->lock);
       while (c->phys->leaving_bytes && c->phys->departures == seen) pthread_cond_wait(&c->done_cond, &c->lock);
@@ -247,8 +247,8 @@ void vm_pool_undo_grow(struct vm_ctx *c, uint64_t id) {
   if (id) give_back(c, &(struct keep){0}, id, true);
 }
 
-/* Memory is short, but not in all: empty slabs that are of no use for pages of `align` units in this pool are
- * given back when they make up for what is missing. */
+/* Memory is short, but other slabs are empty: returns empty slabs that are useless for pages of `align` units in this
+ * pool, if they cover what is missing. */
 static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, uint64_t bytes) {
   struct vm_slab *list = NULL;
   uint64_t found = 0;
@@ -272,8 +272,8 @@ static bool reclaim(struct vm_ctx *c, const struct vm_pool *p, uint32_t align, u
   return destroy_list(c, list) != 0;
 }
 
-/* Whether others have brought pages since the caller looked; those that are about to are waited for, as are pages on
- * their way back to a pool (limbo_units): a batch may have had them that failed. */
+/* True if other threads have added pages since the caller looked. Waits for threads about to do so, and for pages on
+ * their way back to a pool (limbo_units), as after a failed batch. */
 static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   bool more;
   pthread_mutex_lock(&c->lock);
@@ -284,8 +284,8 @@ static bool has_grown(struct vm_ctx *c, struct vm_pool *p, uint64_t seen) {
   return more;
 }
 
-/* Of what is more than there is, nothing is taken: others would lack it meanwhile. Asked only where the answer costs
- * little beside the memory. */
+/* Refuses a request larger than all memory before taking any of it from other users. Only queried if the query is
+ * cheap compared with the memory. */
 static int there_is(struct vm_ctx *c, const struct vm_pool *p, uint64_t bytes) {
   uint64_t unused, all = UINT64_MAX;
   if (bytes > MAX_SLAB) VM_UNDO(vm_drv_memory(c, p->location, p->device, &unused, &all));
@@ -298,7 +298,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
                  uint64_t *id) {
   uint64_t need = units << c->shift, page = (uint64_t)align << c->shift, slab = c->info->pub.slab_size;
   uint64_t chunk = (uint64_t)c->chunk_units << c->shift, got = 0;
-  bool single = c->info->one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could do so forever */
+  bool single = c->info->one_page_slabs, may_reclaim = piece && !*id; /* once, or two calls could alternate forever */
   int err;
   if (units > UINT64_MAX >> c->shift) {
     vm_pool_undo_grow(c, *id);
@@ -318,7 +318,7 @@ int vm_pool_grow(struct vm_ctx *c, struct vm_pool *p, uint64_t units, uint64_t p
   for (uint64_t done = 0; done < need; done += got) {
     uint64_t left = need - done, least = single ? page : vm_round_up(left < slab ? left : slab, chunk);
     err = grow_once(c, p, slab, least < slab ? least : slab, page, *id, &got);
-    /* The limit may leave less than a chunk: then take exactly what is wanted. */
+    /* If the limit leaves less than a chunk, take exactly what is needed. */
     if (err == -ENOMEM && !single && vm_round_up(left, page) < least)
       err = grow_once(c, p, vm_round_up(left, page), page, page, *id, &got);
     if (err == -ENOMEM && may_reclaim) {

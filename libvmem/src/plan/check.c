@@ -105,7 +105,7 @@ int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n) {
   return err;
 }
 
-/* What an operation that was checked populates; NULL: nothing. */
+/* The pool that a checked operation populates from; NULL: none. */
 static struct vm_pool *populated(struct vm_ctx *c, const struct vmem_op *op, uint64_t *units) {
   uint64_t page_size = op->page_size ? op->page_size : c->granule;
   int err;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Ends a plan: records what was done, or undoes it.
+ * Ends a plan: records its changes, or undoes them.
  *
  * Until a replace is committed, its ptes (busy) refer to the old pages, and the handle, which is
  * pinned, holds the references to the new ones. After an unknown outcome both are quarantined.
@@ -31,7 +31,7 @@ void vm_plan_clear(struct vm_plan *p) {
   memset(p, 0, sizeof(*p));
 }
 
-/* The plan's claims on the piece's units end. */
+/* Ends the plan's claims on the piece's units. */
 static void end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct vm_piece *piece, bool committed) {
   uint32_t n;
   for (uint64_t a = piece->addr, end = a + piece->bytes; a < end && p->claims; a += vm_bytes(c, n)) {
@@ -41,7 +41,7 @@ static void end_claims(struct vm_ctx *c, const struct vm_plan *p, const struct v
   }
 }
 
-/* What the plan copies from may be changed again, and its mappings are counted, or will never be. */
+/* Releases the plan's copy sources and its planned mappings, which are counted by now or will never exist. */
 static void end_reservations(struct vm_ctx *c, struct vm_plan *p) {
   for (size_t i = 0; i < p->sources.n; i++) vm_access_end(c, VM_AT(p->sources, struct vm_access, i));
   vm_room_end(c, p->room);
@@ -72,8 +72,8 @@ static bool in_piece(const struct vm_plan *p, const struct vm_piece *piece, size
   return s->addr >= piece->addr && s->addr < piece->addr + piece->bytes;
 }
 
-/* The ptes of a segment name its units from now on; what they named loses its references. They are busy with this plan
- * while the lock is dropped for that. */
+/* Points the ptes of a segment at its units and drops the references to the old ones. The ptes stay busy with this
+ * plan while that drops the lock. */
 static void take_over(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *seg) {
   struct vm_run r = {seg->slab, seg->unit, (uint32_t)vm_units(c, seg->bytes)};
   uint32_t flags = (seg->flags & VMEM_MAP_READONLY ? PTE_READONLY : 0) | vm_call_marks(c, piece->space, seg->addr, r);
@@ -106,7 +106,7 @@ static void commit_replaces(struct vm_ctx *c, struct vm_plan *p) {
   }
 }
 
-/* Where the undo was not possible, the new units may be mapped too. */
+/* If the undo failed, the new units may be mapped too. */
 static void quarantine_lost(struct vm_ctx *c, const struct vm_piece *piece, const struct vm_seg *s) {
   uint64_t marked = piece->addr + piece->bytes;
   for (uint64_t a = s->addr; a < s->addr + s->bytes && a < marked; a += c->granule)
@@ -142,7 +142,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   bool gives = p->unmaps.n || p->replaced.n || p->release;
   pthread_mutex_lock(&c->lock);
   end_reservations(c, p);
-  if (p->event) { /* first: below the lock is dropped */
+  if (p->event) { /* first, since the lock is dropped below */
     vm_fill_begin(c, p->fill, p->event);
     p->fill = NULL;
   }
@@ -170,7 +170,7 @@ void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p) {
   if (gives) vm_pool_settle(c);
 }
 
-/* Bytes from addr on, at most to end, that are quarantined or not, as the first granule is. */
+/* The length of the stretch from addr on, up to end, that is quarantined, or not, like its first granule. */
 static uint64_t same_fate(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t end, bool *lost) {
   uint64_t a = addr;
   *lost = vm_pte(c, s, a)->flags & PTE_QUARANTINED;
@@ -184,7 +184,7 @@ static void settle(struct vm_ctx *c, uint32_t handle) {
   vm_hdl_settle(c, &c->phys->hdls[handle]);
 }
 
-/* Marked ptes are the plan's. What a failed undo has quarantined stays as it is. */
+/* Marked ptes belong to the plan. Ranges quarantined by a failed undo stay quarantined. */
 void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p) {
   size_t i;
   end_reservations(c, p);

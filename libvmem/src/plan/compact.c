@@ -24,7 +24,7 @@ struct reference { /* to a page of a slab */
   uint64_t from; /* the address that shows it, or the index of the handle that holds it */
 };
 
-/* Who may go, the least used first, and who refers to them. */
+/* Candidate slabs, least used first, and the references to their pages. */
 struct survey {
   struct vm_list victims, shown, held;
 };
@@ -32,8 +32,8 @@ struct survey {
 struct evacuation {
   struct vm_ctx *c;
   struct vm_move move;
-  bool stays;    /* the slab: a page of it is in use, or there is no room for them */
-  bool no_block; /* none for an entry: there may be for the pages of others */
+  bool stays;    /* the slab stays: a page of it is in use, or there is no room */
+  bool no_block; /* no room for a whole block; single pages may still fit */
   struct vm_plan plan;
 };
 
@@ -62,7 +62,7 @@ static void sort(struct vm_list *l, size_t item, int (*order)(const void *, cons
   if (l->n) qsort(l->v, l->n, item, order);
 }
 
-/* In order, each once: a handle has as many runs in a slab as its pages lie there in pieces. */
+/* Sorts and deduplicates: a handle may have several runs in a slab. */
 static void sort_references(struct vm_list *l) {
   struct reference *e = l->v;
   size_t n = 0;
@@ -142,7 +142,7 @@ static const struct reference *references_to(const struct vm_list *l, uint32_t s
 
 /* ---- one slab ---------------------------------------------------------------------------------- */
 
-/* The pte, where it still shows a page of the slab. */
+/* The pte, if it still maps a page of the slab. */
 static struct vm_pte *still_shown(struct vm_ctx *c, const struct reference *e, struct vm_space **space) {
   struct vm_pte *p;
   *space = vm_space_find(c, e->from);
@@ -157,7 +157,7 @@ static bool being_read(struct vm_ctx *c, uint64_t addr) {
   return busy;
 }
 
-/* Whether every reference of every page is known, and none is in use. Lock held. */
+/* True if every reference to every page is known and none is in use. Lock held. */
 static int count_references(struct vm_ctx *c, const struct vm_slab *s, const struct survey *v, bool *known) {
   size_t nshown, nheld;
   const struct reference *shown = references_to(&v->shown, s->index, &nshown);
@@ -182,14 +182,15 @@ static int count_references(struct vm_ctx *c, const struct vm_slab *s, const str
   }
   for (uint32_t u = 0; u < s->units && *known; u++) {
     if (s->refs[u] != count[u] || vm_bit(s->claim_map, u) || vm_bit(s->fill_map, u)) *known = false;
-    /* Units in passing have no references, and are not free. */
+    /* Units in transit have no references and are not free. */
     if (!s->refs[u] && !vm_bit(s->free_map, u) && !vm_bit(s->soil_map, u)) *known = false;
   }
   free(count);
   return 0;
 }
 
-/* New places for n units from `unit` on. A block that is to stay whole is one. Where there are none, the slab stays. */
+/* Finds new places for n units from `unit` on; a block that must stay whole moves as one. If there is no room, the
+ * slab stays. */
 static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t align) {
   struct vm_list *taken = &e->move.taken;
   while (n) {
@@ -209,7 +210,7 @@ static int take_places(struct evacuation *e, uint32_t unit, uint32_t n, uint32_t
   return 0;
 }
 
-/* The chunks of a slab that move as wholes: large pages, and what an entry of that size shows somewhere. */
+/* The chunks of a slab that must move whole: large pages, and blocks mapped by a large entry somewhere. */
 static uint64_t *whole_chunks(struct evacuation *e, const struct survey *survey) {
   struct vm_ctx *c = e->c;
   struct vm_slab *s = e->move.from;
@@ -260,7 +261,7 @@ static bool may_grow(const struct vm_ctx *c, const struct vm_pte *p, uint64_t ad
   return !(p->flags & PTE_LARGE) && !vm_is_whole(c, seg->space, seg->addr, run);
 }
 
-/* Every stretch of addresses that shows the slab becomes a piece, every run of its new pages a driver call. */
+/* Makes a piece of every stretch of addresses that maps the slab, and a driver call of every run of its new pages. */
 static int plan_addresses(struct evacuation *v, const struct survey *survey) {
   struct vm_ctx *c = v->c;
   struct vm_piece *piece = NULL;
@@ -298,7 +299,7 @@ static int plan_addresses(struct evacuation *v, const struct survey *survey) {
   return 0;
 }
 
-/* The runs of a handle, with the new places. Called with `out` NULL to count. */
+/* Rewrites the runs of a handle with the new places. With `out` NULL it only counts. */
 static uint32_t rewrite(const struct vm_move *m, const struct vm_hdl *h, struct vm_run *out) {
   struct vm_run last = {0};
   uint32_t n = 0;
@@ -342,7 +343,7 @@ static int plan_handles(struct evacuation *v, const struct survey *survey) {
   return 0;
 }
 
-/* Makes the slabs' own mappings, and the list of copies through them. Lock not held: everything is marked. */
+/* Makes the slabs' own mappings and the list of copies through them. Needs no lock: everything is marked. */
 static int plan_copies(struct evacuation *v) {
   struct vm_ctx *c = v->c;
   struct vm_move *m = &v->move;
@@ -384,8 +385,8 @@ static int prepare(struct evacuation *v, struct vm_slab *s, const struct survey 
   return err ? err : vm_plan_room(c, &v->plan);
 }
 
-/* Our reference of the new pages goes; `written`: they have been mapped or copied to. Lock held; dropped
- * around driver calls. */
+/* Drops our references to the new pages; `written`: they have been mapped or copied to. Lock held; dropped around
+ * driver calls. */
 static void put_taken(struct evacuation *v, bool written) {
   for (size_t i = 0; i < v->move.taken.n; i++) {
     struct vm_run *r = VM_AT(v->move.taken, struct vm_run, i);
@@ -396,8 +397,8 @@ static void put_taken(struct evacuation *v, bool written) {
   }
 }
 
-/* What is left of a move that came to nothing. A slab that was not set aside is not ours: another thread may have
- * given it back meanwhile. */
+/* Undoes the remains of a failed move. A slab that was not set aside is not ours: another thread may have returned it
+ * meanwhile. */
 static void take_back(struct evacuation *v) {
   for (size_t i = 0; i < v->move.hdls.n; i++)
     v->c->phys->hdls[VM_AT(v->move.hdls, struct vm_moved_handle, i)->handle].busy = false;
@@ -422,7 +423,7 @@ static int evacuate(struct vm_ctx *c, struct vm_slab *s, const struct survey *su
   pthread_mutex_unlock(&c->lock);
   if (!err && !v.stays && !(err = plan_copies(&v))) {
     written = true;
-    err = vm_plan_run(c, &v.plan, NULL, 0, NULL, &none); /* which clears the plan, or cancels it */
+    err = vm_plan_run(c, &v.plan, NULL, 0, NULL, &none); /* clears or cancels the plan */
   } else {
     VM_UNDO(vm_plan_cancel(c, &v.plan));
   }
@@ -474,7 +475,7 @@ static int compact(struct vm_ctx *c, uint64_t want, uint64_t *freed) {
   return err;
 }
 
-/* The empty slabs first, which cost nothing. */
+/* Returns the empty slabs first, which costs nothing. */
 static uint64_t trim(struct vm_ctx *c, uint64_t want) {
   uint64_t have, keep;
   pthread_mutex_lock(&c->lock);

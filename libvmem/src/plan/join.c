@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* Joining: maps again, by one call, what several calls have mapped, with large entries where its blocks are whole. */
+/* Joining: remaps with one call what several calls have mapped, with large entries for whole blocks. */
 #include "plan/plan.h"
 
 static bool can_join(const struct vm_ctx *c) { return c->be->remap || (c->be->bind && c->large_entries); }
 
-/* Whether one call would leave less than there is: fewer entries, or fewer calls, where the driver remembers these. */
+/* True if one call would reduce the entries, or the calls if the driver keeps a record per call. */
 static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r) {
   uint64_t end = addr + vm_bytes(c, r.n);
   bool whole = vm_is_whole(c, s, addr, r);
@@ -15,7 +15,7 @@ static bool saves(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm
   return false;
 }
 
-/* The next stretch in [*addr, end) that is worth a call: no longer than one takes, and no entry is cut. 0 = none. */
+/* The next stretch in [*addr, end) worth remapping: fits in one call and cuts no entry. 0 = none. */
 static uint64_t next_call(struct vm_ctx *c, struct vm_space *s, uint64_t *addr, uint64_t end) {
   uint64_t most = c->info->bind_bytes ? c->info->bind_bytes : end;
   while (*addr < end) {
@@ -60,13 +60,13 @@ int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64
   return err;
 }
 
-/* A fill of an unfinished batch may be at work here; if it fails, that batch says so. */
+/* Waits for fills of unfinished batches here; their failures are reported by those batches. */
 static void await_fills(struct vm_ctx *c, struct vm_plan *p) {
   while (vm_plan_await_fills(c, p)) {
   }
 }
 
-/* One call. Lock held; dropped around driver calls. */
+/* Joins a stretch with one call. Lock held; dropped around driver calls. */
 static int join(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   struct vm_plan p = {.only_joins = true, .keep = VMEM_KEEP_ALL};
   struct vm_fill *none;

@@ -7,7 +7,7 @@
 
 #include "plan/plan.h"
 
-/* What a plan in the making works on. */
+/* The working state while a plan is made. */
 struct maker {
   struct vm_ctx *c;
   struct vm_plan *p;
@@ -17,7 +17,7 @@ struct maker {
   uint64_t taken[VM_POOLS]; /* units of this plan, by their pool */
 };
 
-/* Whether this plan itself is about to zero the unit. */
+/* True if this plan itself will zero the unit. */
 static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
   for (size_t i = 0; i < m->p->zeros.n; i++) {
     const struct vm_run *r = VM_AT(m->p->zeros, struct vm_run, i);
@@ -26,7 +26,7 @@ static bool own_claim(struct maker *m, const struct vm_slab *s, uint32_t unit) {
   return false;
 }
 
-/* What another plan is about to zero would show its old contents here, and lose what is written to it. */
+/* Refuses pages that another plan is about to zero: they would show old contents, and writes would be lost. */
 static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
   for (uint32_t i = 0; (i += vm_bits_run(r.slab->claim_map, r.unit + i, r.n - i, false)) < r.n; i++)
     if (!own_claim(m, r.slab, r.unit + i))
@@ -36,8 +36,8 @@ static int check_claims(struct maker *m, uint64_t addr, struct vm_run r) {
   return 0;
 }
 
-/* Units that may hold old contents are zeroed by this plan, once, and stay dirty until it is committed; or, without
- * `zero`, they are taken as they are. The run's ptes are marked. */
+/* Claims dirty units for this plan, which zeroes them once; they stay dirty until it commits. Without `zero` they
+ * keep their contents. The run's ptes are marked. */
 static bool claim_dirty(struct maker *m, struct vm_run r, bool zero) {
   uint32_t end = r.unit + r.n, n;
   bool must;
@@ -124,7 +124,7 @@ static int populate_piece(struct maker *m, struct vm_piece *piece, uint64_t byte
   return 0;
 }
 
-/* What is mapped in [addr, addr + bytes), all of it, becomes busy with this plan and part of the piece. */
+/* Marks [addr, addr + bytes), all of it mapped, busy with this plan and adds it to the piece. */
 static int hold(struct maker *m, struct vm_piece *piece, uint64_t addr, uint64_t bytes) {
   struct vm_ctx *c = m->c;
   uint64_t held = vm_bytes(c, vm_ptes_hold(c, piece->space, addr, bytes));
@@ -141,8 +141,8 @@ static int map_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
   return mark_run(m, piece, r, !m->w.hdl->dirty_ok);
 }
 
-/* The same in the place of what is mapped there, which stays in the ptes until the plan is committed. The handle,
- * which is pinned, holds the references till then. */
+/* As map_run, over an existing mapping, which stays in the ptes until the plan commits. Until then the pinned handle
+ * holds the references. */
 static int replace_run(struct maker *m, struct vm_piece *piece, struct vm_run r) {
   struct vm_ctx *c = m->c;
   uint64_t addr = piece->addr + piece->bytes;
@@ -191,7 +191,7 @@ static int map_piece(struct maker *m, struct vm_piece *piece, uint64_t bytes, ui
   return 0;
 }
 
-/* What fills the piece's new pages, and where it comes from. */
+/* Adds the copies that fill the piece's new pages. */
 static int copy_piece(struct maker *m, uint64_t addr, uint64_t src, uint64_t bytes) {
   struct vm_ctx *c = m->c;
   uint64_t first = src & ~(c->granule - 1), end = vm_round_up(src + bytes, c->granule);
@@ -236,7 +236,7 @@ static int mark_live(struct maker *m, struct vm_space *s, uint64_t addr, uint64_
   return 0;
 }
 
-/* Where the units of piece i come from is at `offset` of the handle, or at `src`. */
+/* Handles a piece, whose units come from `offset` of the handle or are copied from `src`. */
 static int do_piece(struct maker *m, uint64_t addr, uint64_t offset, uint64_t src) {
   struct vm_ctx *c = m->c;
   const struct vmem_op *op = m->w.op;
@@ -263,7 +263,7 @@ static int do_piece(struct maker *m, uint64_t addr, uint64_t offset, uint64_t sr
   return err || !replace ? err : vm_split_note(c, m->p, piece, op->flags & VMEM_OP_SPLIT);
 }
 
-/* The caller's reference goes with the batch: no other plan may count on it. */
+/* The batch consumes the caller's reference: no other plan may rely on it. */
 static int consume(struct maker *m) {
   struct vm_ctx *c = m->c;
   uint32_t index = vm_hdl_index(c, m->w.hdl), own = 0, *consumed;
@@ -305,13 +305,14 @@ static int do_op(struct maker *m, const struct vmem_op *op) {
   return op->flags & VMEM_OP_CONSUME ? consume(m) : 0;
 }
 
-/* What a plan that comes to nothing leaves in the pool: as much as was there before. */
+/* The free bytes a cancelled plan leaves in the pool: as many as before it. */
 static uint64_t keep_bytes(const struct vm_ctx *c) {
   uint64_t have = vm_pool_free_units(c) << c->shift;
   return have > c->opts.pool_high ? have : c->opts.pool_high;
 }
 
-/* What cutting a piece out adds: an end inside a run makes it two; both ends inside one call make that two mappings. */
+/* Adds the cost of cutting a piece out: an end inside a run splits it in two; both ends inside one call make it two
+ * mappings. */
 static void add_cuts(struct vm_ctx *c, struct vm_room *room, const struct vm_piece *piece) {
   bool front = vm_space_cuts(c, piece->space, piece->addr);
   bool back = vm_space_cuts(c, piece->space, piece->addr + piece->bytes);
@@ -391,14 +392,14 @@ static int make_batch(struct vm_ctx *c, const struct vmem_op *ops, size_t n, str
       vm_error_restore(&why);
       return err;
     }
-    /* Others may have brought pages while the plan was taken back, which drops the lock: again, as often as they were
-     * short; once where they lay in pieces. */
+    /* Rolling the plan back drops the lock, so other threads may have added pages: retry as often as pages were
+     * short, but only once if they were fragmented. */
     if (need <= free_units && (lacked || !again)) {
       again = true;
       continue;
     }
     again = false;
-    /* Short in all, or only of pieces that are large enough. */
+    /* Short in total, or only of large enough pieces. */
     need = need > free_units ? need - free_units : m.short_units;
     err = vm_pool_grow(c, m.w.pool, need, vm_units(c, m.w.op->bytes), (uint32_t)vm_units(c, m.w.page_size), free_units,
                        &grow_id);

@@ -6,7 +6,7 @@ bool vm_plan_only_fills(const struct vm_plan *p) {
   return !p->maps.n && !p->replaced.n && !p->unmaps.n && !p->joins.n && p->fills.n;
 }
 
-/* Notes the runs behind a range; how many they are. Lock held. */
+/* Collects the runs behind a range; returns their number. Lock held. */
 static size_t runs_behind(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struct vm_run *runs) {
   struct vm_space *s = vm_space_find(c, addr);
   size_t count = 0;
@@ -19,7 +19,7 @@ static size_t runs_behind(struct vm_ctx *c, uint64_t addr, uint64_t bytes, struc
   return count;
 }
 
-/* What the plan's fills write; how many runs that is. Lock held. */
+/* Collects the runs that the plan's fills write; returns their number. Lock held. */
 static size_t filled_runs(struct vm_ctx *c, const struct vm_plan *p, struct vm_run *runs) {
   size_t n = 0;
   for (size_t i = 0; i < p->fills.n; i++) {
@@ -63,7 +63,7 @@ static struct vm_fill *behind_segs(struct vm_ctx *c, const struct vm_list *segs)
 struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p) {
   struct vm_fill *f;
   if (!c->phys->fills) return NULL;
-  /* What vanishes; what shows at a second address; what is written again. */
+  /* Pages being unmapped; pages mapped at a second address; pages written again. */
   if ((f = behind_pieces(c, &p->unmaps)) || (f = behind_pieces(c, &p->replaced)) || (f = behind_segs(c, &p->kept)) ||
       (f = behind_segs(c, &p->joins)) || (f = behind_segs(c, &p->replaces)) ||
       (p->shows && (f = behind_segs(c, &p->maps))) || (f = behind_pieces(c, &p->fills)))

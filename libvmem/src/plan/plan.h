@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * plan.h - a batch on its way.
+ * plan.h - a batch being executed.
  *
  *   check.c        arguments
  *   make.c         takes pages and marks ptes: everything that can run out of memory
@@ -60,16 +60,16 @@ struct vm_plan {
   struct vm_list joins;      /* vm_seg: mapped already, by several calls or with small entries */
   struct vm_list fills;      /* vm_piece */
   struct vm_list consumed;   /* uint32_t handle indices */
-  struct vm_bind_op *ops;    /* room for its driver calls, which must not fail for want of heap memory */
+  struct vm_bind_op *ops;    /* room for its driver calls, which must not fail for lack of heap memory */
   struct vm_fill *fill;      /* its fills may run on after the commit, as this; NULL = they are waited for */
   vm_event event;            /* covers its fills and copies; 0 = over */
   bool filling;              /* its maps are made, and its fills and copies started */
-  bool claims;               /* some of the mapped units are claimed: dirty, and zeroed by this plan */
+  bool claims;               /* some of the mapped units are claimed: dirty, to be zeroed by this plan */
   bool zeroing;              /* their zeroing was started */
-  vm_event zero_event;       /* and is over with this */
-  bool zeroed;               /* it is over: they may have been written to since */
+  vm_event zero_event;       /* event that completes the zeroing */
+  bool zeroed;               /* zeroing is complete; the units may have been written since */
   bool shows;                /* pages of a handle, which by the time it runs may be mapped and filled elsewhere */
-  bool only_joins;           /* it is no batch: vmem_join */
+  bool only_joins;           /* made by vmem_join, not a batch */
   struct vm_move *move;      /* the replaces show the same contents in other pages: vmem_compact */
   struct vm_room room;       /* planned (backend/room.c) */
   uint64_t grow_id;          /* slabs made for this plan; 0 = none */
@@ -88,7 +88,7 @@ struct vm_want {
 };
 
 int vm_want(struct vm_ctx *c, const struct vmem_op *op, struct vm_want *w);
-/* The same of a whole batch, before pages are taken: its error must not depend on what the pool has. */
+/* Checks a whole batch before pages are taken, so that its error does not depend on the pool. */
 int vm_want_all(struct vm_ctx *c, const struct vmem_op *ops, size_t n);
 /* Promises a late batch, whose arguments are right, the pages that it populates; false, and nothing promised, where a
  * pool has fewer beside those promised before. Taken back when the batch is started, or will not be. */
@@ -108,19 +108,20 @@ int vm_plan_make(struct vm_ctx *c, const struct vmem_op *ops, size_t n, struct v
 int vm_plan_make_release(struct vm_ctx *c, vmem_handle h, struct vm_plan *p);
 /* A plan that unmaps all of a reservation that no other plan is changing. *p is zeroed. Lock held. */
 int vm_plan_make_free(struct vm_ctx *c, struct vm_space *s, struct vm_plan *p);
-/* The plan is complete: -ENOSPC where the driver has no room for its pieces, -ENOMEM without heap memory for its calls.
- * Lock held. */
+/* Called once the plan is complete: -ENOSPC if the driver has no room for its pieces, -ENOMEM if heap memory for its
+ * calls is short. Lock held. */
 int vm_plan_room(struct vm_ctx *c, struct vm_plan *p);
 int vm_plan_ops_room(struct vm_ctx *c, struct vm_plan *p);
 
 /* ---- split.c (lock held) ----------------------------------------------------------------------- */
 
-/* A piece that is to vanish or to be replaced is marked: notes large entries that it cuts. -EINVAL for a page that is
- * whole by definition. */
+/* Called for a marked piece to be unmapped or replaced: records the large entries that it cuts. -EINVAL for a large
+ * page, which cannot be cut. */
 int vm_split_note(struct vm_ctx *c, struct vm_plan *p, const struct vm_piece *piece, bool allowed);
-/* All pieces are marked: what stays of those entries becomes busy too. -EINVAL where that was not allowed. */
+/* Called once all pieces are marked: marks the remaining parts of those entries busy too. -EINVAL if splitting was
+ * not allowed. */
 int vm_plan_split(struct vm_ctx *c, struct vm_plan *p);
-/* They are split. Before anything else is recorded. */
+/* Records the splits, before anything else of the plan. */
 void vm_split_commit(struct vm_ctx *c, struct vm_plan *p);
 /* ---- order.c ----------------------------------------------------------------------------------- */
 
@@ -131,7 +132,7 @@ int vm_plan_may_run_on(struct vm_ctx *c, struct vm_plan *p, void (*ended)(struct
                        void *owner);
 /* A running fill of another plan that must end before this one is run; NULL = none. Lock held. */
 struct vm_fill *vm_plan_blocker(struct vm_ctx *c, struct vm_plan *p);
-/* Waits for all of those in this thread. Lock not held. */
+/* Waits for all such fills in this thread. Lock not held. */
 int vm_plan_await_fills(struct vm_ctx *c, struct vm_plan *p);
 
 /* ---- run.c (lock not held) --------------------------------------------------------------------- */
@@ -151,7 +152,7 @@ int vm_plan_run_now(struct vm_ctx *c, struct vm_plan *p);
 
 /* ---- commit.c (lock not held) ------------------------------------------------------------------ */
 
-/* The driver has done it all. */
+/* Records a plan that the driver has executed. */
 void vm_plan_commit(struct vm_ctx *c, struct vm_plan *p);
 /* Takes back what vm_plan_make did; the first under the lock, dropped around driver calls. */
 void vm_plan_take_back(struct vm_ctx *c, struct vm_plan *p);
@@ -178,16 +179,16 @@ struct vm_move {
   struct vm_list hdls;  /* vm_moved_handle */
 };
 
-/* The pages of the plan have moved. Lock held. */
+/* Records that the plan's pages have moved. Lock held. */
 void vm_move_commit(struct vm_ctx *c, struct vm_plan *p);
 
 /* ---- join.c, compact.c (lock not held) --------------------------------------------------------- */
 
-/* The range is mapped, but for `holes`: what of it is worth a call is marked. Lock held. */
+/* Marks the parts of a range worth joining; it must be mapped, except with `holes`. Lock held. */
 int vm_plan_join(struct vm_ctx *c, struct vm_plan *p, struct vm_space *s, uint64_t addr, uint64_t bytes, bool holes);
-/* *calls: stretches that were mapped anew. */
+/* *calls: number of stretches remapped. */
 int vm_join(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t *calls);
-/* Adds to *freed until it is `want`. */
+/* Compacts until *freed reaches `want`. */
 int vm_compact(struct vm_ctx *c, uint64_t want, uint64_t *freed);
 
 #endif

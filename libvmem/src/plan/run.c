@@ -22,7 +22,7 @@ struct calls {
   struct vm_bind_result r;
 };
 
-/* How many operations a range takes at most. */
+/* The maximum number of operations for a range. */
 static size_t parts(const struct vm_ctx *c, uint64_t bytes) {
   uint64_t most = c->info->bind_bytes;
   return most ? (size_t)((bytes + most - 1) / most) + 1 : 1;
@@ -48,7 +48,7 @@ static struct vm_bind_op *push(struct calls *b, uint32_t kind, const struct vm_s
   return &b->ops[b->n++];
 }
 
-/* Clears a range of so many bytes at `from`: see vm_bind_op. */
+/* `from`, `clears`: see vm_bind_op. */
 static void push_map(struct calls *b, uint32_t kind, const struct vm_seg *s, uint64_t from, uint64_t clears) {
   uint64_t most = b->c->info->bind_bytes ? b->c->info->bind_bytes : s->bytes, n;
   for (uint64_t at = 0; at < s->bytes; at += n, clears = 0) {
@@ -88,8 +88,8 @@ static void push_unmap(struct calls *b, const struct vm_space *s, uint64_t addr,
   }
 }
 
-/* The driver cuts entries itself: what goes is unmapped, and what stays is mapped again with the pages that it has, so
- * that all of a block is named. */
+/* For drivers that cut entries themselves: unmaps the removed part and remaps the rest to its own pages, so that the
+ * operations name the whole block. */
 static void push_cut(struct calls *b, const struct vm_group *g, const struct vm_seg *s) {
   size_t first = b->n;
   uint64_t at = g->addr;
@@ -120,7 +120,7 @@ static void push_groups(struct calls *b, struct vm_plan *p) {
   }
 }
 
-/* What changes what is mapped: replaces, joins and unmaps. */
+/* Pushes the operations on existing mappings: replaces, joins and unmaps. */
 static void push_takes(struct calls *b, struct vm_plan *p) {
   push_replaces(b, p);
   push_groups(b, p);
@@ -142,14 +142,14 @@ static void quarantine(struct vm_ctx *c, uint64_t addr, uint64_t bytes) {
          (unsigned long long)addr, (unsigned long long)bytes, vm_error_last()->text);
 }
 
-/* Runs what was pushed. What a failure leaves in an unknown state is quarantined. */
+/* Runs what was pushed. Quarantines whatever a failure leaves in an unknown state. */
 static int run(struct calls *b) {
   int err = b->n ? vm_bind(b->c, b->ops, b->n, &b->r) : 0;
   for (size_t i = b->r.done; err && i < b->r.done + b->r.lost; i++) {
     const struct vm_bind_op *op = &b->ops[i];
     if (b->c->be->bind || op->kind != VM_BIND_REPLACE)
       quarantine(b->c, op->addr, op->bytes);
-    else if (op->clears) /* all of what was unmapped, of which these operations may map a part */
+    else if (op->clears) /* the whole unmapped range, of which these operations may map a part */
       quarantine(b->c, op->from, op->clears);
   }
   return err;
@@ -157,10 +157,10 @@ static int run(struct calls *b) {
 
 /* ---- taking back ------------------------------------------------------------------------------- */
 
-/* Without heap memory, which may be what was short. */
+/* Uses no heap memory: a shortage of it may be the failure being undone. */
 struct undo {
   struct vm_ctx *c;
-  const struct vmem_error *why; /* what is undone */
+  const struct vmem_error *why; /* error being undone */
   int worst;                    /* its code, or -ENOTRECOVERABLE with the error that names a range */
   size_t n;
   struct vm_bind_op ops[64];
@@ -187,7 +187,7 @@ static void put_back(struct undo *u, struct vm_bind_op op) {
   u->ops[u->n++] = op;
 }
 
-/* The run that was mapped at addr, as the ptes say: what maps it again, with the same entries. 0 bytes: it is lost. */
+/* The operation that restores the run the ptes record at addr, with the same entries. 0 bytes: it is lost. */
 static struct vm_bind_op run_before(struct vm_ctx *c, const struct vm_bind_op *op, uint64_t addr, uint64_t bytes) {
   struct vm_bind_op run = {.kind = VM_BIND_MAP, .addr = addr, .priv = op->priv, .sparse = op->sparse};
   uint64_t most = c->info->bind_bytes;
@@ -207,7 +207,7 @@ static struct vm_bind_op run_before(struct vm_ctx *c, const struct vm_bind_op *o
   return run;
 }
 
-/* Unmaps what n operations have mapped, each stretch at once. */
+/* Unmaps what n operations have mapped, a stretch at a time. */
 static void clear(struct undo *u, const struct vm_bind_op *ops, size_t n) {
   flush(u);
   for (size_t i = 0, k; i < n; i = k) {
@@ -217,7 +217,7 @@ static void clear(struct undo *u, const struct vm_bind_op *ops, size_t n) {
   }
 }
 
-/* Maps what the ptes name in [addr, end) again; kind: whether over something else. */
+/* Remaps what the ptes record in [addr, end); kind: VM_BIND_MAP, or an operation that maps over something else. */
 static void map_again(struct undo *u, const struct vm_bind_op *op, uint64_t addr, uint64_t end, uint32_t kind) {
   while (addr < end) {
     struct vm_bind_op run = run_before(u->c, op, addr, end - addr);
@@ -228,7 +228,7 @@ static void map_again(struct undo *u, const struct vm_bind_op *op, uint64_t addr
 }
 
 static void undo_calls(struct undo *u, const struct calls *b) {
-  for (size_t i = b->r.done + b->r.bare; i;) {
+  for (size_t i = b->r.done + b->r.unmapped; i;) {
     const struct vm_bind_op *op = &b->ops[--i];
     uint64_t end = op->addr + op->bytes;
     size_t last = i;
@@ -260,7 +260,7 @@ int vm_plan_aliases(struct vm_ctx *c, struct vm_plan *p) {
   return err;
 }
 
-/* Waits for the event and puts it; or, with `over`, says whether that is done. */
+/* Waits for the event and puts it; with `over`, only polls and sets *over. */
 static int end_event(struct vm_ctx *c, vm_event *e, bool *over) {
   int err;
   if (!over) return vm_drv_event_finish(c, e);
@@ -282,7 +282,7 @@ int vm_plan_zero(struct vm_ctx *c, struct vm_plan *p, bool *over) {
   return err;
 }
 
-/* Copies and fills; the plan's event covers all. */
+/* Starts copies and fills; the plan's event covers all. */
 static int start_fills(struct vm_ctx *c, struct vm_plan *p, const vm_event *after, size_t num_after) {
   size_t i = 0;
   int err = 0;
@@ -312,7 +312,7 @@ static int end_own(struct vm_ctx *c, struct vm_plan *p, bool *over) {
   if (over) {
     pthread_mutex_lock(&c->lock);
     if (p->event) {
-      f->ended = NULL; /* the plan asks itself */
+      f->ended = NULL; /* the plan polls the event itself */
       f->refs++;
       vm_fill_begin(c, f, p->event);
       p->event = 0;
@@ -346,7 +346,7 @@ static int run_calls(struct vm_ctx *c, struct vm_plan *p, const vm_event *after,
     err = start_fills(c, p, after, num_after);
   if (!err && fills) {
     p->filling = true;
-    /* No fill may be running on what is about to vanish; and a copy's source is only held until the commit. */
+    /* No fill may run on pages about to be unmapped, and a copy's source is held only until the commit. */
     if (!p->fill || second.n || p->copies.n) err = end_own(c, p, over);
     if (!err && over && !*over) return 0;
     if (!err) err = run(&second);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Splits large entries of which a plan takes a part.
+ * Splits large entries that a plan changes in part.
  *
- * The driver changes no part of an entry. So the block is unmapped as a whole, and what stays of it is mapped again, by
- * calls none of which makes a large entry: each is shorter than a block. Ranges that would be unmapped beside or within
- * it anyway go in the same call. Such a range is a group; the pieces in it need no calls of their own.
+ * The driver cannot change part of an entry. So the whole block is unmapped and the rest of it mapped again, by calls
+ * shorter than a block, which make no large entry. Ranges that would be unmapped beside or within it anyway go in the
+ * same call. Such a range is a group; the pieces in it need no calls of their own.
  *
- * This comes last in the making of a plan, when it is known what it takes of each block.
+ * This is the last step of making a plan, when the changes to each block are known.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +16,7 @@
 static int by_block(const void *a, const void *b) {
   const struct vm_cut *x = a, *y = b;
   if (x->block != y->block) return x->block < y->block ? -1 : 1;
-  return x->allowed - y->allowed; /* one that is not allowed speaks for all */
+  return x->allowed - y->allowed; /* a forbidden cut comes first and decides */
 }
 
 static int by_address(const void *a, const void *b) {
@@ -26,7 +26,7 @@ static int by_address(const void *a, const void *b) {
 
 _Static_assert(offsetof(struct vm_seg, addr) == 0 && offsetof(struct vm_group, addr) == 0, "by_address");
 
-/* Notes an end of a piece that lies inside a large entry. */
+/* Records the large entry that an end of a piece cuts. */
 static int note_end(struct vm_ctx *c, struct vm_plan *p, const struct vm_piece *piece, uint64_t end, bool allowed) {
   uint64_t block, size;
   struct vm_cut *cut;
@@ -55,7 +55,7 @@ static void unique(struct vm_list *cuts) {
   cuts->n = n;
 }
 
-/* The first block that ends behind addr. */
+/* The first block that ends after addr. */
 static size_t find(const struct vm_list *cuts, uint64_t addr) {
   const struct vm_cut *v = cuts->v;
   size_t lo = 0, hi = cuts->n;
@@ -108,7 +108,7 @@ static int take_in(struct splitter *s, struct vm_list *pieces, const struct vm_l
   return 0;
 }
 
-/* What stays of the k-th block: held, in segments that one call each maps again. */
+/* Holds the rest of the k-th block, in segments that one call each can remap. */
 static int keep_rest(struct splitter *s, size_t k) {
   struct vm_ctx *c = s->c;
   const struct vm_cut *cut = VM_AT(s->p->cuts, struct vm_cut, k);
@@ -139,7 +139,7 @@ static int keep_rest(struct splitter *s, size_t k) {
   return 0;
 }
 
-/* Groups that overlap or touch become one. */
+/* Merges groups that overlap or touch. */
 static void merge_groups(struct vm_list *groups) {
   struct vm_group *g = groups->v;
   size_t n = 0;

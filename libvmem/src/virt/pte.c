@@ -35,7 +35,7 @@ int vm_pte_not_live(const struct vm_ctx *c, const struct vm_pte *p, uint64_t add
 
 static inline bool live(const struct vm_pte *p) { return p && (p->flags & PTE_MAPPED); }
 
-/* Whether the back end sees b as the continuation of a. */
+/* True if the back end sees b as the continuation of a. */
 static inline bool joined(const struct vm_pte *a, const struct vm_pte *b) {
   if (!live(a) || !live(b)) return live(a) == live(b);
   return a->slab == b->slab && a->unit + 1 == b->unit && (a->flags & PTE_READONLY) == (b->flags & PTE_READONLY);
@@ -97,7 +97,7 @@ uint64_t vm_space_run(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint6
   if (end > s->base + s->bytes || end < addr) end = s->base + s->bytes;
   for (;;) {
     struct vm_pte *p;
-    /* Nothing was ever mapped under a missing leaf: skip it whole. */
+    /* Nothing was ever mapped under a missing leaf: skip all of it. */
     if (!prev && !(vm_units(c, a - s->base) % LEAF_PTES) && a + leaf_bytes(c) <= end) {
       a += leaf_bytes(c);
       if (a >= end) break;
@@ -243,7 +243,7 @@ uint64_t vm_ptes_entries(struct vm_ctx *c, struct vm_space *s, uint64_t addr, ui
   return changed;
 }
 
-/* What follows a range that was changed, where it is mapped. */
+/* The pte after a changed range, if mapped. */
 static struct vm_pte *behind(struct vm_ctx *c, struct vm_space *s, uint64_t end) {
   struct vm_pte *p = end < s->base + s->bytes ? vm_pte(c, s, end) : NULL;
   return live(p) ? p : NULL;
@@ -252,7 +252,7 @@ static struct vm_pte *behind(struct vm_ctx *c, struct vm_space *s, uint64_t end)
 void vm_ptes_one_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes) {
   struct vm_pte *next = behind(c, s, addr + bytes);
   for (uint64_t a = addr; a < addr + bytes; a += c->granule) set_call(c, vm_pte(c, s, a), a == addr);
-  /* The rest of a call that was cut at the end is a call of its own now. */
+  /* The rest of a call that was cut at its end becomes a call of its own. */
   if (next) set_call(c, next, true);
 }
 

@@ -96,7 +96,7 @@ void vm_space_remove(struct vm_ctx *c, struct vm_space *s) {
 
 void vm_space_destroy(struct vm_space *s) {
   if (s->leaves) {
-    /* The table of a large reservation is mostly untouched memory: not a step further than needed. */
+    /* The table of a large reservation is mostly untouched memory: stop as early as possible. */
     for (uint64_t i = 0; s->live_leaves; i++) {
       if (!s->leaves[i]) continue;
       free(s->leaves[i]);
@@ -107,7 +107,7 @@ void vm_space_destroy(struct vm_space *s) {
   free(s);
 }
 
-/* Best effort: what the driver refuses to give back it takes back when the back end is closed. */
+/* Best effort: the driver reclaims the rest when the back end is closed. */
 void vm_virt_close(struct vm_ctx *c) {
   for (size_t i = 0; i < c->virt->nspaces; i++) {
     struct vm_space *s = c->virt->spaces[i];

@@ -71,7 +71,7 @@ static inline uint32_t vm_leaf_rest(const struct vm_ctx *c, const struct vm_spac
   return vm_units(c, end - addr) < rest ? (uint32_t)vm_units(c, end - addr) : rest;
 }
 
-/* Mapped, and no plan is changing it. */
+/* True if mapped and not being changed by a plan. */
 static inline bool vm_pte_is_live(const struct vm_pte *p) {
   return p && (p->flags & (PTE_MAPPED | PTE_BUSY | PTE_QUARANTINED)) == PTE_MAPPED;
 }
@@ -79,9 +79,9 @@ static inline bool vm_pte_is_live(const struct vm_pte *p) {
 /* ---- space.c ----------------------------------------------------------------------------------- */
 
 struct vm_space *vm_space_find(struct vm_ctx *c, uint64_t addr);
-/* The space that holds [addr, addr + bytes) whole; records -EINVAL, -EOVERFLOW or -ENXIO. */
+/* The space that contains all of [addr, addr + bytes); records -EINVAL, -EOVERFLOW or -ENXIO. */
 struct vm_space *vm_space_range(struct vm_ctx *c, uint64_t addr, uint64_t bytes, uint64_t align, int *err);
-/* A space that has addresses of [addr, addr + bytes); NULL: none. */
+/* A space that overlaps [addr, addr + bytes); NULL: none. */
 struct vm_space *vm_space_overlap(struct vm_ctx *c, uint64_t addr, uint64_t bytes);
 int vm_space_insert(struct vm_ctx *c, struct vm_space *s);
 void vm_space_remove(struct vm_ctx *c, struct vm_space *s);
@@ -93,7 +93,7 @@ void vm_virt_close(struct vm_ctx *c);
 /* ---- pte.c: what lies behind a range ----------------------------------------------------------- */
 
 struct vm_pte *vm_pte_make(struct vm_ctx *c, struct vm_space *s, uint64_t addr); /* NULL: no heap */
-/* Why a pte cannot be mapped, or is not live: recorded. */
+/* Records why a pte cannot be mapped, or is not live. */
 int vm_pte_taken(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr);
 int vm_pte_not_live(const struct vm_ctx *c, const struct vm_pte *p, uint64_t addr);
 /* Pieces the back end sees between the granules of a range, its edges included; and as if nothing were mapped in it. */
@@ -101,7 +101,7 @@ uint64_t vm_space_edges(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uin
 uint64_t vm_space_edges_bare(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* A running fill that writes a page behind the range, at whatever address; NULL = none. */
 struct vm_fill *vm_space_fill(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Whether a boundary at addr would cut a run in two. */
+/* True if a boundary at addr would cut a run in two. */
 bool vm_space_cuts(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 /* Whether a boundary at addr, in the space or at its end, would cut what the driver maps and unmaps as a whole; its
  * address and its size. */
@@ -119,13 +119,13 @@ static inline bool vm_is_whole(const struct vm_ctx *c, const struct vm_space *s,
 /* The first units of a run that are one driver call at addr: what lies before its whole blocks, all of these, or the
  * rest. */
 uint32_t vm_one_call(const struct vm_ctx *c, uint64_t addr, struct vm_run r);
-/* What marks the ptes of such a call: see vm_ptes_name. */
+/* The marks for the ptes of such a call: see vm_ptes_name. */
 static inline uint32_t vm_call_marks(const struct vm_ctx *c, const struct vm_space *s, uint64_t addr, struct vm_run r) {
   return PTE_CALL | (vm_is_whole(c, s, addr, r) ? PTE_LARGE : 0);
 }
 /* Bytes from addr on, at most max, that one driver call may map again with the entries they have. */
 uint64_t vm_space_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t max);
-/* Whether the granule is the first of a large entry. */
+/* True if the granule is the first of a large entry. */
 bool vm_is_entry(struct vm_ctx *c, struct vm_space *s, uint64_t addr);
 
 /* ---- pte.c: changing it ------------------------------------------------------------------------ */
@@ -138,19 +138,19 @@ int vm_ptes_name(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_
  * that is the result. */
 struct vm_run vm_ptes_rename(struct vm_ctx *c, struct vm_space *s, uint64_t addr, struct vm_run r, uint32_t handle,
                              uint32_t flags);
-/* Live ptes become busy: how many, to the first that is not live. */
+/* Marks live ptes busy up to the first that is not live; returns their number. */
 uint64_t vm_ptes_hold(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Busy ptes become live again; those that were quarantined meanwhile stay as they are. */
+/* Makes busy ptes live again, except those quarantined meanwhile. */
 void vm_ptes_release(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Busy ptes that name their units become mapped. */
+/* Marks busy ptes that name their units as mapped. */
 void vm_ptes_commit(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Busy ptes stop being mapped but keep their units. */
+/* Marks busy ptes as unmapped; they keep their units. */
 void vm_ptes_detach(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* Detaches busy ptes, gives their references back and frees the ptes. Drops the lock around driver calls. */
 void vm_ptes_unmap(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* The range is one driver call now. */
+/* Records that one driver call now maps the range. */
 void vm_ptes_one_call(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
-/* Its whole blocks have large entries now, or small ones; how many had others before. */
+/* Records that the whole blocks of a range now have large, or small, entries; returns how many changed. */
 uint64_t vm_ptes_entries(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes, bool large);
 void vm_ptes_quarantine(struct vm_ctx *c, struct vm_space *s, uint64_t addr, uint64_t bytes);
 /* The context's and the space's count of pieces, after a change of a range that had `before` of them. */

@@ -8,7 +8,7 @@
 #include "base/fd.h"
 #include "work/work.h"
 
-#define CLOSING_MS 100 /* vmem_close waits for calls that wait, and nobody may ever signal their descriptor */
+#define CLOSING_MS 100 /* vmem_close waits for blocked calls, whose descriptors may never be signalled */
 
 static int make_one(struct vm_ctx *c, const struct vmem_after *a, size_t i, struct vm_deps *d) {
   vm_event e = 0;

@@ -4,8 +4,7 @@
  * follow.
  *
  * A hash table finds the kept ones by number; they are also in a list, oldest first. A detached
- * ticket is in neither: it lives as long as its batch. Numbers count up, so the table's chains are
- * as even as can be.
+ * ticket is in neither: it lives as long as its batch. Numbers count up, so the table's chains are evenly filled.
  */
 #include <stdlib.h>
 
@@ -45,7 +44,7 @@ static int make_room(struct vm_ctx *c) {
   return 0;
 }
 
-/* Lock held. There is one, because far fewer batches can be unfinished than tickets kept. */
+/* Lock held. A finished ticket exists: far fewer batches can be unfinished than tickets kept. */
 static vmem_ticket oldest_result(struct vm_ctx *c) {
   struct vm_ticket *t = c->work->oldest_ticket;
   while (t && t->state != TICKET_DONE) t = t->next;
@@ -170,7 +169,7 @@ static struct vm_ticket *find(struct vm_ctx *c, vmem_ticket id, int *err) {
   return NULL;
 }
 
-/* Waits until the batch has got as far as `state`; then the result where it is finished. Lock held. */
+/* Waits until the batch reaches `state`; returns the result if finished. Lock held. */
 static int reach(struct vm_ctx *c, struct vm_ticket *t, enum vm_ticket_state state, int64_t timeout_ns) {
   uint64_t deadline = timeout_ns > 0 && t->state < state ? vm_now_ns() + (uint64_t)timeout_ns : 0;
   struct timespec ts = vm_timespec(deadline);
@@ -228,7 +227,7 @@ int vm_ticket_drop(struct vm_ctx *c, vmem_ticket id) {
   int err = 0;
   pthread_mutex_lock(&c->lock);
   if ((t = find(c, id, &err))) {
-    if (t->state != TICKET_DONE) pthread_cond_broadcast(&c->done_cond); /* nobody waits for what is dropped */
+    if (t->state != TICKET_DONE) pthread_cond_broadcast(&c->done_cond); /* no thread waits for a dropped ticket */
     forget(c, t);
   }
   pthread_mutex_unlock(&c->lock);

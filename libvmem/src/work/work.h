@@ -19,17 +19,17 @@ struct vm_ticket {
   uint32_t refs; /* the unfinished batch's, the table's, those of waiting threads */
   int result;
   struct vm_fill *fill;   /* while MAPPED: runs on */
-  struct vmem_error *why; /* made beforehand, kept with a result that is an error */
+  struct vmem_error *why; /* allocated up front, kept if the result is an error */
 };
 
 /* A ticket of a batch that is about to be submitted: -EAGAIN, -ENOBUFS and -ENOMEM come from here, before anything
  * else was done. Lock not held. */
 int vm_ticket_new(struct vm_ctx *c, bool detached, struct vm_ticket **out);
-/* The batch will not be submitted. Lock not held. */
+/* Discards the ticket of a batch that will not be submitted. Lock not held. */
 void vm_ticket_cancel(struct vm_ctx *c, struct vm_ticket *t);
 /* Gives it the next number. It then has its batch's reference, which vm_ticket_done takes. Lock held. */
 vmem_ticket vm_ticket_issue(struct vm_ctx *c, struct vm_ticket *t);
-/* All but the fill is done. Lock held. */
+/* Marks the batch as complete except for its fill. Lock held. */
 void vm_ticket_mapped(struct vm_ctx *c, struct vm_ticket *t, struct vm_fill *fill);
 /* The error of `result` is the one recorded in this thread. Lock held. */
 void vm_ticket_done(struct vm_ctx *c, struct vm_ticket *t, int result);
@@ -51,7 +51,7 @@ struct vm_deps {
   size_t nevents, nfds;
 };
 
-/* On failure there is nothing to put. */
+/* On failure nothing has to be put. */
 int vm_deps_make(struct vm_ctx *c, const struct vmem_after *after, size_t n, struct vm_deps *d);
 int vm_deps_poll(struct vm_ctx *c, struct vm_deps *d, bool events_too); /* 0, -EAGAIN or an error */
 int vm_deps_wait(struct vm_ctx *c, struct vm_deps *d);
@@ -62,7 +62,8 @@ void vm_deps_put(struct vm_ctx *c, struct vm_deps *d);
 int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struct vmem_after *after, size_t num_after,
               uint32_t flags, vmem_ticket *ticket);
 int vm_worker_start(struct vm_ctx *c);
-/* Starts it for what a layer below wants done. Without a worker, pages are zeroed by the plan that takes them. */
+/* Wakes or starts the worker for work of a lower layer. Without a worker, pages are zeroed by the plan that takes
+ * them. */
 void vm_worker_wake(struct vm_ctx *c);
 void vm_worker_stop(struct vm_ctx *c);
 
@@ -75,11 +76,11 @@ struct vm_work {
   pthread_t worker;
   struct vm_job *queue, **queue_tail;
   struct vm_job *waiting, **waiting_tail; /* the worker's alone */
-  uint64_t pending;                       /* batches submitted, or about to be, and not finished */
+  uint64_t pending;                       /* unfinished batches, submitted or about to be */
   vmem_ticket last_ticket;
   struct vm_ticket **tickets; /* table of those kept; ticket_slots is a power of two */
   size_t ticket_slots;
-  uint64_t kept_tickets; /* those about to be issued included */
+  uint64_t kept_tickets; /* includes tickets about to be issued */
   struct vm_ticket *oldest_ticket, *newest_ticket;
 };
 

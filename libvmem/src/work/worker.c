@@ -51,12 +51,12 @@ static int queue_job(struct vm_ctx *c, struct vm_job *job, size_t nops, vmem_tic
   *c->work->queue_tail = job;
   c->work->queue_tail = &job->next;
   pthread_mutex_unlock(&c->lock);
-  /* After the lock is dropped, or the worker would wake only to wait for it. */
+  /* Signal after dropping the lock: otherwise the worker wakes only to wait for it. */
   pthread_cond_signal(&c->work_cond);
   return 0;
 }
 
-/* Takes all that can be short. On failure the job has no plan. */
+/* Makes the plan, taking everything that can run short. On failure the job has no plan. */
 static int job_plan(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *ops, size_t n) {
   int err = vm_plan_make(c, ops, n, &job->plan);
   if (err) return err;
@@ -67,7 +67,7 @@ static int job_plan(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *
   return err;
 }
 
-/* Leaves that to the worker, where the pools have the pages: the operations are checked and copied. */
+/* Leaves making the plan to the worker if the pools have the pages; only checks and copies the operations. */
 static int job_plan_later(struct vm_ctx *c, struct vm_job *job, const struct vmem_op *ops, size_t n) {
   int err;
   if (n && !(job->ops = vm_realloc(c, NULL, n, sizeof(*ops)))) return -ENOMEM;
@@ -83,7 +83,7 @@ static int job_plan_later(struct vm_ctx *c, struct vm_job *job, const struct vme
   return job_plan(c, job, ops, n);
 }
 
-/* A late batch gets no more of what it was promised. */
+/* Ends the promise of pages to a late batch. */
 static void job_end_promise(struct vm_ctx *c, struct vm_job *job) {
   pthread_mutex_lock(&c->lock);
   vm_promise_end(c, job->ops, job->nops);
@@ -103,7 +103,7 @@ static int job_plan_now(struct vm_ctx *c, struct vm_job *job) {
   return err;
 }
 
-/* A late batch has none as long as that has not been made. */
+/* A late batch has no plan until it is started. */
 static void job_drop_plan(struct vm_ctx *c, struct vm_job *job) {
   if (!job->late) {
     VM_UNDO(vm_plan_cancel(c, &job->plan));
@@ -138,7 +138,7 @@ int vm_submit(struct vm_ctx *c, const struct vmem_op *ops, size_t n, const struc
 
 /* ---- the thread ------------------------------------------------------------------------------ */
 
-/* Whether it can run. An error: its pages cannot be zeroed, or what it waits for cannot be waited for. */
+/* Sets whether the job can run. On error its pages cannot be zeroed, or its dependencies cannot be polled. */
 static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   struct vm_fill *before = job->behind, *f;
   bool blocked;
@@ -152,7 +152,7 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   err = vm_deps_poll(c, &job->deps, !job->gpu_waits);
   if (err) return err == -EAGAIN ? 0 : err;
   pthread_mutex_lock(&c->lock);
-  /* Which fill it was is remembered: looking through the plan's pages takes time. */
+  /* Remembers the blocking fill: searching the plan's pages takes time. */
   blocked = before && !before->over;
   if (!blocked) {
     if ((f = vm_plan_blocker(c, &job->plan))) f->refs++;
@@ -167,7 +167,7 @@ static int job_ready(struct vm_ctx *c, struct vm_job *job, bool *ready) {
   return 0;
 }
 
-/* Runs the job, or with an error cancels it: nothing may change then. Whether it is over: if not, it is to be run
+/* Runs the job or, given an error, cancels it without any change. Returns true if it is over, else it must be run
  * again; with `wait` it always is. */
 static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
   struct vm_fill *fill = NULL;
@@ -185,14 +185,14 @@ static bool job_run(struct vm_ctx *c, struct vm_job *job, int err, bool wait) {
   pthread_mutex_lock(&c->lock);
   if (!fill)
     vm_ticket_done(c, job->ticket, err);
-  else if (!fill->over) /* it is in the list: only this thread takes it out */
+  else if (!fill->over) /* stays in the list: only this thread removes it */
     vm_ticket_mapped(c, job->ticket, fill);
   pthread_mutex_unlock(&c->lock);
   free(job);
   return true;
 }
 
-/* Takes the first job of the queue and runs it, or lets it wait; false: there was none. */
+/* Runs the first job of the queue or moves it to the waiting list; false if the queue was empty. */
 static bool start_next(struct vm_ctx *c) {
   struct vm_job *job;
   bool ready;
@@ -211,7 +211,7 @@ static bool start_next(struct vm_ctx *c) {
   return true;
 }
 
-/* Runs the jobs that need not wait any more; whether there was one. */
+/* Runs waiting jobs that are ready; true if there were any. */
 static bool poll_waiting(struct vm_ctx *c) {
   struct vm_job **link = &c->work->waiting, *job, *next;
   bool any = false;
@@ -242,11 +242,11 @@ static void keep_low_watermark(struct vm_ctx *c) {
   c->phys->low = false;
   have = c->phys->pools[0].free_units;
   pthread_mutex_unlock(&c->lock);
-  /* Failure is no error here: the call that needs the memory will meet it. It is tried again when more is taken. */
+  /* Failure is ignored: the call that needs the memory will report it. Retried when more is taken. */
   if (low && have < units) vm_pool_grow(c, &c->phys->pools[0], units - have, 0, 1, have, &id);
 }
 
-/* When to poll. */
+/* Paces polling. */
 struct pace {
   uint64_t nap, due, not_before;
 };
@@ -263,14 +263,14 @@ static void poll_all(struct vm_ctx *c, struct pace *p, uint64_t now) {
   p->due = end + p->nap > p->not_before ? end + p->nap : p->not_before;
 }
 
-/* Something has changed: what is new may be over soon. */
+/* Resets to the shortest nap: new work may be over soon. */
 static void poll_soon(struct pace *p, uint64_t now) {
   p->nap = NAP_MIN;
   if (p->due > now + p->nap) p->due = now + p->nap;
   if (p->due < p->not_before) p->due = p->not_before;
 }
 
-/* Whether there is something to do for the pool, now. Lock held. */
+/* True if the pool needs work now. Lock held. */
 static bool pool_wants(const struct vm_ctx *c) {
   const struct vm_clean *k = &c->phys->clean;
   return c->phys->low || k->ended || (k->wanted && !k->hold);
@@ -284,7 +284,7 @@ static void *thread(void *arg) {
     bool stop, ended, ran = start_next(c), cleaning = vm_clean_step(c, &ended),
                       polls = c->work->waiting || c->phys->fills || cleaning;
     uint64_t now = polls ? vm_now_ns() : 0, due;
-    if (ended) vm_pool_settle(c); /* slabs that were being zeroed were passed over */
+    if (ended) vm_pool_settle(c); /* the last trim skipped slabs being zeroed */
     if (polls && ran) poll_soon(&pace, now);
     if (polls && now >= pace.due) {
       poll_all(c, &pace, now);
@@ -340,8 +340,8 @@ void vm_worker_wake(struct vm_ctx *c) {
   if (start) __atomic_store_n(&c->worker_wanted, true, __ATOMIC_RELAXED); /* the next call tries again */
 }
 
-/* At close: what waits for GPU work of ours is run after it; what waits for a descriptor that nobody may
- * ever signal is cancelled. */
+/* At close: runs jobs that wait for our own GPU work; cancels jobs that wait for a descriptor, which may never be
+ * signalled. */
 static void finish_jobs(struct vm_ctx *c, struct vm_job *job) {
   struct vm_job *next;
   for (; job; job = next) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem completion``: what makes a shell complete the command line.
+"""``vmem completion``: prints a shell's completion script.
 
 The files beside this module are generated from the parsers by ``scripts/completion.py``.
 """

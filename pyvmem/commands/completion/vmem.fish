@@ -64,7 +64,7 @@ complete -c vmem -n '_shtab_vmem_using probe' -s h -l help -d 'show this help me
 complete -c vmem -n '_shtab_vmem_using probe' -l device -x -d 'CUDA ordinal (default: 0); host has no devices and takes any'
 complete -c vmem -n '_shtab_vmem_using probe' -l json -d 'print JSON'
 complete -c vmem -n '_shtab_vmem_using probe' -l report -xka "(__fish_complete_path (commandline -ct))" -d 'print what a bug report needs, in Markdown; or write it to FILE, with a self-test'
-complete -c vmem -n '_shtab_vmem_using; and test $_shtab_vmem_npos -eq 0' -a features -d '`vmem features`: what works on this machine'"'"'s back ends, and what the others lack.'
+complete -c vmem -n '_shtab_vmem_using; and test $_shtab_vmem_npos -eq 0' -a features -d '`vmem features`: the features this machine'"'"'s back ends support, and what is missing.'
 complete -c vmem -n '_shtab_vmem_using features' -s h -l help -d 'show this help message and exit'
 complete -c vmem -n '_shtab_vmem_using features' -l devices -x -d 'CUDA ordinals, separated by commas (default: 0)'
 complete -c vmem -n '_shtab_vmem_using features' -l json -d 'print the table and what each back end said as JSON'

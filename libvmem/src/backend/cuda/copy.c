@@ -123,14 +123,14 @@ static int launch_copies(struct gpu *g, gpu_stream stream, const struct vm_be_co
   return 0;
 }
 
-/* A stream whose work is over; where there is none, any. Called by one thread at a time. */
+/* An idle stream, or any stream if none is idle. Called by one thread at a time. */
 static gpu_stream free_after(struct gpu *g) {
   for (unsigned i = 0; i < GPU_AFTER_STREAMS; i++)
     if (g->api->stream_query(g->after[i]) == GPU_SUCCESS) return g->after[i];
   return g->after[g->next_after++ % GPU_AFTER_STREAMS];
 }
 
-/* The stream for work after these events, which it is made to wait for. */
+/* Picks a stream for work after these events and makes it wait for them. */
 static int stream_after(struct gpu *g, const vm_event *after, size_t n, gpu_stream *stream) {
   *stream = g->work;
   for (size_t i = 0; i < n; i++) {
@@ -143,7 +143,7 @@ static int stream_after(struct gpu *g, const vm_event *after, size_t n, gpu_stre
   return 0;
 }
 
-/* Fills, or with copies copies. */
+/* Starts fills or, if `copies` is given, copies. */
 static int start(struct gpu *g, const struct vm_be_range *ranges, const struct vm_be_copy *copies, size_t n,
                  uint8_t value, const vm_event *after, size_t num_after, vm_event *done) {
   struct gpu_scope scope;
@@ -156,7 +156,7 @@ static int start(struct gpu *g, const struct vm_be_range *ranges, const struct v
   err = stream_after(g, after, num_after, &stream);
   if (!err) err = copies ? launch_copies(g, stream, copies, n) : launch_fills(g, stream, ranges, n, value);
   if (!err) err = gpu_event_record(g, stream, done);
-  /* What was launched before the failure must not run on when the caller unmaps its pages. */
+  /* Kernels launched before the failure must finish before the caller unmaps their pages. */
   if (err) g->api->stream_sync(stream);
   gpu_leave(g, &scope);
   return err;
@@ -179,7 +179,7 @@ static int copy_start(struct gpu *g, uint64_t dst, uint64_t src, uint64_t bytes,
   return err ? err : gpu_event_record(g, g->work, done);
 }
 
-/* Waits for it; where none was started, 0. */
+/* Waits for the copy; 0 if none was started. */
 static int copy_finish(struct gpu *g, vm_event *done) {
   int err = gpu_event_wait(g, *done);
   gpu_event_put(g, *done);
@@ -201,7 +201,7 @@ int gpu_copy_init(struct gpu *g) {
     g->stage = NULL;
     return gpu_fail_at(g->api, r, 0, STAGE_BYTES, "cuMemHostAlloc (staging buffer)");
   }
-  /* CUDA loads a kernel with its first launch unless told otherwise. */
+  /* By default CUDA loads a kernel lazily at its first launch. */
   err = launch_fills(g, g->work, &nothing, 1, 0);
   if (!err) err = copy_start(g, 0, 0, 0, &done);
   return err ? err : copy_finish(g, &done);
@@ -214,7 +214,7 @@ void gpu_copy_exit(struct gpu *g) {
   g->module = NULL;
 }
 
-/* What CUDA knows of a host address; zeros where it knows nothing. */
+/* CUDA's attributes of a host address; zeros if it has none. */
 struct answers {
   unsigned type;
   gpu_ptr device; /* where kernels of the current context find it */
@@ -233,7 +233,7 @@ static struct answers ask(struct gpu *g, uint64_t host) {
   return a;
 }
 
-/* Where kernels find host memory, all of which one allocation or registration has locked; else 0. */
+/* The device address of host memory that lies in one locked allocation or registration; else 0. */
 static gpu_ptr locked(struct gpu *g, uint64_t host, uint64_t bytes) {
   struct answers first = ask(g, host), last;
   if (!first.device) return 0;
@@ -261,7 +261,7 @@ static int transfer_directly(struct gpu *g, uint64_t dst, uint64_t src, uint64_t
   return err;
 }
 
-/* A part of the buffer, and what the GPU does with it. */
+/* A part of the staging buffer and the copy in progress on it. */
 struct window {
   uint8_t *at, *to; /* to: where the CPU copies it when the GPU has filled it, or NULL */
   uint64_t bytes;
@@ -305,7 +305,7 @@ static int transfer_staged(struct gpu *g, uint8_t *in, const uint8_t *out, uint6
   return err;
 }
 
-/* Reads into `in`, or writes what is at `out`. */
+/* Reads into `in`, or writes from `out`. */
 static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t addr, uint64_t bytes) {
   struct gpu_scope scope;
   gpu_ptr host;
@@ -320,7 +320,7 @@ static int transfer(struct gpu *g, uint8_t *in, const uint8_t *out, uint64_t add
   } else {
     pthread_mutex_lock(&g->stage_lock);
     err = transfer_staged(g, in, out, addr, bytes);
-    /* What was launched before the failure must not run on over the buffer, or over the caller's pages. */
+    /* Kernels launched before the failure must not outlive the call: they use the buffer or the caller's pages. */
     if (err) g->api->stream_sync(g->work);
     pthread_mutex_unlock(&g->stage_lock);
   }

@@ -148,7 +148,7 @@ static int cuda_slab_destroy(void *be, uint64_t slab, uint64_t bytes) {
   return gpu_fail_at(c->base.gpu->api, r, 0, bytes, "cuMemRelease");
 }
 
-/* Whether cuMemSetAccess takes read-only for device memory: some drivers do not. */
+/* True if cuMemSetAccess accepts read-only for device memory: some drivers refuse it. */
 static bool try_read_only(struct cuda *c) {
   uint64_t addr = 0, slab = 0, priv;
   uint32_t kind;

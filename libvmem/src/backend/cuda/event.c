@@ -87,7 +87,7 @@ static int record(struct gpu *g, gpu_stream stream, uint32_t device, vm_event *e
 
 int gpu_event_record(struct gpu *g, gpu_stream stream, vm_event *event) { return record(g, stream, 0, event); }
 
-/* Which of our devices a stream belongs to. 0, 1 and 2 name default streams of the current context.
+/* The context's device that a stream belongs to. 0, 1 and 2 name default streams of the current context.
  */
 static int stream_device(struct gpu *g, gpu_stream stream, uint32_t *device, gpu_ctx *ctx) {
   gpu_result r;
@@ -186,14 +186,14 @@ int gpu_event_wait(struct gpu *g, vm_event event) {
   if (!event) return 0;
   err = gpu_enter(g, 0, &scope);
   if (err) return err;
-  /* A fill or copy of some pages is over in less time than a sleep takes. */
+  /* Spin first: a fill or copy of a few pages takes less time than a sleep. */
   do err = query(g, e);
   while (err == -EAGAIN && now_ns() - start < 30000);
   if (err == -EAGAIN && !e->borrowed) {
     gpu_result r = g->api->event_sync(e->handle);
     err = gpu_fail(g->api, r, "cuEventSynchronize");
   }
-  /* The caller's event may be one that CUDA would spin on. */
+  /* Poll: CUDA might spin on the caller's event. */
   for (long pause = 50000; err == -EAGAIN; pause = pause < 500000 ? 2 * pause : pause) {
     struct timespec t = {.tv_nsec = pause};
     nanosleep(&t, NULL);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * gpu.h - what the back ends on CUDA devices share: contexts, events, and moving bytes by kernels.
+ * gpu.h - shared by the back ends on CUDA devices: contexts, events, and copies by kernels.
  *
  * One struct gpu per vmem context. Any thread may call; each call makes the device's primary
  * context current for its own duration and sets the thread's stream-capture mode to relaxed, so

@@ -85,7 +85,7 @@ fail:
   return err;
 }
 
-/* Errors are of no use here: what remains belongs to the context, which may be broken already. */
+/* Errors are ignored: whatever remains belongs to the context, which may be broken already. */
 void gpu_close(struct gpu *g) {
   struct gpu_scope scope;
   if (!g) return;

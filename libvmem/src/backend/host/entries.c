@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 
-/* The first entry at addr or behind. */
+/* The index of the first entry at or after addr. */
 static size_t find(const struct host_entries *e, uint64_t addr) {
   size_t lo = 0, hi = e->n;
   while (lo < hi) {

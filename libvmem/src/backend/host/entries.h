@@ -18,11 +18,11 @@ struct host_entries {
   size_t n, cap;
 };
 
-/* -EIO where the range takes a part of an entry. */
+/* -EIO if the range covers only part of an entry. */
 int host_entries_check(const struct host_entries *e, uint64_t addr, uint64_t bytes);
-/* The range has no entries any more. */
+/* Removes the entries of the range. */
 void host_entries_drop(struct host_entries *e, uint64_t addr, uint64_t bytes);
-/* It has nothing but entries: they take the place of those that were there. */
+/* Covers the range with entries, replacing those there. */
 int host_entries_add(struct host_entries *e, uint64_t addr, uint64_t bytes);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
  * The back end for a machine without a GPU: real reservations (PROT_NONE mappings), real pages
- * (parts of one memfd), mapped with MAP_FIXED; a page that is given back is punched out of the file.
+ * (parts of one memfd), mapped with MAP_FIXED; a freed page is punched out of the file.
  *
  * Every scattered page is a VMA of the process, and the kernel allows vm.max_map_count of them (65,530
  * by default). The core counts the pieces; room() holds those of all contexts below the limit with a margin, so that an
@@ -13,7 +13,7 @@
  * So does this one (entries.h): what works here works there.
  *
  * All mappings are MADV_DONTFORK: a forked child must not write to the parent's pages, nor keep them when the parent
- * has ended. A fork waits for calls that have made a mapping and not yet said so.
+ * has ended. A fork waits for calls that have made a mapping but not yet marked it.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -51,17 +51,17 @@ struct host {
 
   /* under process.memory */
   uint64_t slab_bytes, file_bytes;
-  struct gap *gaps; /* of destroyed slabs, by offset, none beside another */
+  struct gap *gaps; /* of destroyed slabs, by offset; never adjacent */
   size_t ngaps, cap_gaps;
 
   pthread_mutex_t lock;                                /* what follows */
   uint64_t other_vmas, counted_at, max_vmas, segments; /* what room() compares, and the core's last number */
   uint64_t others_at;                                  /* the other contexts' pieces, when it was counted */
-  uint64_t next_count;                                 /* ns: not before, for a refusal */
+  uint64_t next_count;                                 /* ns: earliest recount after a refusal */
   bool recount_due;
   struct host_entries entries;
-  void *spares[SPARES]; /* a page each, never used; NULL: given up */
-  bool spares_lack;     /* atomic: some are given up */
+  void *spares[SPARES]; /* a page each, never accessed; NULL: released */
+  bool spares_lack;     /* atomic: some are released */
 };
 
 /* ---- the process ------------------------------------------------------------------------------ */
@@ -88,11 +88,11 @@ static struct {
  * only their growth is used. */
 static uint64_t all_segments; /* atomic */
 
-/* How often this thread holds `forks`, or waits for it: a signal handler that forks then does not wait, for it would
- * wait for itself. A child has 0, in the middle of what the handler interrupted. */
+/* How often this thread holds `forks` or waits for it: a fork in a signal handler must not wait for its own thread.
+ * In the child it is 0, even in the middle of the interrupted call. */
 static _Thread_local unsigned forks_held;
 
-static int no_handlers; /* why they could not be registered */
+static int no_handlers; /* errno of their registration */
 
 static void hold_forks(void) {
   if (!forks_held++) pthread_mutex_lock(&process.forks);
@@ -111,7 +111,7 @@ static void close_sources(void) {
     if (process.sources[i] >= 0) close(process.sources[i]);
 }
 
-/* A child has no contexts. With the parent's file open it would keep the memory of a parent that was killed. */
+/* A child has no contexts. Keeping the parent's file open would keep the memory of a killed parent. */
 static void in_child(void) {
   if (process.first) close_sources();
   for (struct host *h = process.first; h; h = h->next) close(h->fd);
@@ -143,7 +143,7 @@ static int open_sources(void) {
   return err;
 }
 
-/* Makes the context's file, which a child will close. */
+/* Creates the context's file, which a forked child closes. */
 static int join(struct host *h) {
   int err = 0;
   if (no_handlers) return vm_fail(-ENOMEM, "pthread_atfork: %s", strerror(no_handlers));
@@ -173,7 +173,7 @@ static void leave(struct host *h) {
 
 /* ---- limits of the machine -------------------------------------------------------------------- */
 
-/* The first line of such a format among the first 4 KiB. */
+/* Reads a number from the first line that matches the format, within the first 4 KiB. */
 static bool read_number(enum source from, const char *format, unsigned long long *out) {
   char text[4096], *line = text;
   ssize_t n;
@@ -200,7 +200,7 @@ static uint64_t count_vmas(void) {
   return lines;
 }
 
-/* Notes a context's number; returns the others'. */
+/* Records a context's count; returns the sum of the others. */
 static uint64_t note(struct host *h, uint64_t segments) {
   uint64_t all = __atomic_add_fetch(&all_segments, segments - h->segments, __ATOMIC_RELAXED);
   h->segments = segments;
@@ -222,7 +222,7 @@ static void host_recount(void *be, uint64_t segments) {
   pthread_mutex_unlock(&h->lock);
 }
 
-/* A caller may try again and again what is refused; with so many mappings each count takes some 50 ms. */
+/* Rate-limited: callers may retry in a loop, and near the limit each count takes about 50 ms. */
 static void host_refused(void *be, uint64_t segments) {
   struct host *h = be;
   bool due;
@@ -232,8 +232,8 @@ static void host_refused(void *be, uint64_t segments) {
   if (due) host_recount(h, segments);
 }
 
-/* Counting takes milliseconds, so it is done again only where it may matter, and by who maps: room() is called under
- * the core's lock. */
+/* Recounts only if it may matter, since that takes milliseconds, and from map calls: room() runs under the core's
+ * lock. */
 static void recount_if_due(struct host *h) {
   uint64_t segments;
   bool due;
@@ -269,8 +269,8 @@ static const struct vm_backend host_counted;
 
 #define EMPTY (MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE)
 
-/* Maps a part of the file, so that no child inherits it; at NULL: anywhere. MAP_FAILED with errno: nothing is changed,
- * or nothing is mapped there, with the protection `empty`. */
+/* Maps a part of the file without letting children inherit it; at NULL: anywhere. On MAP_FAILED, the range is either
+ * unchanged or unmapped with the protection `empty`. */
 static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_t offset, int empty) {
   void *p;
   int err;
@@ -290,7 +290,7 @@ static void *share(struct host *h, void *addr, uint64_t bytes, int prot, uint64_
   return p;
 }
 
-/* Offsets apart, so that no two become one VMA. */
+/* At distant file offsets, so that the kernel does not merge their VMAs. */
 static void take_spares(struct host *h) {
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
   bool lack = false;
@@ -318,7 +318,7 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
-/* Slabs are promises until touched: bytes that are still promised, to all contexts. */
+/* Bytes of all contexts' slabs that are not touched yet, and so not allocated. */
 static uint64_t promised(void) {
   uint64_t all = 0;
   for (struct host *h = process.first; h; h = h->next) {
@@ -329,8 +329,8 @@ static uint64_t promised(void) {
   return all;
 }
 
-/* What this process may still take, of which `open_promises` are spoken for; exact only below these and `enough`. In
- * `memory`. */
+/* Memory this process may still allocate, of which `open_promises` are already promised to slabs; exact only below
+ * these and `enough`. Called with `memory` locked. */
 static uint64_t available(uint64_t enough, uint64_t *open_promises, uint64_t *total) {
   uint64_t bytes;
   hold_forks();
@@ -412,13 +412,13 @@ static int host_mem_info(void *be, uint32_t location, int32_t device, uint64_t *
 
 static void *at(uint64_t addr) { return (void *)(uintptr_t)addr; }
 
-/* Nothing (or, sparse, the zero page) behind a range; a fixed mapping replaces what was there. */
+/* Replaces a range by an inaccessible mapping or, if sparse, the zero page. */
 static int blank(struct host *h, uint64_t addr, uint64_t bytes, bool sparse) {
   void *p;
   do p = mmap(at(addr), bytes, sparse ? PROT_READ : PROT_NONE, EMPTY | MAP_FIXED, -1, 0);
   while (p == MAP_FAILED && errno == ENOMEM && give_spare(h));
   if (p == MAP_FAILED) return -errno;
-  madvise(p, bytes, MADV_DONTFORK); /* else, for want of kernel memory, a child inherits the empty range */
+  madvise(p, bytes, MADV_DONTFORK); /* may fail for lack of kernel memory: then a child inherits the empty range */
   return 0;
 }
 
@@ -472,7 +472,7 @@ static int map_failed(struct host *h, uint64_t addr, uint64_t bytes, int err) {
   return vm_fail_at(err == -ENOMEM ? -ENOMEM : -EIO, addr, bytes, 0, "mmap: %s", strerror(-err));
 }
 
-/* What a call that maps `large` entries, or small ones or nothing, does to those that were there. */
+/* Updates the entries for a call that maps large entries, small entries or nothing. */
 static int change_entries(struct host *h, uint64_t addr, uint64_t bytes, bool large) {
   int err;
   pthread_mutex_lock(&h->lock);
@@ -523,7 +523,7 @@ static int host_reveal(void *be, uint64_t addr, uint64_t bytes, bool zeros) {
   return err ? vm_fail_at(-ENOMEM, addr, bytes, 0, "mmap: %s", strerror(-err)) : 0;
 }
 
-/* mmap would replace what was there at once; a GPU's driver unmaps it first. */
+/* Unmaps first as a GPU's driver does; mmap alone would replace atomically. */
 static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, uint64_t offset, uint32_t flags) {
   int err = host_unmap(be, addr, bytes, false);
   return err ? err : host_map(be, addr, bytes, slab, offset, flags, false);
@@ -531,7 +531,7 @@ static int host_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 
 /* ---- memory ----------------------------------------------------------------------------------- */
 
-/* Where the file has a gap, or it grows. */
+/* Finds a gap in the file, or extends it. */
 static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
   uint64_t end = h->file_bytes + bytes;
   struct rlimit most;
@@ -558,7 +558,7 @@ static int find_gap(struct host *h, uint64_t bytes, uint64_t *offset) {
   return 0;
 }
 
-/* Makes one of a gap and the next, where they touch. */
+/* Merges a gap with the next if they are adjacent. */
 static void join_gaps(struct host *h, size_t i) {
   struct gap *gap = &h->gaps[i];
   if (i + 1 >= h->ngaps || gap->offset + gap->bytes != gap[1].offset) return;
@@ -667,6 +667,6 @@ static int host_copy(void *be, const struct vm_be_copy *copies, size_t n, const 
 
 const struct vm_backend vm_backend_host = {HOST_ENTRIES};
 
-/* With a limit on mappings or with large entries, which are for programs that try out what they do elsewhere: calls and
- * entries count here too, so joining saves something, while the kernel joins neighbours by itself. */
+/* For a limit on mappings or large entries, which emulate other back ends: calls and entries count, so joining saves
+ * something. Without them the kernel merges neighbours by itself. */
 static const struct vm_backend host_counted = {HOST_ENTRIES, .remap = host_remap};

@@ -91,8 +91,8 @@ static int managed_free(struct nvidia *s, uint64_t base, uint64_t bytes) {
   return gpu_fail_at(g->api, r, base, bytes, "cuMemFree");
 }
 
-/* Puts CUDA's own mapping back, so that cuMemFree finds what it made. Where that fails the
- * addresses are still inaccessible memory of this process, and cuMemFree takes those as well. */
+/* Restores CUDA's own mapping for cuMemFree. If that fails the addresses remain an inaccessible mapping of this
+ * process, which cuMemFree accepts too. */
 static int managed_restore(struct nvidia *s, uint64_t base, uint64_t bytes) {
   void *want = (void *)(uintptr_t)base;
   (void)!mmap(want, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, s->uvm_fd, (off_t)base);

@@ -20,15 +20,15 @@ int nvidia_check_uvm_node(void) {
                                    "container was not given the node");
 }
 
-/* By device number, since a container may show the node under another path; by name where the node
- * itself is not in sight. */
+/* Compares device numbers, since a container may show the node under another path; compares names if the node is not
+ * visible. */
 static bool is_uvm(int fd, const char *link, bool have_node, dev_t node) {
   struct stat st;
   if (have_node && fstat(fd, &st) == 0) return S_ISCHR(st.st_mode) && st.st_rdev == node;
   return strcmp(link, UVM_NODE) == 0;
 }
 
-/* Whether a process, as far as this user may look, has UVM's node open. */
+/* True if a process that this user may inspect has UVM's node open. */
 static bool has_uvm(int proc, const char *pid, bool have_node, dev_t node) {
   char path[64];
   DIR *dir;
@@ -104,7 +104,7 @@ int nvidia_find_uvm(struct nvidia *n, int (*trial)(struct nvidia *n, void *arg),
     link[length] = 0;
     if (!is_uvm(fd, link, have_node, st.st_rdev)) continue;
     tried = true;
-    /* Duplicated before it is tried, so that it stays what was tried if its owner closes it. */
+    /* Duplicated before the trial, in case its owner closes it meanwhile. */
     fd = vm_duplicate(fd);
     if (fd < 0) {
       err = vm_fail(-ENOMEM, "duplicating a descriptor: %s", strerror(errno));

@@ -51,8 +51,8 @@ struct nvidia_range {
 
 /* Initialises *n with nothing open. */
 void nvidia_init(struct nvidia *n);
-/* Opens everything but uvm_fd, with CUDA. `trial`, if any, is called for a driver of an unknown branch before
- * anything is asked of it. On failure nvidia_close undoes what was done. */
+/* Opens everything but uvm_fd, with CUDA. `trial`, if any, is called before the first call to a driver of an unknown
+ * branch. On failure nvidia_close undoes what was done. */
 int nvidia_open(struct nvidia *n, const struct vmem_open_opts *opts, int (*trial)(const struct nvidia *n));
 /* Holds the node of devices[index], whose uuid and name are set, and makes its RM device. */
 int nvidia_open_device(struct nvidia *n, uint32_t index);
@@ -69,7 +69,7 @@ int nvidia_find(const struct nvidia *n, int32_t ordinal, uint32_t *index);
 
 /* ---- descriptor.c: CUDA's descriptor ---- */
 
-/* 0, or the error that names what is wrong with the device node. */
+/* 0, or an error that says what is wrong with the device node. */
 int nvidia_check_uvm_node(void);
 /* Sets n->uvm_fd to a duplicate of the first /dev/nvidia-uvm of this process for which `trial` returns 0; it
  * finds the candidate in n->uvm_fd. */
@@ -80,7 +80,7 @@ void nvidia_uvm_users(char *text, size_t size);
 
 /* ---- without_cuda.c: without CUDA ---- */
 
-/* Does what nvidia_open does, and makes n->uvm_fd. Devices are numbered as the driver lists its cards. */
+/* As nvidia_open, and also opens n->uvm_fd. Devices are numbered as the driver lists its cards. */
 int nvidia_open_own(struct nvidia *n, const struct vmem_open_opts *opts);
 /* Its part for devices whose uuids are set: makes n->uvm_fd, and registers them. */
 int nvidia_register_own(struct nvidia *n);

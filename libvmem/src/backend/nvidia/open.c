@@ -33,7 +33,7 @@ static int explain_no_device(struct rm *rm, int err) {
   return err;
 }
 
-/* Where the driver does not answer, opening goes on: it maps a page and so shows whether it can. */
+/* If the driver does not answer, opening continues: mapping a page shows whether it works. */
 static int refuse_vgpu(struct rm *rm, uint32_t object, const char *name) {
   struct nv0080_virtualization v = {0};
   if (rm_control(rm, object, NV0080_GET_VIRTUALIZATION_MODE, &v, rm->abi.virtualization_bytes, "probing")) return 0;

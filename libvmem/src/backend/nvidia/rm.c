@@ -35,7 +35,7 @@ static int call(int fd, unsigned long request, void *arg, uint32_t *status) {
   return err || *status != NV_UNTOUCHED ? err : -RM_UNTOUCHED;
 }
 
-/* A structure on its way to a driver that may have another: it ends where LARGEST bytes do. */
+/* A structure passed to a driver whose layout may differ, placed so that it ends at LARGEST bytes. */
 enum { LARGEST = sizeof(struct uvm_map_256), BEHIND = 16 << 10 };
 struct guarded {
   uint8_t bytes[LARGEST + BEHIND];
@@ -46,7 +46,7 @@ static void *guard(struct guarded *g, const void *arg, uint32_t bytes) {
   return memcpy(&g->bytes[LARGEST - bytes], arg, bytes);
 }
 
-/* False: something was written behind it. */
+/* False if the driver wrote past its end. */
 static bool unguard(const struct guarded *g, void *arg, uint32_t bytes) {
   const uint8_t *behind = &g->bytes[LARGEST];
   memcpy(arg, &g->bytes[LARGEST - bytes], bytes);

@@ -2,9 +2,9 @@
 /*
  * rm.h - a client of NVIDIA's resource manager (RM), through /dev/nvidiactl.
  *
- * Nothing in an answer is believed without a look. A status is set beforehand to what no driver returns, and must
- * have changed. With a driver of an unknown branch, structures may differ, so each goes to it as a copy with zeros
- * behind: a longer one of the driver reads fields of 0, and what it writes behind ours is noticed.
+ * No answer is trusted unchecked. The status is preset to a value that no driver returns, and must change. With a
+ * driver of an unknown branch, structures may differ, so each goes to it as a copy with zeros behind: a longer one of
+ * the driver reads fields of 0, and what it writes behind ours is noticed.
  */
 #ifndef VMEM_RM_H
 #define VMEM_RM_H
@@ -47,7 +47,7 @@ int rm_open_again(struct rm *rm, const struct rm *before);
 /* Makes a client. On failure rm_close is still the caller's. */
 int rm_client(struct rm *rm);
 void rm_close(struct rm *rm);
-/* What a user should know of the driver, "" = nothing. */
+/* Notes for the user on the driver; "" = none. */
 void rm_describe(const struct rm *rm, char *text, size_t size);
 
 /* All of the machine, one by one; an errno, nothing recorded. */

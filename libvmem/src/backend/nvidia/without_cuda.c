@@ -28,7 +28,7 @@ static int find_cards(struct nvidia *n, const int32_t *ordinals) {
     if (!cards[i].valid || access(node, R_OK | W_OK)) continue;
     for (uint32_t k = 0; k < n->num_devices; k++) {
       if (ordinals[k] != ordinal) continue;
-      /* RM tells the UUID of a card that is in use only, and opening the node makes it so. */
+      /* RM only reports the UUID of a card in use, and opening the node puts it in use. */
       err = rm_open_node(node, &n->devices[k].fd);
       if (!err)
         err =
@@ -81,8 +81,8 @@ static int register_device(struct nvidia *n, uint32_t index) {
   return NVIDIA_UVM_CALL(n, UVM_REGISTER_GPU_VASPACE, &va, 0, 0);
 }
 
-/* GPUs that NVLink joins are peers from their registration on, and UVM refuses to be told so again. Whether
- * the others are peers now or cannot be shows when the first page is mapped. */
+/* GPUs that NVLink joins are peers from their registration on, and UVM refuses to be told so again. For the others,
+ * mapping the first page shows whether they can be. */
 static int enable_peers(struct nvidia *n) {
   for (uint32_t i = 0; i < n->num_devices; i++)
     for (uint32_t k = i + 1; k < n->num_devices; k++) {
@@ -96,8 +96,8 @@ static int enable_peers(struct nvidia *n) {
   return 0;
 }
 
-/* The second descriptor lets UVM clean up when this process's memory goes away, before its files do; where
- * the driver has no use for it, it says so. */
+/* The second descriptor lets UVM clean up when this process's memory goes away, before its files do. A driver that
+ * does not need it refuses it. */
 static int tie_to_memory(struct nvidia *n) {
   struct uvm_mm_initialize mm = {.uvm_fd = n->uvm_fd};
   int err = rm_open_node(UVM_NODE, &n->mm_fd);

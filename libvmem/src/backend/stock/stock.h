@@ -32,7 +32,7 @@ int ext_sparse(const struct nvidia *s, uint64_t addr, uint64_t bytes);
 
 /* ---- trial.c: a driver of an unknown branch, in a child process ---- */
 
-/* 0, or the error that says what it did otherwise. */
+/* 0, or an error that describes the deviation. */
 int stock_trial(const struct nvidia *n);
 
 /* ---- reserve.c: reservations ---- */

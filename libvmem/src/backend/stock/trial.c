@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * A driver of an unknown branch, tried in a child process: what it makes of our structures shows there first, and
- * nothing of the caller's context is touched.
+ * Tries a driver of an unknown branch in a child process, so that a misread structure cannot harm the caller's
+ * context.
  *
- * A forked child cannot use CUDA, nor, since other threads may have held any lock, the heap or stdio. So it is a
- * client of RM and UVM alone, as in without_cuda.c, and calls nothing else. It is made without fork's handlers, which
- * belong to CUDA and to others, and without a signal at its end, so that nobody else's wait() sees it.
+ * A forked child cannot use CUDA, nor, since other threads may have held any lock, the heap or stdio. So it uses only
+ * RM and UVM, as in without_cuda.c. It is made without fork's handlers, which belong to CUDA and to others, and
+ * without a signal at its end, so that nobody else's wait() sees it.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -25,7 +25,7 @@
 enum { PAGES = 4, TIME_LIMIT_S = VM_PATIENCE_S + 30 };
 #define SPAN (2ull << 20) /* of the range */
 
-/* What must be refused: a driver that answers "done" to it does not do what it is told. */
+/* Expects a refusal: a driver that accepts the call does not do what it is told. */
 static int refused(int err, const char *what) {
   return err ? 0 : vm_fail(-EIO, "%s was not refused: the driver does not do what its answers say", what);
 }
@@ -78,7 +78,7 @@ static void be_child(const struct nvidia *parent, int out) {
   _exit(write(out, &why, sizeof(why)) != sizeof(why));
 }
 
-/* The child's answer, of which 0 bytes are read where it died. */
+/* Reads the child's answer; 0 bytes if it died. */
 static ssize_t hear(int in, struct vmem_error *why) {
   struct pollfd p = {.fd = in, .events = POLLIN};
   ssize_t n;
@@ -100,7 +100,7 @@ static int judge(const struct nvidia *n, ssize_t heard, const struct vmem_error 
     snprintf(why.text, sizeof(why.text), "it died of signal %d", WTERMSIG(status));
   else if (heard != sizeof(*answer))
     snprintf(why.text, sizeof(why.text), "it ended without an answer");
-  if (why.code == -ENOTRECOVERABLE) why.code = -EIO; /* what it lost has ended with it */
+  if (why.code == -ENOTRECOVERABLE) why.code = -EIO; /* the lost range ended with the child */
   vm_error_restore(&why);
   return vm_fail_at(why.code, why.addr, why.bytes, 0, "driver %s failed its trial in a process of its own: %.400s",
                     n->rm.version_text, why.text);
@@ -114,7 +114,7 @@ int stock_trial(const struct nvidia *n) {
   long pid;
   if (pipe2(pipe_of, O_CLOEXEC)) return vm_fail(-ENOMEM, "a pipe: %s", strerror(errno));
   for (int i = 0; i < 2; i++) pipe_of[i] = vm_above_stdio(pipe_of[i]);
-  /* The child has this process's signal handlers, which are not to run in it. */
+  /* The child inherits this process's signal handlers, which must not run there. */
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   pid = pipe_of[0] < 0 || pipe_of[1] < 0 ? -1 : syscall(SYS_clone, 0, NULL, NULL, NULL, NULL);

@@ -61,7 +61,7 @@ static void add(struct group *g, const struct vm_bind_op *op) {
         .op = UVM_VMEM_OP_MAP,
         .flags = (op->flags & VMEM_MAP_READONLY ? UVM_VMEM_OP_READ_ONLY : 0) |
                  (op->kind == VM_BIND_MAP ? 0 : UVM_VMEM_OP_REPLACE) |
-                 /* Nothing uses a range while a batch that has failed there is taken back. */
+                 /* A range is unused while a failed batch is undone. */
                  (op->kind == VM_BIND_REMAP || op->cut ? UVM_VMEM_OP_CUT : 0) |
                  (is_large(u, op) ? UVM_VMEM_OP_LARGE : 0),
         .handle = uvm_slab_handle(op->slab, offset),
@@ -90,7 +90,7 @@ static int send(struct group *g, const struct nvidia_range *r, const struct vm_b
   }
   addr = b.out_failed_op < g->n ? g->ops[b.out_failed_op].addr : ops[g->first].addr;
   if (err != -EIO) return uvm_fail(err, addr, bytes, "BIND");
-  /* Only a failure of the GPU itself leaves something behind. */
+  /* Only a GPU failure leaves mappings behind. */
   result->lost = g->count;
   return vm_fail_at(-ENOTRECOVERABLE, ops[g->first].addr, bytes, 0,
                     "BIND of %llu bytes at 0x%llx: the GPU failed, and what is mapped there is unknown (EIO)",

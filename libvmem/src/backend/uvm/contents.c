@@ -68,8 +68,8 @@ int uvm_own_copy(void *be, const struct vm_be_copy *copies, size_t n, const vm_e
   return err;
 }
 
-/* The default stream is always there, and nothing was ever put into it. There are no events, so no other
- * function is called with one. */
+/* Only the default stream exists, and it is always empty. There are no events, so no other function is called with
+ * one. */
 int uvm_own_event_from(void *be, uint32_t kind, uint64_t handle, vm_event *event) {
   (void)be;
   *event = 0;

@@ -29,7 +29,7 @@ static const struct {
     MEANING(EEXIST, EIO, "the addresses are taken"),
     MEANING(EAGAIN, EAGAIN, "the driver has been suspended for a minute, as the machine is"),
     MEANING(EIO, EIO, "the GPU failed"),
-    /* Below: the library has asked for what it never should. */
+    /* The errors below mean a bug in the library. */
     MEANING(EINVAL, EIO, "the driver finds a value malformed"),
     MEANING(EOVERFLOW, EIO, "a range wraps around"),
     MEANING(EMSGSIZE, EIO, "a count is above the driver's limit"),

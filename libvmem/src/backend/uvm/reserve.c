@@ -44,7 +44,7 @@ static int make_reservation(struct uvm *u, const struct nvidia_range *r, uint64_
     struct vmem_error why;
     vm_error_save(&why);
     VM_UNDO(uvm_give_back(u, r->addr, bytes, UVM_VMEM_FREE_UNMAP));
-    if (err == -ENOTRECOVERABLE) /* nothing refers to it any more */
+    if (err == -ENOTRECOVERABLE) /* no reference is left */
       err = vm_fail_at(-EIO, r->addr, bytes, 0, "%.400s", why.text);
   }
   return err;
@@ -59,7 +59,7 @@ int uvm_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags, uint64
     return vm_fail_at(-ENOMEM, 0, bytes, u->query.out_max_reserve_bytes,
                       "a reservation of %llu bytes; the driver's limit is %llu", (unsigned long long)bytes,
                       (unsigned long long)u->query.out_max_reserve_bytes);
-  /* Only CUDA can make its copies know an address. */
+  /* Only CUDA can make addresses valid for its own copies. */
   if (!u->nv.base.gpu) flags |= VMEM_RESERVE_PLAIN;
   err = nvidia_addresses_get(&u->nv, whole_slots(bytes), align, flags, &r);
   if (err) return err;

@@ -27,7 +27,7 @@ uint64_t uvm_slab_object_bytes(uint64_t slab) { return slab_of(slab)->object_byt
 
 bool uvm_slab_is_contiguous(uint64_t slab) { return slab_of(slab)->contiguous; }
 
-/* What cannot be released now is released with the descriptor; the first failure is reported. */
+/* Objects that cannot be released now go with the descriptor; reports the first failure. */
 static int release_all(struct uvm *u, struct slab *s, uint64_t bytes) {
   int err = 0;
   while (s->count) {

@@ -21,7 +21,7 @@ static void uvm_close(void *be) {
   free(u);
 }
 
-/* Before anything else, so that an unpatched machine is told at once and no CUDA context is made for it. */
+/* Runs first, so that an unpatched driver is reported at once, without creating a CUDA context. */
 static int ask_driver(struct uvm *u) {
   int fd, err = nvidia_check_uvm_node();
   if (!err) err = rm_open_node(UVM_NODE, &fd);
@@ -80,8 +80,7 @@ static int open_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
   return err;
 }
 
-/* "auto" and a probe are for work on the GPU, which needs CUDA; who asks for this back end by name may know what
- * else it is good for. */
+/* "auto" and probes serve GPU work, which needs CUDA; a caller that names this back end may have other uses. */
 static int open_without_cuda(struct uvm *u, const struct vmem_open_opts *opts) {
   if (!vm_uvm_contents && opts->backend && strcmp(opts->backend, "auto") == 0)
     return vm_fail(-ENODEV, "patched driver, ABI %u, but no libcuda: pages could be mapped, and nothing would use them",
