@@ -9,20 +9,17 @@
     scheduler   vLLM's scheduler and block pool, over blocks that may have no memory
     demand      what vLLM is about to take, seen before it compares that with what is free
     engine      which blocks are backed, what for, and for how long
-    backing     the records: blocks, pages, growth and release (geometry: which block is where)
-    idle        blocks with memory and without contents, by the pages that they share
     mover       prefixes that go to other pages, so that theirs can be given back
-    choice      the page size, and the layout of vLLM, that suit the model and the card
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     offload     KV offloading: which connectors work, and our spec in the place of vLLM's
                 (offload_spec, offload_copies, offload_kernel; what is held for it: offload_holds)
     metrics     the ledger's numbers on vLLM's /metrics
     reach       how the scheduler finds its ranks, on this machine and on others
     channel     calls from the scheduler to ranks in other processes
-    quota       what the engine may have of each device (remote: of another machine's)
-    settings    the variables VMEM_*
+    remote      the accounts of the ranks' devices, of another machine's too
 
-Nothing here is imported unless vLLM asks for it.
+Blocks, pages and quota are `pyvmem.elastic`, which knows no engine. Nothing here is imported unless
+vLLM asks for it.
 """
 
 __all__: list[str] = []

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from pyvmem.vllm.memory import KVMemory
+    from pyvmem.elastic.memory import KVMemory
 
 __all__ = ["Answers", "OpenMemory", "place"]
 

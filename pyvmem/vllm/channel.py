@@ -28,14 +28,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from pyvmem.elastic.geometry import Geometry, Run, TensorClass
+from pyvmem.elastic.memory import KVMemory
+from pyvmem.elastic.quota import join_device
+from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
 from pyvmem.ledger.accounts import default_folder, device_of, private
 from pyvmem.plumbing.sockets import UNHEARD, is_this_user, listen
-from pyvmem.vllm.geometry import Geometry, Run, TensorClass
-from pyvmem.vllm.memory import KVMemory
-from pyvmem.vllm.quota import join_device
 from pyvmem.vllm.remote import on_account
-from pyvmem.vllm.settings import Settings
 
 __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "new_address"]
 

@@ -29,17 +29,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pyvmem.elastic.backing import Backing, Growth, Release
+from pyvmem.elastic.geometry import Geometry
+from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.quota import LedgerQuota, LocalQuota
+from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import engine_name
-from pyvmem.vllm.backing import Backing, Growth, Release
 from pyvmem.vllm.channel import RankLost, Ranks
-from pyvmem.vllm.geometry import Geometry
-from pyvmem.vllm.idle import IdleBlocks
 from pyvmem.vllm.metrics import identity_of
 from pyvmem.vllm.mover import Mover
 from pyvmem.vllm.offload_holds import WORTH, Holds
-from pyvmem.vllm.quota import LedgerQuota, LocalQuota, join_ledgers
 from pyvmem.vllm.reach import connect
-from pyvmem.vllm.settings import Settings
+from pyvmem.vllm.remote import join_ledgers
 
 __all__ = ["ElasticEngine"]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyvmem.vllm.backing import Backing
-from pyvmem.vllm.idle import IdleBlocks
+from pyvmem.elastic.backing import Backing
+from pyvmem.elastic.idle import IdleBlocks
 from pyvmem.vllm.offload_holds import Holds
 
 __all__ = ["MOST", "Mover"]

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.plumbing.units import format_bytes
-from pyvmem.vllm.memory import KVMemory, device_total
 
 __all__ = ["begin", "drop", "reasons_against", "select"]
 

@@ -15,10 +15,10 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pyvmem.elastic.settings import Settings
 from pyvmem.vllm import offload
 from pyvmem.vllm.metrics import publish
 from pyvmem.vllm.reach import ALONE, EXECUTORS, ranks_of
-from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.versions import check
 
 __all__ = ["CannotWork", "configure", "reasons_against", "register"]
@@ -49,7 +49,7 @@ def register() -> None:
         UnknownVersion: a version of vLLM that lacks what the pool uses.
         ValueError: a malformed variable.
     """
-    if not Settings.asked():
+    if not Settings.asked("VMEM_VLLM"):
         return
     Settings.read()
     import vllm
@@ -92,7 +92,7 @@ def _before_it_is_used(start: Callable[..., Any], executor: Any, vllm_config: An
 
 
 def _configure_if_asked(config: Any) -> None:
-    if Settings.asked():
+    if Settings.asked("VMEM_VLLM"):
         import vllm
 
         check(vllm.__version__, warn=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyvmem.elastic.memory import KVMemory
+from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import default_folder, private
 from pyvmem.vllm.channel import LocalRank, Rank, SocketRank
-from pyvmem.vllm.memory import KVMemory
-from pyvmem.vllm.settings import Settings
 
 __all__ = ["ALONE", "EXECUTORS", "LOCAL", "Place", "connect", "machine", "ranks_of"]
 

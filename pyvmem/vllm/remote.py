@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: MIT
-"""The account of a device on another machine: a rank there keeps it, and ends with it."""
+"""The accounts of an engine's devices. On another machine a rank keeps it, and ends with it."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyvmem.elastic.quota import DeviceAccount, LedgerQuota, join_device
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger.accounts import Account
 
 if TYPE_CHECKING:
     from pyvmem.vllm.channel import Rank
 
-__all__ = ["RemoteAccount", "on_account"]
+__all__ = ["RemoteAccount", "join_ledgers", "on_account"]
 
 _CALLS = frozenset(
     ("room", "take", "mapped", "give", "want", "excess", "has_more", "report", "close")
@@ -92,3 +95,47 @@ class RemoteAccount:
         """`Account.close`; a rank that has ended has closed it."""
         with contextlib.suppress(RuntimeError):
             self._ask("close")
+
+
+def join_ledgers(
+    ranks: Sequence[Rank],
+    folder: Path | None,
+    name: str,
+    *,
+    unique: bool,
+    capacity: int,
+    identity: int,
+    free: Callable[[], int | None],
+    **terms: int,
+) -> LedgerQuota:
+    """Joins the ledgers of all devices of an engine, each on its own machine.
+
+    Args:
+        ranks: of the engine.
+        folder, name, unique, capacity, identity: as in `join_device`.
+        free: as for `LedgerQuota`.
+        terms: floor, limit, least and virtual, in bytes of one rank.
+
+    Raises:
+        VMemError: as `join_device`.
+        RankLost: the same on another machine.
+    """
+    on_device: dict[tuple[str, str], list[Rank]] = {}
+    for rank in ranks:
+        on_device.setdefault((rank.machine, rank.device()), []).append(rank)
+    accounts: list[tuple[DeviceAccount, int]] = []
+    try:
+        for (machine, device), some in on_device.items():
+            sums = {key: value * len(some) for key, value in terms.items()}
+            sums |= {"capacity": capacity, "identity": identity}
+            if machine:
+                some[0].ask("join", [name, unique, sums])()
+                accounts.append((RemoteAccount(some[0]), len(some)))
+            else:
+                account = join_device(device, folder, name, unique=unique, **sums)
+                accounts.append((account, len(some)))
+    except BaseException:
+        for one, _ in accounts:
+            one.close()
+        raise
+    return LedgerQuota(accounts, free)

@@ -18,9 +18,9 @@ from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from pyvmem.elastic.geometry import Run
 from pyvmem.vllm.demand import Demand
 from pyvmem.vllm.engine import ElasticEngine
-from pyvmem.vllm.geometry import Run
 
 __all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "StepOrders"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
+from pyvmem.elastic.memory import open_context
+from pyvmem.elastic.settings import Settings
 from pyvmem.memory.info import Caps
 from pyvmem.torch_pool.pool import VMemPool
-from pyvmem.vllm.memory import open_context
-from pyvmem.vllm.settings import Settings
 
 __all__ = ["VMemSleepBackend", "loading_weights", "use_pool"]
 

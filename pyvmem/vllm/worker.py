@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from pyvmem.elastic.choice import SMALL, choose_page
+from pyvmem.elastic.geometry import blocks_are_outermost, runs_of
+from pyvmem.elastic.memory import KVMemory, device_total, open_context
+from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import device_of
 from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
-from pyvmem.vllm.choice import SMALL, choose_page
-from pyvmem.vllm.geometry import blocks_are_outermost, runs_of
-from pyvmem.vllm.memory import KVMemory, device_total, open_context
 from pyvmem.vllm.reach import LOCAL, Place, machine
-from pyvmem.vllm.settings import Settings
 
 __all__ = ["ElasticWorker"]
 

@@ -17,8 +17,8 @@ import pytest
 from gpu_helpers import contexts, needs_gpu
 
 from pyvmem import Context
-from pyvmem.vllm.geometry import Run
-from pyvmem.vllm.memory import KVMemory
+from pyvmem.elastic.geometry import Run
+from pyvmem.elastic.memory import KVMemory
 from pyvmem.vllm.offload_copies import HostMemory, Pieces, StreamCopies
 
 torch = pytest.importorskip("torch")

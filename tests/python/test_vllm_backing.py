@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from pyvmem.vllm.backing import Backing, Release
-from pyvmem.vllm.geometry import Geometry, Run, blocks_are_outermost, runs_of
-from pyvmem.vllm.idle import IdleBlocks
-from pyvmem.vllm.quota import LocalQuota
+from pyvmem.elastic.backing import Backing, Release
+from pyvmem.elastic.geometry import Geometry, Run, blocks_are_outermost, runs_of
+from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.quota import LocalQuota
 
 PAGE = 64 << 10
 SHAPES = {

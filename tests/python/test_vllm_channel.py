@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from pyvmem.elastic.geometry import Run
+from pyvmem.elastic.memory import KVMemory, open_context
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank
-from pyvmem.vllm.geometry import Run
-from pyvmem.vllm.memory import KVMemory, open_context
 
 torch = pytest.importorskip("torch")
 PAGE, BLOCKS = 64 << 10, 64

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyvmem.vllm.choice import LARGE, SMALL, choose_page
-from pyvmem.vllm.settings import Settings
+from pyvmem.elastic.choice import LARGE, SMALL, choose_page
+from pyvmem.elastic.settings import Settings
 from pyvmem.vllm.worker import ElasticWorker
 
 pytest.importorskip("torch")

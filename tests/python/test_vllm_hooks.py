@@ -131,7 +131,7 @@ class Config:
 def opened() -> Any:
     """Makes memory on the host, and keeps what was asked for."""
     pytest.importorskip("torch")
-    from pyvmem.vllm.memory import KVMemory, open_context
+    from pyvmem.elastic.memory import KVMemory, open_context
 
     made: list[Any] = []
 
@@ -261,7 +261,7 @@ def test_layers_of_two_groups_share_a_region(opened: Any) -> None:
 def test_a_copy_is_of_the_whole_block(opened: Any) -> None:
     """In the tensors of every class, and of no other block."""
     torch = pytest.importorskip("torch")
-    from pyvmem.vllm.geometry import runs_of
+    from pyvmem.elastic.geometry import runs_of
 
     memory = opened.open(BLOCKS, [BLOCKS * 8192, BLOCKS * 4096])
     kinds = range(len(memory.geometry.classes))

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from pyvmem.elastic.geometry import Run, runs_of
+from pyvmem.elastic.memory import KVMemory, open_context
 from pyvmem.errors import BadHandle
-from pyvmem.vllm.geometry import Run, runs_of
-from pyvmem.vllm.memory import KVMemory, open_context
 
 BLOCKS, TENSORS = 64, 3
 

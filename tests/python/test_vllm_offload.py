@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from pyvmem import Context
-from pyvmem.vllm.geometry import Run
-from pyvmem.vllm.memory import KVMemory, device_total
+from pyvmem.elastic.geometry import Run
+from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.vllm.offload import reasons_against, select
 from pyvmem.vllm.offload_copies import HostMemory, Pieces, ThreadCopies, split
 from pyvmem.vllm.offload_holds import Holds

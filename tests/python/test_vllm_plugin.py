@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import pytest
 
 import pyvmem_vllm
+from pyvmem.elastic.settings import Settings
 from pyvmem.errors import NotSupported
 from pyvmem.plumbing.units import parse_bytes
 from pyvmem.vllm import metrics, plugin, versions
 from pyvmem.vllm.plugin import CannotWork, configure
-from pyvmem.vllm.settings import Settings
 from pyvmem.vllm.versions import KNOWN, UnknownVersion, check
 from pyvmem.vllm.worker import ElasticWorker
 
@@ -431,7 +431,7 @@ def test_malformed_variables(env: dict[str, str], text: str) -> None:
 
 def test_a_page_size_that_the_back_end_lacks() -> None:
     pytest.importorskip("torch")
-    from pyvmem.vllm.memory import open_context
+    from pyvmem.elastic.memory import open_context
 
     text = r"VMEM_PAGE_SIZE=4194304: expected one of 4096, .*2097152, with VMEM_BACKEND=host"
     with pytest.raises(ValueError, match=text):

@@ -19,14 +19,14 @@ import pytest
 pytest.importorskip("torch")
 
 from pyvmem import Inject
+from pyvmem.elastic.geometry import Geometry, runs_of
+from pyvmem.elastic.memory import KVMemory, open_context
+from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import Ledger
 from pyvmem.ledger.orders import order
 from pyvmem.vllm import channel, reach
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
-from pyvmem.vllm.geometry import Geometry, runs_of
-from pyvmem.vllm.memory import KVMemory, open_context
-from pyvmem.vllm.quota import join_ledgers
-from pyvmem.vllm.settings import Settings
+from pyvmem.vllm.remote import join_ledgers
 
 BLOCKS, SIZE = 64, 64 * 4096
 

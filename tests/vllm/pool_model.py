@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyvmem.vllm.geometry import Geometry, Run
+from pyvmem.elastic.geometry import Geometry, Run
 
 __all__ = ["BLOCK", "Open", "Pool", "RankModel", "open_pool", "opened"]
 

@@ -26,8 +26,8 @@ from test_engine import (
 )
 
 from pyvmem import Context, Inject
-from pyvmem.vllm.geometry import Run
-from pyvmem.vllm.memory import KVMemory
+from pyvmem.elastic.geometry import Run
+from pyvmem.elastic.memory import KVMemory
 from pyvmem.vllm.offload_copies import HostMemory, ThreadCopies, copies_for
 from pyvmem.vllm.offload_spec import DROPPED, HELD, Transferrer, VMemOffloadingSpec
 from pyvmem.vllm.plugin import CannotWork

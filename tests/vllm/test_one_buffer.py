@@ -11,9 +11,9 @@ import torch
 import vllm
 from packaging.version import Version
 
+from pyvmem.elastic.geometry import runs_of
+from pyvmem.elastic.memory import KVMemory, open_context
 from pyvmem.vllm.allocation import place
-from pyvmem.vllm.geometry import runs_of
-from pyvmem.vllm.memory import KVMemory, open_context
 
 pytestmark = pytest.mark.skipif(
     Version(vllm.__version__) < Version("0.29"),

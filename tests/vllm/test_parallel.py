@@ -23,10 +23,10 @@ from conftest import SIZES
 from test_engine import answer, elastic_of, expected, greedy, prompts, stock
 from test_server import free_port, wait_for
 
+from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.vllm import plugin
 from pyvmem.vllm.reach import machine
-from pyvmem.vllm.settings import Settings
 
 __all__ = ["expected", "stock"]
 

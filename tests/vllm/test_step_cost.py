@@ -23,7 +23,7 @@ BLOCK = 32
 
 
 def lines_of(call: Callable[[], Any]) -> int:
-    """Lines of pyvmem/vllm that a call runs in this thread."""
+    """Lines of pyvmem/vllm and pyvmem/elastic that a call runs in this thread."""
     count = 0
 
     def line(frame: FrameType, event: str, arg: Any) -> Any:
@@ -32,7 +32,8 @@ def lines_of(call: Callable[[], Any]) -> int:
         return line
 
     def called(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if "/pyvmem/vllm/" in frame.f_code.co_filename else None
+        ours = ("/pyvmem/vllm/", "/pyvmem/elastic/")
+        return line if any(one in frame.f_code.co_filename for one in ours) else None
 
     before = sys.gettrace()
     sys.settrace(called)

@@ -23,7 +23,7 @@ from typing import Any
 
 from pool_model import RankModel
 
-from pyvmem.vllm.geometry import Geometry
+from pyvmem.elastic.geometry import Geometry
 
 PAGE = 64 << 10  # a block's, in one tensor
 

@@ -5,16 +5,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger.accounts import Account, Ledger, engine_name
-from pyvmem.vllm.remote import RemoteAccount
 
-if TYPE_CHECKING:
-    from pyvmem.vllm.channel import Rank
+__all__ = ["DeviceAccount", "LedgerQuota", "LocalQuota", "join_device"]
 
-__all__ = ["LedgerQuota", "LocalQuota", "join_device", "join_ledgers"]
+
+class DeviceAccount(Protocol):
+    """What is used of `Account`, which may be in another process."""
+
+    @property
+    def limit(self) -> int:
+        """`Account.limit`."""
+
+    @property
+    def used(self) -> int:
+        """`Account.used`."""
+
+    @property
+    def asleep(self) -> bool:
+        """`Account.asleep`."""
+
+    def room(self, free: int | None = None) -> int:
+        """`Account.room`."""
+
+    def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
+        """`Account.take`."""
+
+    def mapped(self, nbytes: int) -> None:
+        """`Account.mapped`."""
+
+    def give(self, nbytes: int, handles: int = 0) -> None:
+        """`Account.give`."""
+
+    def want(self, nbytes: int) -> None:
+        """`Account.want`."""
+
+    def excess(self, free: int | None = None) -> int:
+        """`Account.excess`."""
+
+    def has_more(self, free: int | None = None) -> bool:
+        """`Account.has_more`."""
+
+    def report(self, **values: int) -> None:
+        """`Account.report`."""
+
+    def close(self) -> None:
+        """`Account.close`."""
 
 
 class LocalQuota:
@@ -81,7 +120,7 @@ class LedgerQuota:
 
     def __init__(
         self,
-        accounts: Sequence[tuple[Account | RemoteAccount, int]],
+        accounts: Sequence[tuple[DeviceAccount, int]],
         free: Callable[[], int | None],
     ) -> None:
         self._accounts = accounts
@@ -106,7 +145,7 @@ class LedgerQuota:
     def take(self, nbytes: int, handles: int = 0) -> bool:
         """Whether the engine may have so many more bytes, on every device or on none."""
         free = self._free()
-        taken: list[tuple[Account | RemoteAccount, int]] = []
+        taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:
             if not account.take(nbytes * ranks, handles * ranks, free):
                 for other, count in taken:
@@ -187,47 +226,3 @@ def join_device(
             ledger.close()
             raise
         number += 1
-
-
-def join_ledgers(
-    ranks: Sequence[Rank],
-    folder: Path | None,
-    name: str,
-    *,
-    unique: bool,
-    capacity: int,
-    identity: int,
-    free: Callable[[], int | None],
-    **terms: int,
-) -> LedgerQuota:
-    """Joins the ledgers of all devices of an engine, each on its own machine.
-
-    Args:
-        ranks: of the engine.
-        folder, name, unique, capacity, identity: as in `join_device`.
-        free: as for `LedgerQuota`.
-        terms: floor, limit, least and virtual, in bytes of one rank.
-
-    Raises:
-        VMemError: as `join_device`.
-        RankLost: the same on another machine.
-    """
-    on_device: dict[tuple[str, str], list[Rank]] = {}
-    for rank in ranks:
-        on_device.setdefault((rank.machine, rank.device()), []).append(rank)
-    accounts: list[tuple[Account | RemoteAccount, int]] = []
-    try:
-        for (machine, device), some in on_device.items():
-            sums = {key: value * len(some) for key, value in terms.items()}
-            sums |= {"capacity": capacity, "identity": identity}
-            if machine:
-                some[0].ask("join", [name, unique, sums])()
-                accounts.append((RemoteAccount(some[0]), len(some)))
-            else:
-                account = join_device(device, folder, name, unique=unique, **sums)
-                accounts.append((account, len(some)))
-    except BaseException:
-        for one, _ in accounts:
-            one.close()
-        raise
-    return LedgerQuota(accounts, free)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pyvmem.elastic.geometry import Geometry
 from pyvmem.plumbing.units import format_bytes
-from pyvmem.vllm.geometry import Geometry
 
 __all__ = ["LARGE", "SMALL", "choose_page"]
 

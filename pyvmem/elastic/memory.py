@@ -17,8 +17,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from pyvmem.elastic.geometry import Geometry, Run, runs_of
 from pyvmem.errors import BadHandle, NotSupported, VMemError
 from pyvmem.ledger.accounts import Account
 from pyvmem.memory.context import Context
@@ -27,14 +28,23 @@ from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 from pyvmem.memory.reservation import Reservation
 from pyvmem.plumbing.reentry import reentrant_lock
-from pyvmem.vllm.geometry import Geometry, Run
 
-if TYPE_CHECKING:
-    from pyvmem.vllm.offload_copies import Copies
-
-__all__ = ["KVMemory", "device_total", "open_context"]
+__all__ = ["Copies", "KVMemory", "device_total", "open_context"]
 
 _ALIGN = 2 << 20
+
+
+class Copies(Protocol):
+    """Copies of blocks beside the engine's steps, which need the pages until they are done."""
+
+    def events(self) -> tuple[Any, ...]:
+        """After which all that were started are done."""
+
+    def fence(self, stream: Any) -> None:
+        """Makes a stream wait for them."""
+
+    def close(self) -> None:
+        """No more of them."""
 
 
 @dataclass(eq=False)
@@ -312,8 +322,6 @@ class KVMemory:
         end, after the device's work.
         """
         mapped: list[set[int]] = [set() for _ in self.geometry.classes]
-        from pyvmem.vllm.geometry import runs_of
-
         null = [set(self.geometry.pages(kind, 0)) for kind in range(len(mapped))]
 
         def lend(blocks: Sequence[int]) -> None:

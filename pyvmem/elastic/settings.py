@@ -53,7 +53,7 @@ class Settings:
 
     Attributes:
         backend: ``""``: by the device that vLLM runs on.
-        page_size: 0: as `pyvmem.vllm.choice` has it.
+        page_size: 0: as `pyvmem.elastic.choice` has it.
         limit: None: none of its own.
         floor: bytes.
         reserve: None: the default.
@@ -76,15 +76,19 @@ class Settings:
     capacity: int = 0
 
     @staticmethod
-    def asked(env: Mapping[str, str] = os.environ) -> bool:
-        """Whether the pool is to be used: the one variable that is read where it is not.
+    def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:
+        """Whether an engine is to use the pool: the one variable that is read where it is not.
+
+        Args:
+            name: of the engine's variable.
+            env: where to look.
 
         Raises:
             ValueError: it is neither 1 nor 0.
         """
-        switch = env.get("VMEM_VLLM", "")
+        switch = env.get(name, "")
         if switch not in ("", "0", "1"):
-            raise ValueError(f"VMEM_VLLM={switch!r}: expected 1 or 0")
+            raise ValueError(f"{name}={switch!r}: expected 1 or 0")
         return switch == "1"
 
     @classmethod

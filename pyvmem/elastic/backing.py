@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pyvmem.vllm.geometry import Geometry, Run, runs_of
+from pyvmem.elastic.geometry import Geometry, Run, runs_of
 
 __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
