@@ -25,7 +25,8 @@ from environment import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from pyvmem.vllm.hooks import HOOKS, Hook, Source, missing
+from pyvmem.elastic.hooks import Hook, Source, missing
+from pyvmem.vllm.hooks import HOOKS
 
 __all__ = ["changes", "main", "open_source"]
 
@@ -34,7 +35,7 @@ def open_source(version: str, folder: Path) -> Source:
     """The source of a version; a wheel that has to be downloaded comes into `folder`."""
     path = Path(version)
     if path.is_dir():
-        return Source(path)
+        return Source(path, "vllm")
     if path.suffix != ".whl":
         target = folder / version
         target.mkdir(exist_ok=True)
@@ -42,7 +43,7 @@ def open_source(version: str, folder: Path) -> Source:
         if wheel is None:
             raise SystemExit(f"vllm {version} cannot be had")
         path = wheel
-    return Source(zipfile.Path(path, "vllm/"))
+    return Source(zipfile.Path(path, "vllm/"), "vllm")
 
 
 def parameters(node: ast.AST) -> str:
@@ -91,7 +92,7 @@ def main() -> int:
                 print(f"{hook.name} ({hook.use}: {hook.why})")
                 print("".join(f"    {line}\n" for line in found), end="")
         print(f"{same} of {len(HOOKS)} are the same")
-        lacks = missing(after)
+        lacks = missing(after, HOOKS)
     for one in lacks:
         print(f"missing in {chosen.after}: {one}")
     return 1 if lacks else 0

@@ -7,6 +7,7 @@
     memory      KV tensors on reservations: pages mapped, and unmapped after the last step on them
     backing     the records: which blocks have memory
     idle        blocks with memory and without contents, by the pages that they share
+    hooks       what a plug-in uses of its engine, looked for in the source
     quota       what the engine may have of each device: its limit, and the ledger
 
 `pyvmem.vllm` is built on it.

@@ -13,7 +13,8 @@ import logging
 import re
 from pathlib import Path
 
-from pyvmem.vllm.hooks import Source, missing
+from pyvmem.elastic.hooks import Source, missing
+from pyvmem.vllm.hooks import HOOKS
 
 __all__ = ["KNOWN", "UnknownVersion", "check"]
 
@@ -38,7 +39,9 @@ _tried: set[str] = set()
 def _lacks() -> tuple[str, ...]:
     found = importlib.util.find_spec("vllm")
     folders = found.submodule_search_locations if found else None
-    return tuple(missing(Source(Path(folders[0])))) if folders else ("its source",)
+    if not folders:
+        return ("its source",)
+    return tuple(missing(Source(Path(folders[0]), "vllm"), HOOKS))
 
 
 class UnknownVersion(RuntimeError):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import vllm_hooks
 
-from pyvmem.vllm.hooks import HOOKS, Hook, Source
+from pyvmem.elastic.hooks import Hook, Source
+from pyvmem.vllm.hooks import HOOKS
 
 BEFORE = {
     "a.py": "class A:\n    x: int = 0\n"
@@ -27,7 +28,7 @@ def source(root: Path, files: dict[str, str]) -> Source:
     root.mkdir()
     for name, text in files.items():
         (root / name).write_text(text, "utf-8")
-    return Source(root)
+    return Source(root, "vllm")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_changes(tmp_path: Path, name: str, found: list[str]) -> None:
     assert list(vllm_hooks.changes(hook, before, after)) == found
     shown = list(vllm_hooks.changes(hook, before, after, diff=True))
     assert ("+        return b + c" in shown) == (name == "A.f")
-    gone = list(vllm_hooks.changes(hook, before, Source(tmp_path)))
+    gone = list(vllm_hooks.changes(hook, before, Source(tmp_path, "vllm")))
     assert gone == ([] if name == "A.h" else ["gone"])
 
 

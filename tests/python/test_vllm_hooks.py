@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from pyvmem.vllm.hooks import HOOKS, Hook, Source, missing
+from pyvmem.elastic.hooks import Hook, Source, missing
+from pyvmem.vllm.hooks import HOOKS
 
 
 def write(root: Path, hooks: list[Hook]) -> None:
@@ -40,7 +41,7 @@ def write(root: Path, hooks: list[Hook]) -> None:
 
 def test_nothing_is_missing_where_everything_is(tmp_path: Path) -> None:
     write(tmp_path, list(HOOKS))
-    assert missing(Source(tmp_path)) == []
+    assert missing(Source(tmp_path, "vllm"), HOOKS) == []
 
 
 @pytest.mark.parametrize("gone", HOOKS, ids=lambda one: one.name)
@@ -48,7 +49,9 @@ def test_each_name_is_missed(tmp_path: Path, gone: Hook) -> None:
     write(tmp_path, [one for one in HOOKS if one is not gone])
     owner = gone.name.partition(".")[0]
     class_alone = gone.name == owner and any(one.name.startswith(owner + ".") for one in HOOKS)
-    assert class_alone or missing(Source(tmp_path)) == [f"{gone.name} (vllm.{gone.module})"]
+    assert class_alone or missing(Source(tmp_path, "vllm"), HOOKS) == [
+        f"{gone.name} (vllm.{gone.module})"
+    ]
 
 
 @pytest.mark.parametrize("hook", [one for one in HOOKS if one.takes], ids=lambda one: one.name)
@@ -57,14 +60,16 @@ def test_each_parameter_is_missed(tmp_path: Path, hook: Hook) -> None:
         other = Hook(hook.module, hook.name, hook.use, hook.why, takes, hook.calls)
         write(tmp_path, [other if one is hook else one for one in HOOKS])
         text = f"{hook.name}({', '.join(hook.takes)}) (vllm.{hook.module})"
-        assert missing(Source(tmp_path)) == [text]
+        assert missing(Source(tmp_path, "vllm"), HOOKS) == [text]
 
 
 @pytest.mark.parametrize("hook", [one for one in HOOKS if one.calls], ids=lambda one: one.name)
 def test_a_call_is_missed(tmp_path: Path, hook: Hook) -> None:
     other = Hook(hook.module, hook.name, hook.use, hook.why, hook.takes)
     write(tmp_path, [other if one is hook else one for one in HOOKS])
-    assert missing(Source(tmp_path)) == [f"the call of {hook.calls[0]} in {hook.name}"]
+    assert missing(Source(tmp_path, "vllm"), HOOKS) == [
+        f"the call of {hook.calls[0]} in {hook.name}"
+    ]
 
 
 def test_a_name_in_a_base_an_attribute_and_a_wheel(tmp_path: Path) -> None:
@@ -81,7 +86,7 @@ def test_a_name_in_a_base_an_attribute_and_a_wheel(tmp_path: Path) -> None:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text, "utf-8")
     for root in (tmp_path / "vllm", zipfile.Path(tmp_path / "vllm.whl", "vllm/")):
-        source = Source(root)
+        source = Source(root, "vllm")
         for module, name, where in (
             *(("a", "Here.found", "b.c"), ("a", "Here.old", "b.c"), ("a", "Here.y", "a")),
             *(("d", "Base.found", "b.c"), ("d", "f", "d"), ("a", "Here", "a")),
