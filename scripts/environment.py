@@ -33,9 +33,9 @@ REQUIREMENTS = ROOT / "scripts" / "requirements"
 # Without these nothing runs; the others only take a part of the program or of the tests with them.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
-# Only the model's file is wanted, not the program that the package is a plug-in of; and vllm.txt
-# names what is imported of vLLM, a third of what it asks for.
-WITHOUT_DEPENDENCIES = ("model", "vllm")
+# Only the model's file is wanted, not the program that the package is a plug-in of;
+# vllm.txt and sglang.txt name what is imported of vLLM and SGLang, a third of what they ask for.
+WITHOUT_DEPENDENCIES = ("model", "sglang", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a file of requirements; some packages have no version for all Pythons.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')

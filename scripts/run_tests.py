@@ -66,7 +66,8 @@ C_ON_STOCK_LONG = (
 )
 # A driver and the Debian suite of the kernel, as tests/kernel/manifest/kernels.py has them.
 NEWER_KERNELS = (("550.163.01", "--suite", "trixie"),)
-LINTED = ("pyvmem", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
+LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "tests", "setup.py")
+TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
 
@@ -192,7 +193,7 @@ def lint(session: Session) -> None:
     commands: list[list[str | Path]] = [
         [PYTHON, "-m", "ruff", "check", *LINTED],
         [PYTHON, "-m", "ruff", "format", "--check", *LINTED],
-        [PYTHON, "-m", "mypy", "pyvmem", "pyvmem_vllm", "benchmarks/src", "scripts"],
+        [PYTHON, "-m", "mypy", *TYPED],
         [PYTHON, "-m", "mypy", *sorted(ROOT.glob("tests/kernel/*.py"))],
         [VENV / "shellcheck", *scripts],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],

@@ -12,6 +12,7 @@ an event on the stream stands for all of them. Only libvmem's worker waits for t
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -96,9 +97,12 @@ class KVMemory:
         context: where pages come from; closed by `close`.
         num_blocks: of every tensor.
         sizes: bytes of each tensor.
+        multiple: that the distance of two tensors of a class is of, in bytes.
     """
 
-    def __init__(self, context: Context, num_blocks: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, context: Context, num_blocks: int, sizes: Sequence[int], multiple: int = 1
+    ) -> None:
         self.context = context
         self.geometry = Geometry.of(num_blocks, context.info.granule, sizes)
         self._lock = reentrant_lock()  # a finalizer closes, in any thread
@@ -121,7 +125,7 @@ class KVMemory:
         # there is a choice, visible ones together must stay below the card's free memory.
         plain = context.cuda_device is not None and Caps.PLAIN in context.info.caps
         visible = False if plain else None
-        align, end = max(_ALIGN, context.info.granule), 0
+        align, end = math.lcm(max(_ALIGN, context.info.granule), multiple), 0
         for kind in self.geometry.classes:
             span = -(-num_blocks * kind.block_bytes // align) * align
             self._spans.append(span)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: MIT
+"""SGLang's paged allocator, over pages that may have no memory.
+
+SGLang takes pages from the head of `free_pages`, a tensor on the device, often in a kernel, and
+ends where there are too few. Here the list of free pages is the host's: a call that takes n pages
+finds a tensor of exactly n that have memory, and none is left in it. What SGLang counts as free
+stays what it is; that it may not get memory for all of it is said where SGLang decides,
+
+    which requests are admitted    Budget: their memory is mapped before they are
+    whether a step can decode      check_decode_capacity: if not, SGLang retracts requests
+    what to evict                  evict_to_free_tokens
+
+Pages that are freed on a GPU are known there alone: their numbers are copied to the host, and an
+event stands for the copy. Only a call that needs them waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyvmem.sglang.buffers import memory_of
+from pyvmem.sglang.pool import PagePool, join
+
+__all__ = ["elastic_allocator"]
+
+
+class _Freed:
+    """Numbers of freed pages on their way to the host."""
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self.count = pages.numel()
+        self._host = torch.empty(self.count, dtype=pages.dtype, pin_memory=True)
+        self._host.copy_(pages, non_blocking=True)
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def arrived(self) -> bool:
+        return bool(self._event.query())
+
+    def pages(self) -> list[int]:
+        self._event.synchronize()
+        return list(map(int, self._host.tolist()))
+
+
+class _Transfers:
+    """Copies between KV pages and host memory, SGLang's: they need the pages until they end.
+
+    The last one of each direction stands for those before it: they are on one stream.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Any, Any] = {}
+
+    def note(self, key: Any, event: Any) -> None:
+        self._last[key] = event
+
+    def events(self) -> tuple[Any, ...]:
+        self._last = {key: one for key, one in self._last.items() if not one.query()}
+        return tuple(self._last.values())
+
+    def fence(self, stream: Any) -> None:
+        for one in self.events():
+            stream.wait_event(one)
+
+    def close(self) -> None:
+        for one in self.events():
+            one.synchronize()
+
+
+class _Allocator:
+    """The methods that override those of SGLang's allocator, the next class in the bases' order."""
+
+    page_size: int
+    num_pages: int
+    device: Any
+    free_pages: torch.Tensor
+
+    def __init__(
+        self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
+    ) -> None:
+        memory, settings, name, unique = memory_of(kvcache)
+        self.pool = PagePool(memory, join(memory, settings, name, unique=unique), settings)
+        self._transfers = _Transfers()
+        if torch.device(device).type == "cuda":
+            memory.copies = (self._transfers,)
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)  # type: ignore[call-arg]
+        if self.num_pages != memory.geometry.num_blocks - 1:
+            raise RuntimeError(
+                f"VMEM_SGLANG=1: the allocator has {self.num_pages} pages, the KV tensors have "
+                f"{memory.geometry.num_blocks - 1} beside page 0"
+            )
+
+    # ---- pages -----------------------------------------------------------------------------------
+
+    def available_size(self) -> int:
+        """Tokens of all free pages, with or without memory."""
+        return self.pool.free * self.page_size
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """Their numbers; SGLang asks where it looks for a leak."""
+        return torch.tensor(self.pool.free_pages(), dtype=torch.int64, device=self.device)
+
+    def _lend(self, count: int) -> bool:
+        """Makes `free_pages` exactly so many pages, with memory, which the caller now takes."""
+        pages = self.pool.take(count)
+        if pages is None:
+            return False
+        pinned = torch.device(self.device).type == "cuda"
+        host = torch.tensor(pages, dtype=torch.int64, pin_memory=pinned)
+        self.free_pages = host.to(self.device, non_blocking=True)
+        return True
+
+    def alloc(self, need_size: int) -> Any:
+        """SGLang's; None where memory was not granted before."""
+        if not self._lend(need_size // self.page_size):
+            return None
+        return super().alloc(need_size)  # type: ignore[misc]
+
+    def alloc_extend(
+        self,
+        prefix_lens: Any,
+        prefix_lens_cpu: Any,
+        seq_lens: Any,
+        seq_lens_cpu: Any,
+        last_loc: Any,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> Any:
+        """SGLang's; None where memory was not granted before."""
+        from sglang.srt.utils import get_num_new_pages
+
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
+        if not self._lend(int(num_new_pages)):
+            return None
+        lengths = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
+        return super().alloc_extend(  # type: ignore[misc]
+            *lengths, last_loc, extend_num_tokens, num_new_pages
+        )
+
+    def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
+        """SGLang's; None where memory was not granted before."""
+        from sglang.srt.utils import get_num_new_pages
+
+        count = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
+        if not self._lend(int(count)):
+            return None
+        return super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)  # type: ignore[misc]
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        for pages in page_ids:
+            if pages.is_cuda:
+                self.pool.give_later(_Freed(pages))
+            else:
+                self.pool.give(pages.tolist())
+
+    def clear(self) -> None:
+        """SGLang's, and all memory but that of page 0 goes back."""
+        super().clear()  # type: ignore[misc]
+        self.free_pages = self.free_pages[:0]
+        self.pool.clear()
+
+    def set_hicache_transfer_done_event(self, transfer_key: Any, event: Any) -> None:
+        """Notes a copy to or from host memory."""
+        self._transfers.note(transfer_key, event)
+
+    # ---- what SGLang decides by ------------------------------------------------------------------
+
+    def evictable(self, tree_cache: Any) -> int:
+        """Pages that hold only prefixes."""
+        return int(tree_cache.evictable_size()) // self.page_size
+
+    def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
+        """SGLang's, where memory lacks, too."""
+        count = -(-num_tokens // self.page_size)
+        if not self.pool.prepare(count):
+            evict(tree_cache, (count - self.pool.ready) * self.page_size)
+        return super().evict_to_free_tokens(tree_cache, num_tokens)  # type: ignore[misc]
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
+    ) -> bool:
+        """SGLang's, and whether there is memory for the step; it is mapped if so."""
+        count = -(-num_tokens // self.page_size)
+        fits = super().check_decode_capacity(  # type: ignore[misc]
+            num_tokens=num_tokens,
+            tree_cache=tree_cache,
+            requests=requests,
+            spec_algorithm=spec_algorithm,
+        )
+        if not fits or self.pool.prepare(count, ask=True):
+            return bool(fits)
+        # SGLang gives up a request that does not fit alone.
+        return requests is not None and len(requests) == 1 and self.pool.wait_for(count)
+
+    def create_prefill_budget(self, tree_cache: Any, *, num_mixed_decode_tokens: int = 0) -> Any:
+        """SGLang's, of tokens that get memory."""
+        budget = _budget()(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+        # SGLang reserves a token for each request that decodes beside; it may need a page.
+        budget.total_offset += num_mixed_decode_tokens * (self.page_size - 1)
+        budget.current_offset += num_mixed_decode_tokens * (self.page_size - 1)
+        return budget
+
+    def max_new_tokens_for_memory(
+        self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **rest: Any
+    ) -> int | None:
+        """SGLang's, of what the limit allows; None: the prompt alone is more."""
+        capacity = min(token_capacity, self.pool.most() * self.page_size)
+        if -(-input_tokens // self.page_size) * self.page_size + self.page_size >= capacity:
+            return None
+        found: int | None = super().max_new_tokens_for_memory(  # type: ignore[misc]
+            input_tokens, max_new_tokens, token_capacity=capacity, **rest
+        )
+        return found
+
+
+def evict(tree_cache: Any, tokens: int) -> None:
+    """Has SGLang's cache forget prefixes of so many tokens, least recently used first."""
+    if tokens > 0 and tree_cache is not None and tree_cache.supports_prefix_sharing():
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
+
+
+class _Budget:
+    """The methods that override those of SGLang's budget of a prefill."""
+
+    allocator: Any
+    tree_cache: Any
+    page_size: int
+    current_offset: int
+    remaining_total: int
+
+    def _available_and_evictable(self) -> int:
+        pool = self.allocator.pool
+        if not pool.admits:
+            return 0
+        stock = int(super()._available_and_evictable())  # type: ignore[misc]
+        if pool.ready < pool.free:
+            stock -= (pool.free - pool.obtainable()) * self.page_size
+        return stock
+
+    def _grant(self, tokens: int) -> bool:
+        """Has memory mapped for what was admitted, and for a request of so many tokens."""
+        pool = self.allocator.pool
+        count = -(-(self.current_offset + tokens) // self.page_size) + 1
+        if pool.prepare(count):
+            return True
+        lacks = count - pool.ready - self.allocator.evictable(self.tree_cache)
+        if lacks > 0:
+            pool.ask(lacks)
+        return bool(lacks <= 0)
+
+    def check_prefill(
+        self, *, extend_input_len: int, total_tokens: int, **rest: Any
+    ) -> tuple[bool, int | None]:
+        """SGLang's; a request that fits has its memory when this returns."""
+        fits, limit = super().check_prefill(  # type: ignore[misc]
+            extend_input_len=extend_input_len, total_tokens=total_tokens, **rest
+        )
+        if fits:
+            chunk = extend_input_len if limit is None else min(extend_input_len, limit)
+            return (True, limit) if self._grant(chunk) else (False, None)
+        pool = self.allocator.pool
+        if pool.admits and pool.obtainable() < pool.free:
+            pool.ask(-(-(total_tokens - self.remaining_total) // self.page_size) + 1)
+        return False, None
+
+    def can_allocate_prefill(self, *, paged_input: int, **rest: Any) -> bool:
+        """SGLang's; what fits has its memory when this returns."""
+        fits = super().can_allocate_prefill(paged_input=paged_input, **rest)  # type: ignore[misc]
+        return bool(fits) and self._grant(paged_input)
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        """SGLang's, which a request that was begun gets beyond the budget; None: it waits."""
+        pool = self.allocator.pool
+        tokens = super().available_chunk_tokens(chunk_limit)  # type: ignore[misc]
+        pages = pool.obtainable() + self.allocator.evictable(self.tree_cache) - 1
+        most = pages * self.page_size - self.current_offset
+        if most < self.page_size:
+            pool.ask(1)
+            return None
+        tokens = min(tokens, most)
+        return tokens if self._grant(tokens) else None
+
+
+_made: dict[str, Any] = {}
+
+
+def _budget() -> Any:
+    if "budget" not in _made:
+        from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+        _made["budget"] = type("ElasticPrefillBudget", (_Budget, PrefillBudget), {})
+    return _made["budget"]
+
+
+def elastic_allocator(stock: type) -> type:
+    """The class in the place of SGLang's `PagedTokenToKVPoolAllocator`."""
+    return type("ElasticTokenToKVPoolAllocator", (_Allocator, stock), {"__module__": __name__})

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: MIT
+"""How SGLang comes to use the pool: its entry point ``sglang.srt.plugins``.
+
+SGLang calls `register` in every process, and applies the hooks after it. It logs what fails in
+either, and goes on: so the first hook that runs checks that all are in place. `SystemExit`, which
+SGLang does not catch, ends the process with one line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from pyvmem.elastic.settings import Settings
+from pyvmem.errors import VMemError
+from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
+from pyvmem.sglang.versions import UnknownVersion, check
+
+__all__ = ["SWITCH", "register"]
+
+SWITCH = "VMEM_SGLANG"
+_ALLOCATOR = "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+_MARGIN = 512 << 20  # bytes of the device that are left for activations, beside what they took
+
+log = logging.getLogger("sglang.vmem")
+
+_hooks: dict[str, Any] = {}
+_checked: list[bool] = []
+
+
+def _around(target: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def keep(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _checked:
+                _check_hooks()
+                _checked.append(True)
+            return hook(original, *args, **kwargs)
+
+        _hooks[f"sglang.srt.{target}"] = checked
+        return hook
+
+    return keep
+
+
+def _refuse(text: str) -> NoReturn:
+    raise SystemExit(text)
+
+
+def register() -> None:
+    """The entry point. Without ``VMEM_SGLANG=1`` it does nothing.
+
+    Raises:
+        SystemExit: a version that lacks what the pool uses, or a malformed variable.
+    """
+    import sglang
+
+    try:
+        if not Settings.asked(SWITCH):
+            return
+        Settings.read()
+        check(sglang.__version__)
+    except (UnknownVersion, ValueError) as error:
+        _refuse(str(error))
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from pyvmem.sglang.allocator import elastic_allocator
+
+    ours = elastic_allocator(PagedTokenToKVPoolAllocator)
+    HookRegistry.register(f"sglang.srt.{_ALLOCATOR}", ours, HookType.REPLACE)
+    for target, hook in _hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _check_hooks() -> None:
+    """Ends the process unless every hook is in place."""
+    from sglang.srt.mem_cache.allocator import paged
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    lacks = {*_hooks, f"sglang.srt.{_ALLOCATOR}"} - HookRegistry._patched
+    if paged.PagedTokenToKVPoolAllocator.__name__ != "ElasticTokenToKVPoolAllocator":
+        lacks.add(f"sglang.srt.{_ALLOCATOR}")
+    if lacks:
+        _refuse(f"VMEM_SGLANG=1: SGLang did not apply the hooks {', '.join(sorted(lacks))}")
+
+
+# ---- the hooks -----------------------------------------------------------------------------------
+
+
+@_around("server_args.ServerArgs.check_server_args")
+def _configure(original: Any, arguments: Any) -> Any:
+    """In the process that starts an engine: its arguments are complete."""
+    import sglang
+
+    found = original(arguments)
+    check(sglang.__version__, warn=True)
+    if reasons := list(against(arguments)):
+        raise CannotWork(*reasons)
+    return found
+
+
+@_around("mem_cache.memory_pool.KVCache.__init__")
+def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before any pool of SGLang's makes a buffer."""
+    found = original(pool, *args, **kwargs)
+    if (why := against_pool(pool)) is not None:
+        _refuse(str(CannotWork(why)))
+    return found
+
+
+@_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
+def _make_buffers(original: Any, pool: Any) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
+    from pyvmem.sglang.buffers import place
+
+    arguments = get_server_args()
+    reasons = [why for why in (*against(arguments), against_pool(pool)) if why is not None]
+    if reasons:
+        _refuse(str(CannotWork(*reasons)))
+    try:
+        place(pool, arguments)
+    except (ValueError, VMemError) as error:
+        _refuse(f"VMEM_SGLANG=1: {error}")
+
+
+@_around("mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator")
+def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
+    """After the pool, and before a request: it is one of those that are placed."""
+    from sglang.srt.mem_cache.allocator import paged
+
+    pool = kwargs["token_to_kv_pool"]
+    if (why := against_pool(pool)) is not None:
+        _refuse(str(CannotWork(why)))
+    try:
+        allocator = original(configurator, **kwargs)
+    except (MemoryError, ValueError, VMemError) as error:
+        _refuse(f"VMEM_SGLANG=1: {error}")
+    why = against_allocator(allocator, paged.PagedTokenToKVPoolAllocator)
+    if why is not None:
+        _refuse(str(CannotWork(why)))
+    return allocator
+
+
+@_around("managers.scheduler.Scheduler.ingest_requests")
+def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Once in every round of the scheduler's loop, whether it has work or not."""
+    from pyvmem.sglang.allocator import evict
+
+    found = original(scheduler, *args, **kwargs)
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    if not allocator.pool.memory.headroom:
+        allocator.pool.memory.headroom = _headroom(allocator.device)
+    again = allocator.pool.tick(
+        lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
+    )
+    if again:  # SGLang tries no request after a refusal, until one of those that run has ended
+        scheduler.running_batch.batch_is_full = False
+    return found
+
+
+def _headroom(device: Any) -> int:
+    """Memory that torch may still ask the device for: the peak so far, and a margin."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    return max(0, peak - torch.cuda.memory_reserved(device)) + _MARGIN
+
+
+@_around("managers.scheduler.Scheduler.run_batch")
+def _run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """A step: what is unmapped from here on waits for the stream that it was launched on."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    stream: Any = None
+    if allocator.device != "cpu":
+        import torch
+
+        stream = torch.cuda.current_stream()
+        if scheduler.enable_overlap:
+            stream = scheduler.forward_stream
+    allocator.pool.step_begins(stream)
+    found = original(scheduler, *args, **kwargs)
+    allocator.pool.step_ends()
+    return found

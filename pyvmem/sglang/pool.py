@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: MIT
+"""An engine's KV pages: which have memory, why, and how long.
+
+SGLang's allocator counts all pages that no request and no prefix has as free. Here these are
+
+    idle       with memory
+    arriving   with memory; their numbers are on the way from the device
+    bare       without memory
+
+and only an idle page is handed out. What SGLang is about to take is made idle before it decides
+(`prepare`), since its scheduler ends where an allocation is refused.
+
+One thread calls all of this: SGLang's scheduler, in its loop. `tick` gives back what has not been
+needed for a while, and at once what is above the limit, or what another engine is short of. So that
+a steady load does not map and unmap, as many pages stay idle as the load has taken lately, and
+`VMEM_RESERVE` more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from pyvmem.elastic.backing import Backing
+from pyvmem.elastic.geometry import Run
+from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.memory import KVMemory
+from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device
+from pyvmem.elastic.settings import Settings
+from pyvmem.errors import VMemError
+from pyvmem.ledger.accounts import device_of
+
+__all__ = ["Arrival", "PagePool", "join"]
+
+_TICK = 0.05  # s between looks at what is idle
+_REPORT = 0.25  # s between reports to the ledger, and looks at what others need
+_START_PATIENCE = 30.0  # s for other engines to leave room for page 0
+_LAST_PATIENCE = 2.0  # s for them to leave room for a request that runs alone
+_BACKOFF = 0.02  # s that a refusal is believed
+_RESERVE = 256 << 20
+_MOST_RESERVE = 1024  # pages
+_PIECE = 64 << 20  # bytes of slabs emptied at a time
+
+log = logging.getLogger("sglang.vmem")
+
+
+class Arrival(Protocol):
+    """Freed pages whose numbers a device is copying to the host."""
+
+    count: int
+
+    def arrived(self) -> bool:
+        """Whether `pages` returns at once."""
+
+    def pages(self) -> list[int]:
+        """Their numbers; waits for the copy."""
+
+
+def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
+    """What an engine may have of its device.
+
+    Args:
+        memory: of the engine.
+        settings: its own.
+        name: of the engine, in the ledger.
+        unique: a name that is taken is an error; else a number is added to it.
+
+    Raises:
+        ValueError: the limit is too small, or more than the device has.
+        VMemError: as `join_device`.
+    """
+    geometry, total = memory.geometry, memory.total()
+    settings.check_device(total)
+    virtual = min(geometry.most_bytes(geometry.num_blocks), total)
+    limit = virtual if settings.limit is None else min(settings.limit, virtual)
+    least = geometry.most_bytes(2)
+    if limit < least:
+        raise ValueError(f"VMEM_LIMIT={limit}: page 0 and one page need {least} bytes")
+    if settings.ledger is None:
+        return LocalQuota(limit, memory.free)
+    info = memory.context.info
+    account = join_device(
+        device_of(info.device_name, info.uuid),
+        Path(settings.ledger) if settings.ledger else None,
+        name,
+        unique=unique,
+        capacity=settings.capacity,
+        floor=min(settings.floor, limit),  # it cannot use more, others can
+        limit=limit,
+        least=least,
+        virtual=virtual,
+    )
+    return LedgerQuota([(account, 1)], memory.free)
+
+
+Quota = LocalQuota | LedgerQuota
+
+
+class PagePool:
+    """The pages of one engine. A page is a block of `memory`; page 0 is mapped throughout.
+
+    Args:
+        memory: of the KV tensors; page 0 is mapped.
+        quota: asked before anything is mapped.
+        settings: the engine's.
+
+    Attributes:
+        held: pages that were handed out.
+        short: a request could not be served for lack of memory, when last looked.
+        admits: whether requests may be admitted.
+        waits: growths for which a step waited.
+    """
+
+    def __init__(self, memory: KVMemory, quota: Quota, settings: Settings) -> None:
+        self.memory, self.quota = memory, quota
+        self.geometry = memory.geometry
+        self.backing = Backing(self.geometry, quota)
+        self.idle = IdleBlocks(self.geometry.group_unit)
+        self.held = self.waits = 0
+        self.short, self.admits = False, True
+        reserve = _RESERVE if settings.reserve is None else settings.reserve
+        reserve = min(reserve, quota.limit // 8)
+        self.reserve = min(reserve // self.geometry.block_bytes, _MOST_RESERVE)
+        self._settings = settings
+        self._arrivals: deque[Arrival] = deque()
+        self._arriving = 0
+        self._step = 0
+        self._lacked = self._pressed = self._tidy = False
+        self._refused = -math.inf
+        self._next = self._reported = 0.0
+        self._busy_until = 0.0
+        self._peaks: deque[tuple[float, int]] = deque()  # of pages held and asked for, falling
+        self._begin()
+
+    def _begin(self) -> None:
+        end = time.monotonic() + _START_PATIENCE
+        while True:
+            try:
+                growth = self.backing.begin_null()  # mapped when the tensors were made
+                break
+            except MemoryError:
+                if time.monotonic() > end:
+                    self.quota.close()
+                    raise
+                self.quota.want(self.geometry.first_bytes(1))
+                time.sleep(_TICK)
+        self.quota.want(0)
+        self.backing.finish(growth)
+
+    # ---- questions -------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds, with or without memory."""
+        return self.geometry.num_blocks - 1 - self.held
+
+    @property
+    def ready(self) -> int:
+        """Those with memory: so many can be taken now."""
+        return len(self.idle) + self._arriving
+
+    def obtainable(self) -> int:
+        """Pages that could be made ready without evicting anything, as far as can be told."""
+        return self.ready + self._pages_in(self.quota.room(), self.backing.bare)
+
+    def most(self) -> int:
+        """Pages that requests can ever have together, by the limit as it is now."""
+        room = self.quota.limit - self.geometry.first_bytes(1)
+        return self._pages_in(room, self.geometry.num_blocks - 1)
+
+    def _pages_in(self, room: int, most: int) -> int:
+        """Pages that so many bytes are enough for, however they lie."""
+        if self.geometry.scattered_bytes(most) <= room:
+            return most
+        low, high = 0, most  # low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.geometry.scattered_bytes(middle) <= room:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def free_pages(self) -> list[int]:
+        """The numbers of all free pages; waits for those that are arriving."""
+        self._arrive(wait=True)
+        bare = (b for b in range(1, self.geometry.num_blocks) if not self.backing.is_backed(b))
+        return sorted([*self.idle, *bare])
+
+    # ---- demand ----------------------------------------------------------------------------------
+
+    def prepare(self, count: int, *, ask: bool = False) -> bool:
+        """Makes so many pages ready; false: as many as can be had.
+
+        Args:
+            count: pages.
+            ask: other engines learn of what lacks.
+        """
+        self._note(self.held + count)
+        if self.ready < count:
+            self._collect()
+        lacks = count - self.ready
+        if lacks > 0 and time.monotonic() >= self._refused + _BACKOFF:
+            # Others in this step would wait for a call each.
+            ahead = 0 if self._pressed else self.reserve // 2
+            if not self._back(lacks + ahead):
+                self._refused = time.monotonic()
+        lacks = count - self.ready
+        if lacks > 0 and ask:
+            self.ask(lacks)
+        return lacks <= 0
+
+    def ask(self, count: int) -> None:
+        """Posts how much memory a request lacks, up to the limit, for other engines to see."""
+        self._lacked = True
+        need = min(self.geometry.most_bytes(count), max(0, self.quota.limit - self.quota.used))
+        if need or self.short:
+            self.quota.want(need)
+        self.short = need > 0
+
+    def wait_for(self, count: int) -> bool:
+        """`prepare`, which waits for other engines to give memory back: else a request is lost."""
+        end = time.monotonic() + _LAST_PATIENCE
+        while not self.prepare(count, ask=True):
+            if not self.short or time.monotonic() > end:
+                return False
+            time.sleep(_BACKOFF)
+        return True
+
+    def take(self, count: int) -> list[int] | None:
+        """Hands out pages, those that share memory with others in use first; None: it cannot."""
+        if not self.prepare(count):
+            return None
+        while len(self.idle) < count:
+            self._arrive(wait=True)
+        self.held += count
+        return self.idle.take(count)
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Pages that are free from now on."""
+        pages = list(pages)
+        self.held -= len(pages)
+        self._add(pages)
+
+    def give_later(self, arrival: Arrival) -> None:
+        """The same, where the host does not know their numbers yet."""
+        self.held -= arrival.count
+        self._arriving += arrival.count
+        self._arrivals.append(arrival)
+
+    def _add(self, pages: list[int]) -> None:
+        for page in pages:
+            if not self.backing.is_backed(page) or page in self.idle:
+                raise AssertionError(f"page {page} was freed twice, or was never handed out")
+        self.idle.add(pages)
+
+    def _arrive(self, wait: bool = False) -> None:
+        while self._arrivals and (wait or self._arrivals[0].arrived()):
+            arrival = self._arrivals.popleft()
+            self._arriving -= arrival.count
+            self._add(arrival.pages())
+
+    def _back(self, count: int) -> bool:
+        """Backs up to so many pages; false: fewer."""
+        growth = self.backing.begin(count)
+        if growth is None:
+            return False
+        growth.run(self)
+        self.waits += bool(growth.runs)
+        pages = self.backing.finish(growth)
+        self.idle.add(pages)
+        if growth.failure is not None:
+            log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, growth.failure)
+        return len(pages) >= count
+
+    def grow(self, runs: list[Run]) -> str | None:
+        """Maps; for `Growth.run`."""
+        try:
+            self.memory.grow(runs)
+        except VMemError as error:
+            return str(error)
+        return None
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def step_begins(self, stream: object) -> None:
+        """A step is launched from here on, on a stream; None on the CPU."""
+        self._step += 1
+        self._busy_until = time.monotonic() + self._settings.idle
+        self.memory.step_begins(stream)
+
+    def step_ends(self) -> None:
+        """All work of the step is on the stream."""
+        self.memory.step_ends(self._step)
+
+    # ---- giving back -----------------------------------------------------------------------------
+
+    def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
+        """A look at what can be given back; cheap where it is not yet time for one.
+
+        Args:
+            count_cached: pages that only prefixes hold.
+            evict: forgets prefixes of so many pages, which gives these.
+
+        Returns:
+            True: what was refused may be tried again.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _TICK
+        self._collect()
+        cached = count_cached()
+        used = self.held - cached
+        self._note(self.held)
+        at_rest = not used and now > self._busy_until
+        if self._settings.prefix is not None:
+            evict(self._count(cached * self.geometry.block_bytes - self._settings.prefix))
+        due = now > self._reported + _REPORT
+        if due:
+            self._reported = now
+            self._look(used, cached, evict)
+        keep = 0 if at_rest else self.reserve + self._peaks[0][1] - self.held
+        surplus = len(self.idle) - max(0, keep)
+        if surplus > (0 if at_rest else self.reserve // 2):
+            self._retire(self._emptied(surplus))
+        self._send()
+        if at_rest and self._tidy and not self.backing.unconfirmed:
+            self._tidy = self.memory.compact(_PIECE, self._step) > 0
+        return due and self.short
+
+    def _look(self, used: int, cached: int, evict: Callable[[int], None]) -> None:
+        """What others need, and what the ledger is told."""
+        if self.short and not self._lacked:
+            self.quota.want(0)
+            self.short = False
+        self._lacked = False
+        excess, has_more = self.quota.pressure()
+        asleep = self.quota.asleep
+        self._pressed = has_more or excess > 0
+        # An engine with a queue would never give anything back: each request that ends makes room
+        # for the next one.
+        self.admits = not (has_more or asleep)
+        excess -= self.backing.leaving_bytes
+        if asleep and not used:
+            excess = self.backing.mapped_bytes
+        if excess > 0:
+            self._shrink(excess, evict)
+        size = self.geometry.block_bytes
+        self.quota.report(
+            in_use=used * size,
+            cached=cached * size,
+            maps=self.backing.counters.growths,
+            waits=self.waits,
+            handles=self.memory.context.stats().mappings,
+            sleeps=1,
+        )
+
+    def _note(self, count: int) -> None:
+        """Notes how many pages were held or asked for together."""
+        now = time.monotonic()
+        while self._peaks and self._peaks[-1][1] <= count:
+            self._peaks.pop()
+        self._peaks.append((now, count))
+        while self._peaks[0][0] < now - self._settings.idle:
+            self._peaks.popleft()
+
+    def _count(self, nbytes: int) -> int:
+        return max(0, -(-nbytes // self.geometry.block_bytes))
+
+    def _emptied(self, most: int, at_least: bool = False) -> list[int]:
+        """Idle pages that have memory to themselves, up to so many, the highest first.
+
+        Growth takes the lowest, so that what is used stays together.
+        """
+        size, page = self.geometry.group_unit
+        groups: dict[int, list[int]] = {}
+        for block in sorted(self.backing.emptied_by(self.idle), reverse=True):
+            groups.setdefault(block * size // page, []).append(block)
+        found: list[int] = []
+        for group in groups.values():
+            left = most - len(found)
+            if len(group) <= left or (at_least and left > 0):
+                found += group
+        return found
+
+    def _retire(self, pages: list[int]) -> int:
+        if not pages:
+            return 0
+        self.idle.remove(pages)
+        self._tidy = True
+        return self.backing.retire(pages)
+
+    def _shrink(self, nbytes: int, evict: Callable[[int], None]) -> None:
+        """Gives back up to so many bytes: idle pages, then least recently used prefixes."""
+        for _ in range(4):
+            nbytes -= self._retire(self._emptied(self._count(nbytes), at_least=True))
+            before = self.free
+            if nbytes > 0:
+                evict(self._count(nbytes))
+                self._arrive(wait=True)
+            if self.free == before:
+                return
+
+    def _send(self) -> None:
+        """Has pages unmapped in the background, after the step that was launched last."""
+        for one in self.backing.send():
+            self.memory.release(one.number, one.runs, self._step)
+
+    def _collect(self) -> None:
+        self._arrive()
+        if not self.backing.unconfirmed:
+            return
+        for number, failure in self.memory.finished().items():
+            self.backing.confirm(number, failure or None)
+            if failure:
+                log.warning("vmem: pages cannot be unmapped, tried again: %s", failure)
+            else:
+                self._refused = -math.inf
+
+    def clear(self, timeout: float = 30.0) -> None:
+        """All pages are free; returns when the memory of all but page 0 is the device's again.
+
+        Raises:
+            TimeoutError: it is not, after so many seconds.
+        """
+        self._arrive(wait=True)
+        self.held = 0
+        every = range(1, self.geometry.num_blocks)
+        self.idle.add(page for page in every if self.backing.is_backed(page))
+        self._retire(list(self.idle))
+        end = time.monotonic() + timeout
+        while self.backing.outbox or self.backing.unconfirmed:
+            self._send()
+            self._collect()
+            if time.monotonic() > end:
+                raise TimeoutError(f"pages were not unmapped within {timeout} s")
+            time.sleep(0.001)
+        while self.memory.compact(_PIECE, self._step):
+            pass
+        self._tidy = False
+
+    def check(self, held: Sequence[int]) -> list[str]:
+        """Contradictions in the records, in words; `held`: the pages that are handed out; slow."""
+        wrong = self.backing.check()
+        free = self.free_pages()
+        if sorted([*free, *held]) != list(range(1, self.geometry.num_blocks)):
+            wrong.append("a page is neither free nor held, or both")
+        if len(free) != self.free:
+            wrong.append(f"{len(free)} pages are free, the count says {self.free}")
+        return wrong

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""What of SGLang does not work with the pool, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["CannotWork", "against", "against_allocator", "against_pool"]
+
+_PREFIX = "VMEM_SGLANG=1 does not work with "
+_ALONE = (
+    "each rank has a scheduler of its own, and all must decide alike; here what a scheduler "
+    "decides follows from what its device has free"
+)
+_COPIES = "registers or copies whole KV tensors, of which most has no memory"
+
+_POOLS = {
+    "MLA": "latent attention: one tensor a layer, which a method of its own makes",
+    "DSA": "latent attention with an index: buffers of its own",
+    "SWA": "sliding windows: two pools and an allocator that couples them",
+    "Hybrid": "a hybrid model: attention's pool inside another, beside states",
+    "Mamba": "states, which have no pages",
+    "FP4": "a quantized cache: scales and workspaces beside the data",
+    "MXFP8": "a quantized cache: scales beside the data",
+    "PageMajor": "all layers of a page together, in a buffer of its own",
+    "PageInterleave": "a cache sharded over ranks",
+    "Unified": "one buffer for several pools, which moves pages itself",
+    "KOnly": "keys alone",
+    "DeepSeekV4": "buffers of its own",
+    "NoOp": "no KV cache",
+}
+
+
+class CannotWork(ValueError):
+    """A configuration of SGLang that the pool does not work with."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__(_PREFIX + "; ".join(reasons))
+
+
+def against(arguments: Any) -> Iterator[str]:
+    """What in SGLang's arguments excludes the pool, each with the option's name."""
+
+    def option(name: str) -> Any:
+        return getattr(arguments, name, None)
+
+    for name in ("tp_size", "pp_size"):
+        if (option(name) or 1) > 1:
+            yield f"{name}={option(name)} ({_ALONE})"
+    if option("disaggregation_mode") not in (None, "null"):
+        yield f"disaggregation_mode={option('disaggregation_mode')} ({_COPIES})"
+    if option("speculative_algorithm"):
+        yield (
+            f"speculative_algorithm={option('speculative_algorithm')} (a draft model's KV tensors "
+            "have the same page numbers and another allocator's memory)"
+        )
+    if option("enable_hierarchical_cache") and option("hicache_io_backend") == "direct":
+        yield (
+            "hicache_io_backend=direct (it copies by cudaMemcpyAsync, which refuses addresses that "
+            "CUDA did not map; kernel does not)"
+        )
+    for name, why in (
+        ("enable_lmcache", _COPIES),
+        ("enable_flexkv", _COPIES),
+        ("enable_hisparse", "an allocator of its own"),
+        ("enable_kv_cache_sharding", _POOLS["PageInterleave"]),
+        ("enable_unified_memory", _POOLS["Unified"]),
+        ("enable_pdmux", "several streams launch at once"),
+    ):
+        if option(name):
+            yield f"{name} ({why})"
+
+
+def against_pool(pool: Any) -> str | None:
+    """Why a KV pool of SGLang's cannot be placed; None: it can."""
+    name = type(pool).__name__
+    if name != "MHATokenToKVPool":
+        known = (why for part, why in _POOLS.items() if part in name)
+        return f"the KV pool {name} ({next(known, 'buffers of its own')})"
+    if getattr(pool, "post_capture_active", False):
+        return "KV sizing after graph capture (SGLang maps memory itself, in steps of 2 MB)"
+    if getattr(pool, "enable_custom_mem_pool", False):
+        return "SGLANG_MOONCAKE_CUSTOM_MEM_POOL (SGLang allocates KV tensors itself)"
+    layout = getattr(pool, "kv_cache_layout", "nhd")
+    if layout not in ("nhd", "hnd"):
+        return f"the KV layout {layout}"
+    if pool.page_size == 1:
+        return (
+            "page_size=1 (SGLang's allocator without pages takes each token in turn, so that all "
+            "memory is soon in use); start it with --page-size 16 or more"
+        )
+    return None
+
+
+def against_allocator(allocator: Any, known: type) -> str | None:
+    """Why an allocator of SGLang's is not ours; None: it is."""
+    if isinstance(allocator, known):
+        return None
+    return f"the allocator {type(allocator).__name__} (pages are given out in a way of its own)"

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: MIT
+"""SGLang engines for CPUs, each in a process of its own, forked from one that imported SGLang.
+
+SGLang starts its processes by spawn, and each imports for ten seconds. Here they are forked, but in
+one test. The process that forks has no engine, and SGLang's plug-ins are not loaded in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PAGE_BYTES = 16 * 2 * 32 * 4 * 8  # 16 tokens, 2 heads of 32 floats, K and V of 4 layers
+FORK = multiprocessing.get_context("fork")
+
+
+def environment() -> dict[str, str]:
+    """What a process needs that imports SGLang."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.submodule_search_locations
+    models = Path(found.submodule_search_locations[0], "srt", "models")
+    names = sorted(path.stem for path in models.iterdir())
+    left_out = (name for name in names if name not in ("llama", "registry", "utils", "__pycache__"))
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(left_out),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE / "stand_ins"), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+
+
+def options(model: Path, **more: Any) -> dict[str, Any]:
+    """Of an engine for a model that `make_model` made."""
+    given = {
+        "model_path": str(model),
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "page_size": 16,
+        "max_total_tokens": 2048,
+        "mem_fraction_static": 0.2,
+        "max_running_requests": 8,
+        "log_level": "warning",
+        "random_seed": 1,
+    }
+    return {**given, **more}
+
+
+def make_model(folder: Path, kind: str = "llama") -> Path:
+    """A model of random weights, of 4 layers with 2 heads of 32 for keys and values."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder / kind)
+    return folder / kind
+
+
+def prompts(count: int = 4) -> list[list[int]]:
+    """Prompts that begin alike, and one of four tokens."""
+    shared = [(i * 37 + 11) % 500 + 3 for i in range(70)]
+    own = [[(i * (k + 3)) % 500 + 3 for i in range(10 + 7 * k)] for k in range(count)]
+    return [*(shared + one for one in own), [5, 6, 7, 8]]
+
+
+def _serve(pipe: Any, log: Path, env: dict[str, str], given: dict[str, Any]) -> None:
+    os.setsid()
+    sys.stdout = sys.stderr = file = log.open("a", buffering=1)
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    for name in [name for name in os.environ if name.startswith("VMEM_")]:
+        del os.environ[name]
+    os.environ.update(env)
+    from sglang.srt.entrypoints import engine as module
+
+    multiprocessing.set_start_method("fork", force=True)
+    module.mp.set_start_method = lambda *args, **kwargs: None
+    try:
+        engine = module.Engine(**given)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        pipe.send(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        os._exit(1)
+    pipe.send(None)
+    while True:
+        name, args, named = pipe.recv()
+        if name == "end":
+            break
+        try:
+            pipe.send(getattr(engine, name)(*args, **named))
+        except Exception as error:
+            pipe.send(error)
+    engine.shutdown()
+    os._exit(0)
+
+
+class Engine:
+    """An engine in another process; what is called is `sglang.Engine`'s.
+
+    Args:
+        log: its output.
+        env: of its process.
+        given: its options.
+
+    Raises:
+        Exception: it did not start.
+    """
+
+    def __init__(self, log: Path, env: dict[str, str], given: dict[str, Any]) -> None:
+        self._pipe, theirs = FORK.Pipe()
+        self.log = log
+        self.process = FORK.Process(target=_serve, args=(theirs, log, env, given))
+        self.process.start()
+        theirs.close()
+        self._answer(120)
+
+    def _answer(self, timeout: float) -> Any:
+        if not self._pipe.poll(timeout):
+            self.kill()
+            raise TimeoutError(f"no answer in {timeout} s: {self.log.read_text('utf-8')[-3000:]}")
+        try:
+            found = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"it ended: {self.log.read_text('utf-8')[-3000:]}") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def begin(self, name: str, *args: Any, **named: Any) -> None:
+        """Calls a method, whose result `end` returns."""
+        self._pipe.send((name, args, named))
+
+    def end(self, timeout: float = 60) -> Any:
+        """What the method returned that `begin` called."""
+        return self._answer(timeout)
+
+    def call(self, name: str, *args: Any, **named: Any) -> Any:
+        """Calls a method."""
+        self.begin(name, *args, **named)
+        return self.end()
+
+    def answer(self, ids: list[list[int]], new: int = 24) -> list[list[int]]:
+        """Greedy tokens."""
+        return [one["output_ids"] for one in self.generate(ids, new)]
+
+    def generate(self, ids: list[list[int]], new: int = 24) -> list[dict[str, Any]]:
+        """Greedy answers."""
+        return list(self.call("generate", input_ids=ids, sampling_params=greedy(new)))
+
+    def kill(self) -> None:
+        """Ends all of its processes, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join(10)
+
+    def close(self) -> None:
+        """Ends it."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(("end", (), {}))
+        self.process.join(20)
+        self.kill()
+
+
+def greedy(new: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[Engine]:
+    """An engine, for a while."""
+    engine = Engine(log, env, given)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def becomes(check: Any, timeout: float = 10) -> bool:
+    """Whether something is true before so many seconds are over."""
+    end = time.monotonic() + timeout
+    while not check():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+sys.path[:0] = [str(HERE / "stand_ins")]
