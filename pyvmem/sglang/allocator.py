@@ -16,6 +16,7 @@ event stands for the copy. Only a call that needs them waits for it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ class _Budget:
     tree_cache: Any
     page_size: int
     current_offset: int
-    remaining_total: int
+    remaining_total: float
 
     def _available_and_evictable(self) -> int:
         pool = self.allocator.pool
@@ -247,7 +248,7 @@ class _Budget:
     def _grant(self, tokens: int) -> bool:
         """Has memory mapped for what was admitted, and for a request of so many tokens."""
         pool = self.allocator.pool
-        count = -(-(self.current_offset + tokens) // self.page_size) + 1
+        count = math.ceil((self.current_offset + tokens) / self.page_size) + 1
         if pool.prepare(count):
             return True
         lacks = count - pool.ready - self.allocator.evictable(self.tree_cache)
@@ -256,7 +257,7 @@ class _Budget:
         return bool(lacks <= 0)
 
     def check_prefill(
-        self, *, extend_input_len: int, total_tokens: int, **rest: Any
+        self, *, extend_input_len: int, total_tokens: float, **rest: Any
     ) -> tuple[bool, int | None]:
         """SGLang's; a request that fits has its memory when this returns."""
         fits, limit = super().check_prefill(  # type: ignore[misc]
@@ -267,7 +268,8 @@ class _Budget:
             return (True, limit) if self._grant(chunk) else (False, None)
         pool = self.allocator.pool
         if pool.admits and pool.obtainable() < pool.free:
-            pool.ask(-(-(total_tokens - self.remaining_total) // self.page_size) + 1)
+            # Both are estimates, and may have fractions.
+            pool.ask(int(total_tokens - self.remaining_total) // self.page_size + 1)
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **rest: Any) -> bool:

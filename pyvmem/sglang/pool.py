@@ -33,7 +33,7 @@ from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
-from pyvmem.ledger.accounts import device_of
+from pyvmem.ledger.accounts import Ledger, device_of
 
 __all__ = ["Arrival", "PagePool", "join"]
 
@@ -62,7 +62,7 @@ class Arrival(Protocol):
 
 
 def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
-    """What an engine may have of its device.
+    """What an engine may have of its device, and at most what all engines may have together.
 
     Args:
         memory: of the engine.
@@ -84,9 +84,12 @@ def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Qu
     if settings.ledger is None:
         return LocalQuota(limit, memory.free)
     info = memory.context.info
+    device, folder = device_of(info.device_name, info.uuid), settings.ledger
+    with Ledger(device, settings.capacity, Path(folder) if folder else None) as ledger:
+        limit = min(limit, ledger.capacity or limit)
     account = join_device(
-        device_of(info.device_name, info.uuid),
-        Path(settings.ledger) if settings.ledger else None,
+        device,
+        Path(folder) if folder else None,
         name,
         unique=unique,
         capacity=settings.capacity,

@@ -162,6 +162,10 @@ class Engine:
         """Calls a method, whose result `end` returns."""
         self._pipe.send((name, args, named))
 
+    def ready(self, timeout: float = 0.01) -> bool:
+        """Whether `end` returns at once; looks for so many seconds."""
+        return bool(self._pipe.poll(timeout))
+
     def end(self, timeout: float = 60) -> Any:
         """What the method returned that `begin` called."""
         return self._answer(timeout)
@@ -171,13 +175,13 @@ class Engine:
         self.begin(name, *args, **named)
         return self.end()
 
-    def answer(self, ids: list[list[int]], new: int = 24) -> list[list[int]]:
+    def answer(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[list[int]]:
         """Greedy tokens."""
-        return [one["output_ids"] for one in self.generate(ids, new)]
+        return [one["output_ids"] for one in self.generate(ids, new, **more)]
 
-    def generate(self, ids: list[list[int]], new: int = 24) -> list[dict[str, Any]]:
+    def generate(self, ids: list[list[int]], new: int = 24, **more: Any) -> list[dict[str, Any]]:
         """Greedy answers."""
-        return list(self.call("generate", input_ids=ids, sampling_params=greedy(new)))
+        return list(self.call("generate", input_ids=ids, sampling_params=greedy(new, **more)))
 
     def kill(self) -> None:
         """Ends all of its processes, at once."""
@@ -193,8 +197,8 @@ class Engine:
         self.kill()
 
 
-def greedy(new: int) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+def greedy(new: int, **more: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True, **more}
 
 
 @contextlib.contextmanager

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Start
-from served import PAGE_BYTES, becomes, prompts
+from served import PAGE_BYTES, Engine, becomes, greedy, prompts
 
-from pyvmem.ledger.accounts import EngineInfo, engines_in
+from pyvmem.ledger.accounts import EngineInfo, Ledger, engines_in
+from pyvmem.ledger.orders import order
 
 
 def info(tmp_path: Path) -> EngineInfo:
@@ -39,3 +41,138 @@ def test_tokens_prefixes_flush_and_sleep(
     assert info(tmp_path).used == one_page
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     assert engine.answer(prompts()) == stock
+
+
+def highest(
+    tmp_path: Path, engine: Engine, ids: list[list[int]], new: list[int], **more: Any
+) -> tuple[list[list[int]], int]:
+    """What an engine answers, and the most memory that it had meanwhile."""
+    most = 0
+    engine.begin("generate", input_ids=ids, sampling_params=[greedy(n, **more) for n in new])
+    while not engine.ready():
+        most = max(most, info(tmp_path).used)
+    return [one["output_ids"] for one in engine.end()], most
+
+
+def test_a_limit_of_few_pages(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
+    """Requests wait, prefixes are evicted, and the tokens are the same."""
+    limit = 17 * PAGE_BYTES
+    engine = start({"VMEM_LIMIT": str(limit)})
+    for _ in range(3):
+        found, most = highest(tmp_path, engine, prompts(), [24] * 5)
+        assert found == stock
+        assert 8 * PAGE_BYTES < most <= limit
+    assert "Retract" not in engine.log.read_text("utf-8")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_are_retracted_where_memory_lacks(
+    start: Start, tmp_path: Path, overlap: bool
+) -> None:
+    """Two are admitted that cannot be answered together; SGLang expects an earlier end of them.
+
+    After a refusal it tries the second one again when a request has ended: a short one.
+    """
+    limit = 20 * PAGE_BYTES
+    engine = start(
+        {"VMEM_LIMIT": str(limit)},
+        schedule_conservativeness=0.01,
+        disable_overlap_schedule=not overlap,
+    )
+    ids = [[3 + (k * 7 + i * 11) % 500 for i in range(40)] for k in range(2)]
+    alone = [engine.answer([one], 180, ignore_eos=False)[0] for one in ids]
+    assert [len(one) for one in alone] == [180, 180]
+    assert "Retract" not in engine.log.read_text("utf-8")
+    assert engine.call("flush_cache").success
+    three = [ids[0], [5, 6, 7], ids[1]]
+    together, most = highest(tmp_path, engine, three, [180, 2, 180], ignore_eos=False)
+    assert [together[0], together[2]] == alone
+    assert 16 * PAGE_BYTES < most <= limit
+    assert "Retract requests" in engine.log.read_text("utf-8")
+
+
+def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int]]) -> None:
+    engine = start({"VMEM_LIMIT": str(10 * PAGE_BYTES)})
+    with pytest.raises(ValueError, match="exceeds the KV memory budget"):
+        engine.generate([[7] * 300])
+    assert engine.answer(prompts()[-1:]) == stock[-1:]
+
+
+def test_an_engine_takes_memory_from_one_that_keeps_prefixes(
+    start: Start, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """Two on one ledger, with less memory than both would take."""
+
+    def used() -> dict[str, int]:
+        return {one.name: one.used for one in engines_in(tmp_path / "ledger")["host"]}
+
+    capacity = 24 * PAGE_BYTES
+    env = {"VMEM_CAPACITY": str(capacity), "VMEM_IDLE": "600"}
+    first = start({"VMEM_NAME": "first", **env})
+    second = start({"VMEM_NAME": "second", **env})
+    assert first.answer(prompts()) == stock
+    assert used()["first"] >= 16 * PAGE_BYTES
+    second.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
+    while not second.ready():
+        assert sum(used().values()) <= capacity
+    assert [one["output_ids"] for one in second.end()] == stock
+    assert used()["second"] >= 12 * PAGE_BYTES
+    assert used()["first"] < 16 * PAGE_BYTES
+    assert first.answer(prompts()) == stock
+
+
+def test_two_engines_at_once(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
+    """Both have requests all the time, and less memory than these would take."""
+    env = {"VMEM_CAPACITY": str(26 * PAGE_BYTES)}
+    engines = [start(env), start(env)]
+    for _ in range(3):
+        for one in engines:
+            one.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
+        for one in engines:
+            assert [found["output_ids"] for found in one.end()] == stock
+    names = [one.name for one in engines_in(tmp_path / "ledger")["host"]]
+    assert names == ["llama", "llama-2"]
+
+
+def test_nothing_is_left_of_an_engine_that_is_killed(
+    start: Start, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """Nor does a request wait for more memory than all engines may have together."""
+    env = {"VMEM_NAME": "one", "VMEM_CAPACITY": str(20 * PAGE_BYTES)}
+    engine = start(env)
+    engine.begin("generate", input_ids=prompts(), sampling_params=greedy(500))
+    assert becomes(lambda: info(tmp_path).used > 8 * PAGE_BYTES)
+    engine.kill()
+    assert becomes(lambda: not engines_in(tmp_path / "ledger")["host"])
+    again = start(env)
+    assert again.answer(prompts()) == stock
+
+
+def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
+    """All memory but page 0 goes back; requests wait until the engine is woken."""
+    engine = start({"VMEM_NAME": "one", "VMEM_IDLE": "600"})
+    assert engine.answer(prompts()) == stock
+    with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+        order(ledger, "one", asleep=True)
+    assert becomes(lambda: info(tmp_path).used == PAGE_BYTES)
+    engine.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
+    assert not engine.ready(1.0)
+    with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+        order(ledger, "one", asleep=False)
+    assert [one["output_ids"] for one in engine.end()] == stock
+
+
+def test_memory_is_kept_under_load_and_given_back_at_rest(
+    start: Start, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """No prefix is kept, so that the load takes and frees all of its pages each time."""
+    engine = start({"VMEM_IDLE": "5", "VMEM_PREFIX": "0"})
+    for _ in range(3):
+        assert engine.answer(prompts()) == stock
+    assert becomes(lambda: info(tmp_path).age < 0.2 and not info(tmp_path).in_use)
+    before = info(tmp_path).maps
+    for _ in range(4):
+        assert engine.answer(prompts()) == stock
+    assert becomes(lambda: info(tmp_path).age < 0.2 and not info(tmp_path).in_use)
+    assert info(tmp_path).maps == before > 0
+    assert becomes(lambda: info(tmp_path).used == PAGE_BYTES)
