@@ -302,6 +302,17 @@ def notebook(session: Session) -> None:
     pytest_on("host", python, "long", "tests/python/test_notebook.py")
 
 
+def sglang(session: Session) -> None:
+    """SGLang's CPU engine on pages that come and go, beside stock."""
+    if not can("sglang_setup.py"):
+        session.skip("sglang: its environment cannot be had here (see above)")
+        return
+    # Warnings are SGLang's own.
+    options = ["-q", "-o", "filterwarnings=default", "--disable-warnings"]
+    python = BUILD / "sglang" / "bin" / "python"
+    call(python, "-m", "pytest", *options, "tests/sglang", PYTHONPATH=str(ROOT))
+
+
 def vllm(session: Session) -> None:
     """vLLM for the CPU on the elastic pool, beside stock; a long run: Ray, the other versions."""
     marks = "long or not long" if session.long else "not long"
@@ -511,6 +522,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "python": python_tests,
     "pythons": other_pythons,
     "vllm": vllm,
+    "sglang": sglang,
     "transformers": transformers,
     "notebook": notebook,
     "gpu-checks": gpu_checks,
@@ -527,7 +539,7 @@ STAGES: dict[str, Callable[[Session], None]] = {
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
 # Run where they are named and by --long.
-LONG = ("pythons", "transformers", "notebook", "wheel-debian", "deb")
+LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb")
 
 
 def minutes(seconds: float) -> str:

@@ -10,7 +10,7 @@
     hooks       what a plug-in uses of its engine, looked for in the source
     quota       what the engine may have of each device: its limit, and the ledger
 
-`pyvmem.vllm` is built on it.
+`pyvmem.vllm` and `pyvmem.sglang` are built on it.
 """
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What the environment says about the elastic pool of vLLM.
+"""What the environment says about an engine's elastic pool.
 
-    VMEM_VLLM=1          use the pool
+    VMEM_VLLM=1          vLLM uses the pool; VMEM_SGLANG=1: SGLang does
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
     VMEM_PAGE_SIZE       bytes of a page; default: 2M where much can be mapped and on the back end
                          cuda, otherwise 64K

@@ -64,7 +64,7 @@ HOOKS = (
         *("seq_lens_cpu", "last_loc", "extend_num_tokens", "num_new_pages"),
     ),
     _allocator("alloc_decode", "the same", "seq_lens", "seq_lens_cpu", "last_loc"),
-    _allocator("_release_page_ids", "pages are free", "page_ids"),
+    _allocator("_release_page_ids", "pages are free"),
     _allocator("clear", "all pages are free; in sleep, their memory goes back"),
     _allocator("available_size", "free pages are counted here"),
     _allocator("get_all_free_pages", "the same, by number"),

@@ -178,16 +178,25 @@ class PagePool:
 
     def _pages_in(self, room: int, most: int) -> int:
         """Pages that so many bytes are enough for, however they lie."""
-        if self.geometry.scattered_bytes(most) <= room:
+        if self._bytes_for(most) <= room:
             return most
         low, high = 0, most  # low fits, high does not
         while high - low > 1:
             middle = (low + high) // 2
-            if self.geometry.scattered_bytes(middle) <= room:
+            if self._bytes_for(middle) <= room:
                 low = middle
             else:
                 high = middle
         return low
+
+    def _bytes_for(self, count: int) -> int:
+        """Memory that so many bare pages need, however they lie."""
+        geometry = self.geometry
+        block, page = geometry.classes[0].block_bytes, geometry.page_size
+        if geometry.classes[1:] or (block % page and page % block):
+            return geometry.scattered_bytes(count)
+        together = max(1, page // block)  # they are bare, and get memory, together
+        return geometry.first_bytes(-(-count // together) * together)
 
     def free_pages(self) -> list[int]:
         """The numbers of all free pages; waits for those that are arriving."""

@@ -124,7 +124,7 @@ def test_a_command_that_fails_is_named_in_a_line(monkeypatch, capsys):
         run_tests.lint(run_tests.Session())
     assert max(map(len, commands)) > 100, "C has that many files"
     first, second, third = str(caught.value).split("; ")
-    files = "pyvmem pyvmem_vllm benchmarks scripts tests setup.py"
+    files = "pyvmem pyvmem_sglang pyvmem_vllm benchmarks scripts tests setup.py"
     assert first == f"ruff check {files}: exit status 1"
     assert second == f"ruff format --check {files}: exit status 1"
     assert re.fullmatch(

@@ -153,7 +153,7 @@ def test_nobody_takes_the_private_parts_of_another_module(folder: str) -> None:
 
 
 # What stands on the cache, or beside it.
-ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "vllm")
+ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "sglang", "vllm")
 
 
 def test_what_stands_on_the_cache_touches_its_public_names_alone() -> None:

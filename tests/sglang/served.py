@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def prompts(count: int = 4) -> list[list[int]]:
     return [*(shared + one for one in own), [5, 6, 7, 8]]
 
 
-def _serve(pipe: Any, log: Path, env: dict[str, str], given: dict[str, Any]) -> None:
+def _prepare(log: Path, env: dict[str, str]) -> None:
     os.setsid()
     sys.stdout = sys.stderr = file = log.open("a", buffering=1)
     os.dup2(file.fileno(), 1)
@@ -103,6 +103,24 @@ def _serve(pipe: Any, log: Path, env: dict[str, str], given: dict[str, Any]) -> 
     for name in [name for name in os.environ if name.startswith("VMEM_")]:
         del os.environ[name]
     os.environ.update(env)
+
+
+def _call(log: Path, env: dict[str, str], function: Callable[[], None]) -> None:
+    _prepare(log, env)
+    function()
+
+
+def outcome(log: Path, env: dict[str, str], function: Callable[[], None]) -> tuple[int, str]:
+    """The exit status and the output of a process that calls a function."""
+    process = FORK.Process(target=_call, args=(log, {"VMEM_SGLANG": "1", **env}, function))
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode, log.read_text("utf-8")
+
+
+def _serve(pipe: Any, log: Path, env: dict[str, str], given: dict[str, Any]) -> None:
+    _prepare(log, env)
     from sglang.srt.entrypoints import engine as module
 
     multiprocessing.set_start_method("fork", force=True)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Start
-from served import PAGE_BYTES, Engine, becomes, greedy, prompts
+from served import PAGE_BYTES, Engine, becomes, greedy, options, prompts
 
 from pyvmem.ledger.accounts import EngineInfo, Ledger, engines_in
 from pyvmem.ledger.orders import order
@@ -176,3 +180,57 @@ def test_memory_is_kept_under_load_and_given_back_at_rest(
     assert becomes(lambda: info(tmp_path).age < 0.2 and not info(tmp_path).in_use)
     assert info(tmp_path).maps == before > 0
     assert becomes(lambda: info(tmp_path).used == PAGE_BYTES)
+
+
+def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
+    """A long prompt is computed piece by piece, while memory lacks for two of them."""
+    engine = start({"VMEM_LIMIT": str(30 * PAGE_BYTES)}, chunked_prefill_size=64)
+    ids = [[3 + (k * 5 + i * 13) % 500 for i in range(300)] for k in range(2)]
+    alone = [engine.answer([one])[0] for one in ids]
+    assert engine.call("flush_cache").success
+    together, most = highest(tmp_path, engine, ids, [24, 24])
+    assert together == alone
+    assert 20 * PAGE_BYTES < most <= 30 * PAGE_BYTES
+
+
+def test_a_request_alone_waits_for_memory_that_another_engine_keeps(
+    start: Start, stock: list[list[int]], tmp_path: Path
+) -> None:
+    """It decodes, and what it needs comes back in time: else SGLang would give it up."""
+    env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
+    second = start({"VMEM_NAME": "second", **env})
+    first = start({"VMEM_NAME": "first", **env})
+    second.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250, ignore_eos=True))
+    assert first.answer(prompts()[-1:] * 3, 40)
+    assert len(second.end()[0]["output_ids"]) == 250
+    assert first.answer(prompts()) == stock
+
+
+def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
+    """As a program starts it: every process imports SGLang, and loads the plug-in."""
+    program = f"""
+import json
+from sglang.srt.entrypoints.engine import Engine
+if __name__ == "__main__":
+    engine = Engine(**{options(model)!r})
+    found = engine.generate(input_ids={prompts()!r}, sampling_params={greedy(24)!r})
+    print("found", json.dumps([one["output_ids"] for one in found]), flush=True)
+    from pyvmem.ledger.accounts import default_folder, engines_in
+    (one,) = engines_in(default_folder())["host"]
+    print("used", one.used, flush=True)
+    engine.shutdown()
+"""
+    path = tmp_path / "program.py"
+    path.write_text(program, "utf-8")
+    env = {"VMEM_SGLANG": "1", "VMEM_PAGE_SIZE": "4096", "VMEM_LEDGER": str(tmp_path / "ledger")}
+    done = subprocess.run(
+        [sys.executable, path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=200,
+        check=False,
+    )
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+    assert json.loads(lines["found"]) == stock, done.stderr[-3000:]
+    assert int(lines["used"]) > 8 * PAGE_BYTES

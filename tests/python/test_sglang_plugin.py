@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""Description: the entry points for SGLang, its versions and options, where it is not installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import pyvmem_sglang
+from pyvmem.sglang import versions
+from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
+
+
+@pytest.mark.parametrize("switch", ["", "0"])
+def test_register_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    monkeypatch.setenv("VMEM_SGLANG", switch)
+    pyvmem_sglang.register()
+    pyvmem_sglang.check_plugins()
+
+
+def test_an_entry_point_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would log an exception, and run without it."""
+    monkeypatch.setenv("VMEM_SGLANG", "1")
+    monkeypatch.setitem(__import__("sys").modules, "sglang", None)
+    with pytest.raises(SystemExit, match="VMEM_SGLANG=1: ModuleNotFoundError"):
+        pyvmem_sglang.register()
+
+
+def test_plug_ins_that_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMEM_SGLANG", "1")
+    for names in ("", "vmem", "other, vmem"):
+        monkeypatch.setenv("SGLANG_PLUGINS", names)
+        pyvmem_sglang.check_plugins()
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    with pytest.warns(UserWarning, match="does not name the plug-in vmem"):
+        pyvmem_sglang.check_plugins()
+    monkeypatch.setitem(__import__("sys").modules, "sglang", SimpleNamespace())
+    with pytest.raises(RuntimeError, match="does not name the plug-in vmem"):
+        pyvmem_sglang.check_plugins()
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1"])
+def test_a_known_version(version: str) -> None:
+    versions.check(version)
+
+
+def test_another_version_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(versions.UnknownVersion, match=r"sglang 0\.5\.22 is too old \(known: 0\.5"):
+        versions.check("0.5.22")
+    monkeypatch.setattr(versions, "_lacks", lambda: ("Scheduler.run_batch (sglang.srt)",))
+    with pytest.raises(versions.UnknownVersion, match=r"lacks Scheduler\.run_batch"):
+        versions.check("0.6.0")
+    monkeypatch.setattr(versions, "_lacks", lambda: ())
+    monkeypatch.setattr(versions, "_tried", set())
+    versions.check("0.6.0", warn=True)
+    versions.check("0.6.0", warn=True)
+    assert len(caplog.records) == 1
+    assert "nobody has run sglang 0.6.0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, []),
+        ({"tp_size": 1, "pp_size": 1, "disaggregation_mode": "null"}, []),
+        ({"enable_hierarchical_cache": True, "hicache_io_backend": "kernel"}, []),
+        ({"hicache_io_backend": "direct"}, []),
+        (
+            {"tp_size": 2, "pp_size": 4, "disaggregation_mode": "decode"},
+            ["tp_size=2", "pp_size=4", "disaggregation_mode=decode"],
+        ),
+        (
+            {"enable_hierarchical_cache": True, "hicache_io_backend": "direct"},
+            ["hicache_io_backend=direct"],
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "enable_lmcache": True, "enable_flexkv": True},
+            ["speculative_algorithm=EAGLE", "enable_lmcache", "enable_flexkv"],
+        ),
+        (
+            {"enable_hisparse": True, "enable_unified_memory": True, "enable_pdmux": True},
+            ["enable_hisparse", "enable_unified_memory", "enable_pdmux"],
+        ),
+        ({"enable_kv_cache_sharding": True}, ["enable_kv_cache_sharding"]),
+    ],
+)
+def test_options_that_exclude_it(given: dict[str, object], named: list[str]) -> None:
+    found = list(against(SimpleNamespace(**given)))
+    assert [one.partition(" (")[0] for one in found] == named
+    assert all(one.endswith(")") for one in found)
+    assert str(CannotWork(*found)) == "VMEM_SGLANG=1 does not work with " + "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("MLATokenToKVPool", "latent attention"),
+        ("MHATokenToKVPoolFP4", "a quantized cache"),
+        ("MHATokenToKVPoolMXFP8", "a quantized cache: scales beside"),
+        ("SWAKVPool", "sliding windows"),
+        ("HybridLinearKVPool", "a hybrid model"),
+        ("PageMajorMHATokenToKVPool", "all layers of a page together"),
+        ("SomethingNew", "buffers of its own"),
+    ],
+)
+def test_pools_that_are_refused(name: str, why: str) -> None:
+    found = against_pool(type(name, (), {"page_size": 16})())
+    assert found is not None
+    assert found.startswith(f"the KV pool {name} ({why}")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, None),
+        ({"kv_cache_layout": "hnd"}, None),
+        ({"page_size": 1}, "page_size=1"),
+        ({"post_capture_active": True}, "KV sizing after graph capture"),
+        ({"enable_custom_mem_pool": True}, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
+        ({"kv_cache_layout": "vectorized_5d"}, "the KV layout vectorized_5d"),
+    ],
+)
+def test_states_of_the_pool_that_works(given: dict[str, object], text: str | None) -> None:
+    found = against_pool(type("MHATokenToKVPool", (), {"page_size": 16, **given})())
+    assert (found is None) == (text is None)
+    assert found is None or found.startswith(text or "")
+
+
+def test_an_allocator_that_is_not_ours() -> None:
+    ours = type("Ours", (), {})
+    assert against_allocator(ours(), ours) is None
+    other = type("SWATokenToKVPoolAllocator", (), {})()
+    assert "the allocator SWATokenToKVPoolAllocator" in str(against_allocator(other, ours))

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: MIT
+"""Description: what the pool does not work with ends the engine, with one line that says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Start
+from served import options, outcome
+
+from pyvmem.elastic.hooks import Source, missing
+from pyvmem.sglang.hooks import HOOKS
+
+
+def test_all_hooks_are_in_this_version() -> None:
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.submodule_search_locations
+    assert missing(Source(Path(found.submodule_search_locations[0]), "sglang"), HOOKS) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp_size": 2}, r"tp_size=2 \(each rank has a scheduler of its own"),
+        (
+            {"enable_hierarchical_cache": True, "hicache_io_backend": "direct"},
+            r"hicache_io_backend=direct \(it copies by cudaMemcpyAsync",
+        ),
+        ({"enable_hisparse": True}, "enable_hisparse"),
+        ({"tp_size": 2, "enable_pdmux": True}, "tp_size=2.*; enable_pdmux"),
+    ],
+)
+def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
+    """As SGLang calls it, with the arguments complete."""
+
+    def check() -> None:
+        from types import SimpleNamespace
+
+        from sglang.srt import server_args
+        from sglang.srt.arg_groups import validation_hook
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        validation_hook.check_server_args = lambda arguments: None
+        server_args.ServerArgs.check_server_args(SimpleNamespace(**options(model, **given)))
+
+    status, found = outcome(tmp_path / "log", {}, check)
+    assert status == 1
+    assert re.search(f"CannotWork: VMEM_SGLANG=1 does not work with {text}", found)
+
+
+def test_an_engine_of_two_ranks(start: Start) -> None:
+    with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with tp_size=2"):
+        start(tp_size=2)
+
+
+def test_tokens_without_pages(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="failed"):
+        start(page_size=1)
+    text = (tmp_path / "log-0").read_text("utf-8")
+    assert "VMEM_SGLANG=1 does not work with page_size=1" in text
+    assert "start it with --page-size 16 or more" in text
+
+
+def test_a_limit_below_a_page(start: Start, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="failed"):
+        start({"VMEM_LIMIT": "40K"})
+    assert "VMEM_LIMIT=40960: page 0 and one page need 65536 bytes" in (
+        tmp_path / "log-0"
+    ).read_text("utf-8")
+
+
+def _mla() -> None:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    MLATokenToKVPool(
+        *(256, 16),
+        dtype=torch.float32,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def _quantized() -> None:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolMXFP8
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    MHATokenToKVPoolMXFP8(
+        *(256, 16),
+        dtype=torch.float8_e4m3fn,
+        head_num=2,
+        head_dim=32,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def _without_a_hook() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    del Scheduler.run_batch
+    load_plugins()
+    ServerArgs.check_server_args(None)
+
+
+def _too_old() -> None:
+    import sglang
+    from sglang.srt.plugins import load_plugins
+
+    sglang.__version__ = "0.5.10"
+    load_plugins()
+
+
+def _malformed() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    os.environ["VMEM_LIMIT"] = "many"
+    load_plugins()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (_mla, "does not work with the KV pool MLATokenToKVPool (latent attention"),
+        (_quantized, "does not work with the KV pool MHATokenToKVPoolMXFP8 (a quantized cache"),
+        (_without_a_hook, "SGLang did not apply the hooks sglang.srt.managers.scheduler.Scheduler"),
+        (_too_old, "sglang 0.5.10 is too old (known: 0.5.23)"),
+        (_malformed, "VMEM_LIMIT='many'"),
+    ],
+)
+def test_what_ends_the_process(tmp_path: Path, function: Callable[[], None], text: str) -> None:
+    status, found = outcome(tmp_path / "log", {}, function)
+    assert status == 1
+    last = found.strip().splitlines()[-1]
+    assert last.startswith("VMEM_")
+    assert text in last
+
+
+def test_plug_ins_that_leave_it_out() -> None:
+    """The process ends where SGLang is imported, which would log nothing."""
+    env = {**os.environ, "VMEM_SGLANG": "1", "SGLANG_PLUGINS": "other"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sglang.srt.utils"],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "SGLANG_PLUGINS='other' does not name the plug-in vmem" in done.stderr
