@@ -173,11 +173,11 @@ def _headroom(device: Any) -> int:
 @_around("managers.scheduler.Scheduler.run_batch")
 def _run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """A step: what is unmapped from here on waits for the stream that it was launched on."""
+    import torch
+
     allocator = scheduler.token_to_kv_pool_allocator
     stream: Any = None
-    if allocator.device != "cpu":
-        import torch
-
+    if torch.device(allocator.device).type == "cuda":
         stream = torch.cuda.current_stream()
         if scheduler.enable_overlap:
             stream = scheduler.forward_stream

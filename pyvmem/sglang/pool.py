@@ -228,9 +228,13 @@ class PagePool:
         return lacks <= 0
 
     def ask(self, count: int) -> None:
-        """Posts how much memory a request lacks, up to the limit, for other engines to see."""
+        """Posts that a request lacks so many pages beside those that can be had, for others to see.
+
+        The ledger compares with the room that there is, so that counts as wanted, too.
+        """
         self._lacked = True
-        need = min(self.geometry.most_bytes(count), max(0, self.quota.limit - self.quota.used))
+        need = self.geometry.most_bytes(count) + self.quota.room()
+        need = min(need, max(0, self.quota.limit - self.quota.used))
         if need or self.short:
             self.quota.want(need)
         self.short = need > 0

@@ -167,6 +167,20 @@ def test_prefixes_go_when_another_engine_is_short(memory: KVMemory, tmp_path: Pa
     pool.quota.close()
 
 
+def test_what_is_wanted_counts_the_room_that_there_is(memory: KVMemory, tmp_path: Path) -> None:
+    """Others give back what lacks beside it."""
+    capacity = 4 * GRANULE * 10
+    pool = open_pool(memory, ledger=str(tmp_path), capacity=capacity)
+    with Ledger("host", folder=tmp_path) as ledger:
+        other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
+        assert other.take(4 * GRANULE * 6)
+        assert pool.obtainable() == 12
+        pool.ask(4)
+        assert other.excess() >= 4 * GRANULE
+        other.close()
+    pool.quota.close()
+
+
 def test_the_records_after_random_calls(memory: KVMemory) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)

@@ -193,17 +193,14 @@ def test_a_prompt_in_chunks(start: Start, tmp_path: Path) -> None:
     assert 20 * PAGE_BYTES < most <= 30 * PAGE_BYTES
 
 
-def test_a_request_alone_waits_for_memory_that_another_engine_keeps(
-    start: Start, stock: list[list[int]], tmp_path: Path
-) -> None:
-    """It decodes, and what it needs comes back in time: else SGLang would give it up."""
+def test_what_is_free_is_not_enough(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
+    """A request that decodes alone waits for memory; then one that needs more than there is."""
     env = {"VMEM_CAPACITY": str(24 * PAGE_BYTES), "VMEM_IDLE": "600"}
-    second = start({"VMEM_NAME": "second", **env})
-    first = start({"VMEM_NAME": "first", **env})
-    second.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250, ignore_eos=True))
-    assert first.answer(prompts()[-1:] * 3, 40)
-    assert len(second.end()[0]["output_ids"]) == 250
-    assert first.answer(prompts()) == stock
+    first, second = start(env), start(env)
+    first.begin("generate", input_ids=[[9] * 40], sampling_params=greedy(250))
+    assert second.answer(prompts()[-1:] * 3, 40)
+    assert len(first.end()[0]["output_ids"]) == 250
+    assert second.answer(prompts()) == stock
 
 
 def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
