@@ -77,6 +77,7 @@ class _Allocator:
     num_pages: int
     device: Any
     free_pages: torch.Tensor
+    serves = False  # SGLang's scheduler is in its loop
 
     def __init__(
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool

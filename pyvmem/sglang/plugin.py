@@ -150,7 +150,8 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
     found = original(scheduler, *args, **kwargs)
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    if not allocator.pool.memory.headroom:
+    if not allocator.serves:  # graphs have been captured by now
+        allocator.serves = True
         allocator.pool.memory.headroom = _headroom(allocator.device)
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
