@@ -16,13 +16,16 @@ __all__ = ["Device", "Reading", "drawn"]
 # Columns: key in the JSON, heading. `device` is shown on a separate line above its engines.
 _COLUMNS = {
     "engine": "engine", "pid": "pid", "mapped": "mapped", "in_use": "in use", "cached": "cached",
-    "limit": "limit", "floor": "floor", "short": "short", "hits": "hits", "maps_s": "maps/s",
-    "waits_s": "waits/s",
+    "host": "host", "limit": "limit", "floor": "floor", "short": "short", "hits": "hits",
+    "maps_s": "maps/s", "waits_s": "waits/s",
 }  # fmt: skip
 
 # Columns dropped on a narrow terminal, in this order.
-_LEFT_OUT = ("floor", "waits_s", "maps_s", "hits", "cached", "pid", "short", "in_use", "limit")
-_SUMS = ("mapped", "in_use", "cached", "short")
+_LEFT_OUT = (
+    *("floor", "waits_s", "maps_s", "host", "hits"),
+    *("cached", "pid", "short", "in_use", "limit"),
+)
+_SUMS = ("mapped", "in_use", "cached", "host", "short")
 _BYTES = (*_SUMS, "limit", "floor")
 _MARKS = (("#", GREEN), ("=", YELLOW), ("-", DIM))  # in use, cached, otherwise mapped
 _LEAST_BAR, _MOST_BAR = 12, 40
@@ -53,7 +56,8 @@ Reading = dict[str, Device]
 
 def drawn(reading: Reading, width: float = math.inf, colour: bool = False) -> str:
     """Renders the engines as a table per device, with the columns that fit."""
-    used = {key for some in reading.values() for one in some.engines for key in one}
+    engines = [one for some in reading.values() for one in some.engines]
+    used = {key for one in engines for key in one if key != "host" or one[key]}
     keys = [key for key in _COLUMNS if key in used]
     tables = {
         device: [[_cell(key, one.get(key)) for key in keys] for one in _rows(some)]

@@ -207,7 +207,7 @@ def join_device(
         name: of the engine.
         unique: a name that is taken is an error; else a number is added to it.
         capacity: of the device, where its ledger does not exist.
-        terms: floor, limit, least, virtual and identity, as in `Ledger.join`.
+        terms: the rest of what `Ledger.join` takes.
 
     Raises:
         VMemError: as `Ledger` and `Ledger.join`.

@@ -14,6 +14,8 @@
     VMEM_NAME            the engine's name, for `vmem top` and `vmem limit`; default: the model's
     VMEM_LEDGER          folder of the ledger that engines share; "off": none
     VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
+    VMEM_HOST_LIMIT      most bytes of host memory for KV offloading, of all engines in the ledger's
+                         folder together; default: any
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """
@@ -61,6 +63,7 @@ class Settings:
         prefix: None: no cap.
         name: ``""``: the model's.
         capacity: 0: as much as the device has.
+        host_limit: 0: any.
         ledger: folder, ``""`` for the default, None for none.
     """
 
@@ -74,6 +77,7 @@ class Settings:
     name: str = ""
     ledger: str | None = ""
     capacity: int = 0
+    host_limit: int = 0
 
     @staticmethod
     def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:
@@ -137,6 +141,7 @@ class Settings:
             prefix=size("VMEM_PREFIX"),
             name=name,
             capacity=size("VMEM_CAPACITY") or 0,
+            host_limit=size("VMEM_HOST_LIMIT") or 0,
             ledger=ledger,
         )
 

@@ -111,6 +111,7 @@ _WORDS = (
     "virtual",
     "sleeps",
     "asleep",
+    "host",
 )
 _AT = {name: 8 * i for i, name in enumerate(_WORDS)}
 _NAME_AT, _NAME_SIZE = 256, 64
@@ -234,6 +235,7 @@ class EngineInfo:
         maps: calls that mapped, since the start; `waits`: steps that waited for one.
         hits, queries: tokens found among prefixes, and looked for.
         sleeps: 1: it can be put to sleep by an order; `asleep`: 1: it was.
+        host: host memory that it has for KV offloading.
         age: seconds since it last wrote these.
     """
 
@@ -257,6 +259,7 @@ class EngineInfo:
     queries: int
     sleeps: int
     asleep: int
+    host: int
     age: float
 
     def record(self) -> dict[str, Any]:
@@ -465,23 +468,21 @@ class Ledger(Closable):
         name = self._name(slot - 1) if 0 < slot <= _SLOTS else ""
         return f"engine {name!r} (process {pid})" if name else f"process {pid}"
 
-    def handles(self) -> int:
-        """Mappings of all its living engines. The caller has the lock, if it can be had."""
+    def total(self, word: str) -> int:
+        """A word's sum over all its living engines. The caller has the lock, if it can be had."""
         taken = [slot for slot in range(_SLOTS) if self.word(slot, "state") == _TAKEN]
         return sum(
-            self.word(slot, "handles") for slot in taken if slot == self._mine or self._owned(slot)
+            self.word(slot, word) for slot in taken if slot == self._mine or self._owned(slot)
         )
 
-    def handles_beside(self) -> int:
-        """Mappings of the engines of other GPUs, which have ledgers in the same folder.
+    def total_beside(self, word: str, but: str = "") -> int:
+        """The same over the engines of other devices, which have ledgers in the same folder.
 
-        Two GPUs' engines may both count before either one adds to it: the driver has more.
+        Two devices' engines may both count before either one adds to it. `but`: a device left out.
         """
-        if self.path.stem == "host":
-            return 0
         total = 0
         for path in self.path.parent.glob("*.ledger"):
-            if path.stem in ("host", self.path.stem):
+            if path.stem in (but, self.path.stem):
                 continue
             try:
                 if path.name not in self._beside:
@@ -490,9 +491,9 @@ class Ledger(Closable):
                 with contextlib.ExitStack() as stack:
                     with contextlib.suppress(LedgerHeld):
                         stack.enter_context(other.locked())
-                    total += other.handles()
+                    total += other.total(word)
             except VMemError as error:
-                warn(_log, "ledger", "another GPU's ledger is left out: %s", error)
+                warn(_log, "ledger", "another device's ledger is left out: %s", error)
         return total
 
     @property
@@ -558,17 +559,29 @@ class Ledger(Closable):
     _parents = False
 
     def join(
-        self, name: str, *, floor: int, limit: int, least: int, virtual: int, identity: int = 0
+        self,
+        name: str,
+        *,
+        floor: int,
+        limit: int,
+        least: int,
+        virtual: int,
+        identity: int = 0,
+        host: int = 0,
+        host_limit: int = 0,
     ) -> Account:
         """A slot for an engine of this process; one for each `Ledger` object.
 
         Args:
             name: shown to people; unique among living engines. Up to 63 bytes, printable.
-            floor, limit, least, virtual, identity: as in `EngineInfo`; identity 0: a random one.
+            floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: a random
+                one.
+            host_limit: the most of `host` for the engines of all devices together; 0: any.
 
         Raises:
             InvalidArgument: the name is taken or not printable; the limit is below the
-                floor; floors, or what it needs to run beside them, exceed the capacity.
+                floor; floors, or what it needs to run beside them, exceed the capacity; the
+                engines' host memory exceeds its limit.
             LedgerError: all slots are taken.
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
@@ -582,6 +595,7 @@ class Ledger(Closable):
                 errno=errno.EINVAL,
                 limit=floor,
             )
+        beside = self.total_beside("host") if host_limit else 0
         with self.locked():
             if self._mine >= 0:
                 raise InvalidArgument("this ledger object has an account", errno=errno.EINVAL)
@@ -610,6 +624,15 @@ class Ledger(Closable):
                     bytes=least,
                     limit=self.capacity - kept,
                 )
+            held = self.total("host") + beside
+            if host_limit and held + host > host_limit:
+                raise InvalidArgument(
+                    f"VMEM_HOST_LIMIT={host_limit}: {name!r} asks for {host} bytes of host memory "
+                    f"for KV offloading, and other engines have {held}",
+                    errno=errno.EINVAL,
+                    bytes=host,
+                    limit=max(0, host_limit - held),
+                )
             free = [slot for slot in range(_SLOTS) if slot not in live]
             if not free:
                 raise LedgerError(f"{self.path}: {_SLOTS} engines", errno=errno.ENOSPC)
@@ -627,6 +650,7 @@ class Ledger(Closable):
                 "floor": floor,
                 "least": least,
                 "virtual": virtual,
+                "host": host,
                 "beat_ns": time.monotonic_ns(),
             }
             for key, value in values.items():
@@ -758,12 +782,13 @@ class Account:
         None, while another process stands still with the ledger's lock.
         """
         ledger = self.ledger
-        beside = ledger.handles_beside() if handles else 0
+        on_gpu = ledger.path.stem != "host"
+        beside = ledger.total_beside("handles", "host") if handles and on_gpu else 0
         try:
             with self._locked():
                 if nbytes > self._room(free):
                     return False
-                if handles and ledger.handles() + beside + handles > MAX_HANDLES:
+                if handles and ledger.total("handles") + beside + handles > MAX_HANDLES:
                     return False
                 self._add("handles", handles)
                 self._add("pending", nbytes)

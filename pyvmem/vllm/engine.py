@@ -38,6 +38,7 @@ from pyvmem.ledger.accounts import engine_name
 from pyvmem.vllm.channel import RankLost, Ranks
 from pyvmem.vllm.metrics import identity_of
 from pyvmem.vllm.mover import Mover
+from pyvmem.vllm.offload import host_bytes
 from pyvmem.vllm.offload_holds import WORTH, Holds
 from pyvmem.vllm.reach import connect
 from pyvmem.vllm.remote import join_ledgers
@@ -161,6 +162,8 @@ class ElasticEngine:
             limit=limit,
             least=self.least,
             virtual=virtual,
+            host=host_bytes(config) // len(self.ranks.ranks),
+            host_limit=settings.host_limit,
             capacity=settings.capacity,
             identity=identity_of(config.instance_id, replica),
             free=self.ranks.free,

@@ -14,7 +14,7 @@ from typing import Any
 from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.plumbing.units import format_bytes
 
-__all__ = ["begin", "drop", "reasons_against", "select"]
+__all__ = ["begin", "drop", "host_bytes", "reasons_against", "select"]
 
 _SPEC, _MODULE = "VMemOffloadingSpec", "pyvmem.vllm.offload_spec"
 _SPECS = {None: "vLLM's", "CPUOffloadingSpec": "vLLM's", _SPEC: "ours"}
@@ -57,6 +57,14 @@ def _sizes(asked: Any) -> Iterator[str]:
             f"kv_offloading_size of {int(asked)} bytes, {format_bytes(int(asked))} (the machine "
             f"has {most} bytes of host memory)"
         )
+
+
+def host_bytes(config: Any) -> int:
+    """Host memory of all ranks of an engine for KV offloading."""
+    transfer = config.kv_transfer_config
+    if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
+        return 0
+    return int(transfer.kv_connector_extra_config["cpu_bytes_to_use"])
 
 
 def select(config: Any) -> None:

@@ -105,6 +105,7 @@ def join_ledgers(
     unique: bool,
     capacity: int,
     identity: int,
+    host_limit: int,
     free: Callable[[], int | None],
     **terms: int,
 ) -> LedgerQuota:
@@ -112,9 +113,9 @@ def join_ledgers(
 
     Args:
         ranks: of the engine.
-        folder, name, unique, capacity, identity: as in `join_device`.
+        folder, name, unique, capacity, identity, host_limit: as in `join_device`.
         free: as for `LedgerQuota`.
-        terms: floor, limit, least and virtual, in bytes of one rank.
+        terms: floor, limit, least, virtual and host, in bytes of one rank.
 
     Raises:
         VMemError: as `join_device`.
@@ -127,7 +128,7 @@ def join_ledgers(
     try:
         for (machine, device), some in on_device.items():
             sums = {key: value * len(some) for key, value in terms.items()}
-            sums |= {"capacity": capacity, "identity": identity}
+            sums |= {"capacity": capacity, "identity": identity, "host_limit": host_limit}
             if machine:
                 some[0].ask("join", [name, unique, sums])()
                 accounts.append((RemoteAccount(some[0]), len(some)))

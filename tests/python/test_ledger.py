@@ -108,6 +108,28 @@ def test_handles_of_all_gpus_are_one_number(folder: Path) -> None:
     host.close()
 
 
+def test_host_memory_of_all_devices_is_one_number(folder: Path) -> None:
+    def of(device: str, name: str, host: int, host_limit: int = 8 * GIB) -> Account:
+        terms = {"floor": 0, "limit": GIB, "least": 1, "virtual": GIB}
+        ledger = Ledger(device, 10 * GIB, folder)
+        return ledger.join(name, **terms, host=host, host_limit=host_limit)
+
+    a, b = of("GPU-a", "a", 3 * GIB), of("GPU-b", "b", 4 * GIB)
+    for device in ("GPU-a", "GPU-b", "GPU-c"):
+        text = f"VMEM_HOST_LIMIT={8 * GIB}: 'c' asks for {2 * GIB} bytes .* have {7 * GIB}"
+        with pytest.raises(InvalidArgument, match=text) as refused:
+            of(device, "c", 2 * GIB)
+        assert refused.value.limit == GIB
+    c = of("GPU-c", "c", GIB)
+    with Ledger("GPU-b", folder=folder, create=False) as ledger:
+        assert [(one.name, one.host) for one in ledger.engines()] == [("b", 4 * GIB)]
+    b.close()
+    d = of("GPU-a", "d", 4 * GIB)
+    e = of("GPU-b", "e", 100 * GIB, host_limit=0)
+    for account in (a, c, d, e):
+        account.close()
+
+
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
@@ -752,7 +774,12 @@ def test_top_sums_and_sorts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert total.split() == ["total", "6.0G", "3.0G", "0", "0"]
     assert vmem(folder, "top", "--json") == 0
     sums = json.loads(capsys.readouterr().out)["host"]["total"]
-    assert sums == {"mapped": 6 * GIB, "in_use": 3 * GIB, "cached": 0, "short": 0}
+    assert sums == {"mapped": 6 * GIB, "in_use": 3 * GIB, "cached": 0, "host": 0, "short": 0}
+    accounts.append(join(folder, "phi", host=5 * GIB))
+    assert vmem(folder, "top", "--once") == 0
+    table = capsys.readouterr().out.splitlines()[1:]
+    assert table[0].split()[5:7] == ["cached", "host"], "once an engine has some"
+    assert table[-1].split()[4] == "5.0G"
     for account in accounts:
         account.close()
 
@@ -783,7 +810,7 @@ def test_top_live(
 
 def reading(**more: float) -> top_table.Reading:
     """A reading of one engine on a GPU."""
-    sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
+    sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "host": 0, "short": 0}
     one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
     engines = [{**one, **sizes, "maps_s": 12.5, "waits_s": 0.0, **more}]
     uuid = "GPU-5c1f7f34-6a2b-4e8e-9d3c-1a2b3c4d5e6f"

@@ -194,6 +194,7 @@ def test_the_account_of_another_machine_is_there(
     ranks = [LocalRank(one), SocketRank(server.listen("127.0.0.1"), "far")]
     tmp_path.chmod(0o700)
     terms = {"floor": 0, "limit": 8 << 20, "least": 4096, "virtual": 8 << 20}
+    terms |= {"host": 1 << 20, "host_limit": 1 << 20}  # of each machine
     there = Path(server.address).parent
     with Ledger("host", 4 << 20, there):  # of a smaller device
         quota = join_ledgers(
@@ -206,6 +207,7 @@ def test_the_account_of_another_machine_is_there(
         for folder in (tmp_path, there):
             with Ledger("host", folder=folder, create=False) as book:
                 found += [(e.name, e.used, e.identity) for e in book.engines()]
+                assert {e.host for e in book.engines()} <= {1 << 20}
         return found
 
     assert used() == [("e", 0, 7), ("e", 0, 7)]
@@ -238,7 +240,7 @@ def test_the_account_of_another_machine_is_there(
 def test_an_account_ends_with_its_rank(far: tuple[Server, KVMemory]) -> None:
     server, one = far
     rank = SocketRank(server.listen("127.0.0.1"), "far")
-    terms = {"floor": 0, "limit": 4096, "least": 1, "virtual": 4096}
+    terms = {"floor": 0, "limit": 4096, "least": 1, "virtual": 4096, "host_limit": 0}
     quota = join_ledgers(
         [rank], None, "e", unique=True, capacity=0, identity=1, free=lambda: None, **terms
     )

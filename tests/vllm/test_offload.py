@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,8 @@ from test_engine import (
 from pyvmem import Context, Inject
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory
+from pyvmem.errors import InvalidArgument
+from pyvmem.ledger.accounts import Ledger
 from pyvmem.vllm.offload_copies import HostMemory, ThreadCopies, copies_for
 from pyvmem.vllm.offload_spec import DROPPED, HELD, Transferrer, VMemOffloadingSpec
 from pyvmem.vllm.plugin import CannotWork
@@ -65,11 +68,17 @@ def idle(llm: Any) -> None:
     ],
 )
 def test_prefixes_come_back_from_host_memory(
-    start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
+    start: Open,
+    expected: Callable[..., Tokens],
+    monkeypatch: pytest.MonkeyPatch,
+    ledger: Path,
+    model: str,
 ) -> None:
     """After rest, after copies that cannot be started, and where mapping fails amid loads."""
     wanted = expected(model)
-    with start(model, **POOL) as llm:
+    with start(model, **POOL, VMEM_HOST_LIMIT="64M") as llm:
+        with Ledger("host", folder=ledger, create=False) as book:
+            assert [one.host for one in book.engines()] == [64 << 20]
         assert answer(llm, prompts()) == wanted
         idle(llm)
         assert counters(llm).stored > 0
@@ -164,6 +173,20 @@ def test_a_store_that_no_step_carries_on_is_dropped(start: Open) -> None:
             assert [one[:1] for one in answer(llm, asked, 8)] == first
             idle(llm)
         assert counters(llm).loaded > 0
+
+
+@pytest.mark.long
+def test_a_size_above_what_other_engines_leave_is_refused(start: Open, ledger: Path) -> None:
+    other = Ledger("host", folder=ledger).join(
+        "other", floor=0, limit=1, least=1, virtual=1, host=1 << 20
+    )
+    text = f"VMEM_HOST_LIMIT={64 << 20}: .* asks for {64 << 20} bytes .* have {1 << 20}"
+    with (
+        pytest.raises(InvalidArgument, match=text),
+        start("llama", **POOL, VMEM_HOST_LIMIT="64M"),
+    ):
+        pass
+    other.close()
 
 
 def test_a_size_above_host_memory_is_refused(start: Open) -> None:
