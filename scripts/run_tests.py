@@ -329,6 +329,8 @@ def vllm(session: Session) -> None:
     elif session.long:
         tests = ["tests/vllm/test_parallel.py", "-k", "ray"]
         call(vllm_setup.RAY / python, "-m", "pytest", *options, *tests, PYTHONPATH=path)
+    if session.long and not can("vllm_tests.py"):
+        session.skip("vLLM's own tests over the pool: they cannot be had here (see above)")
     for requirement in vllm_setup.versions() if session.long else []:
         if not can("vllm_setup.py", requirement):
             session.skip(f"{requirement}: its environment cannot be had here (see above)")

@@ -32,7 +32,7 @@ from pyvmem.elastic.geometry import Geometry, Run, TensorClass
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.quota import join_device
 from pyvmem.elastic.settings import Settings
-from pyvmem.errors import VMemError
+from pyvmem.errors import BadHandle, VMemError
 from pyvmem.ledger.accounts import default_folder, device_of, private
 from pyvmem.plumbing.sockets import UNHEARD, is_this_user, listen
 from pyvmem.vllm.remote import on_account
@@ -43,6 +43,7 @@ _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # seconds
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
 _GREETING = 10.0  # seconds for the word
+_CLOSING = 10.0  # seconds for what a rank was asked before its end
 
 
 class RankLost(RuntimeError):
@@ -111,6 +112,13 @@ def _knows(peer: socket.socket, word: str) -> bool:
     return isinstance(said, str) and hmac.compare_digest(said.encode(), word.encode())
 
 
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """Waits until threads end, but for this one, in which a finalizer may run."""
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_CLOSING)
+
+
 class Server:
     """Gives the scheduler access to the memory of a rank, until that is gone."""
 
@@ -123,6 +131,8 @@ class Server:
         _remove_dead(Path(address).parent)
         self._socket = listen(address)
         self._port: socket.socket | None = None
+        self._peers: dict[threading.Thread, socket.socket] = {}
+        self._accepting: list[threading.Thread] = []
         weakref.finalize(memory, self.close)
         self._start(self._socket, is_this_user)
 
@@ -139,22 +149,27 @@ class Server:
         return host, int(self._port.getsockname()[1]), word
 
     def _start(self, listening: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
-        threading.Thread(
+        thread = threading.Thread(
             target=self._accept, args=(listening, admits), name="vmem-rank", daemon=True
-        ).start()
+        )
+        self._accepting.append(thread)
+        thread.start()
 
     def _accept(self, listening: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
         def serve(peer: socket.socket) -> None:
             with peer:
                 if admits(peer):
                     self._serve(peer)
+            self._peers.pop(threading.current_thread(), None)
 
         while True:
             try:
                 peer, _ = listening.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=serve, args=(peer,), name="vmem-peer", daemon=True).start()
+            thread = threading.Thread(target=serve, args=(peer,), name="vmem-peer", daemon=True)
+            self._peers[thread] = peer
+            thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -171,12 +186,18 @@ class Server:
                 _send(peer, [failure, result])
 
     def close(self) -> None:
-        """Stops serving."""
+        """Stops serving, once what was asked is done."""
         for one in (self._socket, self._port):
             if one is not None:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
                 one.close()
+        _join(self._accepting)
+        peers = dict(self._peers)
+        for peer in peers.values():
+            with contextlib.suppress(OSError):  # it hung up
+                peer.shutdown(socket.SHUT_RDWR)
+        _join(peers)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.address)
 
@@ -233,7 +254,10 @@ class LocalRank:
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
         """Does it at once."""
-        result = _OPERATIONS[name](self, argument)
+        try:
+            result = _OPERATIONS[name](self, argument)
+        except BadHandle as error:  # vLLM ends its workers before the scheduler
+            raise RankLost(f"{name}: {error}") from error
         return lambda: result
 
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:

@@ -52,6 +52,11 @@ HOOKS = (
         "the scheduler asks its ranks where they are",
         takes=("method", "args"),
     ),
+    Hook(
+        *("config.parallel", "ParallelConfig._api_process_rank", "read"),
+        "one of several API servers, or the process that starts them",
+    ),
+    Hook("config.parallel", "ParallelConfig._api_process_count", "read", "how many there are"),
     Hook("utils.network_utils", "get_ip", "called", "where a rank of another machine listens"),
     # ---- the worker
     Hook(

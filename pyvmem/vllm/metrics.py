@@ -62,10 +62,22 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
         return
 
 
+def _add_to(of_files: Any) -> None:
+    """Adds the metrics to those of files, which several API servers show instead of their own."""
+    collect = of_files.collect
+
+    def collect_all(self: Any) -> Iterator[Any]:
+        yield from collect(self)
+        yield from _Collector().collect()
+
+    of_files.collect = collect_all
+
+
 def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
     """Adds an engine, or its ranks in data parallelism, to this process's metrics."""
     try:
         from prometheus_client import REGISTRY
+        from prometheus_client.multiprocess import MultiProcessCollector
     except ImportError:
         return
     with _lock:
@@ -73,3 +85,4 @@ def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
         _identities.update(identity_of(instance, one) for one in replicas)
     if first:
         REGISTRY.register(_Collector())
+        _add_to(MultiProcessCollector)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,7 @@ _SCHEDULERS = {
 }
 
 
+_INSTANCE = "_VMEM_INSTANCE"  # the engine's, for its API servers
 _SLEEP = ("cumem", "vmem")  # vLLM's default, and what takes its place
 
 
@@ -116,11 +118,26 @@ def configure(config: Any) -> None:
     scheduler.scheduler_cls = _SCHEDULERS[bool(scheduler.async_scheduling)]
     if getattr(config.model_config, "enable_sleep_mode", False):
         config.model_config.sleep_mode_backend = "vmem"
-    # vLLM's own has five digits, which two engines of one machine may share.
-    config.instance_id = f"{config.instance_id}-{secrets.token_hex(8)}"
+    config.instance_id = _instance_of(config)
     index = getattr(parallel, "data_parallel_index", 0)
     size = getattr(parallel, "data_parallel_size", 1)
     publish(config.instance_id, range(max(size, index + 1)))
+
+
+def _instance_of(config: Any) -> str:
+    """vLLM's own has five digits, which two engines of one machine may share.
+
+    Where there are several API servers, each of them makes the configuration again. They are
+    processes that the one with the engine's configuration starts.
+    """
+    rank = getattr(config.parallel_config, "_api_process_rank", 0)
+    count = getattr(config.parallel_config, "_api_process_count", 1)
+    if rank >= 0 and count > 1 and _INSTANCE in os.environ:
+        return os.environ[_INSTANCE]
+    found = f"{config.instance_id}-{secrets.token_hex(8)}"
+    if rank < 0:
+        os.environ[_INSTANCE] = found
+    return found
 
 
 def reasons_against(config: Any) -> Iterator[str]:
@@ -133,6 +150,12 @@ def reasons_against(config: Any) -> Iterator[str]:
     yield from offload.reasons_against(config)
     if getattr(parallel, "enable_dbo", False):
         yield "enable_dbo (several streams launch at once)"
+    parts = getattr(parallel, "prefill_context_parallel_size", 1)
+    if parts > 1:
+        yield (
+            f"prefill_context_parallel_size={parts} (vLLM computes it on several GPUs alone, of "
+            "MLA models, with tables of blocks that the pool's tests do not see)"
+        )
     ranks = ranks_of(parallel)
     if parallel.distributed_executor_backend == "external_launcher" and ranks > 1:
         yield f"distributed_executor_backend=external_launcher with {ranks} ranks ({ALONE})"

@@ -53,7 +53,7 @@ class Place:
 
 def ranks_of(parallel: Any) -> int:
     """How many ranks an engine has, by vLLM's `ParallelConfig`."""
-    sizes = ("tensor", "pipeline", "prefill_context")
+    sizes = ("tensor", "pipeline")
     return math.prod(getattr(parallel, f"{one}_parallel_size", 1) for one in sizes)
 
 

@@ -11,8 +11,8 @@ import importlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from pyvmem.elastic.choice import SMALL, choose_page
@@ -128,6 +128,7 @@ class ElasticWorker:
         with ExitStack() as stack:
             if memory is not None:
                 self._lend = stack.enter_context(memory.lent())
+                stack.enter_context(_states_lent(self.model_runner, self._lend))
             try:
                 result = super().compile_or_warm_up_model()  # type: ignore[misc]
             finally:
@@ -241,6 +242,30 @@ class ElasticWorker:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
+
+
+@contextmanager
+def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
+    """Has memory lent to blocks that the runner V2 names in a run that is no step.
+
+    From 0.31 on, it warms up kernels of layers with a state so.
+    """
+    prepare = getattr(runner, "prepare_dummy_attn", None)
+    if prepare is None:
+        yield
+        return
+
+    def prepare_dummy_attn(input_batch: Any, valid_state_slots: bool = False) -> Any:
+        if valid_state_slots:
+            lend(range(1, input_batch.num_reqs + 1))
+            return prepare(input_batch, valid_state_slots)
+        return prepare(input_batch)
+
+    runner.prepare_dummy_attn = prepare_dummy_attn
+    try:
+        yield
+    finally:
+        del runner.prepare_dummy_attn
 
 
 def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
 import pyvmem_vllm
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import NotSupported
+from pyvmem.ledger.accounts import EngineInfo
 from pyvmem.plumbing.units import parse_bytes
 from pyvmem.vllm import metrics, plugin, versions
 from pyvmem.vllm.plugin import CannotWork, configure
@@ -326,6 +329,10 @@ MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_connector_module_path": Non
             },
             "backend=external_launcher with 6 ranks ",
         ),
+        (
+            {"parallel_config__prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size=2 .*MLA",
+        ),
         ({"parallel_config__worker_cls": "my.Worker"}, "worker_cls=my.Worker"),
         ({"scheduler_config__scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
         (
@@ -369,6 +376,41 @@ def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyP
     wanted = {metrics.identity_of(made.instance_id, one) for one in range(3)}
     assert len(wanted) == 3
     assert known == {0} | wanted
+
+
+def test_api_servers_show_the_engine_whose_processes_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where there are several, each makes the configuration again; an engine here is another."""
+    monkeypatch.setenv(plugin._INSTANCE, "of an engine before")
+    sizes = {"parallel_config___api_process_count": 2}
+    first, *servers = (config(**sizes, parallel_config___api_process_rank=n) for n in (-1, 0, 1))
+    other = config(parallel_config___api_process_count=1, parallel_config___api_process_rank=0)
+    for one in (first, *servers, other):
+        configure(one)
+    assert first.instance_id.startswith("abcde-")
+    assert [one.instance_id for one in servers] == [first.instance_id] * 2
+    assert other.instance_id != first.instance_id
+
+
+def test_metrics_of_several_api_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these show is read from files, not from the registry of a process."""
+    client = pytest.importorskip("prometheus_client")
+
+    class OfFiles:
+        def collect(self) -> Iterator[Any]:
+            yield client.metrics_core.GaugeMetricFamily("vllm:other", "", value=1)
+
+    numbers = {field.name: 5 for field in dataclasses.fields(EngineInfo)}
+    one = EngineInfo(**{**cast(Any, numbers), "name": "m", "identity": 7})
+    monkeypatch.setattr(metrics, "engines_in", lambda folder: {"host": [one]})
+    monkeypatch.setattr(metrics, "_identities", {7})
+    registry = client.CollectorRegistry()
+    metrics._add_to(OfFiles)
+    registry.register(OfFiles())
+    lines = client.generate_latest(registry).decode().splitlines()
+    assert lines.count('vmem:used_bytes{device="host",engine="m"} 5.0') == 1
+    assert lines.count("vllm:other 1.0") == 1
 
 
 def test_all_reasons_at_once() -> None:

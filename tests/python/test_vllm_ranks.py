@@ -27,6 +27,7 @@ from pyvmem.ledger.orders import order
 from pyvmem.vllm import channel, reach
 from pyvmem.vllm.channel import LocalRank, RankLost, Ranks, Server, SocketRank, new_address
 from pyvmem.vllm.remote import join_ledgers
+from pyvmem.vllm.worker import ElasticWorker
 
 BLOCKS, SIZE = 64, 64 * 4096
 
@@ -145,6 +146,64 @@ def test_a_server_ends_with_its_memory(folder: Path) -> None:
         time.sleep(0.01)
     assert not any(thread.name == "vmem-rank" for thread in threading.enumerate())
     server.close()
+
+
+def test_a_server_that_is_closed_answers_nobody(folder: Path) -> None:
+    """Nor does a thread of it outlive it, which the process would end in the midst of a call."""
+    one = memory()
+    server = Server(new_address(Settings(ledger=str(folder))), one)
+    rank = SocketRank(server.address)
+    assert rank.total() == one.total()
+    server.close()
+    assert not [t.name for t in threading.enumerate() if t.name in ("vmem-rank", "vmem-peer")]
+    with pytest.raises(RankLost):
+        rank.total()
+    rank.close()
+    one.close()
+
+
+def test_a_rank_here_whose_memory_is_closed_is_lost() -> None:
+    """vLLM ends its workers before the scheduler, whose keeper goes on asking."""
+    one = memory()
+    rank = LocalRank(one)
+    one.close()
+    for name in ("poll", "stats", "fingerprint"):
+        with pytest.raises(RankLost, match=name):
+            rank.ask(name)
+
+
+def test_states_that_vllm_warms_up_with_have_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner V2 of 0.31 on names blocks in a run that is no scheduler's step."""
+    monkeypatch.setenv("VMEM_LEDGER", str(folder))
+    one = memory()
+
+    class Runner:
+        def prepare_dummy_attn(self, input_batch: Any, valid_state_slots: bool = False) -> int:
+            return one.context.stats().mapped_bytes
+
+    class Worker:
+        device = SimpleNamespace(type="cpu")
+        model_runner = Runner()
+
+        def compile_or_warm_up_model(self) -> list[int]:
+            prepare, batch = self.model_runner.prepare_dummy_attn, SimpleNamespace(num_reqs=3)
+            return [prepare(batch), prepare(batch, True), prepare(batch, valid_state_slots=True)]
+
+        def shutdown(self) -> None:
+            """vLLM's."""
+
+    class Elastic(ElasticWorker, Worker):
+        pass
+
+    worker = Elastic()
+    worker._settings, worker._memory = Settings.read(), one
+    blocks = one.geometry.most_bytes(3)
+    assert worker.compile_or_warm_up_model() == [0, blocks, blocks]
+    assert one.context.stats().mapped_bytes == 0
+    assert vars(worker.model_runner) == {}
+    worker.shutdown()
 
 
 # ---- ranks of another machine --------------------------------------------------------------------

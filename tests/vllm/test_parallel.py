@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -115,8 +116,8 @@ def test_two_ranks(
 
 
 @contextmanager
-def ray_cluster(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray on this machine, with two GPUs, as far as it knows.
+def ray_cluster(patch: pytest.MonkeyPatch, machines: int = 1) -> Iterator[Any]:
+    """Ray on this machine, the first of one or two, with two GPUs in all, as far as it knows.
 
     vLLM's platform for CPUs names no resource of Ray's to place workers by.
     """
@@ -132,17 +133,21 @@ def ray_cluster(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(CpuPlatform, "ray_device_key", "GPU")
     patch.setenv("PYTHONPATH", str(ROOT))
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        num_cpus=2,
-        num_gpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        runtime_env={"worker_process_setup_hook": name_one},
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with tempfile.TemporaryDirectory() as folder:  # of a short name: it has sockets
+        patch.setenv("RAY_TMPDIR", folder)  # a node writes there where its cluster is
+        ray.init(
+            "local",
+            num_cpus=2,
+            num_gpus=2 // machines,
+            _node_ip_address=HERE,
+            include_dashboard=False,
+            object_store_memory=100 << 20,
+            runtime_env={"worker_process_setup_hook": name_one},
+        )
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 # ---- two machines --------------------------------------------------------------------------------
@@ -201,6 +206,55 @@ def test_two_machines(
         assert wait_for(lambda: elastic.quota.limit == 8 << 20, 10)
         assert answer(llm, prompts()) == wanted
         os.killpg(node.pid, signal.SIGKILL)
+        with pytest.raises((RuntimeError, TimeoutError)):
+            answer(llm, prompts(seed=1))
+        check_end([other])
+    check_end([ledger])
+
+
+@contextmanager
+def second_machine_of_ray(ray: Any, folder: Path, log: Path) -> Iterator[None]:
+    """Joins the cluster. The processes of its ranks have this environment."""
+    words = ["-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "2", "--num-gpus", "1"]
+    words += ["--address", ray.get_runtime_context().gcs_address, "--node-ip-address", THERE]
+    words += ["--object-store-memory", str(100 << 20)]
+    own = {"VMEM_LEDGER": str(folder), "VLLM_HOST_IP": THERE}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words], env=os.environ | own, stdout=out, stderr=out
+        )
+        try:
+            assert wait_for(lambda: ray.cluster_resources().get("GPU") == 2), log.read_text()
+            yield
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def test_two_machines_of_ray(
+    start: Callable[..., Any],
+    expected: Callable[..., Any],
+    ledger: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by vLLM's own executor of two machines. A rank is killed."""
+    other = tmp_path / "o"
+    other.mkdir(mode=0o700)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("VLLM_HOST_IP", HERE)
+    wanted = expected(MODEL)
+    ways = {"distributed_executor_backend": "ray", **TENSOR}
+    with ExitStack() as stack:
+        ray = stack.enter_context(ray_cluster(monkeypatch, machines=2))
+        stack.enter_context(second_machine_of_ray(ray, other, tmp_path / "node.log"))
+        llm = stack.enter_context(start(MODEL, **ways, **POOL))
+        elastic = elastic_of(llm)
+        there = machine(Settings(ledger=str(other)))
+        assert [one.machine for one in elastic.ranks.ranks] == ["", there]
+        check_ranks(llm, [ledger, other], wanted)
+        (rank,) = engines(other)
+        os.kill(rank.pid, signal.SIGKILL)
         with pytest.raises((RuntimeError, TimeoutError)):
             answer(llm, prompts(seed=1))
         check_end([other])

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import threading
+import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_engine import answer, check, elastic_of, greedy, memory_of, prompts
-from test_server import wait_for
+from test_server import serving, wait_for
 
-from pyvmem.ledger.accounts import Account, Ledger
+from pyvmem.ledger.accounts import Account, EngineInfo, Ledger
 
 MIB = 1 << 20
 PAGE = 64 << 10
@@ -90,3 +96,190 @@ def test_a_foreign_process_takes_the_memory(start: Callable[..., Any]) -> None:
             steps(1)
         assert [found[str(number)] for number in range(len(wanted))] == wanted
         check(llm)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("gemma", {"disable_hybrid_kv_cache_manager": True, "num_gpu_blocks_override": 48}),
+        ("llama", {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 256}),
+    ],
+)
+def test_options_that_change_the_blocks(
+    start: Callable[..., Any], model: str, options: dict[str, Any]
+) -> None:
+    """Fewer than the load could use, so that requests wait."""
+    asked = prompts(count=24)
+    asked = [one for one in asked if len(one["prompt_token_ids"]) < 200]
+    with start(model, **options) as llm:
+        wanted = answer(llm, asked, 40)
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        blocks = pool.num_gpu_blocks
+    with start(model, VMEM_VLLM="1", **options) as llm:
+        assert elastic_of(llm).pool.num_gpu_blocks == blocks
+        assert answer(llm, asked, 40) == wanted
+        assert answer(llm, asked, 40) == wanted
+        assert llm.reset_prefix_cache()
+        elastic_of(llm).settle()
+        check(llm)
+        backing = elastic_of(llm).backing
+        assert backing.mapped_bytes == backing.geometry.first_bytes(1)
+
+
+# ---- servers whose processes are killed ----------------------------------------------------------
+
+
+class Client:
+    """Of a server over HTTP."""
+
+    def __init__(self, port: int) -> None:
+        self._base = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        """Also of a server that does not answer yet: nothing."""
+        try:
+            with urllib.request.urlopen(self._base + path, timeout=60) as said:
+                return str(said.read().decode())
+        except OSError:
+            return ""
+
+    def ask(self, prompt: dict[str, Any], count: int = 20) -> list[int]:
+        """Tokens.
+
+        Raises:
+            OSError: the server refuses, or hangs up.
+            HTTPException: it hangs up.
+        """
+        words = {"model": "m", "prompt": prompt["prompt_token_ids"], "max_tokens": count}
+        words |= {"temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self._base}/v1/completions",
+            json.dumps(words).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as said:
+            text = json.loads(said.read())["choices"][0]["text"]
+        return [int(word.lstrip("t")) for word in text.split()]
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, and theirs."""
+    own = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(one) for one in own.read_text().split()] if own.exists() else []
+    return [*found, *(other for one in found for other in children(one))]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that run; a zombie does not."""
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
+    return [
+        pid
+        for pid, path in stats.items()
+        if path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+    ]
+
+
+def tells_alike(client: Client, log: Path, book: Ledger) -> None:
+    """Both API servers answer, and say on ``/metrics`` what the ledger has, once."""
+
+    def both() -> bool:
+        said = client.get("/metrics")
+        lines = [one for one in said.splitlines() if one.startswith("vmem:used_bytes{")]
+        (used,) = [one.used for one in book.engines() if one.name == "served"]
+        (line,) = lines
+        assert line.startswith('vmem:used_bytes{device="host",engine="served"} ')
+        assert float(line.split()[-1]) == used
+        assert "vllm:" in said
+        told = log.read_text()
+        return all(f"(ApiServer_{one} " in told for one in (0, 1))
+
+    assert wait_for(both, 60), log.read_text()[-4000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ends", ["worker", "core", "server"])
+def test_a_process_of_a_server_is_killed(
+    start: Callable[..., Any],
+    models: Callable[[str], str],
+    ledger: Path,
+    tmp_path: Path,
+    ends: str,
+) -> None:
+    """Under load. The server's others end, as with stock vLLM, and what it had is free at once.
+
+    Another engine with the same memory goes on. One server is started again.
+    """
+    log, asked = tmp_path / "server.log", prompts()
+    two = ends == "worker"  # API servers
+    with ExitStack() as stack:
+        more = ["--api-server-count", "2"] if two else []
+        port, process = stack.enter_context(serving(models, ledger, log, *more))
+        own = {"VMEM_VLLM": "1", "VMEM_NAME": "here", "VMEM_CAPACITY": "16M"}
+        llm = stack.enter_context(start("llama", **own, VMEM_RESERVE="0"))
+        wanted = answer(llm, asked)
+        client = Client(port)
+        assert wait_for(lambda: "m" in client.get("/v1/models"), 400), log.read_text()[-4000:]
+        book = stack.enter_context(Ledger("host", folder=ledger, create=False))
+
+        def engines() -> list[str]:
+            return sorted(one.name for one in book.engines())
+
+        assert [client.ask(one) for one in asked] == wanted
+        assert engines() == ["here", "served"]
+        if two:
+            tells_alike(client, log, book)
+        ended = load(client, asked)
+        assert wait_for(lambda: served(book).in_use > 0, 60)
+        every = [process.pid, *children(process.pid)]
+        core = served(book).pid
+        (worker,) = children(core)
+        pids = {"worker": worker, "core": core, "server": process.pid}
+        os.kill(pids[ends], signal.SIGKILL)
+        assert answer(llm, asked) == wanted
+        ended()
+        process.wait(120)  # the exit status is vLLM's: 0 where its core was killed
+        assert wait_for(lambda: not alive(every), 120), log.read_text()[-4000:]
+        assert engines() == ["here"]
+        with_all = book.join("all", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB)
+        assert with_all.room() == 16 * MIB - elastic_of(llm).backing.mapped_bytes
+        with_all.close()
+        if ends == "server":
+            port, _ = stack.enter_context(serving(models, ledger, log))
+            client = Client(port)
+            assert wait_for(lambda: "m" in client.get("/v1/models"), 400), log.read_text()[-4000:]
+            assert [client.ask(one) for one in asked] == wanted
+            assert engines() == ["here", "served"]
+            assert len(list(ledger.glob("*.sock"))) == 2  # those of the killed ranks are gone
+        assert answer(llm, asked) == wanted
+        check(llm)
+
+
+def served(book: Ledger) -> EngineInfo:
+    (found,) = [one for one in book.engines() if one.name == "served"]
+    return found
+
+
+def load(client: Client, asked: list[dict[str, Any]]) -> Callable[[], None]:
+    """Asks again and again until the server ends; what it returns waits for that."""
+    refused: list[Exception] = []
+
+    def go_on() -> None:
+        while True:
+            try:
+                for one in asked:
+                    client.ask(one, 200)
+            except (OSError, HTTPException) as error:
+                refused.append(error)
+                return
+
+    threads = [threading.Thread(target=go_on, daemon=True) for _ in range(4)]
+    for one in threads:
+        one.start()
+
+    def ended() -> None:
+        for one in threads:
+            one.join(120)
+        assert len(refused) == len(threads)
+
+    return ended

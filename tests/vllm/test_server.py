@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture
-def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
+@contextmanager
+def serving(
+    models: Callable[[str], str], ledger: Path, log: Path, *more: str
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """The port and the process of a server over the model llama."""
     port = free_port()
     settings = {
@@ -54,20 +57,18 @@ def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterat
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "PYTHONPATH": str(ROOT),
     }
-    # What `vllm serve` runs; the command itself looks for a package of the name vllm.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", models("llama")]
+    words = [sys.executable, str(Path(__file__).with_name("served.py")), "--model", models("llama")]
     words += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--distributed-executor-backend", "mp"]  # a worker in a process of its own
     words += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(256 * MIB), "--max-model-len", "512"]
-    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0"]
-    log = tmp_path / "server.log"
+    words += ["--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--seed", "0", *more]
     with log.open("w") as out:
         process = subprocess.Popen(
             words, env=os.environ | settings, stdout=out, stderr=out, start_new_session=True
         )
         try:
-            yield port, process, log
+            yield port, process
         finally:
             process.terminate()
             try:
@@ -75,6 +76,13 @@ def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterat
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+@pytest.fixture
+def server(models: Callable[[str], str], ledger: Path, tmp_path: Path) -> Iterator[Any]:
+    log = tmp_path / "server.log"
+    with serving(models, ledger, log) as (port, process):
+        yield port, process, log
 
 
 def test_served_over_http(server: Any, start: Callable[..., Any], ledger: Path) -> None:

