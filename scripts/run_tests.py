@@ -198,7 +198,6 @@ def lint(session: Session) -> None:
         [VENV / "shellcheck", *scripts],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
-        [PYTHON, ROOT / "scripts" / "completion.py", "--check"],
         [PYTHON, ROOT / "scripts" / "check_text.py"],
     ]
     failed = []

@@ -205,7 +205,7 @@ def test_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_completion_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
-    """Completes as bash does; lint compares the other shells' files with the parsers."""
+    """Completes as bash does."""
     assert cli.main(["completion", "bash"]) == 0
     ask = (
         'COMP_WORDS=({words} "{last}"); COMP_CWORD={number}; COMPREPLY=(); _shtab_vmem; '
@@ -219,7 +219,7 @@ def test_completion_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stdout.splitlines() == ["selftest serve-demo", "--sort", "mapped"]
 
 
-@pytest.mark.parametrize("shell", completion.FILES)
+@pytest.mark.parametrize("shell", completion.SHELLS)
 def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
     text = capsys.readouterr().out
