@@ -95,15 +95,15 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint
 /*
  * Finds the slots that the last scan named, and whose pages end within `ahead` rows after those that are held.
  * `found` gets them and `needs` the rows that each is to have pages for, as long as they lack no more than `room`
- * pages together. Slots that are not plain are left out, unless pages may be `large`, which makes slots so.
+ * pages together. Slots that are not plain are left out.
  *
  * Returns how many there are.
  */
 uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
-                     const uint64_t *held, uint64_t ahead, uint64_t room, int large, uint64_t *needs, uint32_t *found) {
+                     const uint64_t *held, uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < slots; i++) {
-    if (!columns->named[i] || !(large ? columns->active[i] : columns->plain[i])) continue;
+    if (!columns->named[i] || !columns->plain[i]) continue;
     uint64_t rows = smaller(held[i] + ahead, place->max_rows), mapped = columns->mapped[i];
     uint64_t bytes = smaller(rows + place->overread, place->max_rows) * place->row_bytes;
     if (bytes <= mapped * place->page_size || mapped != columns->granted[i]) continue;
@@ -143,6 +143,9 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
     uint64_t mapped = growth->mapped[i];
+    growth->whole[i] = columns->whole[slot];
+    if (place->block && (ceil_div(mapped, place->block) + 1) * place->block <= growth->goal[i])
+      growth->whole[i] = growth->goal[i] / place->block * place->block;
     if (growth->goal[i] <= mapped) {
       growth->goal[i] = mapped;
       continue;
@@ -161,6 +164,13 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   return 0;
 }
 
+/* Pages of a slot that can be unmapped: those not granted, without the rest of a large entry that is begun. */
+static uint64_t surplus_of(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slot) {
+  uint64_t granted = columns->granted[slot];
+  if (granted < columns->whole[slot]) granted = ceil_div(granted, place->block) * place->block;
+  return columns->mapped[slot] - granted;
+}
+
 /* Notes that a planned growth is mapped and granted. */
 static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
                    const struct pyvmem_growth *growth) {
@@ -171,9 +181,11 @@ static void commit(const struct pyvmem_place *place, struct pyvmem_columns *colu
       columns->calls[slot] = before ? columns->calls[slot] + 1 : 1;
       columns->joined[slot] = smaller(columns->joined[slot], before);
     }
-    columns->surplus += growth->goal[i] - growth->pages[i] - (before - columns->granted[slot]);
+    columns->surplus -= surplus_of(place, columns, slot);
     columns->mapped[slot] = growth->goal[i];
     columns->granted[slot] = growth->pages[i];
+    columns->whole[slot] = growth->whole[i];
+    columns->surplus += surplus_of(place, columns, slot);
     columns->capacity[slot] = place->fixed || rows >= place->max_rows ? place->max_rows : rows - place->overread;
   }
 }

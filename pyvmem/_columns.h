@@ -29,6 +29,7 @@ struct pyvmem_place {
   uint64_t guard;    /* further rows mapped after the length that a prefill ends at */
   uint64_t prefill;  /* a step that adds more rows than this is a prefill */
   uint64_t fixed;    /* pages of every request, whatever its length; 0: as many as its rows need */
+  uint64_t block;    /* pages of a large entry of the GPU's page tables, where slots have some; else 0 */
   uint32_t op_flags; /* of the POPULATE of new pages */
   uint32_t reserved;
 };
@@ -38,12 +39,13 @@ struct pyvmem_columns {
   uint64_t *mapped;   /* the slot's pages, as in slots.py */
   uint64_t *granted;
   uint64_t *head;
+  uint64_t *whole;  /* pages below may lie in large entries */
   uint64_t *calls;  /* map calls since the slot's pages were last one piece for each run */
   uint64_t *joined; /* pages that are */
   uint8_t *active;  /* 1: a request's */
   uint8_t *plain;   /* 1: and growing it takes a map call and nothing else */
   uint8_t *named;   /* 1: the last scan asked for rows of it */
-  uint64_t surplus; /* pages of plain slots that are mapped and not granted */
+  uint64_t surplus; /* pages of plain slots that can be unmapped while their owners' work runs */
 };
 
 struct pyvmem_wait { /* when it began */
@@ -57,6 +59,7 @@ struct pyvmem_growth {
   uint64_t *goal;   /* mapped afterwards, at least `pages` */
   uint64_t *mapped; /* before */
   uint64_t *head;
+  uint64_t *whole; /* afterwards; see struct pyvmem_columns */
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */
@@ -85,7 +88,7 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
 uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
                       const uint64_t *head, uint64_t *goals);
 uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
-                     const uint64_t *held, uint64_t ahead, uint64_t room, int large, uint64_t *needs, uint32_t *found);
+                     const uint64_t *held, uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found);
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops);
 void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint64_t *slot, const uint64_t *low,

@@ -115,7 +115,6 @@ _METRICS = (
         _of(
             ahead="ahead_pages",
             shared="shared_pages",
-            large="large_pages",
             moving="moving_pages",
             prefix="prefix_pages",
             host="host_pages",
@@ -151,6 +150,13 @@ _METRICS = (
     _Metric("prefix_tokens", "gauge", "Tokens recorded.", "", _one("prefix_tokens")),
     _Metric("segments", "gauge", "Pieces of mappings in the cache.", "", _one("segments")),
     _Metric("mappings", "gauge", "Driver mappings of the context.", "", _one("mappings")),
+    _Metric(
+        "large_entries",
+        "gauge",
+        "Entries of 2 MiB of the GPU's page tables in the context.",
+        "",
+        _one("large_entries"),
+    ),
     _Metric(
         "steps",
         "counter",

@@ -63,6 +63,7 @@ class Grown(NamedTuple):
         slots: their numbers.
         mapped: pages per tensor before the growth.
         goals, pages: mapped and granted pages per tensor after it.
+        whole: as in `kvcache.slots`, after it.
         ops: operations written.
         added: pages per tensor that it maps, over all slots.
         reused: pages per tensor that it grants and that were mapped already.
@@ -73,6 +74,7 @@ class Grown(NamedTuple):
     mapped: list[int]
     goals: list[int]
     pages: list[int]
+    whole: list[int]
     ops: int
     added: int
     reused: int
@@ -86,7 +88,7 @@ class Columns:
         held: rows that each slot holds. `scan` never writes into the array that is here.
         needs: rows that the last `scan` wanted pages for, a prefill's over-read rows included.
         capacity: rows that each slot has pages for.
-        mapped, granted, head: as in `kvcache.slots`; `file` writes them.
+        mapped, granted, head, whole: as in `kvcache.slots`; `file` writes them.
         calls, joined: as in `kvcache.runs.Runs`.
         active: 1 where a slot is a request's; `file` writes it.
         plain: 1 where growing the slot takes a map call and nothing else; `file` writes it.
@@ -98,7 +100,7 @@ class Columns:
     __slots__ = (
         *("_at", "_beyond", "_growth", "_keep", "_needs", "_rows", "_total"),
         *("active", "calls", "capacity", "granted", "head", "held", "joined", "mapped", "needs"),
-        *("named", "place", "plain", "runs"),
+        *("named", "place", "plain", "runs", "whole"),
     )
 
     def __init__(self, count: int) -> None:
@@ -107,6 +109,7 @@ class Columns:
 
         self.capacity, self.mapped, self.granted = column(), column(), column()
         self.head, self.calls, self.joined = column(), column(), column()
+        self.whole = column()
         self.active, self.plain = bytearray(count), bytearray(count)
         self.named = bytearray(count)
         self.needs, first, second = column(), column(), column()
@@ -118,12 +121,12 @@ class Columns:
         self._keep: list[Any] = []
         self._at: Any = ffi.new("struct pyvmem_columns *")
         for name in (
-            *("capacity", "mapped", "granted", "head", "calls", "joined"),
+            *("capacity", "mapped", "granted", "head", "whole", "calls", "joined"),
             *("active", "plain", "named"),
         ):
             self._point(self._at, name, _pointer(getattr(self, name)))
         self._growth: Any = ffi.new("struct pyvmem_growth *")
-        for name in ("pages", "goal", "mapped", "head"):
+        for name in ("pages", "goal", "mapped", "head", "whole"):
             self._point(self._growth, name, ffi.new("uint64_t[]", count))
         self._beyond: Any = ffi.new("uint32_t[]", count + 1)
         self._growth.slot = self._beyond
@@ -166,19 +169,18 @@ class Columns:
         places: list[int] = ffi.unpack(self._beyond, found) if found else []
         return first if swap else second, self._total[0], places
 
-    def near(self, ahead: int, room: int, *, large: bool) -> list[int]:
+    def near(self, ahead: int, room: int) -> list[int]:
         """The slots whose pages end within `ahead` rows after those that they hold, for `plan`.
 
         Args:
             ahead: rows.
             room: pages per tensor that they may lack together.
-            large: slots that are not plain, too.
         """
         (first, at_first), (_, at_second) = self._rows
         held = at_first if self.held is first else at_second
         count = len(self.capacity)
         found = lib.pyvmem_near(
-            self.place, self._at, count, held, ahead, room, large, self._needs, self._beyond
+            self.place, self._at, count, held, ahead, room, self._needs, self._beyond
         )
         self._growth.count = found
         return ffi.unpack(self._beyond, found) if found else []
@@ -201,6 +203,7 @@ class Columns:
             unpack(growth.mapped, count),
             unpack(growth.goal, count),
             unpack(growth.pages, count),
+            unpack(growth.whole, count),
             growth.ops,
             growth.added,
             growth.reused,
@@ -225,19 +228,22 @@ class Columns:
 
     @property
     def surplus(self) -> int:
-        """Pages per tensor of plain slots that are mapped and not granted."""
+        """Pages per tensor of plain slots that can be unmapped while their owners' work runs."""
         return int(self._at.surplus)
 
-    def file(self, fields: Iterable[tuple[int, int, int, int, bool, bool]]) -> None:
-        """Writes slots into the arrays: index, mapped, granted, head, active and plain of each."""
-        surplus = 0
-        for index, mapped, granted, head, active, plain in fields:
+    def file(self, fields: Iterable[tuple[int, int, int, int, int, bool, bool]]) -> None:
+        """Writes slots into the arrays: index, mapped, granted, head, whole, active and plain."""
+        surplus, block = 0, self.place.block
+        for index, mapped, granted, head, whole, active, plain in fields:
             if self.plain[index]:
-                surplus -= self.mapped[index] - self.granted[index]
+                firm = self.granted[index]
+                firm += -firm % block if firm < self.whole[index] else 0
+                surplus -= self.mapped[index] - firm
             if plain:
-                surplus += mapped - granted
+                firm = granted + -granted % block if granted < whole else granted
+                surplus += mapped - firm
             self.mapped[index], self.granted[index], self.head[index] = mapped, granted, head
-            self.active[index], self.plain[index] = active, plain
+            self.whole[index], self.active[index], self.plain[index] = whole, active, plain
         if surplus:
             self._at.surplus += surplus
 

@@ -37,14 +37,12 @@ from pyvmem.layouts import (
 from pyvmem.memory.context import Context
 from pyvmem.memory.info import ContextInfo
 from pyvmem.models.hf_config import dtype_of, longest_of
-from pyvmem.models.shapes import DTYPE_BYTES, Shape, classes_of
-from pyvmem.plumbing.validation import bounded, expect, invalid, real, switched
+from pyvmem.models.shapes import DTYPE_BYTES, Shape
+from pyvmem.plumbing.validation import bounded, expect, invalid, real
 
 __all__ = ["Model", "Policy", "advised", "make_cache"]
 
-_LARGE = 2 << 20
 _WORKLOAD = 200  # synthetic requests; advising on them takes 15 ms
-_MIN_LARGE = 4  # with fewer large pages in a full slot's tensor, promotion is not worth while
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,6 @@ class Policy:
             Above 0, at most 1.
         page_size: bytes; 0: as advised.
         layers_per_tensor: `KVCacheConfig.group_size`; 0: as advised.
-        promote: requests whose rows fill 2 MiB pages get them, where the back end has them and a
-            slot is long enough to gain; not in layers with a window.
         ahead_tokens: `KVCacheConfig.ahead_tokens`.
         options: further fields of `KVCacheConfig`, which win over all of the above.
     """
@@ -127,7 +123,6 @@ class Policy:
     memory_share: float = 0.8
     page_size: int = 0
     layers_per_tensor: int = 0
-    promote: bool = True
     ahead_tokens: int = AHEAD_TOKENS
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -142,12 +137,10 @@ class Policy:
         ):
             number = bounded(name, getattr(self, name), int(name == "max_batch"), high, op="Policy")
             object.__setattr__(self, name, number)
-        object.__setattr__(self, "promote", switched("promote", self.promote, op="Policy"))
         expect("options", self.options, Mapping)
         share = real("memory_share", self.memory_share, 1, positive=True, op="Policy")
         object.__setattr__(self, "memory_share", share)
-        # Layers that `promote` gives large pages.
-        policy_of({"large_page_size": _LARGE, **self.options})
+        policy_of(self.options)
 
 
 def advised(model: Model, policy: Policy, info: ContextInfo, memory: int) -> Advice:
@@ -218,30 +211,4 @@ def make_cache(model: Model, policy: Policy, backend: str = "auto", device: Any 
     }
     best = advised(model, policy, info, memory).best.choice
     values |= {"group_size": best.group_size, "page_size": best.page_size, **policy.options}
-    if policy.promote and "large_page_size" not in policy.options:
-        values = _promotion(model, values, info) | values
     return cache_of(model.layers, backend=info.backend, device=device, **values)
-
-
-def _promotion(model: Model, values: Mapping[str, Any], info: ContextInfo) -> dict[str, int]:
-    """Options that enable large pages, if the back end has them and a full slot fills some; else
-    none.
-
-    Sparse slots are left as they are, and so are layers with a window, which would give their rows
-    back in such pieces.
-    """
-    item = DTYPE_BYTES[str(values["dtype"]).removeprefix("torch.")]
-    rows = [
-        values["group_size"] * kind.num_kv_heads * kind.head_dim * item
-        for kind in classes_of(model.layers)[0]
-        if not kind.window and not kind.state
-    ]
-    longest = max(rows, default=0)
-    if (
-        _LARGE not in info.page_sizes
-        or values["page_size"] >= _LARGE
-        or values["max_seq_len"] * longest < _MIN_LARGE * _LARGE
-        or values.get("sparse")
-    ):
-        return {}
-    return {"large_page_size": _LARGE, "promote_tokens": 2 * _LARGE // longest}

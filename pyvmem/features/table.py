@@ -122,10 +122,10 @@ FEATURES: tuple[Feature, ...] = (
         "KVCacheConfig(group_size=, page_size=), vmem layouts",
     ),
     Feature(
-        "mixed_pages",
-        "Mixed sizes: full parts in large pages, the tail in small ones; promotion",
+        "large_entries",
+        "Page-table entries of 2 MB over pages of 64 KB, split and joined in place",
         "vmem",
-        "KVCacheConfig(large_page_size=, promote_tokens=), promote",
+        "KVCache, promote; Context(large_entries=True)",
         page_sizes=(64 * _KB, 2 * _MB),
     ),
     HOST_PAGES,

@@ -485,7 +485,11 @@ class Share:
     def unsettled(self, *, promoting: bool = True) -> int:
         """Bytes above their floors that the other caches would give back after a wait."""
         return sum(
-            min(one.pager.unsettled({}, promoting=promoting) * one.layout.page_size, one._excess())
+            min(
+                (one.pager.unsettled({}, promoting=promoting) - one.pager.loose({}) * promoting)
+                * one.layout.page_size,
+                one._excess(),
+            )
             for one in self._rest()
         )
 
@@ -518,7 +522,7 @@ class Share:
                     continue
                 missing = nbytes - self.returning()
                 columns = min(slot.spare, one._excess() // column, -(-missing // column))
-                if not slot.spare:  # a large page that its owner partly uses
+                if not slot.spare:  # all of it is of an entry that its owner partly uses
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break

@@ -115,9 +115,8 @@ class GroupView:
     @property
     def safe_overread(self) -> bool:
         """See `KVCache.safe_overread`."""
-        caps, layout = self.context.info.caps, self.layout
-        small = layout.page_size < 2 << 20 and not layout.large_pages
-        one_step = small or Caps.ONE_CALL in caps
+        caps = self.context.info.caps
+        one_step = self.layout.page_size < 2 << 20 or Caps.ONE_CALL in caps
         return self.config.sparse and Caps.SPARSE_ATOMIC in caps and one_step
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
@@ -553,7 +552,7 @@ class KVCache(MustClose):
 
         Raises:
             InvalidArgument: bad tokens or namespace, or a reqid that is not taken.
-            NotSupported: as `fork`; layers have a window and `large_page_size`.
+            NotSupported: as `fork`.
             TooManyMappings: read-only pages need more mappings than the context has left; nothing
                 changed. `free_reqid` with the tokens needs none.
             NotRecoverable, VMemError: as `fork`.
@@ -767,29 +766,33 @@ class KVCache(MustClose):
     # ---- where pages lie -------------------------------------------------------------------------
 
     def promote(self, reqid: int, wait: bool = False, stream: Any = None) -> int:
-        """Gives the full parts of a request large pages; its addresses and rows stay as they are.
+        """Puts the full blocks of 2 MiB of a request under entries of that size.
 
-        For requests that grew in small pages; a prefill gets large pages at once. Parts whose pages
-        are one physical run are remapped in one piece; the others are copied in the background,
-        after the work on `stream` so far, while the GPU keeps reading the old ones. Once the copies
-        are done, the next `step` replaces the pages: it waits for the work on its stream, since no
-        work may touch them at that moment. Shared pages, and parts for which memory is short, stay
-        as they are.
+        For requests that grew page by page; a prefill has such entries at once, and in a cache of
+        more than 8 GiB every `step` does this for the requests that it lengthens. Addresses and
+        rows stay as they are. The next `step` joins blocks whose pages are neighbours in memory.
+        Blocks for which that was not enough are copied in the background by a later call, after the
+        work on `stream` so far, while the GPU keeps reading the old pages, and put in their place
+        by the `step` after that. Such a `step` waits for the work on its stream, since no work may
+        touch the pages at that moment. Shared pages, and blocks for which memory is short, stay as
+        they are.
 
         Args:
             reqid: the request. The work that writes its rows must have been launched, and no row of
-                a full part may be written again while `SlotInfo.moving_pages` is not 0.
+                a full block may be written again while `SlotInfo.moving_pages` is not 0.
             wait: wait in this call until all of that is done.
             stream: as in `free_reqid`.
 
         Returns:
-            The parts, of `large_page_size` bytes in every tensor, that are under way or done.
+            The blocks, of 2 MiB in every tensor, that are under way or done.
 
         Raises:
-            InvalidArgument: no such reqid, not taken, or the cache has no `large_page_size`.
+            InvalidArgument: no such reqid, not taken, or no slot has such a block: it is shorter,
+                the context has no large entries (`Caps.LARGE_ENTRIES`), or all layers have a window
+                or a state.
             NotRecoverable: undoing failed, and the text names the reqid that must be freed.
             VMemError: the driver failed; nothing changed, except that where layers differ, those of
-                some shapes may have large pages now. In the background: the next `step` raises it.
+                some shapes may have large entries now. In the background the next `step` raises it.
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
@@ -1145,8 +1148,7 @@ class KVCache(MustClose):
         """Whether unmapped rows read as zeros, even while memory grows concurrently.
 
         With `KVCacheConfig.sparse` and a back end on which a page replaces the zeros in one step
-        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``. With large pages only on ``uvm``, where
-        they also replace small ones in one step.
+        (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
         """
         return all(view.safe_overread for view in self.caches)
 
@@ -1270,8 +1272,7 @@ class LayeredCache(KVCache):
         device: as for `KVCache`.
         budget: memory to share with other caches of its context; None: one of `memory_limit`.
         **policy: fields of `KVCacheConfig` that `LayerShape` does not have, for all groups.
-            `group_size` divides the layers of each class. Only classes that keep the rows of all
-            tokens use large pages: a window would release its rows in pieces of that size.
+            `group_size` divides the layers of each class.
 
     Attributes:
         layers: as given.
@@ -1299,12 +1300,8 @@ class LayeredCache(KVCache):
             raise invalid("a LayeredCache needs at least one layer that keeps something")
         whole = policy_of(policy)
         policy = {**policy, "memory_limit": 0, "memory_floor": 0, "max_mappings": 0}
-        small = {**policy, "large_page_size": 0, "promote_tokens": 0}
         configs = [
-            KVCacheConfig(
-                num_layers=count,
-                **{**(small if kind.window or kind.state else policy), **kind.fields()},
-            )
+            KVCacheConfig(num_layers=count, **{**policy, **kind.fields()})
             for kind, count in counts.items()
         ]
         self._begin(Manager("LayeredCache", whole, configs, context, backend, device, budget))

@@ -52,8 +52,6 @@ _BOUNDS = {
     "max_seq_len": (1, LONGEST),
     "group_size": (1, 1 << 14),
     "page_size": (0, 1 << 30),
-    "large_page_size": (0, 1 << 30),
-    "promote_tokens": (0, 1 << 30),
     "memory_limit": (0, MOST_BYTES),
     "memory_floor": (0, MOST_BYTES),
     "host_limit": (0, MOST_BYTES),
@@ -90,21 +88,13 @@ class KVCacheConfig:
             (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
             prefix.
         window_tile: rows before the window that stay mapped: the most that a kernel reads there,
-            since it reads whole tiles, and the most tokens that an engine may take back. Background
-            promotion (`promote_tokens`) leaves this many of the last rows alone.
+            since it reads whole tiles, and the most tokens that an engine may take back. What
+            `step` joins (`KVCache.promote`) leaves this many of the last rows alone.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, the most requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
         page_size: bytes of a page, a power of two; 0 takes the context's granule. Pages below
             2 MiB slow attention on a full card, see `group_size`.
-        large_page_size: size in bytes of the pages that back whole aligned parts of a growing
-            request, and that `KVCache.promote` makes out of small ones; the rest uses `page_size`.
-            A power of two above `page_size`, such as 2 MiB: fewer driver calls, and one GPU
-            page-table entry each (on ``uvm`` not with `sparse`). Where none is available, small
-            pages take its place. 0: small pages only. A large page is shared and given back as a
-            whole.
-        promote_tokens: requests with more tokens than this get large pages for their full parts in
-            the background; 0: only when `KVCache.promote` is called.
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
             ``group_size * num_kv_heads * head_dim`` elements. In a cache of more than 8 GiB, layers
@@ -140,8 +130,8 @@ class KVCacheConfig:
             reads whole tiles in decoding as well.
         sparse: reads of unmapped rows return zeros, where the back end can do that
             (`pyvmem.Caps.SPARSE`). Writes there fault (host) or are dropped (GPU). A kernel may
-            read past the mapped rows while memory grows only with `pyvmem.Caps.SPARSE_ATOMIC`, and
-            with large pages on ``uvm`` alone (`KVCache.safe_overread`); elsewhere a page is invalid
+            read past the mapped rows while memory grows only with `pyvmem.Caps.SPARSE_ATOMIC`
+            (`KVCache.safe_overread`); elsewhere a page is invalid
             for a moment while it is being mapped, and a read of it kills the process's context.
         packed_slots: place slots without gaps, so that every tensor is contiguous
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
@@ -212,8 +202,6 @@ class KVCacheConfig:
     tensors_per_layer: int = 2
     window: int = 0
     window_tile: int = 192
-    large_page_size: int = 0
-    promote_tokens: int = 0
     host_limit: int = 0
     peer_limit: int = 0
     growth_fraction: float = 1 / 16
@@ -238,12 +226,8 @@ class KVCacheConfig:
             object.__setattr__(self, name, switched(name, getattr(self, name)))
         if self.idle_compact is not None:
             object.__setattr__(self, "idle_compact", switched("idle_compact", self.idle_compact))
-        for name in ("page_size", "large_page_size"):
-            size = getattr(self, name)
-            if size & (size - 1):
-                raise invalid(f"{name} {size} is not a power of two", size=size)
-        if self.promote_tokens and not self.large_page_size:
-            raise invalid(f"promote_tokens {self.promote_tokens} without a large_page_size")
+        if self.page_size & (self.page_size - 1):
+            raise invalid(f"page_size {self.page_size} is not a power of two", size=self.page_size)
         if self.state and (self.window or self.tensors_per_layer != 1):
             raise invalid(
                 f"state with a window of {self.window} and {self.tensors_per_layer} tensors a "

@@ -54,7 +54,7 @@ from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.group import Group, open_context
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixEvicted, PrefixMatch
@@ -386,21 +386,16 @@ class ParallelKVCache(MustClose):
         self._cache: KVCache | None = None
         if getattr(config, "idle_seconds", 0):
             raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
-        if getattr(config, "large_page_size", 0):
-            raise invalid(
-                "large_page_size: what a rank can reclaim of large pages depends on when its "
-                "background is done; it must be 0 with several ranks"
-            )
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._ranks = ranks = Ranks(group, device_ordinal(device))
         page = pages = 0
         failure = None
         try:
-            self._own = Context(
+            self._own = open_context(
+                [config],
                 backend,
                 device=device,
-                granule=config.page_size,
                 pool_high=KEEP_ALL,
                 max_mappings=config.max_mappings,
             )

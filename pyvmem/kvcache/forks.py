@@ -42,7 +42,7 @@ class _Fork:
         low: the end of what it shares already.
         new_pages: physical pages that the rows after the shared pages need.
         nbytes: of the rows, per tensor, that each slot begins with.
-        full: the parent's pages up to here are shared from now on; no large page is split.
+        full: the parent's pages up to here are shared from now on.
         pages: where each slot's pages end.
         slots: without a page.
         own: handles to the parent's pages that become shared.
@@ -73,7 +73,7 @@ class _Fork:
         self.whole = sharing.handles(parent, parent.head, self.full) if many else []
         return len(self.own) + len(self.slots) * (max(_FEW_PARTS, len(self.whole)) + 3)
 
-    def add(self, ops: OpBatch, room: int | None, *, ahead: bool, large: bool) -> None:
+    def add(self, ops: OpBatch, room: int | None, *, ahead: bool) -> None:
         """Adds to a batch, and writes what it changes into the records.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
@@ -83,7 +83,6 @@ class _Fork:
             ops: the batch.
             room: bytes that are free in the budget, if that is known.
             ahead: map more pages than these rows need, where requests grow by runs.
-            large: new pages are large where large ones fit.
         """
         group, parent, slots = self.group, self.parent, self.slots
         full, pages, head, low = self.full, self.pages, parent.head, self.low
@@ -105,8 +104,7 @@ class _Fork:
         if group.window is not None:
             group.window.follow(slots, parent)
         if pages > full:
-            nbytes = self.nbytes
-            pager.copy_tail(ops, self.job, full, self.goals, parent, nbytes, large=large)
+            pager.copy_tail(ops, self.job, full, self.goals, parent, self.nbytes)
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
         """Retires the slots whose undo failed; returns what to raise."""
@@ -192,10 +190,10 @@ def fork_all(
 
 def _fork(parts: Sequence[_Fork]) -> bool:
     """Runs the batch, with less than it would map at best where it must; False: memory is short."""
-    ahead = large = True
+    ahead = True
     while True:
         try:
-            _run(parts, ahead=ahead, large=large)
+            _run(parts, ahead=ahead)
             return True
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if ahead:  # perhaps it wanted more than it must have
@@ -203,9 +201,6 @@ def _fork(parts: Sequence[_Fork]) -> bool:
                 continue
             if parts[0].group.table.lockstep:
                 raise
-            if large and isinstance(error, OutOfMemory):
-                large = False  # small pages may fit where no large one does
-                continue
             out_of_mappings = isinstance(error, TooManyMappings)
             made = [_make_room(part, out_of_mappings=out_of_mappings) for part in parts]
             if not any(made):
@@ -222,7 +217,7 @@ def _make_room(part: _Fork, *, out_of_mappings: bool) -> bool:
     return pages > 0 and group.reclaimer.make_room(pages, {})
 
 
-def _run(parts: Sequence[_Fork], *, ahead: bool, large: bool) -> None:
+def _run(parts: Sequence[_Fork], *, ahead: bool) -> None:
     """Takes the slots and runs the batch; on failure nothing changed.
 
     Raises:
@@ -237,7 +232,7 @@ def _run(parts: Sequence[_Fork], *, ahead: bool, large: bool) -> None:
     try:
         with first.mapper.transaction() as change:
             for part in parts:
-                part.add(ops, room, ahead=ahead, large=large)
+                part.add(ops, room, ahead=ahead)
                 if room is not None and part.job is not None:
                     room -= part.job.new_pages * part.group.layout.page_size
             if parts[0].pages:
@@ -256,8 +251,6 @@ def _forked(group: Group, parent: Slot, rows: int) -> tuple[int, int, int]:
     nbytes = layout.bytes_for(rows)
     # A state is written again with every token, and cannot be shared.
     full = 0 if layout.state else nbytes // layout.page_size
-    if parent.places.noted:
-        full = parent.places.floor(full)
     return nbytes, full, layout.pages_for(rows)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyvmem._native import Outcome
 from pyvmem.errors import (
     NotRecoverable,
+    NotSupported,
     OutOfMemory,
     TooManyBatches,
     VMemError,
@@ -24,26 +25,27 @@ from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
-from pyvmem.kvcache.growth import Pager, Source
+from pyvmem.kvcache.growth import Pager
 from pyvmem.kvcache.journal import Journal, put
-from pyvmem.kvcache.layout import Layout
+from pyvmem.kvcache.layout import BLOCK_BYTES, Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.migration import Mover, Promoter
-from pyvmem.kvcache.pages import Block, Span
+from pyvmem.kvcache.pages import DEVICE, Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
 from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.kvcache.window import Window
 from pyvmem.memory.context import Context
+from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.reservation import Reservation
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.budget import Budget
 
-__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "pool_low"]
+__all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool_low"]
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
@@ -75,11 +77,8 @@ def make_parts(
     """Reserves the addresses; the journal frees them if no group is made."""
     info = context.info
     page_size = config.page_size or info.granule
-    large = config.large_page_size
     require_page_size(info, page_size)
-    if large:
-        require_page_size(info, large, "large_page_size")
-    layout = Layout(config, page_size)
+    layout = Layout(config, page_size, Caps.LARGE_ENTRIES in info.caps)
     cuda_device = context.cuda_device
     limit = _limit_pages(config, layout, context, budget)
     if config.sparse:
@@ -91,10 +90,25 @@ def make_parts(
         layout.total_bytes,
         into=reservation,
         sparse=config.sparse,
-        align=max(page_size, large, 2 << 20),
-        large=bool(large),
+        align=max(page_size, BLOCK_BYTES),
     )
     return Parts(context, layout, reservation, limit, cuda_device)
+
+
+def open_context(configs: Sequence[KVCacheConfig], backend: str, **options: Any) -> Context:
+    """A context for groups of layers: with entries of 2 MiB for small pages, where that can be.
+
+    Args:
+        configs: of the groups.
+        backend: its name.
+        options: of the context.
+    """
+    page_size = configs[0].page_size
+    packed = [one for one in configs if one.packed_slots and not one.state]
+    if not any(one.max_seq_len * one.row_bytes % BLOCK_BYTES for one in packed):
+        with suppress(NotSupported):  # a back end without them, if it is nothing else
+            return Context(backend, granule=page_size, large_entries=True, **options)
+    return Context(backend, granule=page_size, **options)
 
 
 def pool_low(config: KVCacheConfig) -> int:
@@ -137,7 +151,7 @@ class Group:
         mover: replaces pages at the same addresses.
         prefixes: recorded ones, of this group and others with the same requests.
         place: the group's place among these.
-        promoter: None: there are no large pages, or the rows are rewritten all the time.
+        promoter: None: no slot has a block of 2 MiB, or none that stays as it is.
         window: what slides; None: every row is kept.
         reclaim_due: `reclaim_idle` is to be called by the next step.
         unprepared: `prepare` is.
@@ -164,7 +178,8 @@ class Group:
         self.layout = layout = parts.layout
         self.device = parts.cuda_device
         self.counters = Counters(parts.context)
-        self.table = table(config.max_batch, journal, parts.reservation.addr, layout.slot_bytes)
+        base, stride = parts.reservation.addr, layout.slot_bytes
+        self.table = table(config.max_batch, journal, base, stride, layout.block)
         self.reclaimer = Reclaimer(
             self.mapper,
             layout,
@@ -174,13 +189,12 @@ class Group:
             self.counters,
             prefixes.of(place),
         )
-        large = layout.large_pages * layout.page_size
-        self.scratch = Scratch(self.mapper, max(large, layout.page_size))
+        self.scratch = Scratch(self.mapper, layout.page_size)
         self.mover = Mover(self.reclaimer, self.scratch, parts.cuda_device)
         self.pager = Pager(self.reclaimer, self.mover, config, parts.cuda_device, ops)
         self.sharing = Sharing(self.pager, config)
         self.promoter = self.window = None
-        if layout.large_pages and not layout.state:
+        if layout.block and not (layout.state or config.window):
             self.promoter = Promoter(self.reclaimer, self.mover, config)
         if config.window:
             release = self.pager.release
@@ -423,7 +437,7 @@ class Group:
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """The owner's unshared pages [low, high) outside the device."""
         stretches = slot.places.stretches(slot.shared, slot.granted)
-        return [(low, high) for low, high, kind in stretches if kind.away]
+        return [(low, high) for low, high, tier in stretches if tier != DEVICE]
 
     def _bytes_away(self, slot: Slot) -> int:
         """Bytes per tensor of a request's rows there: its last page may be only partly filled."""
@@ -462,54 +476,6 @@ class Group:
             with suppress(VMemError):
                 self.pager.release(slot)
 
-    def copy_rest(self, slot: Slot, span: Span, rows: int) -> bool:
-        """Copies a span's part of its last large page into pages of a slot's own.
-
-        Args:
-            slot: has the span up to there; see `lend`.
-            span: the pages, from the slot's first page on.
-            rows: tokens that they hold.
-
-        Returns:
-            Whether memory sufficed.
-        """
-        layout, whole, last = self.layout, span.floor(span.pages), span.parts[-1]
-        with self._reading(last.block, last.high - (span.pages - whole)) as address:
-            source = Source(
-                address - whole * layout.page_size,
-                last.block.kind.unit * layout.page_size,
-                layout.bytes_for(rows),
-            )
-            want = [(slot, layout.pages_for(rows))]
-            events = last.block.events
-            done = self.pager.grow(want, background=False, source=source, after=events)
-            if done:
-                self.pager.release(slot)
-        return done
-
-    @contextmanager
-    def _reading(self, block: Block, page: int) -> Iterator[int]:
-        """Maps one large page of a block at addresses, tensor after tensor, inside the ``with``."""
-        layout = self.layout
-        size = block.kind.unit * layout.page_size
-        addresses = self.scratch.take(size * layout.num_tensors)
-        ops = OpBatch(1)
-        ops.map(
-            addresses.addr, size, block.handle, page * layout.page_size, layout.num_tensors, size,
-            readonly=True, offset_stride=block.pages * layout.page_size,
-        )  # fmt: skip
-        try:
-            self.mapper.run(ops)
-        except VMemError:
-            self.scratch.give(addresses)
-            raise
-        try:
-            yield addresses.addr
-        except VMemError:
-            self.scratch.give_mapped(addresses, size * layout.num_tensors)
-            raise
-        self.scratch.give_mapped(addresses, size * layout.num_tensors)
-
     def keep(self, slot: Slot, first: int) -> None:
         """Keeps a freed slot's shared pages mapped, read-only, for a request that begins with them.
 
@@ -529,7 +495,6 @@ class Group:
             or slot.lost
             or not span.pages
             or slot.places.away_end
-            or span.floor(span.pages) != span.pages
             or (runs.limit and 2 * runs.used > runs.limit)
         ):
             return

@@ -28,12 +28,11 @@ from pyvmem.kvcache.events import (
     order_after,
     order_ticket,
     prune,
-    wait_for,
 )
 from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Span
+from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
 from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
@@ -76,8 +75,8 @@ class Planner:
         zero_fill: zero pages that an earlier owner may have written before granting them.
     """
 
-    OPS = 4
-    """Operations for a slot: small pages, large ones, small ones again, and a fill."""
+    OPS = 2
+    """Operations for a slot: new pages, and a fill."""
 
     def __init__(self, layout: Layout, count: int, mapping: OpBatch, *, zero_fill: bool) -> None:
         self.mapping = mapping
@@ -90,8 +89,6 @@ class Planner:
         want: Sequence[tuple[Slot, int]],
         job: Growth,
         after: list[Any],
-        large: bool = True,
-        source: Source | None = None,
         goals: Sequence[int] | None = None,
     ) -> list[Piece]:
         """Writes `mapping`: new pages, and zero-fills of reused ones that need not wait.
@@ -100,8 +97,6 @@ class Planner:
             want: slots and the pages per tensor that each needs.
             job: gets pieces, grants, handover and counts.
             after: gets the GPU work that the returned fills must follow.
-            large: whether whole aligned parts become large pages, where the cache has them.
-            source: what the new pages hold; None: zeros.
             goals: pages per tensor to map for each: what it needs or more.
 
         Returns:
@@ -110,7 +105,6 @@ class Planner:
         layout, ops = self._layout, self.mapping
         size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
         late: list[Piece] = []
-        unit = layout.large_pages if large else 0
         new = reused = 0
         ops.clear()
         for place, (slot, pages) in enumerate(want):
@@ -119,7 +113,7 @@ class Planner:
                 high = pages if goals is None else goals[place]
                 job.pieces.append((slot, low, high))
                 new += high - low
-                self.populate(ops, slot, low, high, unit, source, job)
+                self.populate(ops, slot, low, high)
             if not slot.active:
                 continue
             job.grants.append((slot, slot.owner, pages))
@@ -144,45 +138,28 @@ class Planner:
         return late
 
     def populate(
-        self,
-        ops: OpBatch,
-        slot: Slot,
-        low: int,
-        high: int,
-        unit: int,
-        source: Source | None,
-        job: Growth,
+        self, ops: OpBatch, slot: Slot, low: int, high: int, source: Source | None = None
     ) -> None:
-        """Adds new pages [low, high), with contents: large ones for whole aligned parts."""
+        """Adds new pages [low, high), which hold what is at `source`, or zeros."""
         layout = self._layout
-        size, first, last = layout.page_size, high, high
-        if unit:
-            first = min(-(-low // unit) * unit, high)
-            last = max(high // unit * unit, first)
-        for begin, end in ((low, first), (first, last), (last, high)):
-            if begin == end:
-                continue
-            large = begin == first < last
-            if large:
-                job.large.append((slot, begin, end))
-            copied = 0 if source is None else min(end * size, source.nbytes) - begin * size
-            contents = {}
-            if source is not None and copied > 0:
-                contents = {
-                    "copy_from": source.addr + begin * size,
-                    "copy_stride": source.stride,
-                    "copy_bytes": copied,
-                }
-            ops.populate(
-                slot.addr + begin * size,
-                (end - begin) * size,
-                layout.num_tensors,
-                layout.tensor_bytes,
-                unit * size if large else size,
-                not self._zero_fill and not contents,
-                spread=not large,
-                **contents,
-            )
+        size, contents = layout.page_size, {}
+        copied = 0 if source is None else min(high * size, source.nbytes) - low * size
+        if source is not None and copied > 0:
+            contents = {
+                "copy_from": source.addr + low * size,
+                "copy_stride": source.stride,
+                "copy_bytes": copied,
+            }
+        ops.populate(
+            slot.addr + low * size,
+            (high - low) * size,
+            layout.num_tensors,
+            layout.tensor_bytes,
+            size,
+            not self._zero_fill and not contents,
+            spread=True,
+            **contents,
+        )
 
     def filling(self, pieces: Sequence[Piece]) -> OpBatch:
         """The zero-fills of pages that an earlier owner's GPU work may still touch."""
@@ -248,7 +225,6 @@ class Pager(Journaled):
             # So a request that gets pages ahead has no mapped page that was not granted, and a step
             # that needs no more than it has does not meet the growth under way.
             self.ahead = min(config.ahead_tokens, self.layout.page_size // self.layout.row_bytes)
-        self._large = Kind(self.layout.large_pages, DEVICE)
 
     @property
     def used_pages(self) -> int:
@@ -315,19 +291,14 @@ class Pager(Journaled):
         room = (min(reclaimer.free, reclaimer.outlook) - kept) // layout.num_tensors
         if room <= 0:
             return
-        table, large = reclaimer.table, layout.large_pages > 0
+        table = reclaimer.table
         columns = table.index.columns if table.touched else self.columns
-        near = columns.near(self.ahead, room, large=large)
+        near = columns.near(self.ahead, room)
         runs, calls = self.runs, len(near) * layout.num_tensors
         if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // SCARCE_AT):
             return
         try:
-            if not large:
-                extend([self], background=True, ahead=True)
-                return
-            want = [one for one in self.wants(near) if one[0].job is None and not one[0].lost]
-            if want:
-                self.grow(want, background=True, reclaim=False, ahead=True)
+            extend([self], background=True, ahead=True)
         except VMemError as error:
             _log.debug("growth ahead: %s", str(error))
 
@@ -360,6 +331,8 @@ class Pager(Journaled):
             [counters, "reused", counters.reused + reused],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
         )
+        if self.layout.block:
+            edits.append([slots, "whole", grown.whole])
         if ticket is None:  # C writes the columns
             granted = self.granted_pages + grown.granting
             edits += ([slots, "granted", grown.pages], [self, "granted_pages", granted])
@@ -388,9 +361,6 @@ class Pager(Journaled):
         background: bool,
         tentative: bool = False,
         reclaim: bool = True,
-        source: Source | None = None,
-        after: Sequence[Any] = (),
-        ahead: bool = False,
     ) -> bool:
         """Begins to grow each slot to so many pages per tensor; `settle` completes it.
 
@@ -403,28 +373,23 @@ class Pager(Journaled):
             tentative: only `settle` grants the pages, although they are mapped: the growth may
                 still be cancelled.
             reclaim: unmap unowned pages, and wait for that, when memory is short.
-            source: what the new pages begin with, in each slot.
-            after: GPU work that writes it; waited for here.
-            ahead: see `grow_ahead`; for slots that own all that they have mapped.
 
         Returns:
             False when memory is short; then nothing changed, except that reclaimed pages are free.
         """
-        goals = self.runs.goals(want, self.reclaimer.low_pages if ahead else 0)
+        goals = self.runs.goals(want)
         while True:
-            job = Growth([slot for slot, _ in want], ahead=ahead, quiet=ahead)
+            job = Growth([slot for slot, _ in want])
             writers: list[Any] = []
-            late = self._planner.plan(want, job, writers, source=source, goals=goals)
+            late = self._planner.plan(want, job, writers, goals)
             grants = job.grants
-            if late or ahead:
+            if late:
                 job.grants = []  # not granted before the zeroing of old contents has begun
             if not len(self._planner.mapping):
                 self._begin(job, granted=not (tentative or late or job.handover))
                 break
-            for event in after:
-                wait_for(event)
             wait_to_grant = bool(tentative or background or late or job.handover)
-            if self._map(job, want, background, reclaim, source, goals is not None, wait_to_grant):
+            if self._map(job, want, background, reclaim, goals is not None, wait_to_grant):
                 break
             if goals is None:
                 return False
@@ -459,8 +424,6 @@ class Pager(Journaled):
         goals: Sequence[int],
         parent: Slot,
         nbytes: int,
-        *,
-        large: bool,
     ) -> None:
         """Adds new pages from `first` on to a fork's batch, with the parent's rows.
 
@@ -471,17 +434,13 @@ class Pager(Journaled):
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
             nbytes: where the copied rows end, per tensor.
-            large: a whole large page's worth becomes a large page.
         """
         layout = self.layout
-        large_pages = layout.large_pages if large else 0
         source = Source(parent.addr, layout.tensor_bytes, nbytes)
         job.pieces = list(zip(job.slots, repeat(first), goals))
         job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
         for slot, low, high in job.pieces:
-            self._planner.populate(ops, slot, low, high, large_pages, source, job)
-        for slot, low, high in job.large:
-            slot.places.put(low, high, self._large)
+            self._planner.populate(ops, slot, low, high, source)
         self.reclaimer.held += job.new_pages
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
@@ -490,8 +449,9 @@ class Pager(Journaled):
         if job.pieces:
             slots, _, mapped = zip(*job.pieces, strict=True)
             journal.put_all(slots, "mapped", mapped)
-        for slot, low, high in job.large:
-            slot.places.put(low, high, self._large)
+            if self.layout.block:
+                for slot, low, high in job.pieces:
+                    slot.enlarge(low, high)
         self.reclaimer.held += job.new_pages
         if granted:
             self._grant_all(job)
@@ -647,6 +607,14 @@ class Pager(Journaled):
         pages = sum(slot.spare_beyond(keep.get(slot, 0)) for slot in idle)
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
+        pages *= self.layout.num_tensors
+        return pages + (self.loose(keep) if promoting else 0)
+
+    def loose(self, keep: Mapping[Slot, int]) -> int:
+        """Physical pages of running requests that a step can take where it splits large entries."""
+        if not self.layout.block:
+            return 0
+        pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
         return pages * self.layout.num_tensors
 
     def have(self, pages: int) -> bool:
@@ -674,7 +642,6 @@ class Pager(Journaled):
         want: Sequence[tuple[Slot, int]],
         background: bool,
         reclaim: bool,
-        source: Source | None,
         more: bool,
         wait_to_grant: bool,
     ) -> bool:
@@ -716,10 +683,6 @@ class Pager(Journaled):
                         return False
                     if self.reclaimer.table.lockstep:
                         raise
-                    if job.large:  # small pages may fit where no large one does
-                        job.large.clear()
-                        self._planner.plan(want, Growth(job.slots), [], False, source)
-                        continue
                     missing = pages
             if keep is None or more:
                 return False
@@ -849,6 +812,7 @@ class Pager(Journaled):
         slot.dirty = min(max(slot.dirty, slot.granted), mapped)
         self.granted_pages += granted - slot.granted
         slot.span, slot.mapped, slot.granted = span, mapped, granted
+        slot.cut(mapped)
         self._set_capacity(slot, granted)
 
     def assign(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
@@ -868,10 +832,12 @@ class Pager(Journaled):
             reclaimer.shared.hold(span.slice(have, span.pages))
         reclaimer.shared.use(span, hold=not have)
         reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0, head=head)
+        if slot.block:
+            slot.enlarge(head, mapped)
         if head:
             reclaimer.slid += head
         for block, *_ in span.parts:
-            if slot.places.noted or block.kind != PLAIN:
+            if slot.places.noted or block.away:
                 slot.places.put_all(span.stretches(head))
                 break
         self.granted_pages += pages
@@ -906,6 +872,7 @@ class Pager(Journaled):
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, high in job.pieces:
                 slot.mapped = low
+                slot.cut(low)
                 slot.places.forget(low, high)
             if isinstance(error, NotRecoverable):
                 self.reclaimer.mark_broken(job.pieces)
@@ -949,9 +916,10 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     columns: list[Columns] = []
     written = 0
     for pager in pagers:
-        if pager.layout.large_pages:
-            return False
         pager.runs.look(pager.reclaimer.low_pages if ahead else 0, room)
+        table = pager.reclaimer.table
+        if table.touched:  # a move has ended since the scan
+            table.index  # noqa: B018
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo
-from pyvmem.kvcache.pages import PLAIN, Tier
+from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.slots import Growth, Slide, Slot, Unmap
 from pyvmem.memory.info import Location, RangeFlags
 
@@ -55,7 +55,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             granted_pages=max(0, slot.granted - slot.head),
             mapped_pages=slot.mapped - slot.head,
             shared_pages=slot.span.pages,
-            large_pages=slot.places.large(slot.head, slot.mapped),
+            large_pages=_large(group, slot),
             away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
             moving_pages=group.mover.moving(slot),
             in_flight=slot.job is not None and not slot.job.done(),
@@ -74,6 +74,7 @@ def stats(group: Group) -> CacheStats:
     calls, ns = counters.driver()
     waits = counters.waits.struct
     grown, reused, zeroed = group.pager.under_way()
+    now = group.context.stats()
     return CacheStats(
         total_pages=reclaimer.free + reclaimer.held,
         free_pages=reclaimer.free,
@@ -84,7 +85,6 @@ def stats(group: Group) -> CacheStats:
         * layout.num_tensors,
         active_pages=active_pages,
         shared_pages=reclaimer.shared.pages * layout.num_tensors,
-        large_pages=_large(group) * layout.num_tensors,
         moving_pages=group.mover.pages()[0] * layout.num_tensors,
         host_pages=_away(group, Location.HOST),
         peer_pages=_away(group, Location.PEER),
@@ -101,7 +101,8 @@ def stats(group: Group) -> CacheStats:
         empty_slots=states.count("empty"),
         broken_slots=states.count("broken"),
         segments=group.context.query(group.parts.reservation.addr).segments,
-        mappings=group.context.stats().mappings,
+        mappings=now.mappings,
+        large_entries=now.large_entries,
         steps=counters.steps,
         steps_async=counters.steps_async,
         short=counters.short,
@@ -128,19 +129,17 @@ def stats(group: Group) -> CacheStats:
     )
 
 
-def _large(group: Group) -> int:
-    """Small pages per tensor in large pages of the device, shared ones once."""
-    if not group.layout.large_pages:
-        return 0
-    own = sum(
-        high - low
-        for slot in group.table
-        if slot.places
-        for low, high, kind in slot.places.stretches(slot.shared, slot.mapped)
-        if kind.unit > 1 and not kind.away
+def _large(group: Group, slot: Slot) -> int:
+    """Pages per tensor of a slot that entries of 2 MiB map in every tensor."""
+    layout, block = group.layout, group.layout.block
+    return block * sum(
+        all(
+            group.mapper.query(slot.addr + layout.offset(0, page, tensor)).entry_bytes
+            > layout.page_size
+            for tensor in range(layout.num_tensors)
+        )
+        for page in (range(0, slot.whole, block) if block else ())
     )
-    blocks = group.reclaimer.shared.blocks
-    return own + sum(one.live for one in blocks if one.kind.unit > 1 and not one.away)
 
 
 def _away(group: Group, location: Location) -> int:
@@ -166,6 +165,8 @@ def check(group: Group) -> list[str]:
             )
         if not 0 <= slot.head <= slot.mapped:
             found.append(f"{name}: head {slot.head}, mapped {slot.mapped}")
+        if not slot.whole <= slot.mapped or (slot.whole and slot.whole % layout.block):
+            found.append(f"{name}: large entries up to page {slot.whole}, mapped {slot.mapped}")
         if slot.shared > slot.mapped:
             found.append(f"{name}: shared up to page {slot.shared}, mapped {slot.mapped}")
         if not slot.active and slot.granted:
@@ -282,37 +283,41 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
                     )
                     break
                 at += info.run_bytes
+        found += _check_entries(group, slot, start)
+    return found
+
+
+def _check_entries(group: Group, slot: Slot, start: int) -> list[str]:
+    """Entries of 2 MiB in the part of a tensor that begins there, where there should be none."""
+    layout, found = group.layout, []
+    quiet = layout.block and slot.job is None
+    for page in range(slot.whole, slot.mapped, layout.block) if quiet else ():
+        if group.context.query(start + page * layout.page_size).entry_bytes > layout.page_size:
+            found.append(f"slot {slot.index}: an entry of 2 MiB at page {page} of {slot.whole}")
     return found
 
 
 def check_places(group: Group, slot: Slot) -> list[str]:
-    """Contradictions between a slot's pages and their kinds, in words."""
+    """Contradictions between a slot's pages and where they lie, in words."""
     found, places, name = [], slot.places, f"slot {slot.index}"
-    noted = [one for one in places.stretches(0, group.layout.slot_pages) if one[2] != PLAIN]
-    for low, high, kind in noted:
-        if low < slot.head or high > slot.mapped or low % kind.unit or high % kind.unit:
-            found.append(f"{name}: pages {low} to {high} noted as {kind}, mapped {slot.mapped}")
+    for low, high, tier in places.noted:
+        if low < slot.head or high > slot.mapped:
+            found.append(f"{name}: pages {low} to {high} noted in {tier}, mapped {slot.mapped}")
         elif slot.job is None:
-            found += [
-                f"{name}: {text}" for text in _check_memory(group, slot, low, high, kind.tier)
-            ]
-    for what, page in (("mapped", slot.mapped), ("shared", slot.shared), ("head", slot.head)):
-        if places.floor(page) != page:
-            found.append(f"{name}: {what} is {page}, in the middle of a large page")
-    if _kinds(slot):
-        found.append(f"{name}: its shared pages are of other kinds than noted")
+            found += [f"{name}: {text}" for text in _check_memory(group, slot, low, high, tier)]
+    if _elsewhere(slot):
+        found.append(f"{name}: its shared pages lie elsewhere than noted")
     if slot.active and places.away_end > slot.granted and not slot.stale:
         found.append(f"{name}: pages up to {places.away_end} are away, {slot.granted} granted")
     return found
 
 
-def _kinds(slot: Slot) -> bool:
+def _elsewhere(slot: Slot) -> bool:
     """Whether a slot's shared pages differ from its notes, page by page."""
     head, end = slot.head, slot.shared
-    kinds = [kind for low, high, kind in slot.span.stretches(head) for _ in range(low, high)]
-    return kinds != [
-        k for low, high, k in slot.places.stretches(head, end) for _ in range(low, high)
-    ]
+    tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
+    noted = slot.places.stretches(head, end)
+    return tiers != [tier for low, high, tier in noted for _ in range(low, high)]
 
 
 def _check_memory(group: Group, slot: Slot, low: int, high: int, tier: Tier) -> list[str]:

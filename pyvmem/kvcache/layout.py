@@ -25,9 +25,11 @@ from typing import Any
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig
 
-__all__ = ["Layout"]
+__all__ = ["BLOCK_BYTES", "Layout"]
 
-_BIG_PAGE = 2 << 20
+BLOCK_BYTES = 2 << 20
+"""What a large entry of the GPU's page tables maps."""
+
 _MAX_ADDRESSES = 1 << 47  # user addresses of an x86-64 process
 
 
@@ -35,15 +37,15 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _spaced(used: int, page_size: int, large: int) -> int:
+def _spaced(used: int, page_size: int, entries: bool) -> int:
     """The distance between slots of `used` bytes.
 
     Slots aligned to 2 MiB let a run of small pages become one big mapping; done where it costs at
-    most an eighth more addresses. Large pages need slots aligned to their size.
+    most an eighth more addresses, and where slots have whole blocks for entries of 2 MiB.
     """
-    if large:
-        return _round_up(used, large)
-    aligned = _round_up(used, max(_BIG_PAGE, page_size))
+    if entries and used >= BLOCK_BYTES:
+        return _round_up(used, BLOCK_BYTES)
+    aligned = _round_up(used, max(BLOCK_BYTES, page_size))
     return aligned if aligned - used <= used // 8 else used
 
 
@@ -52,7 +54,7 @@ class Layout:
 
     Attributes:
         page_size: bytes of a page.
-        large_pages: small pages in a large page; 0: there are no large pages.
+        block: pages that an entry of 2 MiB maps; 0: no slot has a block of them.
         num_tensors: for every `group_size` layers two, K, then V; or one (`tensors_per_layer`).
         row_bytes: one token, or the state, in one tensor.
         state: a slot is one row, however many tokens the request holds.
@@ -65,13 +67,17 @@ class Layout:
         guard: further rows mapped past the length after a prefill.
         capacity: the longest sequence that fits in so many pages per tensor.
 
+    Args:
+        config: the shapes.
+        page_size: bytes of a page.
+        entries: the context has entries of 2 MiB for small pages (`Caps.LARGE_ENTRIES`).
+
     Raises:
         InvalidArgument: the addresses needed exceed what a process has; packed slots that are not
-            whole pages, or not whole large ones; a large page size that is not larger than the page
-            size.
+            whole pages or, with `entries`, not whole blocks of 2 MiB.
     """
 
-    def __init__(self, config: KVCacheConfig, page_size: int) -> None:
+    def __init__(self, config: KVCacheConfig, page_size: int, entries: bool = False) -> None:
         self.config = config
         self.page_size = page_size
         self.num_tensors = config.tensors_per_layer * (config.num_layers // config.group_size)
@@ -84,26 +90,26 @@ class Layout:
         self.guard = overread - self.overread
         full = self.bytes_for(self.max_rows)
         used = _round_up(full, page_size)
-        large = config.large_page_size
-        if 0 < large <= page_size:
-            raise invalid(
-                f"large_page_size {large} is not more than page_size {page_size}",
-                size=large,
-                limit=page_size,
-            )
-        self.large_pages = large // page_size
         packed = config.packed_slots and not config.state
-        if packed and full % (large or page_size):
-            name = "large_page_size" if large else "page_size"
+        if packed and full % page_size:
             raise invalid(
                 f"packed_slots: {self.max_rows} rows of {self.row_bytes} bytes are {full} bytes, "
-                f"which is not a multiple of {name} {large or page_size}",
+                f"which is not a multiple of page_size {page_size}",
                 size=full,
-                limit=large or page_size,
+                limit=page_size,
             )
         self.capacity: Callable[[int], int] = lru_cache(self._capacity)
         self.slot_pages = used // page_size
-        self.slot_bytes = used if packed else _spaced(used, page_size, large)
+        entries = entries and page_size < BLOCK_BYTES
+        self.slot_bytes = used if packed else _spaced(used, page_size, entries)
+        self.block = BLOCK_BYTES // page_size if entries and used >= BLOCK_BYTES else 0
+        if self.block and self.slot_bytes % BLOCK_BYTES:
+            raise invalid(
+                f"packed_slots: slots of {used} bytes are not whole blocks of {BLOCK_BYTES}, which "
+                "a context with large entries needs",
+                size=used,
+                limit=BLOCK_BYTES,
+            )
         self.tensor_bytes = self.slot_bytes * config.max_batch
         self.total_bytes = self.tensor_bytes * self.num_tensors
         if self.total_bytes > _MAX_ADDRESSES:
@@ -161,4 +167,4 @@ class Layout:
         for name in ("slot_bytes", "tensor_bytes", "page_size", "row_bytes", "max_rows"):
             setattr(place, name, getattr(self, name))
         place.overread, place.guard = self.overread, self.guard
-        place.fixed = self.slot_pages if self.state else 0
+        place.fixed, place.block = self.slot_pages if self.state else 0, self.block

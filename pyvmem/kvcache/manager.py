@@ -18,7 +18,7 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
-from pyvmem.kvcache.group import Group, make_parts, pool_low
+from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low
 from pyvmem.kvcache.growth import Planner
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
@@ -82,7 +82,7 @@ class Manager:
             self.context = budget.context
         elif context is not None:
             self.context = context
-        self._opens = partial(Context, backend, device=device)
+        self._opens = partial(open_context, self._configs, backend, device=device)
         self._use(budget)
         self.groups: tuple[Group, ...] = ()
 
@@ -99,7 +99,6 @@ class Manager:
         """
         if self.owns_context:
             self.context = self._opens(
-                granule=self._whole.page_size,
                 pool_low=sum(map(pool_low, self._configs)),
                 max_mappings=self._whole.max_mappings,
             )

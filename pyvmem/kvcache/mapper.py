@@ -139,7 +139,7 @@ class Scratch:
 
     Args:
         mapper: of the cache.
-        align: bytes of the largest page.
+        align: bytes of a page.
     """
 
     def __init__(self, mapper: Mapper, align: int) -> None:

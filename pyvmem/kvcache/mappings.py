@@ -53,8 +53,8 @@ def warn_out_of_mappings(groups: Sequence[Group]) -> None:
     warn(
         _log,
         "mappings",
-        "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages or "
-        "promote_tokens need fewer",
+        "no mapping is left, so requests cannot grow until some end: %s; %s; larger pages need "
+        "fewer",
         reasons[0],
         who_has_mappings(groups),
     )

@@ -34,7 +34,6 @@ class CacheStats:
             (`KVCacheConfig.growth_fraction`).
         active_pages: pages that requests own; one that several share is counted once.
         shared_pages: pages, active or cached, that are mapped read-only or recorded.
-        large_pages: pages, active or cached, that are part of large ones.
         moving_pages: cached pages that are the targets of copies under way.
         host_pages, peer_pages: pages that lie in host memory and in peer devices; no other number
             here counts them.
@@ -48,13 +47,16 @@ class CacheStats:
         segments: separate mappings in the cache's addresses as the back end sees them; fewer means
             longer runs.
         mappings: driver mappings of the whole context, which may have `ContextInfo.max_mappings`.
+        large_entries: entries of 2 MiB in the whole context; the rest of what is mapped has
+            entries of a page.
         steps, steps_async: calls that returned 0.
         short: `step` and `step_async` calls that returned -1.
         grown_pages, zeroed_pages, reclaimed_pages: pages mapped, filled for a new owner, unmapped.
             Pages grown and not reclaimed are those mapped now, in all tiers.
         reused_pages: pages granted to a request that were already mapped.
         moved_pages: pages that replaced others at the same addresses.
-        promoted_pages: pages that `KVCache.promote` replaced by large ones or mapped in one piece.
+        promoted_pages: pages that `KVCache.promote` or a `step` joined, or replaced, to be mapped
+            by entries of 2 MiB.
         evicted_pages: pages of evicted prefixes.
         prefix_queries, prefix_query_tokens: prompts that were looked up for requests which then got
             a slot, and their tokens. A refused request counts when it is admitted.
@@ -79,7 +81,6 @@ class CacheStats:
     ahead_pages: int
     active_pages: int
     shared_pages: int
-    large_pages: int
     moving_pages: int
     host_pages: int
     peer_pages: int
@@ -97,6 +98,7 @@ class CacheStats:
     broken_slots: int
     segments: int
     mappings: int
+    large_entries: int
     steps: int
     steps_async: int
     short: int
@@ -133,7 +135,7 @@ class SlotInfo:
         granted_pages: pages that the owner may use, without those that left its window.
         mapped_pages: pages mapped, or promised by a growth in flight.
         shared_pages: of these, pages that are mapped read-only.
-        large_pages: of the mapped ones, those that are part of large pages.
+        large_pages: of the mapped ones, those that entries of 2 MiB map in every tensor.
         away_pages: of the mapped ones, those that do not lie in the device.
         moving_pages: of the mapped ones, those that a later `step` replaces.
         in_flight: a batch over the slot's addresses is not finished.
@@ -168,7 +170,8 @@ class SlotInfo:
 _SAME = (
     *("prefix_tokens", "prefix_queries", "prefix_query_tokens", "prefix_hits", "prefix_hit_tokens"),
     *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
-    *("prefix_resumed", "steps", "steps_async", "short", "driver_calls", "driver_ns", "mappings"),
+    *("prefix_resumed", "steps", "steps_async", "short", "driver_calls", "driver_ns"),
+    *("mappings", "large_entries"),
 )
 
 

@@ -12,10 +12,9 @@ work is under way, one batch replaces the old pages by the new ones:
 In the scratch addresses the tensors follow one another, each with the slot's pages from `first` on.
 Until the second phase is over both count as memory of the cache.
 
-*Promotion* moves a part to large pages: `KVCacheConfig.large_page_size` bytes of every tensor, at a
-multiple of that. Once its last row is written a part is only read, so its pages may change. Pages
-that are one physical run already (growing slots prefer 2 MiB of their own) are mapped again in one
-piece instead, where that saves mappings.
+*Promotion* puts a block of 2 MiB of every tensor under one entry of the GPU's page tables. Pages
+that are neighbours in memory already (growing slots prefer 2 MiB of their own) are mapped again in
+one piece, after the work that reads them; others are moved.
 """
 
 from __future__ import annotations
@@ -29,18 +28,20 @@ from typing import Any
 
 from pyvmem.errors import NotRecoverable, OutOfMemory, TooManyBatches, VMemError
 from pyvmem.kvcache.config import KVCacheConfig
-from pyvmem.kvcache.events import PriorWork, record, wait_for
+from pyvmem.kvcache.events import PriorWork, record
+from pyvmem.kvcache.layout import BLOCK_BYTES
 from pyvmem.kvcache.mapper import Scratch
-from pyvmem.kvcache.pages import DEVICE, PLAIN, Kind, Tier
+from pyvmem.kvcache.pages import DEVICE, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Move, QuietTicket, Slot, Unmap
-from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Mover", "Promoter"]
 
-_NEVER = 1 << 62
+REACH = 8 << 30
+"""Bytes that a GPU's TLBs reach through entries of 64 KB (benchmarks/kernels, on a full card): in a
+smaller cache larger entries save no time, and joining them takes some."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ class Mover:
     Attributes:
         moves: by slot; begun, and not swapped yet.
         cancelled: moves without a slot; their scratch pages go when the copies are over.
-        joined: by slot number, first pages of the runs that were mapped in one piece and are as
-            they were then.
+        joined: by slot number, first pages of the runs that were joined and are as they were then.
         device: CUDA ordinal; None where pages are the CPU's.
     """
 
@@ -181,11 +181,11 @@ class Mover:
         ops = self._plan.swap(move)
         with self._mapper.transaction() as change:
             self._remove(move)
-            for low, high, kind in move.stretches:  # the old ones are gone
+            for low, high, tier in move.stretches:  # the old ones are gone
                 away = slot.places.away(low, high)
                 self._reclaimer.count_freed(high - low - sum(away.values()), away, reclaimed=False)
-                slot.places.put(low, high, kind)
-                self.part(slot, low, high)
+                slot.places.put(low, high, tier)
+                slot.enlarge(low, high)
             addresses = self._take_addresses(move)
             change.run(ops, after)
         self._scratch.give(addresses)
@@ -194,24 +194,25 @@ class Mover:
         )
 
     def _join(self, move: Move, after: list[Any]) -> None:
-        """Maps each run in one piece."""
-        layout = self._layout
-        for event in after:
-            wait_for(event)
-        for low, high in move.runs:
-            for tensor in range(layout.num_tensors):
-                at = move.slot.addr + layout.offset(0, low, tensor)
-                self._mapper.join(at, (high - low) * layout.page_size)
-        self._journal.keep_dict(self.joined)
-        index, runs = move.slot.index, {low for low, _ in move.runs}
-        self.joined[index] = self.joined.get(index, set()) | runs
+        """Joins the pages of each run, in all tensors."""
+        layout, slot = self._layout, move.slot
+        ops = OpBatch(len(move.runs))
+        with self._mapper.transaction() as change:
+            self._journal.keep_dict(self.joined)
+            index, runs = slot.index, {low for low, _ in move.runs}
+            self.joined[index] = self.joined.get(index, set()) | runs
+            for low, high in move.runs:
+                at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
+                ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
+                slot.enlarge(low, high)
+            change.run(ops, after)
 
-    def part(self, slot: Slot, low: int, high: int) -> None:
-        """Forgets what was joined in [low, high), whose pages are replaced now or soon."""
-        joined, unit = self.joined.get(slot.index), self._layout.large_pages
+    def part(self, slot: Slot, low: int) -> None:
+        """Forgets what was joined from page `low` on, where pages are replaced now or soon."""
+        joined, unit = self.joined.get(slot.index), self._layout.block
         if joined:
             self._journal.keep_dict(self.joined)
-            kept = {first for first in joined if first + unit <= low or first >= high}
+            kept = {first for first in joined if first + unit <= low}
             if kept:
                 self.joined[slot.index] = kept
             else:
@@ -383,7 +384,7 @@ class MovePlanner:
     def place(self, move: Move) -> int:
         """Places the pages in the scratch addresses; returns the bytes that they need."""
         layout = self._layout
-        unit = max(1, layout.large_pages)
+        unit = max(1, layout.block)
         move.first = move.stretches[0][0] // unit * unit
         pages = -(-move.stretches[-1][1] // unit) * unit - move.first
         move.stride = pages * layout.page_size
@@ -392,15 +393,15 @@ class MovePlanner:
     def copies(self, move: Move) -> OpBatch:
         """New pages at the scratch addresses, with what the slot has."""
         layout, ops = self._layout, OpBatch(len(move.stretches))
-        for low, high, kind in move.stretches:
+        for low, high, tier in move.stretches:
             ops.populate(
                 self._scratch(move, low),
                 (high - low) * layout.page_size,
                 layout.num_tensors,
                 move.stride,
-                kind.unit * layout.page_size,
-                location=int(kind.tier.location),
-                device=kind.tier.device,
+                layout.page_size,
+                location=int(tier.location),
+                device=tier.device,
                 copy_from=self._own(move, low),
                 copy_stride=layout.tensor_bytes,
             )
@@ -425,6 +426,7 @@ class MovePlanner:
                 layout.tensor_bytes,
                 consume=True,
                 replace=True,
+                split=True,
             )
             ops.unmap(scratch, nbytes, tensors, move.stride)
         return ops
@@ -449,69 +451,55 @@ class MovePlanner:
 
 
 class Promoter:
-    """Finds what to promote."""
+    """Finds blocks of 2 MiB that have grown page by page, to be mapped by one entry.
+
+    A block whose last row is written is only read, so its entries may change. Pages that are
+    neighbours in memory are joined, which does it where each lies at its place in 2 MiB. Other
+    blocks, and those for which that was not enough, are copied to new pages, where there is memory.
+    """
 
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
         self._mover = mover
         self._reclaimer = reclaimer
         self._mapper = reclaimer.mapper
-        self._journal = reclaimer.mapper.journal
         self._layout = layout = reclaimer.layout
-        self._unit = layout.large_pages
-        self._large = Kind(self._unit, DEVICE)
+        self._unit = layout.block
         self._kept = config.window_tile
-        self._from = max(config.promote_tokens or _NEVER, self._kept)
-        # By slot: the length at which a part more may be promoted.
-        self._next = [self._from] * config.max_batch
-        # By slot whose last look found something: the length at which it may find a part more.
-        self._parts_at: dict[int, int] = {}
-
-    def forget(self, slot: Slot) -> None:
-        """Ends a request."""
-        self._parts_at.pop(slot.index, None)
-        self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
-        self._next[slot.index] = self._from
-        self._mover.part(slot, 0, self._layout.slot_pages)
-
-    def shorten(self, slot: Slot, page: int) -> None:
-        """Notes that pages from this one on may be replaced from now on."""
-        self._mover.part(slot, page, self._layout.slot_pages)
-        self._journal.undo(self._next.__setitem__, slot.index, self._next[slot.index])
-        rows = -(-page * self._layout.page_size // self._layout.row_bytes)
-        self._next[slot.index] = min(self._next[slot.index], max(self._from, rows + self._kept))
+        self._copies = not reclaimer.table.lockstep  # their memory is back at no certain time
+        # By slot: the length at which to look again. A hint: what it delays, a later step does.
+        self._next = [0] * config.max_batch
 
     def step(self, lens: Sequence[int], stream: Any) -> None:
-        """Begins to promote what is long enough, of requests that the step to `lens` lengthens.
+        """Begins to promote what is full, of requests that the step to `lens` lengthens.
 
         That a request grows says that the work for its rows so far was launched. The last of them
         may be taken back and written again (`KVCacheConfig.window_tile`); they are left alone.
+        Nothing is done in a small cache, where the entries' size makes no difference.
         """
-        table = self._reclaimer.table
-        rows, size = self._layout.row_bytes, self._layout.page_size
+        reclaimer, layout = self._reclaimer, self._layout
+        if reclaimer.held * layout.page_size < REACH:
+            return
+        table = reclaimer.table
         old = table.columns.held
         for index in compress(range(len(table)), map(operator.ge, old, self._next)):
             slot = table[index]
             if lens[index] > old[index] and slot not in self._mover.moves:
-                whole = self._parts_at.get(index, 0)
-                if old[index] < whole and not self._room():
-                    continue
                 held = old[index] - self._kept
-                runs, copies = self._parts(slot, held)
+                runs, copies = self._blocks(slot, held)
                 self._begin(slot, runs, copies, PriorWork(stream, self._mover.device))
-                page, part = (
-                    -(-(held * rows // unit + 1) * unit // rows) + self._kept
-                    for unit in (size, self._unit * size)
-                )
-                # What begins may be given up, and what finds no memory does not begin: both are
-                # looked at again a page later, if there is memory then.
-                if runs or copies:
-                    self._parts_at[index] = part
-                else:
-                    self._parts_at.pop(index, None)
-                self._next[index] = max(self._from, page if runs or copies else part)
+                # What begins may be given up, and what is joined may be no run: looked at again
+                # a page later.
+                size = layout.page_size * (1 if runs or copies else self._unit)
+                done = max(0, held) * layout.row_bytes // size + 1
+                self._next[index] = -(-done * size // layout.row_bytes) + self._kept
+
+    def forget(self, slot: Slot, page: int = 0) -> None:
+        """Pages of a slot from this one on are another's, or are written again."""
+        self._mover.part(slot, page)
+        self._next[slot.index] = 0
 
     def _room(self) -> int:
-        """Parts that there is memory for, beyond the watermark."""
+        """Blocks that there is memory for, beyond the watermark."""
         need = self._unit * self._layout.num_tensors
         return max(0, (self._reclaimer.free - self._reclaimer.low_pages) // need)
 
@@ -522,18 +510,23 @@ class Promoter:
             if wait:
                 self._mover.finish(slot, work)
             return move.pages // self._unit
-        parts = self._begin(slot, *self._parts(slot, held), work)
+        runs, copies = self._blocks(slot, held)
+        blocks = self._begin(slot, runs, copies, work)
         if wait:
             self._mover.finish(slot, work)
-        return parts
+        if wait and runs:  # copies those for which joining was not enough
+            self._begin(slot, [], [low for low in self._blocks(slot, held)[1] if low in runs], work)
+            self._mover.finish(slot, work)
+        return blocks
 
     def _begin(self, slot: Slot, runs: list[int], copies: list[int], work: PriorWork) -> int:
-        """Begins to promote parts, given by first pages; returns how many.
+        """Begins to promote blocks, given by first pages; returns how many.
 
         Of those that are copied only as many as there is memory for, beyond the watermark.
         """
-        large = [(low, low + self._unit, self._large) for low in copies[: self._room()]]
-        move = Move(slot, large, [(low, low + self._unit) for low in runs], promotes=True)
+        unit = self._unit
+        new = [(low, low + unit, DEVICE) for low in copies[: self._room()] if self._copies]
+        move = Move(slot, new, [(low, low + unit) for low in runs], promotes=True)
         if not move.stretches and not move.runs:
             return 0
         event = work.record()
@@ -546,36 +539,25 @@ class Promoter:
             self._mover.begin(move, [], background=True)
         copied = len(move.stretches)
         _log.debug(
-            "promotion of reqid %d: %d parts joined, %d copied", slot.index, len(runs), copied
+            "promotion of reqid %d: %d blocks joined, %d copied", slot.index, len(runs), copied
         )
         return len(runs) + copied
 
-    def _parts(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
-        """First pages of full parts of small pages: of those in one run, and of the others."""
+    def _blocks(self, slot: Slot, held: int) -> tuple[list[int], list[int]]:
+        """First pages of full blocks: of those in one run, and of the others."""
         layout, unit = self._layout, self._unit
         joined = self._mover.joined.get(slot.index, ())
         runs: list[int] = []
         copies: list[int] = []
-        first = -(-slot.shared // unit)
+        first = -(-slot.shared // unit) * unit
         full = min(held * layout.row_bytes // layout.page_size, slot.granted)
-        for low in range(first * unit, full // unit * unit, unit):
-            if low in joined or list(slot.places.stretches(low, low + unit)) != [
-                (low, low + unit, PLAIN)
-            ]:
+        for low in range(first, full // unit * unit, unit):
+            if slot.places.away(low, low + unit):
                 continue
-            if self._is_run(slot, low):
-                if Caps.JOIN in self._mapper.context.info.caps:
-                    runs.append(low)
-            else:
-                copies.append(low)
+            at = [slot.addr + layout.offset(0, low, one) for one in range(layout.num_tensors)]
+            each = list(map(self._mapper.query, at))
+            if all(one.entry_bytes > layout.page_size for one in each):
+                continue
+            run = low not in joined and all(one.run_bytes >= BLOCK_BYTES for one in each)
+            (runs if run else copies).append(low)
         return runs, copies
-
-    def _is_run(self, slot: Slot, low: int) -> bool:
-        """Whether the pages of a part are one physical run, in every tensor."""
-        layout = self._layout
-        size = self._unit * layout.page_size
-        query = self._mapper.query
-        return all(
-            query(slot.addr + layout.offset(0, low, tensor)).run_bytes >= size
-            for tensor in range(layout.num_tensors)
-        )

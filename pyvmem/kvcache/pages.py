@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Physical pages: their kinds, and the refcounts of shared ones.
+"""Physical pages: where they lie, and the refcounts of shared ones.
 
-A slot is counted in small pages, ``Layout.page_size`` each. Most of its pages are small ones in the
-device. The others are noted here, as intervals [low, high):
+Most pages of a slot lie in the device. The others are noted here, as intervals [low, high):
 
-    0 ............ 32 ............ 96 .............. mapped
-    | large pages, | large pages,  | small pages,
-    | in the host  | in the device | in the device (not noted)
-
-A large page stands on an aligned part of ``large_page_size // page_size`` small pages and is never
-split: it is mapped, unmapped, shared and moved as a whole.
+    0 ........... 32 ............ 96 ........... mapped
+    | in the host | in the device | on a peer
+                    (not noted)
 
 A *block* is what was shared in one go: pages of a slot that follow one another, in every tensor,
 behind one handle. In the handle lies one tensor after the other:
@@ -21,15 +17,7 @@ nothing. A holder of a span has a reference to each of its pages (`SharedPages.h
 has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a page goes
 back to the pool, even from the middle of a block.
 
-The pages of a block are of one kind. Large ones are counted in small pages, and a recorded prefix
-may name a part of one; but they are mapped as a whole, and go back when nothing refers to any part
-of them. A prefix that begins in the middle of a large page has
-an *overlap*: the pages of its own from the last border on, so that the way to it can be mapped
-without the part that another prefix has:
-
-    | large page of X: units 0 ... 511 |             recorded first
-    | 0 1 2 | 3 ... small pages of Z                 recorded second, agrees in units 0 to 2
-      overlap    what the tree's node counts
+The pages of a block lie in one memory.
 """
 
 from __future__ import annotations
@@ -52,8 +40,6 @@ __all__ = [
     "Block",
     "DEVICE",
     "EMPTY",
-    "Kind",
-    "PLAIN",
     "Part",
     "Places",
     "SharedPages",
@@ -78,33 +64,14 @@ class Tier(NamedTuple):
 DEVICE = Tier(Location.DEVICE)
 
 
-class Kind(NamedTuple):
-    """Physical pages of one size in one memory.
-
-    Attributes:
-        unit: small pages in one of them.
-        tier: where it lies.
-    """
-
-    unit: int
-    tier: Tier
-
-    @property
-    def away(self) -> bool:
-        """Not in the device."""
-        return self.tier != DEVICE
-
-
-PLAIN = Kind(1, DEVICE)
-
 _ONE = repeat(1)
 
-Stretch: TypeAlias = tuple[int, int, Kind]
-"""Pages [low, high), in every tensor, of one kind."""
+Stretch: TypeAlias = tuple[int, int, Tier]
+"""Pages [low, high), in every tensor, in one memory."""
 
 
 class Places(Journaled):
-    """The intervals of one slot that are not of the kind `PLAIN`, in order.
+    """The intervals of one slot that do not lie in the device, in order.
 
     Attributes:
         noted: these.
@@ -134,12 +101,12 @@ class Places(Journaled):
     def __bool__(self) -> bool:
         return bool(self.noted)
 
-    def put(self, low: int, high: int, kind: Kind) -> None:
-        """Notes the kind of pages [low, high)."""
+    def put(self, low: int, high: int, tier: Tier) -> None:
+        """Notes where pages [low, high) lie."""
         if self.noted:
             self.forget(low, high)
-        if kind != PLAIN and low < high:
-            noted = sorted([*self.noted, (low, high, kind)])
+        if tier != DEVICE and low < high:
+            noted = sorted([*self.noted, (low, high, tier)])
             joined = noted[:1]
             for start, end, one in noted[1:]:
                 if joined[-1][1:] == (start, one):
@@ -150,16 +117,16 @@ class Places(Journaled):
 
     def put_all(self, stretches: list[Stretch]) -> None:
         """Notes several, as `take` returned them."""
-        for low, high, kind in stretches:
-            if self.noted or kind != PLAIN:
-                self.put(low, high, kind)
+        for low, high, tier in stretches:
+            if self.noted or tier != DEVICE:
+                self.put(low, high, tier)
 
     def forget(self, low: int, high: int) -> None:
         """Pages [low, high) are there no longer."""
         if self.noted:
             self.noted = [
-                (start, end, kind)
-                for first, last, kind in self.noted
+                (start, end, tier)
+                for first, last, tier in self.noted
                 for start, end in ((first, min(last, low)), (max(first, high), last))
                 if start < end
             ]
@@ -168,61 +135,38 @@ class Places(Journaled):
         """`forget`, and what was noted there."""
         if not self.noted:
             return []
-        taken = [(a, b, kind) for a, b, kind in self.stretches(low, high) if kind != PLAIN]
+        taken = [one for one in self.stretches(low, high) if one[2] != DEVICE]
         self.forget(low, high)
         return taken
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
-        """[low, high) as stretches of one kind each, those of small pages included."""
-        for first, last, kind in self.noted:
+        """[low, high) as stretches of one memory each, those of the device included."""
+        for first, last, tier in self.noted:
             if last <= low:
                 continue
             if first >= high or low >= high:
                 break
             if low < first:
-                yield low, first, PLAIN
+                yield low, first, DEVICE
                 low = first
-            yield low, min(last, high), kind
+            yield low, min(last, high), tier
             low = min(last, high)
         if low < high:
-            yield low, high, PLAIN
-
-    def floor(self, page: int) -> int:
-        """The last place up to `page` where no physical page is split."""
-        for first, last, kind in self.noted:
-            if first < page < last:
-                return page - page % kind.unit
-        return page
-
-    def ceil(self, page: int) -> int:
-        """The first place from `page` on where no physical page is split."""
-        for first, last, kind in self.noted:
-            if first < page < last:
-                return page + -page % kind.unit
-        return page
-
-    def whole_away(self, page: int) -> int:
-        """The first place from `page` on where no physical page outside the device is split."""
-        end = self.ceil(page)
-        return end if end > page and self.away(page, end) else page
-
-    def large(self, low: int, high: int) -> int:
-        """Small pages of [low, high) that large ones stand for."""
-        return sum(b - a for a, b, kind in self.stretches(low, high) if kind.unit > 1)
+            yield low, high, DEVICE
 
     def away(self, low: int, high: int) -> dict[Tier, int]:
-        """Small pages of [low, high) that do not lie in the device, by tier."""
+        """Pages of [low, high) that do not lie in the device, by tier."""
         found: dict[Tier, int] = {}
         if self.noted:
-            for first, last, kind in self.stretches(low, high):
-                if kind.away:
-                    found[kind.tier] = found.get(kind.tier, 0) + last - first
+            for first, last, tier in self.stretches(low, high):
+                if tier != DEVICE:
+                    found[tier] = found.get(tier, 0) + last - first
         return found
 
     @property
     def away_end(self) -> int:
         """The end of the last page that does not lie in the device; 0: there is none."""
-        return max((last for _, last, kind in self.noted if kind.away), default=0)
+        return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
         return f"<Places {self.noted}>"
@@ -237,17 +181,17 @@ class Block:
         refs: for each page, the spans held that name it.
         users: for each page, the requests among them.
         events: GPU work that wrote the pages, as far as it is not known to be over.
-        kind: of all its pages.
+        tier: where all its pages lie.
         away: they do not lie in the device.
         gone: for each page, whether it has gone back.
     """
 
-    __slots__ = ("away", "events", "gone", "handle", "kind", "pages", "refs", "users")
+    __slots__ = ("away", "events", "gone", "handle", "pages", "refs", "tier", "users")
 
-    def __init__(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> None:
+    def __init__(self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE) -> None:
         self.handle = handle
-        self.kind = kind
-        self.away = kind.tier != DEVICE
+        self.tier = tier
+        self.away = tier != DEVICE
         self.pages = pages
         self.gone = [False] * pages
         self.refs = [1] * pages
@@ -275,19 +219,17 @@ class Span:
         parts: of one block each.
         pages: of all parts together, per tensor.
         unit_pages: pages per tensor of a sharing unit, what `split` counts in.
-        overlap: the first pages that are not counted by `split`.
     """
 
-    __slots__ = ("overlap", "pages", "parts", "unit_pages")
+    __slots__ = ("pages", "parts", "unit_pages")
 
-    def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1, overlap: int = 0) -> None:
+    def __init__(self, parts: tuple[Part, ...], unit_pages: int = 1) -> None:
         self.parts = parts
         pages = 0
         for _, low, high in parts:
             pages += high - low
         self.pages = pages
         self.unit_pages = unit_pages
-        self.overlap = overlap
 
     def slice(self, first: int, last: int) -> Span:
         """Pages [first, last) of this span."""
@@ -305,40 +247,24 @@ class Span:
 
         `missing`: so many pages of the first units are not there.
         """
-        middle = max(0, self.overlap + units * self.unit_pages - missing)
-        first = self.slice(0, middle)
-        first.overlap = self.overlap
-        return first, self.slice(middle, self.pages)
+        middle = max(0, units * self.unit_pages - missing)
+        return self.slice(0, middle), self.slice(middle, self.pages)
 
     def __add__(self, other: Span) -> Span:
-        """This span up to the other's overlap, then the other."""
+        """This span, then the other."""
         parts, more = self.parts, other.parts
-        if other.overlap:
-            parts = self.slice(0, self.pages - other.overlap).parts
         if parts and more and parts[-1].block is more[0].block and parts[-1].high == more[0].low:
             joined = Part(more[0].block, parts[-1].low, more[0].high)
             parts, more = parts[:-1], (joined, *more[1:])
         return Span(parts + more, other.unit_pages)
 
     def stretches(self, first: int = 0) -> list[Stretch]:
-        """Its pages by kind, as a slot has them that has the span from page `first` on."""
+        """Its pages by memory, as a slot has them that has the span from page `first` on."""
         found, at = [], first
         for block, low, high in self.parts:
-            found.append((at, at + high - low, block.kind))
+            found.append((at, at + high - low, block.tier))
             at += high - low
         return found
-
-    def floor(self, pages: int) -> int:
-        """The last place up to `pages` where no physical page is split; the span begins a slot."""
-        at = 0
-        for block, low, high in self.parts:
-            if at < pages < at + high - low:
-                return pages - (low + pages - at) % block.kind.unit
-            at += high - low
-        # The end of the span may lie within a page that another prefix has the rest of.
-        if self.parts and pages == self.pages:
-            return pages - self.parts[-1].high % self.parts[-1].block.kind.unit
-        return pages
 
     def __repr__(self) -> str:
         return f"<Span of {self.pages} pages in {len(self.parts)} parts>"
@@ -371,9 +297,9 @@ class SharedPages(Journaled):
         self.lent = EMPTY
         self._late: list[Part] = []
 
-    def adopt(self, handle: Pages, pages: int, events: list[Any], kind: Kind = PLAIN) -> Part:
+    def adopt(self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE) -> Part:
         """A new block, which owns the handle. One request holds and uses its pages."""
-        block = Block(handle, pages, events, kind)
+        block = Block(handle, pages, events, tier)
         self._mapper.journal.named(handle)
         self._log.append((self.blocks.discard, block))
         self.blocks.add(block)
@@ -427,15 +353,11 @@ class SharedPages(Journaled):
         return found
 
     def kept(self, spans: Iterable[Span]) -> int:
-        """Pages of the device that no request uses and that these spans keep from coming back.
-
-        Each once, and of a large page all parts.
-        """
+        """Pages of the device that no request uses and that these spans keep, each once."""
         named: dict[Block, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
-                unit = block.kind.unit
-                named.setdefault(block, []).append((low - low % unit, high + -high % unit))
+                named.setdefault(block, []).append((low, high))
         found = 0
         for block, ranges in named.items():
             end = 0
@@ -444,39 +366,8 @@ class SharedPages(Journaled):
                 end = max(end, high)
         return found
 
-    def returns(self, span: Span, going: Sequence[Span] = ()) -> int:
-        """Pages of the device that come back with the span, now or after batches under way.
-
-        Those that no request uses; of large ones, those that nothing else refers to.
-
-        Args:
-            span: what is let go.
-            going: what else is, soon.
-        """
-        found = 0
-        for block, low, high in span.parts:
-            if block.away:
-                continue
-            unit = block.kind.unit
-            if unit == 1:
-                found += block.users[low:high].count(0)
-                continue
-            begin, end = low - low % unit, high + -high % unit
-            own = [0] * (low - begin) + [1] * (high - low) + [0] * (end - high)
-            for other, first, last in (part for one in going for part in one.parts):
-                if other is block:
-                    for page in range(max(begin, first), min(end, last)):
-                        own[page - begin] += 1
-            for first in range(begin, end, unit):
-                there = block.refs[first : first + unit]
-                found += unit * (there == own[first - begin : first - begin + unit])
-        return found
-
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Pages of the device that come back when these holds are taken back: nothing else has any.
-
-        Of a large page, all parts.
-        """
+        """Pages of the device that come back with these holds: nothing else has any."""
         held: dict[Block, list[int]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
@@ -484,10 +375,7 @@ class SharedPages(Journaled):
                 counts[low:high] = map(add, counts[low:high], _ONE)
         found = 0
         for block, counts in held.items():
-            unit = block.kind.unit
-            for at in range(0, block.pages, unit):
-                there = counts[at : at + unit]
-                found += unit * (any(there) and there == block.refs[at : at + unit])
+            found += sum(0 < held == refs for held, refs in zip(counts, block.refs, strict=True))
         return found
 
     def release(self, span: Span, away: dict[Tier, int]) -> int:
@@ -503,15 +391,14 @@ class SharedPages(Journaled):
         gone = list(self._late)
         self._late = []
         for block, low, high in span.parts:
-            refs, unit = block.refs, block.kind.unit
+            refs = block.refs
             before = refs[low:high]
             self._log.append((refs.__setitem__, slice(low, high), before))
             refs[low:high] = map(sub, before, _ONE)
-            low, high = low - low % unit, high + -high % unit
             gone.extend(_unreferenced(block, low, high))
         done = 0
         for part in gone:
-            pages, tier = self._drop(part), part.block.kind.tier
+            pages, tier = self._drop(part), part.block.tier
             if not part.block.away:
                 done += pages
             elif pages:
@@ -585,7 +472,7 @@ class SharedPages(Journaled):
                 if getattr(block, name) != counts:
                     found.append(f"a block has {name} {getattr(block, name)}, counted {counts}")
         late = sum(part.high - part.low for part in self._late)
-        live = sum(map(_referenced, self.blocks)) + late
+        live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
             found.append(f"shared pages per tensor: {live} counted, others are live")
         here = [block for block in self.blocks if not block.away]
@@ -606,27 +493,17 @@ class SharedPages(Journaled):
         found: dict[Tier, int] = {}
         for block in self.blocks:
             if block.away:
-                tier = block.kind.tier
-                found[tier] = found.get(tier, 0) + block.live
+                found[block.tier] = found.get(block.tier, 0) + block.live
         return found
-
-
-def _referenced(block: Block) -> int:
-    """Pages that something refers to, or to another part of their large page."""
-    unit = block.kind.unit
-    if unit == 1:
-        return sum(map(bool, block.refs))
-    return sum(unit * any(block.refs[at : at + unit]) for at in range(0, block.pages, unit))
 
 
 def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
     """The longest stretches of [low, high) without a reference that are still there."""
-    refs, gone, unit = block.refs, block.gone, block.kind.unit
+    refs, gone = block.refs, block.gone
     start = low
-    for page in range(low, high + 1, unit):
-        held = page == high or gone[page]
-        if not (held or (refs[page] if unit == 1 else any(refs[page : page + unit]))):
+    for page in range(low, high + 1):
+        if page < high and not gone[page] and not refs[page]:
             continue
         if start < page:
             yield Part(block, start, page)
-        start = page + unit
+        start = page + 1

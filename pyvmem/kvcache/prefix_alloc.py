@@ -101,8 +101,6 @@ def _begin_with(
     """
     prefixes, resumed = groups[0].prefixes, goes_on
     loans: list[Loan] = []
-    rest: list[tuple[Group, Slot, Span]] = []
-    taken = False
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
             group.sharing.order_after_writers(span, reader)
@@ -111,26 +109,12 @@ def _begin_with(
                 loans.append(Loan(group, slot, span, slot.head))
                 continue
             group.sharing.make_empty(1, [slot])
-            whole = span.pages if group.window is not None else span.floor(span.pages)
-            lent = span
-            if whole < span.pages:
-                rest.append((group, slot, span))
-                lent = span.slice(0, whole)
-            loans.append(Loan(group, slot, lent, group.layout.window_page(match.length)))
+            loans.append(Loan(group, slot, span, group.layout.window_page(match.length)))
         lend(loans)
-        taken = done = True
-        for group, slot, span in rest:
-            done = done and group.copy_rest(slot, span, match.length)
     except VMemError as error:
-        for group, slot, *_ in loans if taken else ():
-            group.detach([slot])
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    if not done:
-        for group, slot, *_ in loans:
-            group.detach([slot])
-        return None
     prefixes.hand_over(match, slots[0])
     for group, slot, *_ in loans:
         group.enter(slot, match.length)
@@ -143,9 +127,6 @@ def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> l
     stale = groups[0].table.index.stale
     if not stale.entries:
         return None
-    for span in spans:
-        if span.floor(span.pages) != span.pages:
-            return None  # the rest of a large page is to be copied
     heads = [group.layout.window_page(length) for group in groups]
     best: list[Slot] | None = None
     for slot in stale:

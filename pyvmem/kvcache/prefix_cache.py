@@ -54,7 +54,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.errors import BadHandle, InvalidArgument, NotSupported
+from pyvmem.errors import BadHandle, InvalidArgument
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
@@ -94,7 +94,7 @@ class _Spans:
     def missing(self, place: int) -> int:
         """How many of a group's first pages are not there."""
         span = self.each[place]
-        return self.pages * span.unit_pages + span.overlap - span.pages
+        return self.pages * span.unit_pages - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
         """As `Span.split`, in every group."""
@@ -284,7 +284,6 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
         self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
-        self._refused = any(layouts[place].large_pages for place in self._sliding)
 
     def of(self, place: int) -> GroupPrefixes:
         """What a group's reclaimer asks."""
@@ -307,9 +306,7 @@ class PrefixCache:
         if self._lacks(slot, ids, units):
             for group, one in self._each(slot):
                 group.mover.finish(one, work)
-            # The rest of a large page is still to be written.
-            ready = self._ready(slot, units)
-            parts = [(one, one.places.floor(pages)) for one, pages in ready]
+            parts = self._ready(slot, units)
             if any(pages > one.shared for one, pages in parts):
                 work.wait()
             for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
@@ -318,8 +315,8 @@ class PrefixCache:
 
     @property
     def records(self) -> bool:
-        """Whether rows can be recorded at all: no group has a state, or slides by large pages."""
-        return self._restores and not self._refused
+        """Whether rows can be recorded at all: no group has a state."""
+        return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """Whether `record` would make pages shared, after the work that writes them."""
@@ -327,7 +324,7 @@ class PrefixCache:
         if not self._restores or not self._lacks(slot, ids, units):
             return False
         return any(
-            one.places.floor(units * unit) > one.shared
+            units * unit > one.shared
             for (_, one), unit in zip(self._each(slot), self.unit_pages, strict=True)
         )
 
@@ -403,13 +400,6 @@ class PrefixCache:
         """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
         for group in self._groups:
             group.require(PREFIXES, what)
-        if self._refused:
-            raise NotSupported(
-                f"{what}: a window may begin within a large page, which is shared as a whole; "
-                "layers with a window share prefixes without large_page_size",
-                errno=errno.EOPNOTSUPP,
-                op="KVCache",
-            )
 
     def _insert(self, slot: Slot, ids: TokenIds) -> int:
         known = self.tree.match(ids)
@@ -424,10 +414,7 @@ class PrefixCache:
         done = self.tree.insert(
             ids,
             lambda first, last: _Spans(
-                [
-                    self._take(place, one, known.node, first, last)
-                    for place, one in enumerate(slots)
-                ],
+                [self._take(place, one, first, last) for place, one in enumerate(slots)],
                 last - first,
             ),
         )
@@ -463,32 +450,14 @@ class PrefixCache:
                 self._groups[place].reclaimer.unref(before)
                 self._groups[place].reclaimer.release_kept(before)
 
-    def _take(self, place: int, slot: Slot, node: Node[_Spans], first: int, last: int) -> Span:
-        """A group's pages of the units from `first` to before `last`, held for the tree.
-
-        They follow what the tree holds on the path to the node.
-        """
+    def _take(self, place: int, slot: Slot, first: int, last: int) -> Span:
+        """A group's pages of the units from `first` to before `last`, held for the tree."""
         unit = self.unit_pages[place]
         if place in self._sliding:
             return Span((), unit)  # see `_fill`
-        begin = first * unit
-        overlap = self._overlap(place, slot.span, node, begin)
-        span = slot.span.slice(begin - overlap, last * unit)
-        span.overlap = overlap
+        span = slot.span.slice(first * unit, last * unit)
         self._groups[place].reclaimer.shared.hold(span)
         return span
-
-    def _overlap(self, place: int, span: Span, node: Node[_Spans], begin: int) -> int:
-        """Pages before `begin` that a span must have of its own, to follow what the tree has."""
-        large = self._groups[place].layout.large_pages
-        overlap = begin % large if large else 0
-        if not overlap:
-            return 0
-        before = self._path(place, node, begin).parts[-1]
-        own = span.slice(begin, begin + 1).parts[0]
-        if before.block is own.block and before.high == own.low:
-            return 0  # the tree has the same page
-        return overlap if before.block.kind.unit > 1 or own.block.kind.unit > 1 else 0
 
     def _path(self, place: int, node: Node[_Spans], pages: int) -> Span:
         """A group's first pages on the way to a node, as a slot can have them mapped."""
@@ -655,8 +624,7 @@ class PrefixCache:
             return 0
         if place in self._sliding:  # what is not shared is not there
             return match.length // self.unit * self.unit_pages[place]
-        span = self.span(place, match)
-        return span.floor(span.pages)
+        return self.span(place, match).pages
 
     # ---- evicting -------------------------------------------------------------------------------
 

@@ -175,8 +175,8 @@ class Reclaimer(Journaled):
     def unmap(self, slot: Slot, keep: int, now: bool = False) -> None:
         """Unmaps a slot's pages from `keep` on, after its earlier owners' GPU work; does not wait.
 
-        Of a stale slot all pages go, since what it shares cannot be kept for a next owner. A large
-        page that `keep` would split goes too, unless its owner has a part of it.
+        Of a stale slot all pages go, since what it shares cannot be kept for a next owner. What an
+        owner has of an entry of 2 MiB stays as a whole, since work may be reading it.
 
         Args:
             slot: without a batch in flight.
@@ -186,11 +186,10 @@ class Reclaimer(Journaled):
         Raises:
             TooManyBatches, OutOfMemory: the batch could not be queued; nothing changed.
         """
-        places = slot.places
         if slot.stale:
             keep = 0
-        elif places:
-            keep = max(places.floor(keep), places.ceil(slot.granted))
+        elif slot.granted < slot.whole and slot.active:
+            keep = max(keep, slot.firm)
         low = max(keep, slot.head)
         if low >= slot.mapped:
             return
@@ -217,10 +216,24 @@ class Reclaimer(Journaled):
             job.away = places.away(job.low + job.span.pages, slot.mapped)
             job.places = places.take(job.low, slot.mapped)
         slot.mapped = keep
+        if slot.whole:
+            slot.cut(keep)
         slot.head = min(slot.head, keep)
         slot.dirty = min(slot.dirty, keep)
         self.journal.keep_list(self.unmaps)
         self.unmaps.append(job)
+
+    def cut(self, slot: Slot, keep: int) -> None:
+        """Unmaps a running request's pages from `keep` on, in this thread, and waits.
+
+        No GPU work may be under way in the slot: the rest of an entry of 2 MiB is unmapped for a
+        moment.
+        """
+        self._ops.clear()
+        self._add_unmap(self._ops, slot, keep, slot.mapped)
+        self._run(slot, keep, keep)
+        if slot.job is not None:
+            self.finish(slot.job)
 
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """The same in this thread; a failure is noted as it is after a wait."""
@@ -266,6 +279,8 @@ class Reclaimer(Journaled):
                 slot.job, slot.kept = job, True
                 job.places = slot.places.take(low, slot.mapped)
                 slot.mapped = low
+                if slot.whole:
+                    slot.cut(low)
                 slot.dirty = min(slot.dirty, low)
                 self.journal.keep_list(self.unmaps)
                 self.unmaps.append(job)
@@ -305,12 +320,14 @@ class Reclaimer(Journaled):
         return True
 
     def _add_unmap(self, ops: OpBatch, slot: Slot, low: int, high: int) -> None:
-        """Adds to a batch that pages [low, high) of a slot are unmapped."""
+        """Adds to a batch that pages [low, high) of a slot are unmapped.
+
+        Entries of 2 MiB that have only a part of them are split: no work may be reading the rest.
+        """
         layout = self.layout
-        size = layout.page_size
-        ops.unmap(
-            slot.addr + low * size, (high - low) * size, layout.num_tensors, layout.tensor_bytes
-        )
+        size, stride = layout.page_size, layout.tensor_bytes
+        at, nbytes = slot.addr + low * size, (high - low) * size
+        ops.unmap(at, nbytes, layout.num_tensors, stride, split=True)
 
     def failed(self, slot: Slot | None, error: VMemError) -> None:
         """Notes that pages of a slot could not be unmapped; None: of the windows of several."""
@@ -387,6 +404,8 @@ class Reclaimer(Journaled):
                 unmap.away = {}
                 if not unmap.slides:
                     slot.mapped = unmap.high
+                    if slot.block:
+                        slot.whole = unmap.high - unmap.high % slot.block  # as far as is known
                     slot.dirty = max(slot.dirty, unmap.dirty)  # an owner may have ended since
                 elif slot.owner == unmap.owner:
                     self.slid -= unmap.high - unmap.low
@@ -483,12 +502,12 @@ class Reclaimer(Journaled):
                 at += size
         ops = OpBatch(len(runs) or 1)
         for at, size in runs:
-            ops.unmap(at, size)
+            ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         with self.mapper.transaction() as change:
             slot.places.forget(0, slot.mapped)
-            slot.span, slot.mapped, slot.head, slot.dirty = EMPTY, 0, 0, 0
+            slot.span, slot.mapped, slot.whole, slot.head, slot.dirty = EMPTY, 0, 0, 0, 0
             slot.lost, slot.broken = False, quarantined
             change.run(ops, slot.events)
         self.count_freed(own - sum(away.values()), away)
@@ -730,7 +749,7 @@ class Reclaimer(Journaled):
             The pages per tensor that come back, now or when batches under way are over.
         """
         self.release_kept(span)
-        back = self.shared.returns(span, self._going())
+        back = self.shared.idle(span)
         self.unref(span)
         return back
 

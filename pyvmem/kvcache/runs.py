@@ -75,8 +75,6 @@ class Runs:
         self._joins = Caps.JOIN in self._context.info.caps
         self.joins = self._joins and self.join_at > 0
         self._chunk = max(1, _RUN_BYTES // layout.page_size)
-        # A large page cannot be given back in part: at most half of one is surplus.
-        self._longest = min(self._chunk, layout.large_pages // 2 or self._chunk)
         self._used = self._seen = 0  # mappings, and pages grown when they were counted
         self._count()
         # Hints: an exception from outside may leave them wrong; only choices depend on them. By
@@ -86,7 +84,7 @@ class Runs:
         self._calls, self._joined = columns.calls, columns.joined
         self._active = self._changes = -1  # requests, and table changes when they were counted
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
-        columns.runs.longest = self._longest if self._fraction else 1
+        columns.runs.longest = self._chunk if self._fraction else 1
         columns.runs.fraction = self._fraction
         self._stream: Any = None
         self.refused = ""
@@ -130,15 +128,12 @@ class Runs:
         runs.active = self._active
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
-    def goals(self, want: Sequence[tuple[Slot, int]], kept: int = 0) -> list[int] | None:
-        """Pages per tensor to map for each slot, at least what it needs; None: exactly that.
-
-        `kept`: see `look`.
-        """
+    def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
+        """Pages per tensor to map for each slot, at least what it needs; None: exactly that."""
         runs = self._columns.runs
         if runs.longest == 1:
             return None
-        self.look(kept)
+        self.look()
         # Slots without an owner get no surplus.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []

@@ -17,7 +17,7 @@ from pyvmem.errors import (
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
-from pyvmem.kvcache.pages import PLAIN, Kind, Span
+from pyvmem.kvcache.pages import DEVICE, Span, Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Held", "Sharing"]
 
-Held: TypeAlias = "tuple[Pages, int, int, Kind]"
-"""A handle to pages [low, high) of a slot, all of one kind."""
+Held: TypeAlias = "tuple[Pages, int, int, Tier]"
+"""A handle to pages [low, high) of a slot, all in one memory."""
 
 
 class Sharing:
@@ -61,8 +61,8 @@ class Sharing:
     def share(self, slot: Slot, pages: int, unit_pages: int) -> None:
         """Makes a taken slot's pages up to `pages` shared: remaps them read-only in place.
 
-        No GPU work may touch them, and no batch may be in flight over them. `pages` must not split
-        a large page (`Places.floor`). `unit_pages` is the unit that `Span.split` counts in.
+        No GPU work may touch the slot, and no batch may be in flight over it. `unit_pages` is the
+        unit that `Span.split` counts in.
 
         Raises:
             NotRecoverable: the pages could be mapped neither read-only nor as before; the request
@@ -83,7 +83,7 @@ class Sharing:
 
     def gather(self, slot: Slot, pages: int) -> list[Held]:
         """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
-        return self.handles(slot, slot.shared, slot.places.ceil(pages))
+        return self.handles(slot, slot.shared, pages)
 
     def donate(
         self, slot: Slot, pages: int, handles: list[Held], event: Any, unit_pages: int
@@ -92,16 +92,14 @@ class Sharing:
 
         Args:
             slot: taken, without a batch in flight.
-            pages: how many; a large page is shared as a whole.
+            pages: how many.
             handles: what `gather` returned for them.
             event: the GPU work that writes them; whoever maps them waits for it.
             unit_pages: as for `share`.
         """
-        low, pages = slot.shared, slot.places.ceil(pages)
-        if pages <= low:
+        if pages <= slot.shared:
             return
         self.adopt(slot, handles, [] if event is None else [event], unit_pages)
-        self.pager.grant(slot, slot.shared)  # the rest of a large page is the owner's now, too
 
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
         """Records that a request's pages, past those it already shares, are now shared."""
@@ -109,22 +107,24 @@ class Sharing:
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None
         parts = list(slot.span.parts)
-        for handle, low, high, kind in pieces:
-            parts.append(shared.adopt(handle, high - low, list(events), kind))
+        for handle, low, high, tier in pieces:
+            parts.append(shared.adopt(handle, high - low, list(events), tier))
+            if slot.block:
+                slot.enlarge(low, high)  # where they are mapped again, by as few calls as can be
         slot.span = Span(tuple(parts), unit_pages)
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
-        """Handles to a slot's pages, one for each stretch of a kind."""
+        """Handles to a slot's pages, one for each stretch of a memory."""
         layout, places, found = self.layout, slot.places, []
-        stretches = places.stretches(low, high) if places.noted else ((low, high, PLAIN),)
-        for first, last, kind in stretches if low < high else ():
+        stretches = places.stretches(low, high) if places.noted else ((low, high, DEVICE),)
+        for first, last, tier in stretches if low < high else ():
             handle = self.mapper.gather(
                 slot.addr + first * layout.page_size,
                 (last - first) * layout.page_size,
                 layout.num_tensors,
                 layout.tensor_bytes,
             )
-            found.append((handle, first, last, kind))
+            found.append((handle, first, last, tier))
         return found
 
     def batch(self, room: int) -> OpBatch:
@@ -149,6 +149,7 @@ class Sharing:
                 layout.tensor_bytes,
                 True,
                 replace=replace,
+                split=replace,
             )
 
     # ---- shared pages in more slots --------------------------------------------------------------
@@ -209,7 +210,7 @@ class Sharing:
         for block, low, high in span.parts:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,
-                replace=replace,
+                replace=replace, split=replace,
                 offset_stride=size * block.pages,  # from one tensor to the next in the handle
             )  # fmt: skip
             address += (high - low) * size

@@ -21,6 +21,11 @@ So is a slot that slid, or that has pages outside the device. Unmapping usually 
 *kept* slot is an exception: all that it has mapped are recorded rows, so that the next turn of its
 conversation can go on in it without a driver call.
 
+Pages below `whole` may be mapped by entries of 2 MiB, in blocks of `block` pages. No part of such a
+block can be unmapped while GPU work may read any of it. So what a running request has of the block
+that its last page lies in is not spare, although it was not granted: `KVCache.step` cuts it off
+where memory is short, after all work on the device.
+
 `SlotIndex` finds slots without looking at each of them. It follows from the slots' attributes
 alone: a slot is filed under what they say, and filing it again moves it. So a slot can be filed at
 any time and any number of times, and an index that may be wrong is thrown away and made anew.
@@ -44,7 +49,7 @@ from pyvmem._native import Columns
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Watched
-from pyvmem.kvcache.pages import EMPTY, Places, Span, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, EMPTY, Places, Span, Stretch, Tier
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -84,6 +89,8 @@ class Slot(Watched):
         kept: free, with recorded rows mapped read-only for a request that begins with them.
         mapped: pages there, or promised by a growth in flight.
         granted: pages that the owner may use.
+        whole: pages below this may be mapped by entries of 2 MiB; a multiple of `block`.
+        block: pages in one; 0: there are none.
         head: pages below this are not there, since they left the window; 0 without a window.
         dirty: pages below this may hold what an earlier owner wrote.
         owner: counts owners, so that work begun for one is not credited to the next.
@@ -91,13 +98,13 @@ class Slot(Watched):
         job: the one batch in flight over this slot's addresses.
         span: the shared pages, from `head` on.
         pins: nodes of the prefix tree that are kept for the request.
-        places: which pages are large, or outside the device.
+        places: which pages lie outside the device.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
     """
 
     _unwatched: ClassVar[frozenset[str]] = frozenset(
-        ("writer", "owner", "events", "pins", "freed_at")
+        ("writer", "owner", "events", "pins", "freed_at", "block")
     )
 
     log: InitVar[list[Any]]
@@ -111,6 +118,8 @@ class Slot(Watched):
     kept: bool = False
     mapped: int = 0
     granted: int = 0
+    whole: int = 0
+    block: int = 0
     head: int = 0
     dirty: int = 0
     owner: int = 0
@@ -153,7 +162,33 @@ class Slot(Watched):
 
         Shared ones are counted elsewhere.
         """
-        return self.here_from(max(self.shared, self.granted, 0 if self.stale else keep))
+        granted = self.granted
+        if granted < self.whole and self.active:
+            granted = self.firm
+        return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
+
+    def loose_beyond(self, keep: int) -> int:
+        """Pages that it can lose besides, once no GPU work is under way."""
+        if not self.active or self.granted >= self.whole or self.job is not None or self.lost:
+            return 0
+        return self.here_from(max(self.shared, self.granted, keep)) - self.spare_beyond(keep)
+
+    @property
+    def firm(self) -> int:
+        """The end of the pages that stay while the owner's work may run."""
+        granted = self.granted
+        return granted + -granted % self.block if granted < self.whole else granted
+
+    def enlarge(self, low: int, high: int) -> None:
+        """Notes that pages [low, high) are mapped; whole blocks may have large entries."""
+        block = self.block
+        if block and (low + -low % block) + block <= high:
+            self.whole = max(self.whole, high - high % block)
+
+    def cut(self, page: int) -> None:
+        """Notes that pages from this one on are gone, or are to be."""
+        if self.whole > page:
+            self.whole = page - page % self.block
 
     @property
     def grows_from(self) -> int:
@@ -161,18 +196,17 @@ class Slot(Watched):
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
-        """Pages of the device from this one on; a large one that begins before is left out."""
+        """Pages of the device from this one on."""
         if not self.places.noted:
             return max(0, self.mapped - page)
-        low = self.places.ceil(page)
-        return max(0, self.mapped - low - sum(self.places.away(low, self.mapped).values()))
+        return max(0, self.mapped - page - sum(self.places.away(page, self.mapped).values()))
 
     @property
     def spare(self) -> int:
         """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
         if self.kept:
             return 0
-        return self.mapped - self.places.ceil(max(self.granted, self.head))
+        return self.mapped - max(self.firm, self.head)
 
 
 class SlotTable:
@@ -187,6 +221,7 @@ class SlotTable:
         journal: of the cache.
         base: address of the first slot.
         stride: bytes between slots.
+        block: pages that an entry of 2 MiB maps.
 
     Attributes:
         lockstep: answers depend on the sequence of calls alone (`ParallelKVCache`), never on how
@@ -199,12 +234,15 @@ class SlotTable:
 
     lockstep: ClassVar[bool] = False
 
-    def __init__(self, count: int, journal: Journal, base: int = 0, stride: int = 0) -> None:
+    def __init__(
+        self, count: int, journal: Journal, base: int = 0, stride: int = 0, block: int = 0
+    ) -> None:
         self.changes = 0
         self.columns = Columns(count)
         self.touched: set[Slot] = set()
         self.slots = [
-            Slot(journal.entries, self.touched, i, base + i * stride) for i in range(count)
+            Slot(journal.entries, self.touched, i, base + i * stride, block=block)
+            for i in range(count)
         ]
         self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
@@ -472,6 +510,7 @@ class SlotIndex:
         self._slots = slots
         self._filed: dict[int, _Entry] = {}
         columns.clear()
+        columns.place.block = slots[0].block
         self.file_all(slots)
 
     @property
@@ -506,7 +545,8 @@ class SlotIndex:
             )
             nothing = plain and (job is None or (type(job) is Slide and slot.mapped == granted))
             plain = plain and job is None
-            fields.append((index, slot.mapped, granted, slot.head, slot.active, plain))
+            whole = slot.whole
+            fields.append((index, slot.mapped, granted, slot.head, whole, slot.active, plain))
             if not nothing:
                 self._file(index, _entry(slot))
             elif index in filed:
@@ -543,7 +583,7 @@ class SlotIndex:
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         pairs += [
             (f"columns.{name}", getattr(self.columns, name), getattr(other.columns, name))
-            for name in ("mapped", "granted", "head", "active", "plain")
+            for name in ("mapped", "granted", "head", "whole", "active", "plain")
         ]
         return [
             f"slots: {name} is {mine!r:.200}, made anew {anew!r:.200}"
@@ -559,7 +599,7 @@ def _entry(slot: Slot) -> _Entry:
     spare = returning = 0
     if taking and not isinstance(job, Slide):  # whose pages `Reclaimer.sliding` counts
         returning = job.pages
-    simple = not (slot.span.pages or slot.head or slot.places.noted)
+    simple = not (slot.span.pages or slot.head or slot.places.noted or slot.whole > slot.granted)
     if (taking or job is None) and not slot.lost:
         spare = mapped - slot.granted if simple else slot.spare_beyond(0)
     age = (order, index)
@@ -598,16 +638,15 @@ class Growth:
     Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
     `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
     is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. `large` holds the pieces that are large pages. One that is `ahead` grants
-    nothing: nobody asked for it. The failure of a `quiet` one is not raised: nobody asked for it,
-    or another group's growth in the same batch raises it. The counts are of physical pages.
+    nothing is filled. One that is `ahead` grants nothing: nobody asked for it. The failure of a
+    `quiet` one is not raised: nobody asked for it, or another group's growth in the same batch
+    raises it. The counts are of physical pages.
     """
 
     takes_pages: ClassVar[bool] = False
 
     slots: list[Slot]
     pieces: list[Piece] = field(default_factory=list)
-    large: list[Piece] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     handover: list[Any] = field(default_factory=list)
     mapping: Any = None
@@ -721,13 +760,13 @@ class Move:
 
     Attributes:
         slot: whose.
-        stretches: what becomes of which pages; nothing else of the slot changes.
-        runs: stretches that are one physical run, and are only to be mapped in one piece.
+        stretches: where which pages are to lie; nothing else of the slot changes.
+        runs: pages that may be one physical run, and are only to be mapped in one piece.
         first: page that the scratch addresses begin with.
         stride: bytes between tensors there.
         addresses: scratch; None where nothing is copied.
         ticket: of the copies; None: they are over.
-        promotes: it is for larger pages, and may be cancelled when memory is short.
+        promotes: it is for entries of 2 MiB, and may be cancelled when memory is short.
     """
 
     slot: Slot
@@ -747,14 +786,14 @@ class Move:
 
     def here(self) -> int:
         """New pages per tensor that lie in the device."""
-        return sum(high - low for low, high, kind in self.stretches if not kind.away)
+        return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
     def away(self) -> dict[Tier, int]:
         """New pages per tensor that do not, by tier."""
         found: dict[Tier, int] = {}
-        for low, high, kind in self.stretches:
-            if kind.away:
-                found[kind.tier] = found.get(kind.tier, 0) + high - low
+        for low, high, tier in self.stretches:
+            if tier != DEVICE:
+                found[tier] = found.get(tier, 0) + high - low
         return found
 
     def begins_before(self, page: int) -> bool:

@@ -11,9 +11,11 @@ import logging
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from pyvmem.errors import TooManyMappings, VMemError
+from pyvmem.kvcache.events import wait_for_device
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.growth import extend
 from pyvmem.kvcache.journal import put
@@ -32,18 +34,20 @@ _Want: TypeAlias = list[tuple[Slot, int]]
 
 def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     """`KVCache.step` of groups with the same requests: all of them or none."""
-    begun, growing = [], []
+    begun, growing, cuts = [], [], 0
     try:
         for group in groups:
             rows, total, short = _begin(group, seq_lens, stream)
             begun.append((group, rows, total, short))
+            cuts += group.layout.block
             if short:
                 growing.append(group.pager)
         names = any(seq_lens)
         if names:
             groups[0].named = True
         if growing:
-            if not extend(growing, background=False) and not _grow_for(begun, stream):
+            done = extend(growing, background=False) or _grow_for(begun, stream)
+            if not done and not (cuts and _grow_by_cutting(begun, stream)):
                 _note_short(groups)
                 return -1
             own = groups[0].reclaimer
@@ -61,7 +65,7 @@ def step(groups: Sequence[Group], seq_lens: Sequence[int], stream: Any) -> int:
     for group, rows, _, _ in begun:
         if group.window is not None:
             windows.append((group.window, rows))
-        if group.config.promote_tokens and group.promoter is not None:
+        if group.promoter is not None:
             group.promoter.step(rows, stream)
         runs = group.pager.runs
         if runs.joins and runs.used > runs.join_at:
@@ -149,6 +153,31 @@ def _grow_for(begun: Sequence[tuple[Group, array[int], int, list[int]]], stream:
     for group, _ in wants:
         _settle(group, stream)
     return True
+
+
+def _grow_by_cutting(
+    begun: Sequence[tuple[Group, array[int], int, list[int]]], stream: Any
+) -> bool:
+    """The same, with what requests have of entries of 2 MiB beyond their own pages.
+
+    Nothing may be reading such an entry while it is split: waits for all work on the device. The
+    largest parts go first, and no more of them than is needed.
+    """
+    found = []
+    for group, _, _, short in begun:
+        needs = dict(group.pager.wants(short))
+        for slot in group.table if group.layout.block else ():
+            keep = max(slot.granted, needs.get(slot, 0))
+            if pages := slot.loose_beyond(keep):
+                found.append((-pages * group.page_bytes, slot.index, group, keep))
+    if found:
+        wait_for_device(stream, begun[0][0].device)
+    for _, index, group, keep in sorted(found, key=itemgetter(0, 1)):
+        group.reclaimer.cut(group.table[index], keep)
+        group.reclaimer.raise_errors()
+        if _grow_for(begun, stream):
+            return True
+    return False
 
 
 def _settle(group: Group, stream: Any) -> None:
@@ -323,6 +352,8 @@ def _begin_what_comes_back(
         own, size, tensors = group.reclaimer, group.layout.page_size, group.layout.num_tensors
         coming = own.leaving + group.pager.unsettled(dict(want), promoting=False)
         above = _lacking(group, want) - (own.limit - own.held) - own.returning - coming
+        if group.layout.block:
+            coming += group.pager.loose(dict(want))  # which a step splits
         missing -= coming * size
         if above > 0:
             missing -= own.evict(-(-above // tensors)) * tensors * size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Pages of requests moved to another memory, or promoted to large ones, on demand."""
+"""Pages of requests moved to another memory, or under entries of 2 MiB, on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyvmem.features.table import HOST_PAGES, PEER_PAGES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import DEVICE, Kind, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, Stretch, Tier
 from pyvmem.kvcache.slots import Move, Slot
 from pyvmem.memory.info import Location
 from pyvmem.memory.streams import device_ordinal
@@ -62,9 +62,9 @@ def promote(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool)
     done = 0
     slots = [group.slot(reqid) for group in groups]
     if all(group.promoter is None for group in groups):
-        raise invalid("promote: the cache has no large_page_size")
+        raise invalid("promote: no slot has a block of 2 MiB that a large entry could map")
     for group, slot in zip(groups, slots, strict=True):
-        if group.promoter is None:  # a state: it is written all the time
+        if group.promoter is None:
             continue
         group.mover.sweep()
         done += group.promoter.promote(slot, group.rows[slot.index], work, wait=wait)
@@ -129,9 +129,7 @@ def _begin_move(
     shared = max(0, min(high, slot.shared) - max(low, slot.head)) * tensors
     low = max(low, slot.shared)
     wanted: list[Stretch] = [
-        (first, last, Kind(kind.unit, tier))
-        for first, last, kind in slot.places.stretches(low, high)
-        if kind.tier != tier
+        (first, last, tier) for first, last, now in slot.places.stretches(low, high) if now != tier
     ]
     if not wanted:
         return Moved(0, shared)
@@ -139,20 +137,14 @@ def _begin_move(
     _make_tier_room(groups, group, tier, pages)
     event = work.record()
     after = [] if event is None else [event]
-    try:
-        group.mover.begin(Move(slot, wanted), after, background=not wait)
-    except OutOfMemory:
-        if all(kind.unit == 1 for *_, kind in wanted):
-            raise
-        small = [(first, last, Kind(1, tier)) for first, last, _ in wanted]
-        group.mover.begin(Move(slot, small), after, background=not wait)
+    group.mover.begin(Move(slot, wanted), after, background=not wait)
     return Moved(pages, shared)
 
 
 def _pages_of(
     group: Group, slot: Slot, tokens: Sequence[int] | None, wait: bool
 ) -> tuple[int, int]:
-    """The pages that hold only rows of these tokens; no large page is split."""
+    """The pages that hold only rows of these tokens."""
     layout, held = group.layout, group.rows[slot.index]
     first, last = 0, held
     if tokens is not None:
@@ -169,12 +161,12 @@ def _pages_of(
             )
     if layout.state:  # as a whole, and not while it is written
         whole = wait and (first, last) == (0, held)
-        return 0, slot.places.floor(slot.granted) if whole else 0
-    low = slot.places.ceil(-(-first * layout.row_bytes // layout.page_size))
+        return 0, slot.granted if whole else 0
+    low = -(-first * layout.row_bytes // layout.page_size)
     high = last * layout.row_bytes // layout.page_size
     if wait and last == held:  # nothing is written meanwhile, so the last page can go, too
-        high = slot.places.ceil(-(-last * layout.row_bytes // layout.page_size))
-    high = slot.places.floor(min(high, slot.granted))
+        high = -(-last * layout.row_bytes // layout.page_size)
+    high = min(high, slot.granted)
     return min(low, high), high
 
 

@@ -92,7 +92,7 @@ def _note_all(each: Sequence[Truncation], work: PriorWork) -> list[Span]:
                 group.reclaimer.own_away = None
                 slot.events = [*prune(slot.events), *(() if event is None else (event,))]
         if group.promoter is not None:
-            group.promoter.shorten(slot, one.first)
+            group.promoter.forget(slot, one.first)
         group.enter(slot, one.rows)
         group.table.changes += 1
     return gone
@@ -113,7 +113,7 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
     each = []
     for group, slot in both:
         places = slot.places
-        keep = max(places.whole_away(group.layout.pages_for(rows)), places.away_end, slot.shared)
+        keep = max(group.layout.pages_for(rows), places.away_end, slot.shared)
         if keep < slot.granted and slot not in group.mover.moves:
             each.append((group, slot, keep))
     event = work.record() if each else None
@@ -145,7 +145,7 @@ class Truncation:
         owner: of the slot.
         rows: tokens that are kept.
         first: the page that the first dropped row begins in.
-        keep: pages that the request keeps; a large one outside the device as a whole.
+        keep: pages that the request keeps.
         shared: of these, shared ones.
         copied: end of the pages, from `shared` on, that copies take the place of.
         end: pages from here on go where pages are unmapped at once.
@@ -170,16 +170,16 @@ class Truncation:
         """The slot is the request's, without a move under way past its rows."""
         layout, places = group.layout, slot.places
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
-        keep = min(places.whole_away(layout.pages_for(rows)), slot.granted)
-        shared = min(slot.shared, places.floor(first))
+        keep = min(layout.pages_for(rows), slot.granted)
+        shared = min(slot.shared, first)
         copied = shared
         if shared < slot.shared:
-            if rest or shared < first:
-                copied = min(places.ceil(keep), slot.shared)
+            if rest:
+                copied = min(keep, slot.shared)
             else:
                 keep = shared  # what a kernel may over-read comes with the next step
         unmaps = shared < slot.shared or places.away_end > keep
-        end = max(places.ceil(keep), copied)
+        end = max(keep, copied)
         return cls(group, slot, slot.owner, rows, first, keep, shared, copied, end, unmaps)
 
     @property
@@ -242,6 +242,7 @@ class Truncation:
                 layout.tensor_bytes,
                 consume=True,
                 replace=True,
+                split=True,
             )
             ops.unmap(scratch, size, tensors, size)
         if self.end < slot.mapped:
@@ -250,6 +251,7 @@ class Truncation:
                 (slot.mapped - self.end) * layout.page_size,
                 tensors,
                 layout.tensor_bytes,
+                split=True,
             )
 
     def note(self) -> Span:

@@ -102,7 +102,7 @@ class Window:
     def due(self, lens: Sequence[int], stream: Any) -> list[tuple[Slot, int, int, int]]:
         """Finds what the step to `lens` no longer needs.
 
-        Slots with shared or large pages, or some outside the device, let theirs go at once.
+        Slots with shared pages, or some outside the device, let theirs go at once.
 
         Returns:
             Slots, their first pages that stay, and what `_next` and `_least` are once those before
@@ -126,7 +126,8 @@ class Window:
             if slot.span.pages or slot.places.noted:
                 self._slide_alone(slot, head, stream)
                 continue
-            later = self._kept - (head + 1) * -size // row  # as `_goes_at`
+            head, end = self._parted(slot, head) if head < slot.whole else (head, head + 1)
+            later = self._kept - end * -size // row  # as `_goes_at`
             later += -later % self._unit
             least = self._window - head * -size // row
             if head > slot.head:
@@ -135,14 +136,17 @@ class Window:
                 self._set(index, later, max(least, self._least[index]))
         return found
 
+    def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
+        """Where pages up to `head` can be parted from those that work reads, and the next place."""
+        if head < slot.whole and head % slot.block:  # in the middle of an entry of 2 MiB
+            head -= head % slot.block
+            return head, head + slot.block
+        return head, head + 1
+
     def _slide_alone(self, slot: Slot, head: int, stream: Any) -> None:
         """Begins to unmap the pages of a slot below `head`, and notes what that is for others."""
-        places, index = slot.places, slot.index
-        if places and places.floor(head) != head:  # in the middle of a large page
-            end, head = places.ceil(head), places.floor(head)
-            if head <= slot.head:
-                self._set(index, self._goes_at(end), self._least[index])
-                return
+        index = slot.index
+        head, later = self._parted(slot, head)
         least = self._window + self._rows(head)
         if head > slot.head:
             event = record(stream, self.device)
@@ -153,7 +157,7 @@ class Window:
                 self.reclaimer.finish_all()
                 if not self.reclaimer.try_slide(slot, head, after):
                     raise _queue_full()
-        self._set(index, self._goes_at(head + 1), max(least, self._least[index]))
+        self._set(index, self._goes_at(later), max(least, self._least[index]))
 
     def edit(
         self,
@@ -213,7 +217,7 @@ class Window:
         """
         least = self._window + self._rows(head)
         self._set(slot.index, self._first, least)
-        low = slot.places.floor(head) if slot.places else head
+        low, _ = self._parted(slot, head)
         if low > slot.head and slot.job is None and self.reclaimer.try_slide(slot, low, []):
             self._set(slot.index, self._goes_at(low + 1), least)
 

@@ -10,39 +10,18 @@ from conftest import open_context
 from kvcache_helpers import LAYERS, ROWS, eventually, small_cache
 from share_helpers import grow
 
-from pyvmem import Caps, Context, KVCache, KVCacheConfig
+from pyvmem import Caps, Context, KVCache, NotSupported, OpBatch
 
 TENSORS = 2 * LAYERS
-UNIT = 4  # small pages of a large one
+UNIT = 4  # pages of a block
 PART = UNIT * ROWS
 MIB2 = 2 << 20
 
 
 def cache_over(context: Context, **changes: Any) -> Any:
-    """Slots of up to eleven pages, four of which are a large one."""
+    """Slots of up to eleven pages; an entry of 2 MiB maps four, in a context `in_slabs`."""
     changes.setdefault("max_seq_len", 11 * ROWS)
-    changes.setdefault("large_page_size", UNIT * context.info.granule)
-    if changes["large_page_size"] not in (0, *context.info.page_sizes):
-        pytest.skip("no such page size")
     return small_cache(context, **changes)
-
-
-def two_mebibytes(page: int, parts: int) -> KVCacheConfig:
-    """Slots of three parts of 2 MiB, memory for so many; skipped where no page is smaller."""
-    if page >= MIB2:
-        pytest.skip("no smaller pages")
-    return KVCacheConfig(
-        num_layers=1,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype="float32",
-        max_batch=2,
-        max_seq_len=1536,
-        page_size=page,
-        large_page_size=MIB2,
-        memory_limit=parts * MIB2,
-        growth_fraction=0,
-    )
 
 
 def with_tiers(backend: str, **options: Any) -> Context:
@@ -55,31 +34,50 @@ def with_tiers(backend: str, **options: Any) -> Context:
 
 
 def in_pieces(cache: KVCache, rows: int, by: int = ROWS) -> tuple[int, int]:
-    """Two requests that grew page by page in turn, so that no part of them is one run.
-
-    The context's slabs must be small, or it prefers to keep each in a run.
-    """
+    """Two requests that grew page by page in turn, and none of whose pages are neighbours."""
     one, two = cache.alloc_reqid(), cache.alloc_reqid()
     assert one is not None
     assert two is not None
     for low in range(0, rows, by):
         grow(cache, one, low, min(rows, low + by))
         grow(cache, two, low, min(rows, low + by), 500)
-    at, part = cache.reservation.addr, UNIT * cache.layout.page_size
-    if (
-        by == ROWS
-        and rows >= PART
-        and cache.context.query(at + cache.layout.offset(one)).run_bytes >= part
-    ):
-        pytest.skip("the back end's slabs are larger than asked for: the pages are a run")
+    for reqid in (one, two):
+        scatter(cache, reqid)
     return one, two
 
 
-def in_slabs(backend: str) -> Context:
-    """A context whose slabs are too small to keep the pages of a request together."""
-    with open_context(backend) as probe:
-        page = probe.info.granule
-    return open_context(backend, slab_size=UNIT * page)
+def scatter(cache: KVCache, reqid: int, first: int = 0) -> None:
+    """Moves pages from `first` on, behind the cache's back: the even ones, then the odd."""
+    layout, page = cache.layout, cache.layout.page_size
+    pages = cache.snapshot()[reqid].mapped_pages - first
+    order = [*range(0, pages, 2), *range(1, pages, 2)]
+    ops = OpBatch(2 * pages)
+    with cache.context.reserve(pages * page) as scratch:
+        for tensor in range(layout.num_tensors):
+            base = cache.reservation.addr + layout.offset(reqid, first, tensor)
+            both = [(base + own * page, scratch.addr + at * page) for at, own in enumerate(order)]
+            ops.clear()
+            for own, other in both:
+                ops.populate(other, page, copy_from=own)
+            cache.context.batch(ops)
+            ops.clear()
+            for own, other in both:
+                handle = cache.context.retain(other, page)
+                ops.map(own, page, handle, consume=True, replace=True, split=True)
+                ops.unmap(other, page, split=True)
+            cache.context.batch(ops)
+
+
+def in_slabs(backend: str, **options: Any) -> Context:
+    """A context with entries of 2 MiB, each for four pages."""
+    try:
+        context = Context(backend, granule=MIB2 // UNIT, large_entries=True, **options)
+    except NotSupported:
+        pytest.skip(f"{backend} has no large entries of small pages")
+    if Caps.LARGE_ENTRIES not in context.info.caps:
+        context.close()
+        pytest.skip(f"{backend} has no pages below 2 MiB")
+    return context
 
 
 def lens(cache: KVCache) -> list[int]:

@@ -51,7 +51,6 @@ from pyvmem.kvcache import Budget, LayeredCache, PrefixEvicted, PrefixMatch
 __all__ = ["Soak", "main"]
 
 TENSORS = 4  # of `small_config`
-LARGE = 4  # small pages of a large one
 IDS = 4  # tokens of the model that stand for the cache's, in each namespace
 QUIET = 4500  # calls of the others while one cache is quiet: each is a batch or more
 
@@ -63,10 +62,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"ahead_tokens": 5, "low_watermark": 0.1},
     {"low_watermark": 0.3, "reclaim_steps": 5},
     {"overread_rows": 3, "group_size": 2},
-    {"large": True},
-    {"large": True, "promote_tokens": 1, "window_tile": 2},
-    {"large": True, "deferred_reclaim": False},
-    {"large": True, "promote_tokens": 1, "window_tile": 2, "ahead_tokens": 3},
+    {"window_tile": 2, "ahead_tokens": 3},
 )
 
 
@@ -280,7 +276,7 @@ class Endless:
             self.hold()
         elif self.leases and self.random.random() < 0.04:
             self.begin_with(self.random.choice(self.leases))
-        elif isinstance(self.cache, LayeredCache) or self.first.layout.large_pages:
+        elif isinstance(self.cache, LayeredCache) or self.first.layout.block:
             super().any_step()  # type: ignore[misc]
         else:
             ShareModel.any_step(self)
@@ -457,8 +453,6 @@ class Soak:
                 options: dict[str, Any] = {"max_seq_len": 80, "max_batch": 6}
                 options["ahead_tokens"] = rng.choice((0, 0, 3))
                 page = context.info.granule
-                if LARGE * page in context.info.page_sizes and rng.random() < 0.5:
-                    options |= {"large_page_size": LARGE * page, "promote_tokens": 1}
                 if Caps.HOST_PAGES in context.info.caps:
                     options["host_limit"] = 100 * page
                 cache = layered(context, rng.choice((260, 500)), **options)
@@ -490,11 +484,6 @@ class Soak:
     def _cache(self, context: Context, budget: Budget | None, limit: int) -> KVCache:
         policy = dict(self.random.choice(POLICIES))
         page = context.info.granule
-        large = LARGE * page if policy.pop("large", False) else 0
-        if large and large in context.info.page_sizes:
-            policy["large_page_size"] = large
-        else:
-            policy.pop("promote_tokens", None)
         if Caps.HOST_PAGES in context.info.caps:
             policy["host_limit"] = 24 * TENSORS * page
         config = small_config(

@@ -493,12 +493,6 @@ def test_a_sparse_cache_protects_where_pages_appear_in_one_step(
         monkeypatch.undo()
     with filled(host, MIXED) as cache:
         assert not cache.safe_overread
-    with filled(host, MIXED, sparse=True, large_page_size=2 << 20, max_seq_len=8192) as cache:
-        assert not cache.safe_overread
-        info = host.info
-        monkeypatch.setattr(host, "info", replace(info, caps=info.caps | Caps.ONE_CALL))
-        assert cache.safe_overread, "one call of the driver replaces small pages by a large one"
-        monkeypatch.undo()
 
 
 def test_rows_for_tiles_are_waste(host: pyvmem.Context) -> None:

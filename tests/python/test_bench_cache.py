@@ -345,7 +345,7 @@ def test_footprints_have_every_layout_and_memory(tmp_path: Path) -> None:
     wanted = {f"sdpa/2M/{one}/decode_64" for one in layouts}
     wanted |= {f"sdpa/2M/slots{one}/prefill_32_64" for one in (1, 2)}
     assert set(rows(found)) == {
-        f"{row}/{kind}" for row in wanted for kind in ("malloc", "4K", "2M", "entries")
+        f"{row}/{kind}" for row in wanted for kind in ("malloc", "4K", "2M", "entries", "cache")
     }
     # 2 layers with 2 heads of 32 for keys and for values: 512 bytes a token, 64 requests of 64.
     row = rows(found)["sdpa/2M/slots2/decode_64/4K"]

@@ -145,7 +145,7 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
         ops = OpBatch(4)
         grown = columns.plan(ops.array)
         assert grown == (
-            *([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25]),
+            *([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25], [0, 0, 0]),
             *(2, 26, 2, 28),
         )
         first, second = ops.array[0], ops.array[1]
@@ -253,15 +253,36 @@ def test_edits_are_made_by_the_call_that_succeeds() -> None:
 def test_surplus_is_of_plain_slots() -> None:
     columns = columns_of(3)
     columns.clear()
-    columns.file([(0, 5, 2, 0, True, True), (1, 9, 1, 0, True, False), (2, 4, 4, 0, True, True)])
+    first, second, third = (0, 5, 2, 0, 0, True, True), (1, 9, 1, 0, 0, True, False), (2, 4, 4)
+    columns.file([first, second, (*third, 0, 0, True, True)])
     assert columns.surplus == 3
-    columns.file([(0, 7, 2, 0, True, True), (1, 9, 8, 0, True, True)])
+    columns.file([(0, 7, 2, 0, 0, True, True), (1, 9, 8, 0, 0, True, True)])
     assert columns.surplus == 6
-    columns.file([(0, 7, 2, 0, True, False)])
+    columns.file([(0, 7, 2, 0, 0, True, False)])
     assert columns.surplus == 1
     columns.clear()
     assert columns.surplus == 0
     assert not any(columns.plain)
+
+
+def test_the_rest_of_a_large_entry_is_no_surplus() -> None:
+    columns = columns_of(2, block=4)
+    columns.clear()
+    columns.file([(0, 11, 5, 0, 8, True, True), (1, 11, 9, 0, 8, True, True)])
+    assert columns.surplus == (11 - 8) + (11 - 9)
+    columns.file([(0, 11, 5, 0, 4, True, True)])
+    assert columns.surplus == (11 - 5) + (11 - 9)
+
+
+def test_a_plan_tells_how_far_there_may_be_large_entries() -> None:
+    columns = columns_of(3, block=4, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=1)
+    columns.runs.longest, columns.runs.free = 1, 100
+    columns.mapped[:] = columns.granted[:] = array("Q", [0, 5, 7])
+    columns.whole[:] = array("Q", [0, 4, 0])
+    columns.scan([PAGE // ROW * pages for pages in (9, 11, 12)])
+    grown = columns.plan(OpBatch(3).array)
+    assert grown is not None
+    assert grown.whole == [8, 4, 12]
 
 
 @pytest.mark.parametrize(

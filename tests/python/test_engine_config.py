@@ -80,7 +80,6 @@ def test_bad_models(layers: list[LayerShape], dtype: str, length: int, text: str
         ({"memory_share": 10**400}, "memory_share is an int of 1329 bits; it must be above 0"),
         ({"memory_share": float("nan")}, "memory_share is nan"),
         ({"max_batch": 10**5000}, "max_batch is an int of 16610 bits"),
-        ({"promote": "off"}, "promote must be True or False, not 'off'"),
         ({"options": {"wrong": 1}}, "'wrong' is none of the options ahead_tokens, "),
         ({"options": {"window": 8}}, "window is given by the layers"),
         ({"options": {"reclaim_steps": -1}}, "reclaim_steps is -1"),
@@ -93,9 +92,8 @@ def test_bad_policies(changes: dict[str, Any], text: str) -> None:
 
 
 def test_a_policy_keeps_plain_numbers() -> None:
-    policy = Policy(max_batch=True, memory_share=1, promote=0)  # type: ignore[arg-type]
-    kept = (policy.max_batch, policy.memory_share, policy.promote)
-    assert repr(kept) == "(1, 1.0, False)"
+    policy = Policy(max_batch=True, memory_share=1)
+    assert repr((policy.max_batch, policy.memory_share)) == "(1, 1.0)"
 
 
 def test_the_layout_is_the_advisers(host: Context) -> None:
@@ -133,39 +131,6 @@ def test_a_cache_is_opened_with_what_was_advised() -> None:
         assert isinstance(request, Request)
     assert kv.is_closed
     cache.close()  # again: nothing
-
-
-def test_promotion_is_on_where_a_slot_gains() -> None:
-    small = Model((LayerShape(8, 128),) * 2, "float16", 64)
-    policy = {"max_batch": 2, "memory": 64 * MIB, "page_size": 64 << 10}
-    for length, options, large in (
-        (64, {}, 0),
-        (1 << 15, {}, 2 * MIB),
-        (1 << 15, {"sparse": True}, 0),
-    ):
-        with RequestCache.open(
-            small, Policy(max_seq_len=length, options=options, **policy), backend="host"
-        ) as cache:
-            assert isinstance(cache.cache, KVCache)
-            assert cache.cache.config.large_page_size == large
-            assert bool(cache.cache.config.promote_tokens) == bool(large)
-    off = Policy(max_seq_len=1 << 15, promote=False, **policy)
-    with RequestCache.open(small, off, backend="host") as cache:
-        assert isinstance(cache.cache, KVCache)
-        assert cache.cache.config.large_page_size == 0
-
-
-def test_promotion_is_on_in_layers_that_keep_all_rows() -> None:
-    kinds = (LayerShape(8, 128, window=512), LayerShape(8, 128), LayerShape(2, 128))
-    policy = Policy(max_batch=2, memory=64 * MIB, page_size=64 << 10, layers_per_tensor=1)
-    model = Model(kinds, "float16", 1 << 15)
-    with RequestCache.open(model, policy, backend="host") as cache:
-        found = [part.config for part in cache.cache.caches]
-        assert [one.large_page_size for one in found] == [0, 2 * MIB, 2 * MIB]
-        assert [one.promote_tokens for one in found] == [0, 2048, 2048]
-    sliding = replace(model, layers=kinds[:1] * 2)
-    with RequestCache.open(sliding, policy, backend="host") as cache:
-        assert cache.cache.config.large_page_size == 0
 
 
 def test_memory_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +183,3 @@ def test_close_while_a_tensor_lives_can_be_repeated() -> None:
     del view
     cache.close()
     assert cache.cache.is_closed
-
-
-def test_an_option_wins_over_what_promotion_would_choose() -> None:
-    model = Model((LayerShape(8, 128),) * 2, "float16", 1 << 17)
-    policy = Policy(max_batch=1, memory=64 * MIB, page_size=64 << 10, options={"promote_tokens": 9})
-    with RequestCache.open(model, policy, backend="host") as cache:
-        config = cache.cache.caches[0].config
-        assert (config.large_page_size, config.promote_tokens) == (2 * MIB, 9)

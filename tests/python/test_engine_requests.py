@@ -402,19 +402,6 @@ def test_a_lease_keeps_a_prefix_and_admission_counts_it(host: Context) -> None:
         assert isinstance(cache.admit([1] * (2 * ROWS), room=0), Request)  # evicts
 
 
-def test_a_prefix_that_ends_in_a_large_page_is_copied_and_needed(host: Context) -> None:
-    options = {"large_page_size": 4 * host.info.granule, "growth_fraction": 0}
-    with requests(host, memory_limit=memory(5, host), **options) as cache:
-        cache.release(computed(cache, PROMPT[: 4 * ROWS], room=0), tokens=PROMPT[: 4 * ROWS])
-        with cache.match([*PROMPT[: 2 * ROWS], 1]) as prefix:
-            assert prefix.length == 2 * ROWS
-            for short in (cache.admit(prefix, room=0), cache.begin(prefix)):
-                assert isinstance(short, Shortage)
-                assert short.what == "memory"
-                assert short.available == memory(1, host)
-            assert short.needed == memory(2, host)
-
-
 def test_a_lost_lease_is_taken_again(host: Context) -> None:
     with requests(host) as cache:
         cache.release(computed(cache, PROMPT), tokens=PROMPT)

@@ -157,7 +157,7 @@ def use_layouts(context: Context) -> None:
         assert rows_are(cache, started(cache, ROWS), 0, ROWS, 1.0)
 
 
-def use_mixed_pages(context: Context) -> None:
+def use_large_entries(context: Context) -> None:
     with (
         context.create(2 * MB, page_size=2 * MB) as large,
         context.create(64 * KB, page_size=64 * KB) as small,
@@ -168,9 +168,12 @@ def use_mixed_pages(context: Context) -> None:
         reservation.write(2 * MB - 4, b"over the edge")
         assert reservation.read(2 * MB - 4, 13) == b"over the edge"
         reservation.unmap(0, 2 * MB + 64 * KB)
-    # Nine rows of 256 KiB in each tensor: a large page, and small ones.
+    # Nine rows of 256 KiB in each tensor: a block of 2 MiB, and more.
     options = {"page_size": 64 * KB, "num_kv_heads": 4 * KB // 4, "memory_limit": 0}
-    with small_cache(context, large_page_size=2 * MB, max_batch=1, **options) as cache:
+    with (
+        Context(context.info.backend, granule=64 * KB, large_entries=True) as own,
+        small_cache(own, max_batch=1, **options) as cache,
+    ):
         reqid = started(cache, 9)
         assert cache.snapshot()[reqid].large_pages == 2 * MB // (64 * KB)
         assert cache.promote(reqid) == 0
@@ -269,7 +272,7 @@ USES: dict[str, Callable[[Context], None]] = {
     "swap": use_swap,
     "recompute": use_recompute,
     "layouts": use_layouts,
-    "mixed_pages": use_mixed_pages,
+    "large_entries": use_large_entries,
     "host_pages": use_pages_at(Location.HOST),
     "peer_pages": use_pages_at(Location.PEER),
     "readonly": use_readonly,

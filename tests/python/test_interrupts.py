@@ -314,12 +314,6 @@ def step_after_mapping_ahead(engine: Engine) -> Steps:
 
 
 @scenario
-def step_maps_large_pages_ahead(engine: Engine) -> Steps:
-    cache = engine.cache(large_page_size=2 * engine.page, max_seq_len=6 * ROWS, ahead_tokens=3)
-    return _growing(engine, cache, {engine.start(cache, 3): 2 * ROWS})
-
-
-@scenario
 def step_async_evicts(engine: Engine) -> Steps:
     """What is recorded is in a free slot, and must go."""
     cache = engine.cache(pages=4)
@@ -334,12 +328,6 @@ def step_async_takes_from_another_cache(engine: Engine) -> Steps:
     reqid = engine.start(one, 3)
     engine.free(other, engine.start(other, 2 * ROWS), tokens=list(range(ROWS)))
     return _ahead(engine, one, {reqid: 4 * ROWS})
-
-
-@scenario
-def step_makes_large_pages(engine: Engine) -> Steps:
-    cache = engine.cache(large_page_size=2 * engine.page, max_seq_len=6 * ROWS)
-    return _growing(engine, cache, {engine.start(cache, 3): 5 * ROWS})
 
 
 @scenario
@@ -505,15 +493,6 @@ def truncate_short(engine: Engine) -> Steps:
         _truncating(engine, cache, reqid, ROWS + 3)[1]()
 
     return call, again
-
-
-@scenario
-def truncate_large_pages(engine: Engine) -> Steps:
-    large = 2 * engine.page
-    cache = engine.cache(large_page_size=large, max_seq_len=6 * ROWS, max_batch=6)
-    reqid = engine.start(cache, 6 * ROWS)
-    cache.record(reqid, list(range(6 * ROWS)))
-    return _truncating(engine, cache, reqid, 3 * ROWS)
 
 
 # ---- what requests share -------------------------------------------------------------------------
@@ -868,17 +847,6 @@ def alloc_prefix_of_a_match(engine: Engine) -> Steps:
     return _prefixed(engine, cache, cache.match([*tokens, 7]), tags[: 2 * ROWS])
 
 
-@scenario
-def alloc_prefix_of_large_pages(engine: Engine) -> Steps:
-    """The end of what is recorded lies in a large page, and is copied."""
-    large = 2 * engine.page
-    cache = engine.cache(large_page_size=large, max_seq_len=6 * ROWS, max_batch=6)
-    reqid = engine.start(cache, 4 * ROWS)
-    tags, tokens = engine.held[cache, reqid], list(range(4 * ROWS))
-    engine.free(cache, reqid, tokens=tokens)
-    return _prefixed(engine, cache, [*tokens[: 3 * ROWS], 7], tags[: 3 * ROWS])
-
-
 def _settled(cache: KVCache) -> None:
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
 
@@ -1217,45 +1185,13 @@ def trim_prefixes(engine: Engine) -> Steps:
 
 def _in_small_pages(engine: Engine, **changes: Any) -> tuple[KVCache, int]:
     """A request that grew page by page beside another, so that no part of it is a run."""
-    large = 2 * engine.page
-    if large not in engine.context.info.page_sizes:
-        raise NotHere("no such page size")
-    options = {"large_page_size": large, "max_seq_len": 6 * ROWS, "host_limit": 0, **changes}
+    options = {"max_seq_len": 6 * ROWS, "host_limit": 0, **changes}
     cache = engine.cache(**options)
     one, two = engine.start(cache, ROWS), engine.start(cache, ROWS)
     for rows in range(2 * ROWS, 4 * ROWS + 1, ROWS):
         engine.grow(cache, one, rows)
         engine.grow(cache, two, rows)
     return cache, one
-
-
-@scenario
-def promote(engine: Engine) -> Steps:
-    cache, reqid = _in_small_pages(engine)
-
-    def again() -> None:
-        cache.promote(reqid, wait=True)
-        engine.grow(cache, reqid, 5 * ROWS)
-
-    return lambda: cache.promote(reqid, wait=True), again
-
-
-@scenario
-def promote_in_the_background(engine: Engine) -> Steps:
-    cache, reqid = _in_small_pages(engine)
-
-    def again() -> None:
-        cache.promote(reqid)
-        engine.grow(cache, reqid, 5 * ROWS)
-
-    return lambda: cache.promote(reqid), again
-
-
-@scenario
-def step_replaces_promoted_pages(engine: Engine) -> Steps:
-    cache, reqid = _in_small_pages(engine)
-    cache.promote(reqid)
-    return _growing(engine, cache, {reqid: 5 * ROWS})
 
 
 def _moving(engine: Engine, *, wait: bool, back: bool = False) -> Steps:
@@ -1872,35 +1808,6 @@ def layered_alloc_prefix(engine: Engine) -> Steps:
 def layered_swap_out(engine: Engine) -> Steps:
     cache = _layered(engine)
     return _swapping_out(engine, cache, engine.start(cache, UNIT + 3))
-
-
-def _layered_promoting(engine: Engine) -> tuple[LayeredCache, int]:
-    """A request whose pages are being copied into larger ones in every group."""
-    large = 2 * engine.page
-    if large not in engine.context.info.page_sizes:
-        raise NotHere("no such page size")
-    backend = engine.context.info.backend
-    engine.context.close()
-    engine.context = open_context(backend, slab_size=16 * engine.page)
-    cache = _layered(engine, large_page_size=large)
-    one, two = engine.start(cache, UNIT // 4), engine.start(cache, UNIT // 4)
-    for rows in range(UNIT // 2, 2 * UNIT + 1, UNIT // 4):
-        engine.grow(cache, one, rows)
-        engine.grow(cache, two, rows)
-    assert cache.promote(one) > 0
-    return cache, one
-
-
-@scenario
-def layered_swap_out_ends_a_promotion(engine: Engine) -> Steps:
-    cache, reqid = _layered_promoting(engine)
-    return _swapping_out(engine, cache, reqid)
-
-
-@scenario
-def layered_free_ends_a_promotion(engine: Engine) -> Steps:
-    cache, reqid = _layered_promoting(engine)
-    return _freeing(engine, cache, reqid)
 
 
 @scenario

@@ -23,7 +23,6 @@ from kvcache_helpers import (
     stamp,
     started,
 )
-from move_helpers import PART, UNIT, cache_over
 
 from pyvmem import Context, FdEvent, Inject, OutOfMemory
 from pyvmem.engine import Model, Policy
@@ -258,20 +257,6 @@ def test_a_request_that_ends_meanwhile(context: Context, monkeypatch: pytest.Mon
             cache.check_integrity()
         again = started(cache, 3 * ROWS, 5.0)
         assert rows_are(cache, again, 0, 3 * ROWS, 5.0)
-
-
-def test_with_large_pages(backend: str) -> None:
-    with (
-        open_context(backend) as context,
-        cache_over(context, ahead_tokens=AHEAD, promote_tokens=1, window_tile=2) as cache,
-    ):
-        reqid = started(cache, PART)
-        for _ in range(2):
-            assert cache.step(lens(cache, **{f"r{reqid}": PART})) == 0
-        assert mapped(cache, reqid) > UNIT
-        assert cache.stats().ahead_pages == (mapped(cache, reqid) - UNIT) * TENSORS
-        to(cache, reqid, 2 * PART + 1)
-        assert rows_are(cache, reqid, 0, 2 * PART + 1, 1.0)
 
 
 def test_of_windows_and_states(context: Context) -> None:

@@ -394,7 +394,6 @@ def test_integrity_compares_the_classes(context: Context) -> None:
 
 # ---- pages that change under their requests ------------------------------------------------------
 
-LARGE = 4  # small pages of a large one
 DRIVER = Inject.MAP | Inject.UNMAP | Inject.SLAB | Inject.FILL
 
 
@@ -514,32 +513,28 @@ def test_a_promotion_of_several_classes(backend: str) -> None:
     """Each class has its own parts; where a call of the driver fails, all rows stay."""
     skip = 0
     while True:
-        with in_slabs(backend) as context:
-            page = context.info.granule
-            if LARGE * page not in context.info.page_sizes:
-                pytest.skip("no such page size")
-            with narrow_and_wide(context, large_page_size=LARGE * page) as cache:
-                tags = begin(cache, 64, by=4)
-                context.inject(DRIVER, skip=skip, count=1)
-                try:
-                    parts = cache.promote(0, wait=True)
-                    failed = False
-                except VMemError:
-                    failed = True
-                context.inject(DRIVER, count=0)
-                cache.check_integrity()
-                assert holds(cache, 0, tags)
-                if not failed:
-                    assert 0 < parts <= 2 + 4
-                    break
-                eventually(lambda: at_rest(cache, [0, 0]))
-                assert holds(cache, 0, tags)
+        with in_slabs(backend) as context, narrow_and_wide(context) as cache:
+            tags = begin(cache, 64, by=4)
+            context.inject(DRIVER, skip=skip, count=1)
+            try:
+                parts = cache.promote(0, wait=True)
+                failed = False
+            except VMemError:
+                failed = True
+            context.inject(DRIVER, count=0)
+            cache.check_integrity()
+            assert holds(cache, 0, tags)
+            if not failed:
+                assert 0 < parts <= 2 + 4
+                break
+            eventually(lambda: at_rest(cache, [0, 0]))
+            assert holds(cache, 0, tags)
         skip += 1
     assert skip, "no call of the driver failed"
 
 
-def test_a_promotion_without_large_pages_is_refused(context: Context) -> None:
+def test_a_promotion_without_blocks_is_refused(context: Context) -> None:
     with narrow_and_wide(context) as cache:
         begin(cache, 16)
-        with pytest.raises(InvalidArgument, match="no large_page_size"):
+        with pytest.raises(InvalidArgument, match="no slot has a block"):
             cache.promote(0)

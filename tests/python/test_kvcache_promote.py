@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Description: full parts of a running request become large pages."""
+"""Description: full blocks of a running request get entries of 2 MiB."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from kvcache_helpers import ROWS, eventually, firing_later, pending, small_config
@@ -17,16 +17,15 @@ from move_helpers import (
     in_slabs,
     lens,
     settled,
-    with_tiers,
 )
 from share_helpers import grow, is_zero, start, whole
 
-from pyvmem import Caps, Context, FdEvent, KVCache
-from pyvmem.kvcache import Budget
+from pyvmem import Caps, DriverError, FdEvent, Inject, KVCache, OpBatch
+from pyvmem.kvcache import Budget, migration
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_full_parts_become_large(backend: str, wait: bool) -> None:
+def test_full_parts_get_large_entries(backend: str, wait: bool) -> None:
     with in_slabs(backend) as context, cache_over(context) as cache:
         rows = 2 * PART + 3
         one, two = in_pieces(cache, rows)
@@ -74,74 +73,130 @@ def test_a_promotion_follows_the_writers_and_is_swapped_after_the_readers(backen
         assert whole(cache, one, PART)
 
 
-def joined_by(context: Context, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Notes what a context is asked to map in one piece, whether its back end can or not."""
-    caps = context.info.caps | Caps.JOIN
-    monkeypatch.setattr(context, "info", dataclasses.replace(context.info, caps=caps))
-    pieces: list[tuple[int, int]] = []
-    monkeypatch.setattr(Context, "join", lambda self, *piece: pieces.append(piece))
-    return pieces
-
-
-def test_a_run_is_mapped_in_one_piece(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = joined_by(context, monkeypatch)
-    with cache_over(context) as cache:
+def test_a_run_is_joined(backend: str) -> None:
+    """Growth page by page is placed so that nothing is copied."""
+    with in_slabs(backend) as context, cache_over(context) as cache:
         reqid = start(cache, 2 * PART, by=ROWS)
-        base, size = cache.reservation.addr, UNIT * cache.layout.page_size
-        if context.query(base + cache.layout.offset(reqid)).run_bytes < size:
-            pytest.skip("every page is an allocation of its own")
+        assert cache.snapshot()[reqid].large_pages == 0
         assert cache.promote(reqid) == 2
-        assert not pieces, "at the next step"
+        assert cache.snapshot()[reqid].large_pages == 0, "at the next step"
         assert cache.stats().moving_pages == 0, "nothing is copied"
+        calls = context.stats().map_calls
         assert cache.step(lens(cache)) == 0
-        assert set(pieces) == {
-            (base + cache.layout.offset(reqid, page, tensor), size)
-            for page in (0, UNIT)
-            for tensor in range(TENSORS)
-        }
-        assert cache.promote(reqid) == 0, "once"
-        cache.free_reqid(reqid)
-        assert cache.promote(start(cache, PART, by=ROWS), wait=True) == 1, "another request's"
-        assert len(pieces) == 3 * TENSORS
-
-
-def test_a_run_whose_promotion_was_given_up_is_joined_later(
-    host: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces = joined_by(host, monkeypatch)
-    limit = (2 * UNIT + 1) * TENSORS * host.info.granule
-    with cache_over(host, memory_limit=limit) as cache:
-        reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
-        assert cache.promote(reqid) == 2
-        assert cache.stats().moving_pages == 0, "nothing is copied"
-        assert cache.fork(other) is None, "it gives up what is under way, and finds no page"
-        assert cache.step(lens(cache)) == 0
-        assert not pieces
-        assert cache.stats().promoted_pages == 0
-        assert cache.promote(reqid, wait=True) == 2
-        assert len(pieces) == 2 * TENSORS
+        assert context.stats().map_calls - calls == 2 * TENSORS
+        assert cache.snapshot()[reqid].large_pages == 2 * UNIT
+        assert cache.stats().large_entries == 2 * TENSORS
         assert cache.stats().promoted_pages == 2 * UNIT * TENSORS
+        assert cache.stats().moved_pages == 0
         assert cache.promote(reqid) == 0, "once"
+        assert whole(cache, reqid, 2 * PART)
 
 
-def test_a_joined_part_that_came_back_from_the_host_is_looked_at_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with with_tiers("host") as context, cache_over(context) as cache:
-        joined_by(context, monkeypatch)
+def test_a_joined_run_does_not_lie_as_its_addresses_do(backend: str) -> None:
+    """Neighbours, but not at their places in 2 MiB: joining is in vain, and they are copied."""
+    with in_slabs(backend) as context, cache_over(context) as cache:
         reqid = start(cache, PART, by=ROWS)
+        layout, size = cache.layout, UNIT * cache.layout.page_size
+        with context.reserve(2 * size) as scratch:
+            for tensor in range(TENSORS):
+                ops = OpBatch(2)
+                at = cache.reservation.addr + layout.offset(reqid, 0, tensor)
+                other = scratch.addr + layout.page_size
+                ops.populate(other, size, copy_from=at)
+                context.batch(ops)
+                ops.clear()
+                ops.map(at, size, context.retain(other, size), consume=True, replace=True)
+                ops.unmap(other, size)
+                context.batch(ops)
         assert cache.promote(reqid, wait=True) == 1
-        assert cache.promote(reqid) == 0, "once"
-        for place in ("host", "device"):
-            assert cache.move(reqid, place).pages == UNIT * TENSORS
-        assert cache.promote(reqid, wait=True) == 1
+        assert cache.snapshot()[reqid].large_pages == UNIT
+        assert cache.stats().moved_pages == UNIT * TENSORS
         assert whole(cache, reqid, PART)
 
 
+def test_a_run_whose_promotion_was_given_up_is_joined_later(backend: str) -> None:
+    with in_slabs(backend) as context:
+        limit = (2 * UNIT + 1) * TENSORS * context.info.granule
+        with cache_over(context, memory_limit=limit) as cache:
+            reqid, other = start(cache, 2 * PART, by=ROWS), start(cache, 3, 500)
+            assert cache.promote(reqid) == 2
+            assert cache.fork(other) is None, "it gives up what is under way, and finds no page"
+            assert cache.step(lens(cache)) == 0
+            assert cache.stats().promoted_pages == 0
+            assert cache.promote(reqid, wait=True) == 2
+            assert cache.stats().promoted_pages == 2 * UNIT * TENSORS
+            assert cache.promote(reqid) == 0, "once"
+
+
+def test_what_came_back_from_the_host_is_looked_at_again() -> None:
+    with in_slabs("host") as context, cache_over(context) as cache:
+        reqid = start(cache, PART, by=ROWS)
+        assert cache.promote(reqid, wait=True) == 1
+        assert cache.promote(reqid) == 0, "once"
+        assert cache.move(reqid, "host").pages == UNIT * TENSORS
+        assert cache.promote(reqid) == 0, "it lies elsewhere"
+        assert cache.move(reqid, "device").pages == UNIT * TENSORS
+        cache.promote(reqid, wait=True)
+        assert cache.snapshot()[reqid].large_pages == UNIT
+        assert whole(cache, reqid, PART)
+
+
+@pytest.mark.parametrize("what", [Inject.MAP, Inject.UNMAP])
+def test_every_driver_call_of_a_join_fails_once(backend: str, what: Inject) -> None:
+    """It leaves the pages as they were; the next look joins them."""
+    failed = 0
+    for skip in range(20):
+        with in_slabs(backend) as context, cache_over(context) as cache:
+            reqid = start(cache, 2 * PART, by=ROWS)
+            assert cache.promote(reqid) == 2
+            context.inject(what, skip)
+            with suppress(DriverError):
+                cache.step(lens(cache))
+            context.inject(what, count=0)
+            done = cache.snapshot()[reqid].large_pages
+            assert done in (0, 2 * UNIT), "all or none"
+            assert cache.step(lens(cache)) == 0
+            cache.check_integrity()
+            assert whole(cache, reqid, 2 * PART)
+            failed += not done
+            cache.promote(reqid, wait=True)
+            assert cache.snapshot()[reqid].large_pages == 2 * UNIT
+        if done:
+            break
+    assert done
+    assert failed >= (2 * TENSORS if what == Inject.MAP else 0)
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the cache were large."""
+    monkeypatch.setattr(migration, "REACH", 0)
+
+
+def test_a_small_cache_joins_nothing_by_itself(backend: str) -> None:
+    with in_slabs(backend) as context, cache_over(context, window_tile=0) as cache:
+        reqid = start(cache, 2 * PART + ROWS, by=ROWS)
+        settled(cache, reqid)
+        assert cache.stats().large_entries == 0
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_blocks_are_joined_as_they_fill(backend: str) -> None:
+    with in_slabs(backend) as context, cache_over(context, window_tile=0) as cache:
+        reqid = start(cache, 2, 1)
+        for low in range(2, 2 * PART + 3):
+            grow(cache, reqid, low, low + 1)
+        assert cache.snapshot()[reqid].large_pages == 2 * UNIT
+        assert context.stats().joins == 2 * TENSORS
+        assert cache.stats().moved_pages == 0
+        assert whole(cache, reqid, 2 * PART + 3)
+
+
+@pytest.mark.usefixtures("everywhere")
 def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
     with (
         in_slabs(backend) as context,
-        cache_over(context, promote_tokens=PART + 2, window_tile=0) as cache,
+        cache_over(context, window_tile=0) as cache,
     ):
         one, two = in_pieces(cache, PART + ROWS)
         assert cache.stats().moving_pages == 0
@@ -155,16 +210,13 @@ def test_long_requests_are_promoted_by_themselves(backend: str) -> None:
         settled(cache, one)
         assert cache.snapshot()[one].large_pages == 2 * UNIT
         assert whole(cache, one, 2 * PART)
-        cache.free_reqid(one)
-        short = start(cache, PART, 700, by=ROWS)
-        grow(cache, short, PART, PART + 1, 700)
-        assert cache.snapshot()[short].moving_pages == 0
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_rows_that_may_be_taken_back_are_left_alone(backend: str) -> None:
     with (
         in_slabs(backend) as context,
-        cache_over(context, promote_tokens=1, window_tile=5) as cache,
+        cache_over(context, window_tile=5) as cache,
     ):
         one, _ = in_pieces(cache, PART)
         for low in range(PART, PART + 6):
@@ -189,11 +241,12 @@ def test_promotion_takes_what_memory_there_is(backend: str) -> None:
             assert whole(cache, one, 2 * PART + 1)
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_what_found_no_memory_is_promoted_when_there_is_some(backend: str) -> None:
     """Though the request never fills another part."""
     with in_slabs(backend) as context:
         limit = (2 * UNIT + 4) * TENSORS * context.info.granule
-        options = {"promote_tokens": 1, "window_tile": 0, "memory_limit": limit}
+        options = {"window_tile": 0, "memory_limit": limit}
         with cache_over(context, **options) as cache:
             one, two = in_pieces(cache, PART)
             grow(cache, one, PART, PART + 1)
@@ -207,10 +260,11 @@ def test_what_found_no_memory_is_promoted_when_there_is_some(backend: str) -> No
             assert whole(cache, one, PART + 2 * ROWS)
 
 
+@pytest.mark.usefixtures("everywhere")
 def test_what_was_given_up_is_promoted_later(backend: str) -> None:
     with in_slabs(backend) as context:
         limit = (3 * UNIT + 1) * TENSORS * context.info.granule
-        options = {"promote_tokens": 1, "window_tile": 0, "memory_limit": limit}
+        options = {"window_tile": 0, "memory_limit": limit}
         with cache_over(context, **options) as cache:
             one, two = in_pieces(cache, PART)
             grow(cache, one, PART, PART + 1)
@@ -325,10 +379,8 @@ def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -
 def test_another_cache_of_the_budget_gives_its_copies_up(backend: str) -> None:
     with in_slabs(backend) as context:
         page = context.info.granule
-        if UNIT * page not in context.info.page_sizes:
-            pytest.skip("no such page size")
         budget = Budget(context, 3 * UNIT * TENSORS * page)
-        large = small_config(page, max_seq_len=11 * ROWS, large_page_size=UNIT * page)
+        large = small_config(page, max_seq_len=11 * ROWS)
         with KVCache(large, budget=budget) as cache, KVCache(large, budget=budget) as other:
             one, two = in_pieces(cache, PART)
             assert cache.promote(one) == 1
@@ -343,36 +395,10 @@ def test_another_cache_of_the_budget_gives_its_copies_up(backend: str) -> None:
             other.check_integrity()
 
 
-def test_a_window_takes_pages_that_are_under_way(backend: str) -> None:
-    with (
-        in_slabs(backend) as context,
-        cache_over(context, window=ROWS, window_tile=0) as cache,
-        FdEvent.create() as work,
-    ):
-        reqid, _ = in_pieces(cache, 2)
-        want = lens(cache)
-        want[reqid] = 2 * PART
-        assert cache.step_async(want) == 0
-        assert cache.step(want) == 0
-        assert cache.promote(reqid, stream=work) >= 0
-        want[reqid] += 1
-        for _ in range(2):
-            assert cache.step(want) == 0
-        work.set()
-        eventually(lambda: not cache.snapshot()[reqid].in_flight)
-        want[reqid] += 1
-        assert cache.step(want) == 0
-        cache._groups[0].reclaimer.finish_all()
-        assert cache._groups[0].table[reqid].head > 0
-        cache.check_integrity()
-
-
 def test_a_cache_is_closed_while_copies_are_under_way(backend: str) -> None:
     with in_slabs(backend) as context:
         page = context.info.granule
-        if UNIT * page not in context.info.page_sizes:
-            pytest.skip("no such page size")
-        config = small_config(page, max_seq_len=11 * ROWS, large_page_size=UNIT * page)
+        config = small_config(page, max_seq_len=11 * ROWS)
         with KVCache(config, context) as cache, pending() as writers:
             one, two = in_pieces(cache, PART)
             assert cache.promote(one, stream=writers) == 1

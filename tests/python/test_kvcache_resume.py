@@ -227,19 +227,6 @@ def test_what_could_not_be_kept_is_unmapped(host: Context, kind: Inject) -> None
         assert cache.stats().prefix_resumed == 0
 
 
-@pytest.mark.parametrize(("rows", "kept"), [(4 * ROWS + 3, True), (3 * ROWS + 3, False)])
-def test_large_pages_stay_where_none_is_cut(host: Context, rows: int, kept: bool) -> None:
-    with small_cache(host, large_page_size=2 * host.info.granule) as cache:
-        slot = turn(cache, rows)
-        assert cache.snapshot()[slot].large_pages == (4 if kept else 0)
-        count, begun = calls(cache, lambda: cache.alloc_prefix(PROMPT[:rows]))
-        assert begun is not None
-        assert begun[1] == rows // ROWS * ROWS
-        assert (count == 0) == kept == cache.stats().prefix_resumed
-        cache.check_integrity()
-        assert rows_are(cache, begun[0], 0, begun[1], 1.0)
-
-
 def test_a_failed_resumption_changes_nothing(host: Context) -> None:
     with small_cache(host) as cache:
         short = started(cache, 2 * ROWS)

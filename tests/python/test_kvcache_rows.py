@@ -362,11 +362,11 @@ def test_layers_that_differ_are_cut_alike(context: Context, length: int) -> None
         assert holds(cache, other[0], tags[: other[1]])
 
 
-# ---- large pages and tiers -----------------------------------------------------------------------
+# ---- large entries and tiers ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [3, UNIT * ROWS - 1, PART + 3])
-def test_large_pages_are_given_up_whole(backend: str, length: int) -> None:
+def test_large_entries_are_kept_until_memory_is_short(backend: str, length: int) -> None:
     with in_slabs(backend) as context, cache_over(context) as cache:
         one, two = in_pieces(cache, 2 * PART + 3)
         assert cache.promote(one, wait=True) == 2
@@ -377,13 +377,14 @@ def test_large_pages_are_given_up_whole(backend: str, length: int) -> None:
         cache.check_integrity()
         assert whole(cache, one, length)
         assert cache.snapshot()[one].mapped_pages == -(-length // PART) * UNIT
+        assert context.stats().splits == 0
         grow(cache, one, length, 2 * PART, 5000)
         assert whole(cache, one, length)
         assert whole(cache, two, 2 * PART + 3, 500)
 
 
 @pytest.mark.parametrize("length", [3, PART - 2, PART, PART + 3])
-def test_shared_large_pages_are_copied_as_far_as_they_are_kept(backend: str, length: int) -> None:
+def test_shared_blocks_are_split_where_a_child_ends(backend: str, length: int) -> None:
     with in_slabs(backend) as context, cache_over(context) as cache:
         one, _ = in_pieces(cache, 2 * PART)
         assert cache.promote(one, wait=True) == 2

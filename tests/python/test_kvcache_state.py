@@ -243,20 +243,6 @@ def test_use_and_waste_without_what_lies_in_the_host(host: pyvmem.Context) -> No
         cache.check_integrity()
 
 
-def test_large_pages_are_not_made_of_a_state(host: pyvmem.Context) -> None:
-    wide = StateShape(recurrent=(4, 64, 64))  # 16 pages
-    policy = {"dtype": "float32", "max_batch": 2, "max_seq_len": 1024, "low_watermark": 0.0}
-    with LayeredCache((wide, ROWS), host, large_page_size=8 * PAGE, **policy) as cache:
-        assert cache.alloc_reqid() == 0
-        for length in range(8, 520, 8):
-            assert cache.step([length, 0]) == 0
-        cache.states(0)["recurrent"][0] = 5.0
-        cache.promote(0, wait=True)
-        assert cache.caches[1].stats().promoted_pages == 0
-        assert bool((cache.states(0)["recurrent"][0] == 5.0).all())
-        cache.check_integrity()
-
-
 def test_a_model_of_states_alone(host: pyvmem.Context) -> None:
     config = KVCacheConfig(
         2, 4, 64, "float32", max_batch=3, max_seq_len=100, tensors_per_layer=1, state=True

@@ -9,7 +9,7 @@ import pytest
 from kvcache_helpers import LAYERS, ROWS, eventually, lens, small_cache
 from share_helpers import WindowModel, read_rows, write_rows
 
-from pyvmem import Context, Inject, KVCache, NotSupported, VMemError
+from pyvmem import Context, Inject, KVCache, VMemError
 from pyvmem.kvcache import LayeredCache, LayerShape
 
 TENSORS = 2 * LAYERS
@@ -230,21 +230,6 @@ def test_a_swapped_request_records_what_came_back(context: Context) -> None:
         assert reqid is not None
         cache.free_reqid(reqid, tokens=tokens)
         begins(cache, [*tokens, 7], 5 * ROWS)
-
-
-def test_windows_in_large_pages_are_refused(context: Context) -> None:
-    page = context.info.granule
-    if 2 * page not in context.info.page_sizes:
-        pytest.skip("no such page size")
-    with small_cache(context, large_page_size=2 * page, **WINDOW) as cache:
-        tokens = ids((1, 4 * ROWS))
-        reqid = prefill(cache, tokens)
-        before = cache.snapshot()
-        for call in (cache.record, lambda *args: cache.free_reqid(reqid, tokens=tokens)):
-            with pytest.raises(NotSupported, match="without large_page_size"):
-                call(reqid, tokens)
-        assert cache.snapshot() == before
-        assert cache.alloc_prefix(tokens) == (1 - reqid, 0)
 
 
 # ---- beside full layers --------------------------------------------------------------------------

@@ -460,18 +460,3 @@ def test_random_engine(context: Context, policy: str, seed: int) -> None:
         model.run(200)
         if policy == "plain":
             assert {"hit", "miss", "fork", "swap"} <= set(model.counts)
-
-
-def test_a_prefix_that_is_being_mapped_is_not_given_up_for_its_copy(context: Context) -> None:
-    """Its large pages are shared in part, so a request copies that part; no memory is left."""
-    large = 4 * context.info.granule
-    if large not in context.info.page_sizes:
-        pytest.skip("no such page size")
-    with shared(context, large_page_size=large) as cache:
-        reqid, _ = started(cache, 4 * UNIT)
-        cache.free_reqid(reqid, tokens=range(UNIT))
-        cache.trim()
-        cache.budget.total_bytes = cache.budget.stats().used_bytes
-        assert cache.alloc_prefix([*range(UNIT), 99]) is None
-        assert cache.match(range(UNIT), leave=0).length == UNIT
-        cache.check_integrity()

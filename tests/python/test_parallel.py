@@ -442,11 +442,7 @@ def test_the_budget_shrinks_by_lost_pages(cache: ParallelKVCache, monkeypatch: A
     assert cache.step([48, 1, 0, 0]) == -1
 
 
-def test_ranks_have_neither_large_pages_nor_tiers(
-    cache: ParallelKVCache, backend: str, page: int
-) -> None:
-    with pytest.raises(pyvmem.InvalidArgument, match="large_page_size: what a rank can reclaim"):
-        ParallelKVCache(small_config(page, large_page_size=4 * page), backend=backend)
+def test_ranks_have_no_tiers(cache: ParallelKVCache) -> None:
     assert cache.alloc_reqid() == 0
     assert cache.step([48, 0, 0, 0]) == 0
     with pytest.raises(pyvmem.NotSupported, match="move: the ranks of a group"):

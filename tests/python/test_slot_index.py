@@ -12,7 +12,7 @@ import pytest
 
 from pyvmem.kvcache.distributed import LockstepTable
 from pyvmem.kvcache.journal import Journal
-from pyvmem.kvcache.pages import DEVICE, EMPTY, PLAIN, Kind, Span, Tier
+from pyvmem.kvcache.pages import DEVICE, EMPTY, Span, Tier
 from pyvmem.kvcache.slots import Slot, SlotIndex, SlotTable
 from pyvmem.memory.info import Location
 
@@ -74,8 +74,9 @@ def _change(table: SlotTable, rng: random.Random) -> None:
         elif what == 7:
             slot.head = rng.randrange(slot.mapped + 1) if rng.random() < 0.3 else 0
         elif what == 8 and slot.mapped >= 2:
-            kind = rng.choice([PLAIN, Kind(2, Tier(Location.DEVICE)), Kind(1, Tier(Location.HOST))])
-            slot.places.put(0, 2, kind)
+            slot.places.put(0, 2, rng.choice([DEVICE, Tier(Location.HOST)]))
+        elif what == 9:
+            slot.whole = rng.randrange(slot.mapped + 1) // 2 * 2
     for one in table:
         for event in one.events:
             event.over |= rng.random() < 0.1
@@ -115,7 +116,7 @@ def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_index_answers_as_a_look_at_every_slot(seed: int) -> None:
     rng = random.Random(seed)
-    table = SlotTable(COUNT, Journal())
+    table = SlotTable(COUNT, Journal(), block=2)
     for _ in range(3000):
         for _ in range(rng.choice([1, 1, 1, 5])):
             _change(table, rng)
@@ -176,15 +177,15 @@ def test_victims_may_be_cut_while_they_are_gone_through() -> None:
 
 def test_a_slot_that_changes_is_filed_anew() -> None:
     journal = Journal()
-    table = SlotTable(3, journal)
+    table = SlotTable(3, journal, block=4)
     assert table.index.spare == 0
     table[1].mapped = 3
     assert table.index.spare == 3
     journal.put_all([table[0], table[2]], "mapped", [4, 5])
     assert table.index.spare == 12
-    table[2].places.put(0, 4, Kind(4, DEVICE))
-    table[2].granted = 1
-    assert table.index.spare == 8, "a large page that its owner has a part of"
+    table[2].whole = 4
+    table[2].change(active=True, granted=1)
+    assert table.index.spare == 8, "an entry of 2 MiB that its owner has a part of"
     assert table.check() == []
 
 

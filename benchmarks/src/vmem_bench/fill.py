@@ -7,7 +7,6 @@ cannot be filled (`pyvmem.kvcache.growth`). The same requests grow in each of th
 - ``default``: in runs, joined in a step when mappings run low.
 - ``runs``: in runs, never joined.
 - ``joined``: page by page, joined.
-- ``large``: the defaults, with full parts of 2 MiB turned into large pages (`promote_tokens`).
 - ``pages``: page by page, and nothing else.
 
 Halfway, a request is forked, and its rows are recorded and matched by another.
@@ -47,7 +46,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "runs": {"join_at": 0},
     "joined": {"growth_fraction": 0},
-    "large": {"large_page_size": _LARGE, "promote_tokens": 256},
     "pages": {"growth_fraction": 0, "join_at": 0},
 }
 _METHOD = {
@@ -189,7 +187,7 @@ class _Filling(Closable):
             waited=now.critical_driver_ns,
             waste=now.peak_wasted_bytes,
             surplus=surplus * page,
-            large=100 * now.large_pages / max(1, now.active_pages),
+            large=100 * now.large_entries * _LARGE / max(1, now.mapped_bytes),
             kernel=kernel.value,
         )
 
@@ -204,7 +202,7 @@ _ROWS = (
     ("waited", "of that, what a call waited for", "s", 1e-9),
     ("waste", "most memory that holds no token (internal fragmentation)", "GB", 1e-9),
     ("surplus", "most memory mapped ahead", "GB", 1e-9),
-    ("large", "of the pages, large ones", "%", 1),
+    ("large", "of the mapped memory, what entries of 2 MiB map", "%", 1),
     ("kernel", "kernel memory", "MB", 1e-6),
 )
 

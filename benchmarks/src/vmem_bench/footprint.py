@@ -12,6 +12,7 @@ filled with the same numbers, timed in all layouts, and freed again, several tim
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.timing import Samples, interleave, quiet
 from pyvmem.bench.torch_timer import captured, timer
+from pyvmem.kvcache import KVCache, KVCacheConfig
 from pyvmem.layouts.options import page_name
 from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
@@ -31,11 +33,13 @@ from vmem_bench.paged_kernels import Call, Case, Kernel
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ENTRIES", "MALLOC", "Footprint", "Model", "memories"]
+__all__ = ["CACHE", "ENTRIES", "MALLOC", "Footprint", "Model", "memories"]
 
 MALLOC = "malloc"
 ENTRIES = "entries"
 """Small pages that entries of 2 MB map wherever whole blocks of them lie together."""
+CACHE = "cache"
+"""Pages of a `KVCache` whose requests had a prefill each and grew to the end, in steps."""
 
 _BLOCK = 16  # tokens in a block of the paged forms
 _FILL = 1 << 30  # elements that one call fills
@@ -95,7 +99,9 @@ def memories(command: Command) -> list[str]:
     """Kinds of memory to compare: cudaMalloc's, and ours by page size."""
     small = command.page
     kinds = [MALLOC, *(page_name(size) for size in dict.fromkeys((small, 2 << 20)))]
-    return [*kinds, ENTRIES] if command.backend in ("stock", "host") else kinds
+    if command.backend == "cuda":
+        return kinds
+    return [*kinds, ENTRIES, CACHE]
 
 
 class Footprint:
@@ -174,6 +180,9 @@ class Footprint:
             use(torch.empty(nbytes // 2, dtype=torch.bfloat16, device=self.device))
             self._settle()
             return
+        if kind == CACHE:
+            self._in_cache(nbytes, use)
+            return
         granule, large = self.command.page, 2 << 20
         page = large if kind == page_name(large) else granule
         whole = -(-nbytes // large) * large
@@ -199,6 +208,53 @@ class Footprint:
                 ops.unmap(reservation.addr, whole)
                 context.batch(ops)
                 reservation.close()
+
+    def _in_cache(self, nbytes: int, use: Callable[[torch.Tensor], None]) -> None:
+        """Calls `use` with the rows of a cache: slots side by side, each grown to its end."""
+        import torch
+
+        row, rows = 2048, (4 << 20 if nbytes < 1 << 30 else 64 << 20) // 2048
+        slots = -(-nbytes // (rows * row))
+        config = KVCacheConfig(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=row // 2,
+            dtype="bfloat16",
+            tensors_per_layer=1,
+            max_batch=slots,
+            max_seq_len=rows,
+            page_size=self.command.page,
+            packed_slots=True,
+            memory_limit=slots * rows * row + (256 << 20),
+            low_watermark=0.0,
+            idle_seconds=0,
+        )
+        with KVCache(
+            config, backend=self.command.backend, device=self.command.args.device
+        ) as cache:
+            choose = random.Random(1)
+            lengths = [choose.randrange(rows // 4, rows * 3 // 4) for _ in range(slots)]
+            for _ in lengths:
+                cache.alloc_reqid()
+            step = max(1, self.command.page // row)
+            while cache.step(lengths) == 0:
+                if min(lengths) == rows:
+                    break
+                lengths = [min(rows, length + step) for length in lengths]
+            else:
+                raise WrongResult(f"a cache of {nbytes} bytes found no memory for its rows")
+            stats = cache.context.stats()
+            share = 100 * (stats.large_entries << 21) / max(1, stats.mapped_bytes)
+            note = f"{_name(nbytes)}: entries of 2 MB map {share:.1f} % of the cache's memory"
+            if note not in self.part.notes:
+                self.part.notes.append(note)
+            try:
+                use(cache.reservation.tensor((nbytes // 2,), torch.bfloat16))
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the tensor
+                raise
+            finally:
+                self._settle()
 
     def _settle(self) -> None:
         import torch
