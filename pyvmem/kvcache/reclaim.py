@@ -229,6 +229,8 @@ class Reclaimer(Journaled):
         No GPU work may be under way in the slot: the rest of an entry of 2 MiB is unmapped for a
         moment.
         """
+        if slot.job is not None:  # what it had beyond the entry
+            self.finish(slot.job)
         self._ops.clear()
         self._add_unmap(self._ops, slot, keep, slot.mapped)
         self._run(slot, keep, keep)

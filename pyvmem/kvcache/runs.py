@@ -270,6 +270,8 @@ class Runs:
         first = self._first(slot)
         calls = 0
         if first < slot.mapped:
+            slot.enlarge(first, slot.mapped)
+            self._mapper.journal.checkpoint()  # an interrupted join may have made some entries
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):
                 at = slot.addr + layout.offset(0, first, tensor)

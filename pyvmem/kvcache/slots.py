@@ -169,7 +169,9 @@ class Slot(Watched):
 
     def loose_beyond(self, keep: int) -> int:
         """Pages that it can lose besides, once no GPU work is under way."""
-        if not self.active or self.granted >= self.whole or self.job is not None or self.lost:
+        if not self.active or self.granted >= self.whole or self.lost:
+            return 0
+        if isinstance(self.job, Growth):
             return 0
         return self.here_from(max(self.shared, self.granted, keep)) - self.spare_beyond(keep)
 

@@ -308,3 +308,29 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
     assert entries(cache, reqid) == [PAGE, BLOCK, 0, 0]
     assert rows_are(cache, reqid, 0, 2 * FULL, 1.0)
     cache.check_integrity()
+
+
+def test_joins_for_want_of_mappings_are_noted(backend: str) -> None:
+    """Where mappings are scarce a step joins pages, and what it joined stays while work reads it."""
+    limit = 2 * TENSORS * (PAGES + 4)
+    with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:
+        if Caps.LARGE_ENTRIES not in context.info.caps or context.info.max_mappings != limit:
+            pytest.skip(f"{backend} has no large entries, or no limit on mappings that can be set")
+        policy = {"join_at": 0.9, "memory_limit": (2 * PAGES + 8) * COLUMN}
+        with KVCache(config(**policy), context) as cache:
+            first, second = cache.alloc_reqid(), cache.alloc_reqid()
+            for length in range(ROWS, FULL + 2 * ROWS, ROWS):
+                want = lens(cache, **{f"r{first}": length, f"r{second}": length})
+                assert cache.step(want) == 0
+            stamp(cache, first, 0, FULL, 1.0)
+            assert entries(cache, first)[0] == BLOCK
+            cache.check_integrity()
+            assert cache.snapshot()[first].large_pages == PAGES
+            assert cache.truncate(first, 5 * ROWS) == 0
+            want[first], want[second] = 5 * ROWS, FULL + 20 * ROWS
+            assert cache.step_async(want) == 0
+            assert entries(cache, first)[0] == BLOCK  # kernels read what the request kept
+            assert cache.step(want) == 0
+            assert entries(cache, first)[0] == PAGE
+            assert rows_are(cache, first, 0, 5 * ROWS, 1.0)
+            cache.check_integrity()
