@@ -42,6 +42,8 @@ from interrupts_helpers import (
     run_at,
 )
 from kvcache_helpers import LAYERS, ROWS, eventually, small_config
+from move_helpers import PART, scatter
+from move_helpers import UNIT as UNIT_PAGES
 from share_helpers import is_zero, read_rows, write_rows
 from test_kvcache_layers import uneven
 
@@ -51,12 +53,20 @@ from pyvmem.compat._manager import Manager, close_retired
 from pyvmem.engine import Request, RequestCache, State
 from pyvmem.hf.named import NamedRequests
 from pyvmem.kv_events import KVEvents
-from pyvmem.kvcache import Budget, LayeredCache, LayerShape, PrefixEvicted, StateShape
+from pyvmem.kvcache import (
+    Budget,
+    LayeredCache,
+    LayerShape,
+    PrefixEvicted,
+    StateShape,
+    migration,
+)
 from pyvmem.kvcache.budget import FairLock
 from pyvmem.kvcache.journal import Journal
 
 SAMPLE = 36  # points of a scenario in `make test`
 PAIRS = 8  # points of these, each with a second one
+FEW = 4  # points, and one with a second one, where the rows of a scenario take 80 ms a run
 MORE_PAIRS = 100  # where ``--points`` is given
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all classes
@@ -1241,6 +1251,208 @@ def step_replaces_moved_pages(engine: Engine) -> Steps:
     cache, reqid = _in_small_pages(engine)
     cache.move(reqid, "host", wait=False)
     return _growing(engine, cache, {reqid: 5 * ROWS})
+
+
+# ---- entries of 2 MiB ----------------------------------------------------------------------------
+
+
+def _in_blocks(engine: Engine, pages: int = 64, **changes: Any) -> KVCache:
+    """One layer, and slots of two blocks of 2 MiB, each of `UNIT_PAGES` pages."""
+    if Caps.LARGE_ENTRIES not in engine.context.info.caps:
+        raise NotHere("no large entries of small pages")
+    return engine.cache(
+        pages=pages, num_layers=1, max_batch=3, max_seq_len=2 * PART, host_limit=0, **changes
+    )
+
+
+def entries(make: Scenario) -> Scenario:
+    """A scenario in a context with entries of 2 MiB, each over few pages."""
+    make.sample = (FEW, 1)  # type: ignore[attr-defined]
+    make.context = {"granule": (2 << 20) // UNIT_PAGES, "large_entries": True}  # type: ignore[attr-defined]
+    return scenario(make)
+
+
+def _whole(engine: Engine, cache: KVCache, rows: int = PART) -> int:
+    """A request whose full blocks have entries of 2 MiB."""
+    reqid = engine.start(cache, rows)
+    assert cache.snapshot()[reqid].large_pages == rows // PART * UNIT_PAGES
+    return reqid
+
+
+def _by_pages(engine: Engine, cache: KVCache, *, scattered: bool) -> int:
+    """A request with a full block that grew page by page; `scattered`: and is no run."""
+    reqid = engine.start(cache, ROWS)
+    for rows in range(2 * ROWS, PART + 1, ROWS):
+        engine.grow(cache, reqid, rows)
+    if scattered:
+        scatter(cache, reqid)
+    assert cache.snapshot()[reqid].large_pages == 0
+    return reqid
+
+
+def _promoting_step(engine: Engine, cache: KVCache, reqid: int, rows: int) -> Steps:
+    """A step in a cache beyond the reach of a TLB, after which all full blocks are joined."""
+    call, more = _growing(engine, cache, {reqid: rows})
+
+    def large() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(migration, "REACH", 0)
+            call()
+
+    def again() -> None:
+        more()
+        cache.promote(reqid, wait=True)
+        assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
+
+    return large, again
+
+
+@entries
+def step_begins_to_join_a_block(engine: Engine) -> Steps:
+    cache = _in_blocks(engine, window_tile=0)
+    reqid = _by_pages(engine, cache, scattered=False)
+    return _promoting_step(engine, cache, reqid, PART + 2)
+
+
+@entries
+def step_joins_a_block(engine: Engine) -> Steps:
+    cache = _in_blocks(engine)
+    reqid = _by_pages(engine, cache, scattered=False)
+    assert cache.promote(reqid) == 1
+    return _promoting_step(engine, cache, reqid, PART + 2)
+
+
+@entries
+def step_begins_to_copy_a_block(engine: Engine) -> Steps:
+    cache = _in_blocks(engine, window_tile=0)
+    reqid = _by_pages(engine, cache, scattered=True)
+    return _promoting_step(engine, cache, reqid, PART + 2)
+
+
+@entries
+def step_replaces_a_copied_block(engine: Engine) -> Steps:
+    cache = _in_blocks(engine)
+    reqid = _by_pages(engine, cache, scattered=True)
+    assert cache.promote(reqid) == 1
+    _settled(cache)
+    return _promoting_step(engine, cache, reqid, PART + 2)
+
+
+def _promoting(engine: Engine, *, scattered: bool, wait: bool) -> Steps:
+    cache = _in_blocks(engine)
+    reqid = _by_pages(engine, cache, scattered=scattered)
+
+    def again() -> None:
+        cache.promote(reqid, wait=True)
+        assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
+        engine.grow(cache, reqid, PART + 2)
+
+    return lambda: cache.promote(reqid, wait=wait), again
+
+
+@entries
+def promote_a_run(engine: Engine) -> Steps:
+    return _promoting(engine, scattered=False, wait=True)
+
+
+@entries
+def promote_by_a_copy(engine: Engine) -> Steps:
+    return _promoting(engine, scattered=True, wait=True)
+
+
+@entries
+def promote_in_the_background(engine: Engine) -> Steps:
+    return _promoting(engine, scattered=True, wait=False)
+
+
+@entries
+def free_ends_a_promotion(engine: Engine) -> Steps:
+    cache = _in_blocks(engine)
+    reqid = _by_pages(engine, cache, scattered=True)
+    assert cache.promote(reqid) == 1
+    return _freeing(engine, cache, reqid)
+
+
+@entries
+def fork_cuts_an_entry(engine: Engine) -> Steps:
+    cache = _in_blocks(engine)
+    return _forking(engine, cache, _whole(engine, cache), 2 * ROWS + 3)
+
+
+@entries
+def truncate_in_a_shared_block(engine: Engine) -> Steps:
+    cache = _in_blocks(engine)
+    reqid = _whole(engine, cache)
+    child = cache.fork(reqid)
+    assert child is not None
+    engine.take(cache, child, engine.held[cache, reqid])
+    return _truncating(engine, cache, child, ROWS + 3)
+
+
+def _moving_a_part(engine: Engine, *, wait: bool) -> Steps:
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+    cache = _in_blocks(engine)
+    reqid = _whole(engine, cache)
+    part = range(ROWS, 2 * ROWS)
+
+    def again() -> None:
+        cache.move(reqid, "host", tokens=part)
+        assert cache.snapshot()[reqid].away_pages == 1
+        engine.grow(cache, reqid, PART + 2)
+
+    return lambda: cache.move(reqid, "host", tokens=part, wait=wait), again
+
+
+@entries
+def move_cuts_an_entry(engine: Engine) -> Steps:
+    return _moving_a_part(engine, wait=True)
+
+
+@entries
+def move_of_a_part_in_the_background(engine: Engine) -> Steps:
+    return _moving_a_part(engine, wait=False)
+
+
+def _beside_a_free_block(engine: Engine) -> tuple[KVCache, int]:
+    """A request that can only grow with the end of a free slot's block."""
+    cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
+    reqid = engine.start(cache, ROWS)
+    engine.free(cache, _whole(engine, cache))
+    return cache, reqid
+
+
+@entries
+def step_cuts_a_free_entry(engine: Engine) -> Steps:
+    cache, reqid = _beside_a_free_block(engine)
+    return _growing(engine, cache, {reqid: 3 * ROWS})
+
+
+@entries
+def step_async_cuts_a_free_entry(engine: Engine) -> Steps:
+    cache, reqid = _beside_a_free_block(engine)
+    return _ahead(engine, cache, {reqid: 3 * ROWS})
+
+
+def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, int]:
+    """A request that can only grow with what another's entry has beyond its rows."""
+    cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
+    reqid, other = engine.start(cache, ROWS), _whole(engine, cache)
+    assert cache.truncate(other, ROWS + 3) == 0
+    del engine.held[cache, other][ROWS + 3 :]
+    return cache, reqid
+
+
+@entries
+def step_cuts_a_loose_entry(engine: Engine) -> Steps:
+    cache, reqid = _beside_a_loose_block(engine)
+    return _growing(engine, cache, {reqid: 3 * ROWS})
+
+
+@entries
+def step_async_leaves_a_loose_entry_to_the_step(engine: Engine) -> Steps:
+    cache, reqid = _beside_a_loose_block(engine)
+    return _ahead(engine, cache, {reqid: 3 * ROWS})
 
 
 # ---- pages that all slots have -------------------------------------------------------------------
@@ -2542,11 +2754,12 @@ def measured(make: Scenario, alarm: Any, backend: str) -> int:
 def test_interruptions(name: str, points: int | None) -> None:
     """One; then two, the second in what the first one set off."""
     make, rng = SCENARIOS[name], random.Random(name)
+    singles, pairs_of = getattr(make, "sample", (SAMPLE, PAIRS))
     with alarms() as alarm:
         count = measured(make, alarm, "host")
-        at = [(n,) for n in sample(count, SAMPLE if points is None else points, rng)]
+        at = [(n,) for n in sample(count, singles if points is None else points, rng)]
         seen = runs(make, at, alarm, "host")
-        firsts = sample(len(seen), PAIRS if points is None else MORE_PAIRS, rng)
+        firsts = sample(len(seen), pairs_of if points is None else MORE_PAIRS, rng)
         pairs = [
             (*at, rng.randint(1, one.count))
             for at, one in (seen[n - 1] for n in firsts)
