@@ -311,7 +311,7 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
 
 
 def test_joins_for_want_of_mappings_are_noted(backend: str) -> None:
-    """Where mappings are scarce a step joins pages, and what it joined stays while work reads it."""
+    """Where mappings are scarce a step joins pages; what it joined stays while work reads it."""
     limit = 2 * TENSORS * (PAGES + 4)
     with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:
         if Caps.LARGE_ENTRIES not in context.info.caps or context.info.max_mappings != limit:
