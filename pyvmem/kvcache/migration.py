@@ -53,6 +53,8 @@ class Mover:
         moves: by slot; begun, and not swapped yet.
         cancelled: moves without a slot; their scratch pages go when the copies are over.
         joined: by slot number, first pages of the runs that were joined and are as they were then.
+        copied: by slot number, first pages of the blocks that a promotion has copied, and how many
+            blocks the slot had then.
         device: CUDA ordinal; None where pages are the CPU's.
     """
 
@@ -69,6 +71,7 @@ class Mover:
         self.moves: dict[Slot, Move] = {}
         self.cancelled: list[Move] = []
         self.joined: dict[int, set[int]] = {}
+        self.copied: dict[int, dict[int, int]] = {}
 
     # ---- the first phase -------------------------------------------------------------------------
 
@@ -186,6 +189,10 @@ class Mover:
                 self._reclaimer.count_freed(high - low - sum(away.values()), away, reclaimed=False)
                 slot.places.put(low, high, tier)
                 slot.enlarge(low, high)
+            if move.promotes:
+                self._journal.keep_dict(self.copied)
+                blocks = dict.fromkeys((low for low, *_ in move.stretches), self.blocks(slot))
+                self.copied[slot.index] = self.copied.get(slot.index, {}) | blocks
             addresses = self._take_addresses(move)
             change.run(ops, after)
         self._scratch.give(addresses)
@@ -207,16 +214,19 @@ class Mover:
                 slot.enlarge(low, high)
             change.run(ops, after)
 
+    def blocks(self, slot: Slot) -> int:
+        """Whole blocks of the slot's request."""
+        return slot.granted // self._layout.block
+
     def part(self, slot: Slot, low: int) -> None:
-        """Forgets what was joined from page `low` on, where pages are replaced now or soon."""
-        joined, unit = self.joined.get(slot.index), self._layout.block
-        if joined:
+        """Forgets what was promoted from page `low` on, where pages are replaced now or soon."""
+        index, unit = slot.index, self._layout.block
+        if joined := self.joined.get(index):
             self._journal.keep_dict(self.joined)
-            kept = {first for first in joined if first + unit <= low}
-            if kept:
-                self.joined[slot.index] = kept
-            else:
-                del self.joined[slot.index]
+            self.joined[index] = {first for first in joined if first + unit <= low}
+        if copied := self.copied.get(index):
+            self._journal.keep_dict(self.copied)
+            self.copied[index] = {at: n for at, n in copied.items() if at + unit <= low}
 
     # ---- cancelling ------------------------------------------------------------------------------
 
@@ -456,6 +466,8 @@ class Promoter:
     A block whose last row is written is only read, so its entries may change. Pages that are
     neighbours in memory are joined, which does it where each lies at its place in 2 MiB. Other
     blocks, and those for which that was not enough, are copied to new pages, where there is memory.
+    Where memory is in pieces, a copy gets no 2 MiB of its own either: the block is copied again
+    when the request has filled another one.
     """
 
     def __init__(self, reclaimer: Reclaimer, mover: Mover, config: KVCacheConfig) -> None:
@@ -486,6 +498,9 @@ class Promoter:
             if lens[index] > old[index] and slot not in self._mover.moves:
                 held = old[index] - self._kept
                 runs, copies = self._blocks(slot, held)
+                if copied := self._mover.copied.get(index):
+                    blocks = self._mover.blocks(slot)
+                    copies = [low for low in copies if copied.get(low) != blocks]
                 self._begin(slot, runs, copies, PriorWork(stream, self._mover.device))
                 # What begins may be given up, and what is joined may be no run: looked at again
                 # a page later.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from kvcache_helpers import ROWS, eventually, firing_later, pending, small_config
+from kvcache_helpers import ROWS, eventually, firing_later, pending, small_cache, small_config
 from move_helpers import (
     PART,
     TENSORS,
@@ -20,7 +20,7 @@ from move_helpers import (
 )
 from share_helpers import grow, is_zero, start, whole
 
-from pyvmem import Caps, DriverError, FdEvent, Inject, KVCache, OpBatch
+from pyvmem import Caps, Context, DriverError, FdEvent, Inject, KVCache, OpBatch
 from pyvmem.kvcache import Budget, migration
 
 
@@ -190,6 +190,28 @@ def test_blocks_are_joined_as_they_fill(backend: str) -> None:
         assert context.stats().joins == 2 * TENSORS
         assert cache.stats().moved_pages == 0
         assert whole(cache, reqid, 2 * PART + 3)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_blocks_are_not_copied_again_and_again() -> None:
+    """Memory taken page by page is in pieces: not every copy lies in 2 MiB of its own."""
+    page, slots, tensors = 64 << 10, 5, 8
+    pages = 4 * (2 << 20) // page
+    limit = slots * pages * tensors * page * 7 // 8
+    changes = {"max_batch": slots, "max_seq_len": ROWS * pages, "memory_limit": limit}
+    with (
+        Context("host", granule=page, large_entries=True) as context,
+        small_cache(context, num_layers=4, growth_fraction=0.0, window_tile=0, **changes) as cache,
+    ):
+        for _ in range(slots):
+            cache.alloc_reqid()
+        for rows in range(ROWS, ROWS * pages * 3 // 4 + 1, ROWS):
+            assert cache.step([rows] * slots) == 0
+            for move in cache._groups[0].mover.moves.values():
+                eventually(move.done)
+        now = cache.stats()
+        assert 0 < now.moved_pages <= 2 * now.mapped_bytes // page
+        assert now.large_entries > 0
 
 
 @pytest.mark.usefixtures("everywhere")
