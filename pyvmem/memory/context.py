@@ -332,12 +332,12 @@ class Context(AddressSpace, Closable):
         Args:
             ops: stays as it is and can be used again.
             after: GPU work to wait for first, in this thread (see `pyvmem.memory.streams`).
-            outcome: records the result even if an exception interrupts this call. waits: counter of
-            waits that this call increments.
+            outcome: records the result even if an exception interrupts this call.
+            waits: counter of waits that this call increments.
 
         Raises:
-            NotGpuWork: an item of `after` does not name GPU work. VMemError: what failed; maps and
-            unmaps were undone, bytes written by fills stay.
+            NotGpuWork: an item of `after` does not name GPU work.
+            VMemError: what failed; maps and unmaps were undone, bytes written by fills stay.
         """
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")

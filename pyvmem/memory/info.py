@@ -216,7 +216,7 @@ class RangeInfo:
         mapped_bytes: of the reservation.
         segments: of the reservation.
         run_bytes: bytes from the granule of the address on that have the same state and are
-        physically contiguous.
+            physically contiguous.
         flags: state of the address.
         entry_bytes: size of the page-table entry that maps the address (4 KiB, 64 KiB or 2 MiB); 0:
             not mapped.

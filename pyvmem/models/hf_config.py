@@ -384,7 +384,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError, ValueError, TypeError: it cannot be read, or is not JSON. InvalidArgument: the JSON
-        is not an object.
+            is not an object.
     """
     values = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     if not isinstance(values, dict):

@@ -62,7 +62,7 @@ def attention_forward(
 
     Raises:
         ValueError: called without a step, or with a mask or dropout. NotSupported: modified scores
-        (capped, with sinks), or a layer that attends twice.
+            (capped, with sinks), or a layer that attends twice.
     """
     if vmem_step is None:
         raise ValueError(
