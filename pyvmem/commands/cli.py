@@ -31,7 +31,10 @@ _COMMANDS = {
     "limit": ("pyvmem.commands.limit", "set the memory limit of a running engine"),
     "control": ("pyvmem.commands.control", "show and set what engines may have, over HTTP"),
     "serve-demo": ("pyvmem.serve.cli", "serve prompts with a small model through the KV cache"),
-    "completion": ("pyvmem.commands.completion", "print the completion script of bash, zsh or fish"),
+    "completion": (
+        "pyvmem.commands.completion",
+        "print the completion script of bash, zsh or fish",
+    ),
 }
 
 _LIVE = ("top", "watch", "control")  # which run until they are interrupted
