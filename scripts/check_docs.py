@@ -32,10 +32,12 @@ from pathlib import Path
 
 from vmem_header import HEADER, ROOT, version
 
+from pyvmem.kvcache import KVCache
+
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
 # Others that the site has as pages.
 TAKEN = (
-    *("benchmarks/README.md", "benchmarks/*/README.md", "patches/README.md"),
+    *("benchmarks/README.md", "benchmarks/*/*.md", "patches/README.md"),
     *("kernel_module/README.md", "tests/README.md", "tests/kernel/README.md"),
     "tests/kernel/softgpu/README.md",
 )
@@ -203,8 +205,9 @@ def check_links(page: Path) -> tuple[int, list[str]]:
 
 
 def check_lists() -> tuple[int, list[str]]:
-    """Errors and environment variables are listed; the README says the version, and is short."""
+    """What has to be listed is; the README says the version, and is short."""
     names, problems = check_errors()
+    problems += check_reference()
     variables = environment_variables()
     listing = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
     problems += [
@@ -218,6 +221,15 @@ def check_lists() -> tuple[int, list[str]]:
     if readme.count("\n") > README_LINES:
         problems.append(f"README.md: more than {README_LINES} lines")
     return names + len(variables) + 2, problems
+
+
+def check_reference() -> list[str]:
+    """Every public member of KVCache is on one of its pages, which name them, and no other is."""
+    pages = sorted((ROOT / "docs/reference/python").glob("kvcache*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"^::: pyvmem\.kvcache\.KVCache\.(\w+)$", text, re.M))
+    members = {name for name in dir(KVCache) if not name.startswith("_")}
+    return compare("docs/reference/python/kvcache*.md", named, "KVCache", members)
 
 
 def check_errors() -> tuple[int, list[str]]:
@@ -279,7 +291,7 @@ def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
 
 
 def compare(one: str, first: set[str], other: str, second: set[str]) -> list[str]:
-    """What is in one list of errors and not in the other."""
+    """What is in one list and not in the other."""
     said = [f"{one}: no {name}, which {other} has" for name in sorted(second - first)]
     return said + [f"{one}: {name}, which {other} has not" for name in sorted(first - second)]
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pyvmem.commands import cli
 
 WIDTH = "88"  # of usage lines, whatever the terminal
+# The benchmarks of whole engines, which have a page of their own.
+SERVING = ("serve", "sharing", "swap", "vllm", "models", "paper")
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -30,7 +32,13 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def section(name: str, parser: argparse.ArgumentParser, summary: str, level: int) -> Iterator[str]:
+def section(
+    name: str,
+    parser: argparse.ArgumentParser,
+    summary: str,
+    level: int,
+    leave_out: tuple[str, ...] = (),
+) -> Iterator[str]:
     """A command: what it does, its usage, its options, then its subcommands."""
     yield f"{'#' * level} {name} {{#{name.replace(' ', '-')}}}\n"
     about = (parser.description or summary or "").strip().replace("``", "`")
@@ -63,15 +71,25 @@ def section(name: str, parser: argparse.ArgumentParser, summary: str, level: int
         for choice in action._choices_actions
     }
     for sub, one in subparsers(parser).items():
-        yield from section(f"{name} {sub}", one, helps.get(sub, ""), level + 1)
+        if sub not in leave_out:
+            yield from section(f"{name} {sub}", one, helps.get(sub, ""), level + 1)
 
 
 def main() -> int:
-    """Prints the page of the commands, or with the argument ``bench`` that of the benchmarks."""
+    """Prints the page of the commands; with ``bench`` or ``bench-serving``, one of benchmarks."""
     os.environ["COLUMNS"] = WIDTH
     if sys.argv[1:] == ["bench"]:
         print("# Command line: benchmarks\n")
-        show("bench")
+        print("The benchmarks of serving have a page of their own: [serving](bench-serving.md).\n")
+        show("bench", leave_out=SERVING)
+        return 0
+    if sys.argv[1:] == ["bench-serving"]:
+        print("# Command line: benchmarks of serving\n")
+        print("[The other benchmarks](bench.md), and what `vmem bench` takes.\n")
+        bench = subparsers(cli._parser("bench"))["bench"]
+        others = tuple(name for name in subparsers(bench) if name not in SERVING)
+        text = "\n".join(section("vmem bench", bench, "", 1, leave_out=others))
+        print(text[text.index("## vmem bench ") :])
         return 0
     print("# Command line\n")
     print("Generated from the programs' own parsers. `vmem COMMAND --help` prints the same.\n")
@@ -79,18 +97,20 @@ def main() -> int:
         "Exit status: 1 for an error, 2 for bad usage, 130 after Ctrl-C, 141 where nobody reads "
         "the output any more. A command that has others names them.\n"
     )
-    print("[`vmem bench`](bench.md) has a page of its own.\n")
+    print(
+        "`vmem bench` has pages of its own: [benchmarks](bench.md), [serving](bench-serving.md).\n"
+    )
     for command in cli._COMMANDS:
         if command != "bench":
             show(command)
     return 0
 
 
-def show(command: str) -> None:
+def show(command: str, leave_out: tuple[str, ...] = ()) -> None:
     """Prints a command's section."""
     parser = subparsers(cli._parser(command))[command]
     text = cli._COMMANDS[command][1]
-    print("\n".join(section(f"vmem {command}", parser, text, 2)))
+    print("\n".join(section(f"vmem {command}", parser, text, 2, leave_out)))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ TAKEN = {
         f"benchmarks/{path.parent.name}.md": path.relative_to(ROOT).as_posix()
         for path in sorted(ROOT.glob("benchmarks/*/README.md"))
     },
+    **{
+        f"benchmarks/{path.parent.name}-results.md": path.relative_to(ROOT).as_posix()
+        for path in sorted(ROOT.glob("benchmarks/*/RESULTS.md"))
+    },
     "driver/patches.md": "patches/README.md",
     "driver/kernel-module.md": "kernel_module/README.md",
     "develop/tests.md": "tests/README.md",
@@ -171,6 +175,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         )
     made["reference/cli.md"] = command_line()
     made["reference/bench.md"] = command_line("bench")
+    made["reference/bench-serving.md"] = command_line("bench-serving")
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     prepare(files, config)

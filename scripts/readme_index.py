@@ -171,11 +171,11 @@ def log_row(path: Path) -> str:
 
 
 def part() -> list[str]:
-    """Both tables.
+    """The table of results.
 
     Raises:
-        ValueError: a file that neither has a place for, that does not say where it comes from, or
-            that is the log of a failure.
+        ValueError: a file that neither table has a place for, or that does not say where it comes
+            from.
     """
     if strange := unlisted():
         raise ValueError(f"{strange[0]}: results are *.json, *.jsonl and logs/*")
@@ -183,7 +183,16 @@ def part() -> list[str]:
         "| file | machine | commit | date | command | state |",
         "| --- | --- | --- | --- | --- | --- |",
         *map(row, results()),
-        "",
+    ]
+
+
+def part_logs() -> list[str]:
+    """The table of logs.
+
+    Raises:
+        ValueError: a log that does not say where it comes from, or of a failure.
+    """
+    return [
         "| log | machine | commit | date | command | ended with | notes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *map(log_row, logs()),

@@ -34,7 +34,7 @@ from readme_format import RESULTS, ROOT, Result, load_run, number, rows, table, 
 from vmem_bench.vllm import picture
 
 README = ROOT / "README.md"
-FOLDERS = ("docs/**/*.md", "benchmarks/*/README.md")
+FOLDERS = ("docs/**/*.md", "benchmarks/*/*.md")
 FORMAT = "vmem-bench-api/1"
 AGAIN = "run scripts/readme_tables.py"
 NOTHING = "Not measured yet: `benchmarks/results/` holds no run on a GPU."
@@ -426,6 +426,7 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
     "features": lambda _: readme_features.part(),
     "metrics": lambda _: readme_metrics.part(),
     "results": lambda _: readme_index.part(),
+    "logs": lambda _: readme_index.part_logs(),
     "summary": readme_summary.part,
     "headline": lambda _: readme_summary.headline(),
 }

@@ -29,7 +29,7 @@ def log(results: Path, text: str) -> None:
 
 def test_a_log_that_says_all(results: Path) -> None:
     log(results, HEAD + "3 passed, 1 skipped in 2.0s\n")
-    assert readme_index.part()[-1].endswith(
+    assert readme_index.part_logs()[-1].endswith(
         "| NVIDIA H100 80GB HBM3 | 0123456 | 2026-11-23 | `python3 -m pytest tests/python` "
         "| 3 passed, 1 skipped in 2.0s |  |"
     )
@@ -48,12 +48,12 @@ def test_a_log_that_says_all(results: Path) -> None:
 def test_logs_that_are_refused(results: Path, text: str, said: str) -> None:
     log(results, text)
     with pytest.raises(ValueError, match=said):
-        readme_index.part()
+        readme_index.part_logs()
 
 
 def test_what_was_not_measured_is_named_with_the_reason(results: Path) -> None:
     log(results, HEAD + "== live: pages (partial, 1 s)\n")
-    assert readme_index.part()[-1].endswith("| `live` partial |")
+    assert readme_index.part_logs()[-1].endswith("| `live` partial |")
     part = {"status": "partial", "missing": [{"id": "calls/a", "why": "no | GPU"}] * 2}
     assert readme_index.gaps({"parts": {"calls": part}}) == r"`calls` partial: no \| GPU"
     assert readme_index.gaps({"parts": {"calls": {"status": "done"}}}) == ""
@@ -100,7 +100,7 @@ def test_a_file_without_a_place_in_the_index_is_an_error(results: Path) -> None:
 
 
 def test_no_committed_log_has_a_failure_or_an_unknown_origin() -> None:
-    rows = [row for row in readme_index.part() if "results/logs/" in row]
+    rows = [row for row in readme_index.part_logs() if "results/logs/" in row]
     assert len(rows) == sum(path.is_file() for path in readme_index.LOGS.iterdir())
     assert not [row for row in rows if "not recorded" in row]
 

@@ -37,7 +37,18 @@ version; its artifact counts one less from figure 7 on.
 
 AZURE, ARXIV and MOONCAKE stand for the traces that [the benchmarks' page](../benchmarks/README.md)
 names, FILE for FlashAttention-3's shared object. A ratio of equal arms ("again") shows how much two
-runs of the same thing differ."""
+runs of the same thing differ. The same results are drawn as the papers draw theirs:
+[pictures](reproduction/pictures.md)."""
+_PICTURES = "pictures.md"
+_PICTURES_HEAD = """---
+hide: [toc]
+---
+
+<!-- Made by `vmem bench paper --write` from benchmarks/results. Do not edit. -->
+
+# The papers' figures, from our results
+
+Drawn as the papers draw them. The numbers: [the papers' evaluation](../reproduction.md)."""
 
 
 def _ours(row: Row, results: Results) -> str:
@@ -76,21 +87,29 @@ def page(results: Results) -> str:
         lines += ["", *_table(paper, results)]
     if found := section(results):
         lines += ["", *found]
-    lines += ["", "## Pictures", "", "In the papers' own form, from our results."]
-    for picture, _ in available(results):
-        lines += ["", f"![{picture.title}]({_FOLDER}/{picture.name}.svg)"]
     used = dict.fromkeys(row.source for row in ROWS)
     lines += ["", "## Where the papers' numbers are from", ""]
     lines += [f"- [{key}] {text}" for key, text in SOURCES.items() if key in used]
     return "\n".join(lines) + "\n"
 
 
+def pictures_page(results: Results) -> str:
+    """The text of the page with the pictures."""
+    lines = [_PICTURES_HEAD]
+    for picture, _ in available(results):
+        lines += ["", f"![{picture.title}]({picture.name}.svg)"]
+    return "\n".join(lines) + "\n"
+
+
 def stale(results: Results, target: Path) -> list[Path]:
-    """The page and pictures that are out of date."""
-    found = []
-    if not target.exists() or target.read_text(encoding="utf-8") != page(results):
-        found.append(target)
+    """The pages and pictures that are out of date."""
     folder = target.parent / _FOLDER
+    pages = {target: page(results), folder / _PICTURES: pictures_page(results)}
+    found = [
+        path
+        for path, text in pages.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     wanted = {f"{picture.name}.svg": digest(picture, data) for picture, data in available(results)}
     for name, mark in wanted.items():
         path = folder / name
@@ -109,6 +128,7 @@ def _write(results: Results, target: Path) -> None:
         if not path.exists():
             path.write_text(draw(picture, data), encoding="utf-8")
     target.write_text(page(results), encoding="utf-8")
+    (folder / _PICTURES).write_text(pictures_page(results), encoding="utf-8")
 
 
 def add_parser(which: Any) -> None:
