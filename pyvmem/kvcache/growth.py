@@ -608,7 +608,7 @@ class Pager(Journaled):
         pages += sum(move.here() for move in self.mover.cancelled)
         pages += self.mover.promoting() if promoting else 0
         pages *= self.layout.num_tensors
-        return pages + (self.loose(keep) if promoting else 0)
+        return pages + (self.loose(keep) if promoting and self.layout.block else 0)
 
     def loose(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages of running requests that a step can take where it splits large entries."""
