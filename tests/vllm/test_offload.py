@@ -49,8 +49,7 @@ def idle(llm: Any) -> None:
     elastic = elastic_of(llm)
     null = elastic.backing.geometry.first_bytes(1)
     end = time.monotonic() + 60
-    busy = lambda: elastic.backing.mapped_bytes > null or elastic.holds
-    while busy() and time.monotonic() < end:
+    while time.monotonic() < end and (elastic.backing.mapped_bytes > null or elastic.holds):
         time.sleep(0.05)
     check(llm)
     assert elastic.backing.mapped_bytes == null
