@@ -131,6 +131,12 @@ class Settings:
             ledger = None if is_off(env) else str(folder_in("VMEM_LEDGER", env) or "")
         except InvalidArgument as error:
             raise ValueError(str(error)) from None
+        host_limit = size("VMEM_HOST_LIMIT") or 0
+        if host_limit and ledger is None:
+            raise ValueError(
+                f"VMEM_HOST_LIMIT={host_limit}: VMEM_LEDGER=off, and no ledger says what other "
+                "engines have"
+            )
         return cls(
             backend="" if backend == "auto" else backend,
             page_size=page_size,
@@ -141,7 +147,7 @@ class Settings:
             prefix=size("VMEM_PREFIX"),
             name=name,
             capacity=size("VMEM_CAPACITY") or 0,
-            host_limit=size("VMEM_HOST_LIMIT") or 0,
+            host_limit=host_limit,
             ledger=ledger,
         )
 

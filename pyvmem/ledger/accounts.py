@@ -51,6 +51,7 @@ from pyvmem.errors import (
 )
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.flag import Flag
+from pyvmem.plumbing.folder_lock import locked_folder
 from pyvmem.plumbing.logs import warn
 from pyvmem.plumbing.paths import folder_in
 
@@ -595,8 +596,7 @@ class Ledger(Closable):
                 errno=errno.EINVAL,
                 limit=floor,
             )
-        beside = self.total_beside("host") if host_limit else 0
-        with self.locked():
+        with self._joining(host) as beside, self.locked():
             if self._mine >= 0:
                 raise InvalidArgument("this ledger object has an account", errno=errno.EINVAL)
             live = self.live()
@@ -625,10 +625,10 @@ class Ledger(Closable):
                     limit=self.capacity - kept,
                 )
             held = self.total("host") + beside
-            if host_limit and held + host > host_limit:
+            if host and host_limit and held + host > host_limit:
                 raise InvalidArgument(
                     f"VMEM_HOST_LIMIT={host_limit}: {name!r} asks for {host} bytes of host memory "
-                    f"for KV offloading, and other engines have {held}",
+                    f"for KV offloading on {self.path.stem}, and engines have {held} already",
                     errno=errno.EINVAL,
                     bytes=host,
                     limit=max(0, host_limit - held),
@@ -658,6 +658,18 @@ class Ledger(Closable):
             self.put(slot, "state", _TAKEN)
             self._mine = slot
             return Account(self, slot)
+
+    @contextlib.contextmanager
+    def _joining(self, host: int) -> Iterator[int]:
+        """The host memory of other devices' engines, to which none adds meanwhile."""
+        if not host:
+            yield 0
+            return
+        with locked_folder(self.path.parent, _PATIENCE_S) as held:
+            if not held:
+                text = f"{self.path.parent}: an engine that starts stands still"
+                raise LedgerHeld(text, errno=errno.ETIMEDOUT)
+            yield self.total_beside("host")
 
     def leave(self, slot: int) -> None:
         """Frees a slot of this process."""

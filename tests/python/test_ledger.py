@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from pyvmem.ledger.accounts import (
 from pyvmem.ledger.orders import order
 
 GIB = 1 << 30
+TERMS = {"floor": 0, "limit": 1, "least": 1, "virtual": 1}
 
 
 def join(folder: Path, name: str, **wanted: int) -> Account:
@@ -116,7 +118,8 @@ def test_host_memory_of_all_devices_is_one_number(folder: Path) -> None:
 
     a, b = of("GPU-a", "a", 3 * GIB), of("GPU-b", "b", 4 * GIB)
     for device in ("GPU-a", "GPU-b", "GPU-c"):
-        text = f"VMEM_HOST_LIMIT={8 * GIB}: 'c' asks for {2 * GIB} bytes .* have {7 * GIB}"
+        text = f"VMEM_HOST_LIMIT={8 * GIB}: 'c' asks for {2 * GIB} bytes .* on {device}, "
+        text += f"and engines have {7 * GIB} already"
         with pytest.raises(InvalidArgument, match=text) as refused:
             of(device, "c", 2 * GIB)
         assert refused.value.limit == GIB
@@ -126,8 +129,53 @@ def test_host_memory_of_all_devices_is_one_number(folder: Path) -> None:
     b.close()
     d = of("GPU-a", "d", 4 * GIB)
     e = of("GPU-b", "e", 100 * GIB, host_limit=0)
-    for account in (a, c, d, e):
+    f = of("GPU-b", "f", 0)  # asks for none, and is not in the way of others
+    for account in (a, c, d, e, f):
         account.close()
+
+
+def test_engines_that_start_at_once_stay_within_their_host_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs of their own, and so in ledgers of their own."""
+    count, both = Ledger.total_beside, threading.Barrier(2)
+
+    def slowly(self: Ledger, word: str, but: str = "") -> int:
+        found = count(self, word, but)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other to have counted, too
+        return found
+
+    monkeypatch.setattr(Ledger, "total_beside", slowly)
+    joined: list[Account] = []
+    refused: list[str] = []
+
+    def start(name: str) -> None:
+        try:
+            account = Ledger(name, GIB, folder).join(name, **TERMS, host=6, host_limit=10)
+            joined.append(account)
+        except InvalidArgument as error:
+            refused.append(str(error))
+
+    engines = [threading.Thread(target=start, args=(name,)) for name in ("GPU-a", "GPU-b")]
+    for one in engines:
+        one.start()
+    for one in engines:
+        one.join()
+    assert [len(joined), len(refused)] == [1, 1]
+    assert "asks for 6 bytes" in refused[0]
+    joined[0].close()
+
+
+def test_an_engine_that_starts_stands_still(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_PATIENCE_S", 0.05)
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    join(folder, "a").close()
+    with pytest.raises(LedgerHeld, match=f"{folder}: an engine that starts stands still"):
+        join(folder, "b", host=1)
+    os.close(fd)
+    join(folder, "b", host=1).close()
 
 
 HOLDER = """
@@ -325,7 +373,7 @@ import sys, time
 from pathlib import Path
 from pyvmem.ledger import Ledger
 account = Ledger("host", 10 << 30, Path(sys.argv[1])).join(
-    sys.argv[2], floor=0, limit=1 << 40, least=1, virtual=1 << 40)
+    sys.argv[2], floor=0, limit=1 << 40, least=1, virtual=1 << 40, host=6 << 30)
 print(account.take(8 << 30), flush=True)
 for line in sys.stdin:
     with account.ledger.locked():
@@ -351,12 +399,21 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
+def host_memory_of(folder: Path, device: str, nbytes: int) -> Account:
+    """An account that asks for it, of 6 GiB for all."""
+    book = Ledger(device, folder=folder)
+    return book.join("c", **TERMS, host=nbytes, host_limit=6 * GIB)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_killed_engine_leaves_nothing(folder: Path, inside: bool) -> None:
     a = join(folder, "a")
     process = child(folder, "b")
     assert sorted(names(folder)) == ["a", "b"]
     assert a.room() == 2 * GIB
+    for device in ("host", "GPU-c"):
+        with pytest.raises(InvalidArgument, match=f"engines have {6 * GIB} already"):
+            host_memory_of(folder, device, 2 * GIB)
     if inside:  # while it holds the ledger's lock
         assert process.stdin is not None
         assert process.stdout is not None
@@ -366,6 +423,8 @@ def test_a_killed_engine_leaves_nothing(folder: Path, inside: bool) -> None:
     kill(process)
     assert a.room() == 10 * GIB
     assert names(folder) == ["a"]
+    for device in ("host", "GPU-c"):
+        host_memory_of(folder, device, 6 * GIB).close()
     a.close()
 
 

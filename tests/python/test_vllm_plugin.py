@@ -464,6 +464,11 @@ def test_what_is_no_size(text: str) -> None:
         ({"VMEM_IDLE": "-1"}, "VMEM_IDLE='-1': expected seconds"),
         ({"VMEM_NAME": "a b"}, "VMEM_NAME='a b': expected 1 to 63 letters"),
         ({"VMEM_NAME": "\u00e9" * 63}, "expected 1 to 63 letters"),
+        ({"VMEM_HOST_LIMIT": "most"}, "VMEM_HOST_LIMIT='most': expected a size"),
+        (
+            {"VMEM_HOST_LIMIT": "1G", "VMEM_LEDGER": "off"},
+            "VMEM_HOST_LIMIT=1073741824: VMEM_LEDGER=off",
+        ),
     ],
 )
 def test_malformed_variables(env: dict[str, str], text: str) -> None:

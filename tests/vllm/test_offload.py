@@ -180,7 +180,7 @@ def test_a_size_above_what_other_engines_leave_is_refused(start: Open, ledger: P
     other = Ledger("host", folder=ledger).join(
         "other", floor=0, limit=1, least=1, virtual=1, host=1 << 20
     )
-    text = f"VMEM_HOST_LIMIT={64 << 20}: .* asks for {64 << 20} bytes .* have {1 << 20}"
+    text = f"VMEM_HOST_LIMIT={64 << 20}: .* asks for {64 << 20} bytes .* have {1 << 20} already"
     with (
         pytest.raises(InvalidArgument, match=text),
         start("llama", **POOL, VMEM_HOST_LIMIT="64M"),
