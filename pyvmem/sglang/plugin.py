@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from pyvmem.elastic.settings import Settings
+from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import VMemError
 from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
-from pyvmem.sglang.versions import UnknownVersion, check
+from pyvmem.sglang.versions import VERSIONS
 
 __all__ = ["SWITCH", "register"]
 
@@ -59,7 +60,7 @@ def register() -> None:
         if not Settings.asked(SWITCH):
             return
         Settings.read()
-        check(sglang.__version__)
+        VERSIONS.check(sglang.__version__)
     except (UnknownVersion, ValueError) as error:
         _refuse(str(error))
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -94,7 +95,7 @@ def _configure(original: Any, arguments: Any) -> Any:
     import sglang
 
     found = original(arguments)
-    check(sglang.__version__, warn=True)
+    VERSIONS.check(sglang.__version__, warn=True)
     if reasons := list(against(arguments)):
         raise CannotWork(*reasons)
     return found

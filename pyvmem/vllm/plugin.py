@@ -20,7 +20,7 @@ from pyvmem.elastic.settings import Settings
 from pyvmem.vllm import offload
 from pyvmem.vllm.metrics import publish
 from pyvmem.vllm.reach import ALONE, EXECUTORS, ranks_of
-from pyvmem.vllm.versions import check
+from pyvmem.vllm.versions import VERSIONS
 
 __all__ = ["CannotWork", "configure", "reasons_against", "register"]
 
@@ -56,7 +56,7 @@ def register() -> None:
     Settings.read()
     import vllm
 
-    check(vllm.__version__)
+    VERSIONS.check(vllm.__version__)
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.abstract import Executor
@@ -97,7 +97,7 @@ def _configure_if_asked(config: Any) -> None:
     if Settings.asked("VMEM_VLLM"):
         import vllm
 
-        check(vllm.__version__, warn=True)
+        VERSIONS.check(vllm.__version__, warn=True)
         configure(config)
 
 

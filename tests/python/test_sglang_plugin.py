@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import pyvmem_sglang
-from pyvmem.sglang import versions
+from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
+from pyvmem.sglang.versions import VERSIONS
 
 
 @pytest.mark.parametrize("switch", ["", "0"])
@@ -42,21 +43,21 @@ def test_plug_ins_that_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1"])
 def test_a_known_version(version: str) -> None:
-    versions.check(version)
+    VERSIONS.check(version)
 
 
 def test_another_version_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(versions.UnknownVersion, match=r"sglang 0\.5\.22 is too old \(known: 0\.5"):
-        versions.check("0.5.22")
-    monkeypatch.setattr(versions, "_lacks", lambda: ("Scheduler.run_batch (sglang.srt)",))
-    with pytest.raises(versions.UnknownVersion, match=r"lacks Scheduler\.run_batch"):
-        versions.check("0.6.0")
-    monkeypatch.setattr(versions, "_lacks", lambda: ())
-    monkeypatch.setattr(versions, "_tried", set())
-    versions.check("0.6.0", warn=True)
-    versions.check("0.6.0", warn=True)
+    with pytest.raises(UnknownVersion, match=r"sglang 0\.5\.22 is too old \(known: 0\.5"):
+        VERSIONS.check("0.5.22")
+    monkeypatch.setattr(VERSIONS, "lacks", ("Scheduler.run_batch (sglang.srt)",))
+    with pytest.raises(UnknownVersion, match=r"lacks Scheduler\.run_batch"):
+        VERSIONS.check("0.6.0")
+    monkeypatch.setattr(VERSIONS, "lacks", ())
+    monkeypatch.setattr(VERSIONS, "_tried", set())
+    VERSIONS.check("0.6.0", warn=True)
+    VERSIONS.check("0.6.0", warn=True)
     assert len(caplog.records) == 1
     assert "nobody has run sglang 0.6.0" in caplog.text
 

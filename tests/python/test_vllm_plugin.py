@@ -16,12 +16,13 @@ import pytest
 
 import pyvmem_vllm
 from pyvmem.elastic.settings import Settings
+from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import NotSupported
 from pyvmem.ledger.accounts import EngineInfo
 from pyvmem.plumbing.units import parse_bytes
-from pyvmem.vllm import metrics, plugin, versions
+from pyvmem.vllm import metrics, plugin
 from pyvmem.vllm.plugin import CannotWork, configure
-from pyvmem.vllm.versions import KNOWN, UnknownVersion, check
+from pyvmem.vllm.versions import KNOWN, VERSIONS
 from pyvmem.vllm.worker import ElasticWorker
 
 # ---- the device ------------------------------------------------------------------------------
@@ -77,13 +78,13 @@ def test_a_step_without_requests_names_no_block_of_one_that_has_ended() -> None:
     "version", ["0.26.0", "0.27.1", "0.27.0+cpu", "0.26.2.dev3", *(f"{one}.0" for one in KNOWN)]
 )
 def test_known_versions(version: str) -> None:
-    check(version)
+    VERSIONS.check(version)
 
 
 @pytest.mark.parametrize("version", ["0.25.9", "0.2.6", "0.9"])
 def test_an_old_version_is_refused_in_one_line(version: str) -> None:
     with pytest.raises(UnknownVersion) as caught:
-        check(version)
+        VERSIONS.check(version)
     text = str(caught.value)
     assert f"vllm {version} is too old (known: 0.26 to 0.33)" in text
     assert "unset VMEM_VLLM" in text
@@ -98,9 +99,9 @@ def test_an_unknown_version_that_lacks_something_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     lacks = ("Scheduler.schedule (vllm.v1.core.sched.scheduler)", "KVCacheBlock.ref_cnt (vllm...)")
-    monkeypatch.setattr(versions, "_lacks", lambda: lacks)
+    monkeypatch.setattr(VERSIONS, "lacks", lacks)
     with pytest.raises(UnknownVersion) as caught:
-        check(version, warn=True)
+        VERSIONS.check(version, warn=True)
     text = str(caught.value)
     assert f"vllm {version} is not known to this pyvmem (known: 0.26 to 0.33), and lacks" in text
     assert ", ".join(lacks) in text
@@ -111,12 +112,12 @@ def test_an_unknown_version_that_lacks_something_is_refused_in_one_line(
 def test_an_unknown_version_that_has_everything_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    monkeypatch.setattr(versions, "_lacks", lambda: ())
-    monkeypatch.setattr(versions, "_tried", set())
-    check(version)
+    monkeypatch.setattr(VERSIONS, "lacks", ())
+    monkeypatch.setattr(VERSIONS, "_tried", set())
+    VERSIONS.check(version)
     assert not caplog.records
     for _ in range(2):
-        check(version, warn=True)
+        VERSIONS.check(version, warn=True)
     (record,) = caplog.records
     assert f"nobody has run vllm {version} with this pyvmem" in record.getMessage()
 
