@@ -13,12 +13,14 @@ Growth in three calls, so that the middle one, which maps, needs no lock:
     growth.run(workers)                 # maps on every rank, all or nothing
     backed = backing.finish(growth)     # the ids; none where it failed
 
-Nothing here depends on vLLM, and only `Growth.run` waits. The caller holds the scheduler's lock.
+Nothing here depends on an engine; only `Growth.run` and `Backing.back_null` wait. The caller holds
+the scheduler's lock.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from pyvmem.elastic.geometry import Geometry, Run, runs_of
 __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
 _NONE, _MAPPED, _MAPPING, _LEAVING = range(4)
+_LOOK = 0.05  # s between looks at the quota
 
 
 class Quota(Protocol):
@@ -48,6 +51,12 @@ class Quota(Protocol):
 
     def give(self, nbytes: int) -> None:
         """Takes back the bytes of unmapped pages."""
+
+    def want(self, nbytes: int) -> None:
+        """Asks other engines for so many bytes; 0 withdraws that."""
+
+    def close(self) -> None:
+        """Leaves: nothing is taken any more."""
 
 
 class Workers(Protocol):
@@ -152,6 +161,26 @@ class Backing:
         self._reserve(self._null)
         self._null.failure = None
         return self._null
+
+    def back_null(self, patience: float) -> None:
+        """Counts the null block, which the ranks have mapped, once other engines leave room for it.
+
+        Raises:
+            MemoryError: they have not within `patience` seconds; the quota is closed.
+        """
+        end = time.monotonic() + patience
+        while True:
+            try:
+                growth = self.begin_null()
+                break
+            except MemoryError:
+                if time.monotonic() > end:
+                    self.quota.close()
+                    raise
+                self.quota.want(self._null.nbytes)
+                time.sleep(_LOOK)
+        self.quota.want(0)
+        self.finish(growth)
 
     @property
     def bare(self) -> int:
@@ -299,6 +328,25 @@ class Backing:
                 if len(some) == users[page]:
                     found.update(some)
         return [block for block in blocks if block in found]
+
+    def emptied_first(
+        self, blocks: Iterable[int], most: int, *, at_least: bool = False
+    ) -> list[int]:
+        """Up to `most` blocks of `emptied_by`, whole groups, those with the highest addresses.
+
+        Growth takes the lowest, so that what is used stays together. `at_least`: with so many, or
+        a few more that share a page with them.
+        """
+        size, page = self.geometry.group_unit
+        groups: dict[int, list[int]] = {}
+        for block in sorted(self.emptied_by(blocks), reverse=True):
+            groups.setdefault(block * size // page, []).append(block)
+        found: list[int] = []
+        for group in groups.values():
+            left = most - len(found)
+            if len(group) <= left or (at_least and left > 0):
+                found += group
+        return found
 
     def _leave(self, pages: list[set[int]]) -> int:
         runs = runs_of(pages)

@@ -30,6 +30,7 @@ from pyvmem.elastic.backing import Backing
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.idle import IdleBlocks
 from pyvmem.elastic.memory import KVMemory
+from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
@@ -137,23 +138,8 @@ class PagePool:
         self._refused = -math.inf
         self._next = self._reported = 0.0
         self._busy_until = 0.0
-        self._peaks: deque[tuple[float, int]] = deque()  # of pages held and asked for, falling
-        self._begin()
-
-    def _begin(self) -> None:
-        end = time.monotonic() + _START_PATIENCE
-        while True:
-            try:
-                growth = self.backing.begin_null()  # mapped when the tensors were made
-                break
-            except MemoryError:
-                if time.monotonic() > end:
-                    self.quota.close()
-                    raise
-                self.quota.want(self.geometry.first_bytes(1))
-                time.sleep(_TICK)
-        self.quota.want(0)
-        self.backing.finish(growth)
+        self._peak = Peak(settings.idle)  # of pages held and asked for together
+        self.backing.back_null(_START_PATIENCE)
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -213,7 +199,7 @@ class PagePool:
             count: pages.
             ask: other engines learn of what lacks.
         """
-        self._note(self.held + count)
+        self._peak.note(time.monotonic(), self.held + count)
         if self.ready < count:
             self._collect()
         lacks = count - self.ready
@@ -333,7 +319,7 @@ class PagePool:
         self._collect()
         cached = count_cached()
         used = self.held - cached
-        self._note(self.held)
+        self._peak.note(now, self.held)
         at_rest = not used and now > self._busy_until
         if self._settings.prefix is not None:
             evict(self._count(cached * self.geometry.block_bytes - self._settings.prefix))
@@ -341,10 +327,10 @@ class PagePool:
         if due:
             self._reported = now
             self._look(used, cached, evict)
-        keep = 0 if at_rest else self.reserve + self._peaks[0][1] - self.held
+        keep = 0 if at_rest else self.reserve + self._peak.most - self.held
         surplus = len(self.idle) - max(0, keep)
         if surplus > (0 if at_rest else self.reserve // 2):
-            self._retire(self._emptied(surplus))
+            self._retire(self.backing.emptied_first(self.idle, surplus))
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
             self._tidy = self.memory.compact(_PIECE, self._step) > 0
@@ -377,33 +363,8 @@ class PagePool:
             sleeps=1,
         )
 
-    def _note(self, count: int) -> None:
-        """Notes how many pages were held or asked for together."""
-        now = time.monotonic()
-        while self._peaks and self._peaks[-1][1] <= count:
-            self._peaks.pop()
-        self._peaks.append((now, count))
-        while self._peaks[0][0] < now - self._settings.idle:
-            self._peaks.popleft()
-
     def _count(self, nbytes: int) -> int:
         return max(0, -(-nbytes // self.geometry.block_bytes))
-
-    def _emptied(self, most: int, at_least: bool = False) -> list[int]:
-        """Idle pages that have memory to themselves, up to so many, the highest first.
-
-        Growth takes the lowest, so that what is used stays together.
-        """
-        size, page = self.geometry.group_unit
-        groups: dict[int, list[int]] = {}
-        for block in sorted(self.backing.emptied_by(self.idle), reverse=True):
-            groups.setdefault(block * size // page, []).append(block)
-        found: list[int] = []
-        for group in groups.values():
-            left = most - len(found)
-            if len(group) <= left or (at_least and left > 0):
-                found += group
-        return found
 
     def _retire(self, pages: list[int]) -> int:
         if not pages:
@@ -415,7 +376,8 @@ class PagePool:
     def _shrink(self, nbytes: int, evict: Callable[[int], None]) -> None:
         """Gives back up to so many bytes: idle pages, then least recently used prefixes."""
         for _ in range(4):
-            nbytes -= self._retire(self._emptied(self._count(nbytes), at_least=True))
+            count = self._count(nbytes)
+            nbytes -= self._retire(self.backing.emptied_first(self.idle, count, at_least=True))
             before = self.free
             if nbytes > 0:
                 evict(self._count(nbytes))

@@ -23,7 +23,6 @@ import math
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any
 from pyvmem.elastic.backing import Backing, Growth, Release
 from pyvmem.elastic.geometry import Geometry
 from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota
 from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import engine_name
@@ -121,7 +121,7 @@ class ElasticEngine:
         self.publish_events: Callable[[], None] = lambda: None
         self._refused = -math.inf  # when less was mapped than was asked for
         self._step = self._ended = 0
-        self._peaks: deque[tuple[float, int]] = deque()
+        self._peak = Peak(self.settings.idle)  # of blocks with contents
         self._busy_until = 0.0
         self._background: Growth | None = None
         self._grown = threading.Event()
@@ -174,19 +174,7 @@ class ElasticEngine:
         queue = self.pool.free_block_queue
         while queue.num_free_blocks:
             queue.popleft()
-        end = time.monotonic() + _START_PATIENCE
-        while True:
-            try:
-                growth = self.backing.begin_null()  # mapped when the workers made the tensors
-                break
-            except MemoryError:
-                if time.monotonic() > end:
-                    self.quota.close()
-                    raise
-                self.quota.want(self.backing.geometry.first_bytes(1))
-                time.sleep(_TICK)
-        self.quota.want(0)
-        self.backing.finish(growth)
+        self.backing.back_null(_START_PATIENCE)
 
     def _watch_pool(self) -> None:
         """Learns of blocks that become idle. Methods of vLLM's pool are replaced, not its class."""
@@ -500,7 +488,7 @@ class ElasticEngine:
             quiet = self._ended == self._step or force or now > self._busy_until
             at_rest = quiet and not self.used_blocks()
             long_idle = at_rest and (force or self._resting or now > self._busy_until)
-            self._note_peak(now)
+            self._peak.note(now, self._live_blocks())
             if self.holds and at_rest and now > self._busy_until - self.settings.idle + WORTH:
                 self._let_idle(self.holds.expire(self._ended))
             due = now > self._reported + _REPORT
@@ -545,14 +533,6 @@ class ElasticEngine:
         """Blocks with contents: used or cached."""
         return self.backed_blocks() - len(self.idle)
 
-    def _note_peak(self, now: float) -> None:
-        live = self._live_blocks()
-        while self._peaks and self._peaks[-1][1] <= live:
-            self._peaks.pop()
-        self._peaks.append((now, live))
-        while self._peaks[0][0] < now - self.settings.idle:
-            self._peaks.popleft()
-
     def _give_back(self, long_idle: bool) -> None:
         # What is evicted is kept for as long as what requests leave: the next request takes it.
         most = self.settings.prefix
@@ -562,7 +542,7 @@ class ElasticEngine:
             self._evict(self._count_for(self._cached_bytes() - most))
         excess, self._has_more = self.quota.pressure()
         self._pressed = self._has_more or excess > 0
-        keep = 0 if long_idle else self._ahead + self._peaks[0][1] - self._live_blocks()
+        keep = 0 if long_idle else self._ahead + self._peak.most - self._live_blocks()
         spread = self._is_spread(time.monotonic())
         seen = (len(self.idle), self.backing.counters.grown_blocks, self.mover.moved)
         if not long_idle or seen != self._seen:
@@ -584,30 +564,12 @@ class ElasticEngine:
             self._dense_at = now
         return now > self._dense_at + _SPREAD_FOR
 
-    def _pages(self) -> list[list[int]]:
-        """Idle blocks whose pages hold nothing else, group by group, the highest addresses first.
-
-        Growth takes the lowest, so that what is used stays together.
-        """
-        size, page = self.backing.geometry.group_unit
-        groups: dict[int, list[int]] = {}
-        for block in sorted(self.backing.emptied_by(self.idle), reverse=True):
-            groups.setdefault(block * size // page, []).append(block)
-        return list(groups.values())
-
     def _retire_pages(self, blocks: int, at_least: bool = False) -> int:
         """Gives back pages without contents, of at most so many idle blocks; returns their bytes.
 
-        Args:
-            blocks: how many.
-            at_least: of so many, or a few more that share a page with them.
+        `at_least`: see `Backing.emptied_first`.
         """
-        leaving: list[int] = []
-        for group in self._pages():
-            left = blocks - len(leaving)
-            if len(group) <= left or (at_least and left > 0):
-                leaving += group
-        return self._retire(leaving)
+        return self._retire(self.backing.emptied_first(self.idle, blocks, at_least=at_least))
 
     def _shrink(self, nbytes: int) -> None:
         """Gives back up to this many bytes: idle blocks, then least recently used prefixes.
@@ -725,7 +687,12 @@ class ElasticEngine:
         while True:
             self.tick(force=True)
             with self.lock:
-                left = self._pages() or self.mover.victims or self.backing.outbox or self.holds
+                left = (
+                    self.backing.emptied_by(self.idle)
+                    or self.mover.victims
+                    or self.backing.outbox
+                    or self.holds
+                )
                 if not (left or self.backing.unconfirmed):
                     return
             if time.monotonic() > end:

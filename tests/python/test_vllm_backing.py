@@ -10,6 +10,7 @@ import pytest
 from pyvmem.elastic.backing import Backing, Release
 from pyvmem.elastic.geometry import Geometry, Run, blocks_are_outermost, runs_of
 from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LocalQuota
 
 PAGE = 64 << 10
@@ -318,3 +319,14 @@ def test_idle_blocks_of_the_fullest_groups_first(unit: tuple[int, int]) -> None:
         assert all((one in idle) == (one in model) for one in range(400))
     with pytest.raises(KeyError):
         idle.remove([401])
+
+
+def test_the_largest_number_noted_lately() -> None:
+    peak = Peak(2.0)
+    noted = []
+    draw = random.Random(3)
+    for step in range(300):
+        now = step * 0.25
+        noted.append((now, draw.randrange(10)))
+        peak.note(*noted[-1])
+        assert peak.most == max(number for at, number in noted if at >= now - 2.0)

@@ -95,7 +95,8 @@ def test_another_engine_s_need_is_met_by_moving(open_pool: Open, heads: int) -> 
             some = [b.block_id for b in elastic._free() if b.block_hash is not None][::2]
             elastic.pool.evict_blocks(set(some))
             elastic._put_first(some)
-        loose = sum(map(len, elastic._pages())) * elastic.backing.geometry.block_bytes
+        alone = elastic.backing.emptied_by(elastic.idle)
+        loose = len(alone) * elastic.backing.geometry.block_bytes
         mapped, group = pool.mapped(), elastic.backing.geometry.group_bytes
         wanted = loose + 3 * group
         elastic.quota.limit = elastic.quota.used - wanted
@@ -123,7 +124,8 @@ def test_while_requests_run_moves_ride_their_steps(open_pool: Open) -> None:
             pool.add([5] * 30, 200)
         pool.step()
         calls, mapped = pool.rank.calls, pool.mapped()
-        loose = sum(map(len, elastic._pages())) * elastic.backing.geometry.block_bytes
+        alone = elastic.backing.emptied_by(elastic.idle)
+        loose = len(alone) * elastic.backing.geometry.block_bytes
         wanted = loose + 4 * elastic.backing.geometry.group_bytes
         elastic.quota.limit = elastic.quota.used - wanted
         hashes = len(elastic.pool.cached_block_hash_to_block)
