@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "packaging" / "containers"
 PAGE = ROOT / "docs" / "operations" / "containers.md"
-LISTED = ("docs/reference/environment.md", "docs/guides/vllm.md")
+LISTED = ("docs/reference/environment.md", "docs/reference/vllm.md")
 VARIABLES = {
     name for page in LISTED for name in re.findall(r"`(VMEM_[A-Z_]+)", (ROOT / page).read_text())
 }
