@@ -3,8 +3,9 @@
 """Runs the code in the README and the documentation, and checks what no generator keeps true.
 
 Every block of code is run: the Python of a page as one program, block after block; C compiled
-against libvmem; shell commands in an empty folder. A block that cannot run everywhere is followed
-by a line that says what it needs and links to what ran it, a test, a log or a result:
+against libvmem; shell commands in an empty folder, which is their home. A block that cannot run
+everywhere is followed by a line that says what it needs and links to what ran it, a test, a log or
+a result:
 
     *Needs a GPU. Log: [h100-bench.log](../benchmarks/results/logs/h100-bench.log).*
 
@@ -85,7 +86,7 @@ def blocks(page: Path) -> Iterator[Block]:
         )
 
 
-def run(command: list[str], cwd: str, code: str = "") -> tuple[str, str]:
+def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, str]:
     """Runs a program; what it printed, and what is wrong where it failed."""
     paths = [str(ROOT / "build" / "venv" / "bin"), os.environ.get("PATH", "")]
     environment = {
@@ -95,6 +96,7 @@ def run(command: list[str], cwd: str, code: str = "") -> tuple[str, str]:
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",  # the pages show what the back end host prints
         "COLUMNS": "80",
+        **env,
     }
     try:
         done = subprocess.run(
@@ -153,9 +155,9 @@ def run_c(block: Block) -> list[str]:
 
 
 def run_shell(block: Block) -> list[str]:
-    """Runs commands in an empty folder."""
+    """Runs commands in an empty folder, which is their home."""
     with tempfile.TemporaryDirectory(prefix="vmem-docs-") as folder:
-        return outcome(block, *run(["sh", "-eu"], folder, block.code))
+        return outcome(block, *run(["sh", "-eu"], folder, block.code, HOME=folder))
 
 
 def outcome(block: Block, printed: str, said: str) -> list[str]:

@@ -11,7 +11,12 @@ import shtab
 
 __all__ = ["SHELLS", "add_parser", "run"]
 
-SHELLS = ("bash", "zsh", "fish")
+FILES = {  # from which each shell loads a command's completion on the first Tab
+    "bash": "~/.local/share/bash-completion/completions/vmem",
+    "fish": "~/.config/fish/completions/vmem.fish",
+    "zsh": "~/.zfunc/_vmem",
+}
+SHELLS = tuple(FILES)
 
 
 def add_parser(sub: Any) -> None:
@@ -19,9 +24,10 @@ def add_parser(sub: Any) -> None:
     parser: argparse.ArgumentParser = sub.add_parser(
         "completion",
         help="print the completion script of a shell",
-        description="Prints a script that completes `vmem`, its options and their values: "
-        'eval "$(vmem completion bash)" in ~/.bashrc; vmem completion zsh into a file _vmem in '
-        "$fpath; vmem completion fish | source in config.fish.",
+        description="Prints a script that completes `vmem`, its options and their values. Write it "
+        "once, and again after an upgrade, into the file that the shell loads: "
+        + "; ".join(f"{shell}: {file}" for shell, file in FILES.items())
+        + " (a folder of $fpath).",
     )
     parser.add_argument("shell", choices=SHELLS, help="the shell")
     parser.set_defaults(run=run)

@@ -22,6 +22,9 @@ from pyvmem.commands import cli, completion, nvml
 from pyvmem.commands.tables import table
 from pyvmem.commands.terminal import Live, painted
 
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations" / "index.md"
+BASH_COMPLETION = Path("/usr/share/bash-completion/bash_completion")
+
 HEADER = ["layout", "note", "tensors", "waste"]
 ROWS = [["a tensor per layer", "taken for the reason that it is the smallest", "64", "1.94"]]
 
@@ -224,3 +227,31 @@ def test_completion_names_every_command(shell: str, capsys: pytest.CaptureFixtur
     assert cli.main(["completion", shell]) == 0
     text = capsys.readouterr().out
     assert all(re.search(rf"\b{name}\b", text) for name in cli._COMMANDS)
+
+
+@pytest.mark.parametrize(("shell", "file"), completion.FILES.items())
+def test_completion_is_a_file_that_the_shell_loads(
+    shell: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["completion", "--help"])
+    assert f"{shell}: {file}" in " ".join(capsys.readouterr().out.split())
+    assert f"vmem completion {shell} > {file}\n" in OPERATIONS.read_text()
+
+
+@pytest.mark.skipif(not BASH_COMPLETION.exists(), reason=f"{BASH_COMPLETION} is missing")
+def test_bash_loads_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    file = tmp_path / completion.FILES["bash"].removeprefix("~/")
+    file.parent.mkdir(parents=True)
+    file.write_text(capsys.readouterr().out)
+    program = f". {BASH_COMPLETION}; _completion_loader vmem; complete -p vmem"
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash", "--norc", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert "_shtab_vmem" in done.stdout, done.stderr
