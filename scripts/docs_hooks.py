@@ -282,15 +282,17 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     And names that a docstring describes together are shown as equals.
     """
 
-    def cell(match: re.Match[str]) -> str:
+    def cell(match: re.Match[str], columns: int) -> str:
         text = re.sub(r"<[^>]+>", "", match[2])
         short = len(text) <= 12 and "(" not in text
-        name = "short" if short else "long" if len(text) > 90 else ""
+        long = "long" if len(text) > 90 and columns > 3 else "middle" if len(text) > 35 else ""
+        name = "short" if short else long
         return f'<td{match[1]} class="{name}">{match[2]}</td>' if name else match[0]
 
     def table(match: re.Match[str]) -> str:
-        wide = match[0].partition("</tr>")[0].count("<th") > 3
-        return CELL.sub(cell, match[0]) if wide else match[0]
+        columns = match[0].partition("</tr>")[0].count("<th")
+        wide = columns > 2
+        return CELL.sub(lambda found: cell(found, columns), match[0]) if wide else match[0]
 
     def code(match: re.Match[str]) -> str:
         return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
