@@ -44,7 +44,7 @@ TAKEN = (
 )
 README_LINES = 200
 LIBRARY = ROOT / "build" / "lib"
-NEEDS = re.compile(r"\n*\*Needs .+?\. (?:Run by|Log|Result): (.+?)\*\n", re.S)
+NEEDS = re.compile(r"\n*\*Needs (?:(?!\n\n).)+?\. (?:Run by|Log|Result): (.+?)\*\n", re.S)
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 PRINTS = re.compile(r"\n+```text\n(.*?)^```$", re.M | re.S)
 END = "\0"  # printed between blocks
