@@ -88,6 +88,13 @@ def test_every_python_is_named_where_versions_are() -> None:
     assert f"Python {names[0]} to {names[-1]}" in page
 
 
+def test_torch_comes_with_numpy() -> None:
+    """Without it, importing torch keeps the importing frames, and so a cache's tensors."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (extra,) = re.findall(r"^torch = \[(.*)\]$", text, re.M)
+    assert '"numpy"' in extra
+
+
 def test_pins_of_a_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["# why", "", "one==1.0+cpu", 'two==2; python_version < "3.11"']
     lines += ['two==2.5; python_version >= "3.11"']
