@@ -38,8 +38,14 @@ HOOKS = (
     # ---- KV tensors
     Hook(_POOL, "KVCache.__init__", "replaced", "a pool is refused before it has buffers"),
     Hook(_POOL, "MHATokenToKVPool._create_buffers_normal", "replaced", "KV tensors are placed"),
+    Hook(_POOL, "MLATokenToKVPool._create_buffers", "replaced", "the same, of latent attention"),
     *_members(
-        *(_POOL, "MHATokenToKVPool", "called", "which tensors there are to place"),
+        *(_POOL, "MLATokenToKVPool", "read", "which tensors there are to place"),
+        *("size", "page_size", "layer_num", "store_dtype", "device", "kv_cache_dim"),
+        "enable_custom_mem_pool",
+    ),
+    *_members(
+        *(_POOL, "MHATokenToKVPool", "called", "the same"),
         "_kv_buffer_shapes",
     ),
     *_members(

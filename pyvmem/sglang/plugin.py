@@ -110,6 +110,7 @@ def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
     return found
 
 
+@_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
     from sglang.srt.runtime_context import get_server_args

@@ -16,7 +16,6 @@ _ALONE = (
 _COPIES = "registers or copies whole KV tensors, of which most has no memory"
 
 _POOLS = {
-    "MLA": "latent attention: one tensor a layer, which a method of its own makes",
     "DSA": "latent attention with an index: buffers of its own",
     "SWA": "sliding windows: two pools and an allocator that couples them",
     "Hybrid": "a hybrid model: attention's pool inside another, beside states",
@@ -75,7 +74,7 @@ def against(arguments: Any) -> Iterator[str]:
 def against_pool(pool: Any) -> str | None:
     """Why a KV pool of SGLang's cannot be placed; None: it can."""
     name = type(pool).__name__
-    if name != "MHATokenToKVPool":
+    if name not in ("MHATokenToKVPool", "MLATokenToKVPool"):
         known = (why for part, why in _POOLS.items() if part in name)
         return f"the KV pool {name} ({next(known, 'buffers of its own')})"
     if getattr(pool, "post_capture_active", False):

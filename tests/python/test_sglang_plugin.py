@@ -98,7 +98,9 @@ def test_options_that_exclude_it(given: dict[str, object], named: list[str]) -> 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("MLATokenToKVPool", "latent attention"),
+        ("MLATokenToKVPoolFP4", "a quantized cache"),
+        ("DSATokenToKVPool", "latent attention with an index"),
+        ("PageInterleaveMLATokenToKVPool", "a cache sharded over ranks"),
         ("MHATokenToKVPoolFP4", "a quantized cache"),
         ("MHATokenToKVPoolMXFP8", "a quantized cache: scales beside"),
         ("SWAKVPool", "sliding windows"),
@@ -124,10 +126,11 @@ def test_pools_that_are_refused(name: str, why: str) -> None:
         ({"kv_cache_layout": "vectorized_5d"}, "the KV layout vectorized_5d"),
     ],
 )
-def test_states_of_the_pool_that_works(given: dict[str, object], text: str | None) -> None:
-    found = against_pool(type("MHATokenToKVPool", (), {"page_size": 16, **given})())
-    assert (found is None) == (text is None)
-    assert found is None or found.startswith(text or "")
+def test_states_of_the_pools_that_work(given: dict[str, object], text: str | None) -> None:
+    for name in ("MHATokenToKVPool", "MLATokenToKVPool"):
+        found = against_pool(type(name, (), {"page_size": 16, **given})())
+        assert (found is None) == (text is None)
+        assert found is None or found.startswith(text or "")
 
 
 def test_an_allocator_that_is_not_ours() -> None:

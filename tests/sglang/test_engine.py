@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import Start
-from served import PAGE_BYTES, Engine, becomes, greedy, options, prompts
+from served import PAGE_BYTES, Engine, becomes, greedy, make_model, options, prompts, served
 
 from pyvmem.ledger.accounts import EngineInfo, Ledger, engines_in
 from pyvmem.ledger.orders import order
@@ -93,6 +93,25 @@ def test_requests_are_retracted_where_memory_lacks(
     assert [together[0], together[2]] == alone
     assert 16 * PAGE_BYTES < most <= limit
     assert "Retract requests" in engine.log.read_text("utf-8")
+
+
+def test_latent_attention(start: Start, tmp_path: Path) -> None:
+    """One tensor a layer, whose KV pages of 5 KB begin anywhere in a page of memory."""
+    model = make_model(tmp_path, "minicpm3")
+    with served(tmp_path / "log", {}, options(model)) as engine:
+        stock = engine.answer(prompts())
+    page_bytes = 16 * (64 + 16) * 4 * 4  # of 4 layers, in float32
+    limit = 20 * page_bytes
+    engine = start({"VMEM_LIMIT": str(limit)}, model_path=str(model))
+    for _ in range(2):
+        found, most = highest(tmp_path, engine, prompts(), [24] * 5)
+        assert found == stock
+        assert 8 * page_bytes < most <= limit
+    assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
+    engine.call("release_memory_occupation", tags=["kv_cache"])
+    assert info(tmp_path).used <= 2 * 4096 * 4  # page 0
+    engine.call("resume_memory_occupation", tags=["kv_cache"])
+    assert engine.answer(prompts()) == stock
 
 
 def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int]]) -> None:

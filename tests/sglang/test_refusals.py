@@ -79,38 +79,19 @@ def test_a_limit_below_a_page(start: Start, tmp_path: Path) -> None:
     ).read_text("utf-8")
 
 
-def _mla() -> None:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.plugins import load_plugins
+def _pool(name: str, **more: Any) -> Callable[[], None]:
+    """Makes a KV pool of SGLang's."""
 
-    load_plugins()
-    MLATokenToKVPool(
-        *(256, 16),
-        dtype=torch.float32,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    def make() -> None:
+        import torch
+        from sglang.srt.mem_cache import memory_pool
+        from sglang.srt.plugins import load_plugins
 
+        load_plugins()
+        given = {"layer_num": 2, "device": "cpu", "enable_memory_saver": False, **more}
+        getattr(memory_pool, name)(256, 16, dtype=torch.float8_e4m3fn, **given)
 
-def _quantized() -> None:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolMXFP8
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    MHATokenToKVPoolMXFP8(
-        *(256, 16),
-        dtype=torch.float8_e4m3fn,
-        head_num=2,
-        head_dim=32,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    return make
 
 
 def _without_a_hook() -> None:
@@ -141,8 +122,14 @@ def _malformed() -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (_mla, "does not work with the KV pool MLATokenToKVPool (latent attention"),
-        (_quantized, "does not work with the KV pool MHATokenToKVPoolMXFP8 (a quantized cache"),
+        (
+            _pool("MLATokenToKVPoolFP4", kv_lora_rank=64, qk_rope_head_dim=16),
+            "does not work with the KV pool MLATokenToKVPoolFP4 (a quantized cache",
+        ),
+        (
+            _pool("MHATokenToKVPoolMXFP8", head_num=2, head_dim=32),
+            "does not work with the KV pool MHATokenToKVPoolMXFP8 (a quantized cache",
+        ),
         (_without_a_hook, "SGLang did not apply the hooks sglang.srt.managers.scheduler.Scheduler"),
         (_too_old, "sglang 0.5.10 is too old (known: 0.5.23)"),
         (_malformed, "VMEM_LIMIT='many'"),
