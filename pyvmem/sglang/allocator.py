@@ -23,6 +23,7 @@ import torch
 
 from pyvmem.sglang.buffers import memory_of
 from pyvmem.sglang.pool import PagePool, join
+from pyvmem.sglang.ranks import Alone, Ranks, Together
 
 __all__ = ["elastic_allocator"]
 
@@ -70,6 +71,16 @@ class _Transfers:
             one.synchronize()
 
 
+def _ranks() -> tuple[Ranks, bool]:
+    """The ranks of the engine; whether this is the first."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return Alone(), True
+    return Together(parallel.tp_group.cpu_group), parallel.tp_rank == 0
+
+
 class _Allocator:
     """The methods that override those of SGLang's allocator, the next class in the bases' order."""
 
@@ -83,7 +94,9 @@ class _Allocator:
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
     ) -> None:
         memory, settings, name, unique = memory_of(kvcache)
-        self.pool = PagePool(memory, join(memory, settings, name, unique=unique), settings)
+        ranks, first = _ranks()
+        quota = join(memory, settings, name, unique=unique and first)
+        self.pool = PagePool(memory, quota, settings, ranks)
         self._transfers = _Transfers()
         if torch.device(device).type == "cuda":
             memory.copies = (self._transfers,)

@@ -110,6 +110,12 @@ HOOKS = (
     ),
     # ---- the scheduler
     Hook(_SCHEDULER, "Scheduler.ingest_requests", "replaced", "memory is given back here"),
+    Hook(
+        *(_SCHEDULER, "Scheduler._poll_timeout_aborts", "replaced"),
+        "rank 0 tells the others here what all decide by",
+    ),
+    Hook(_SCHEDULER, "Scheduler.process_input_requests", "replaced", "they hear it here"),
+    Hook("srt.runtime_context", "get_parallel", "called", "the ranks of the engine"),
     Hook(_SCHEDULER, "Scheduler.run_batch", "replaced", "a step's end, for what is unmapped"),
     *_members(
         *(_SCHEDULER, "Scheduler", "read", "what the step runs on"),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from pyvmem.elastic.settings import Settings
 from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import VMemError
+from pyvmem.sglang.ranks import News
 from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
 from pyvmem.sglang.versions import VERSIONS
 
@@ -143,6 +144,27 @@ def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
     if why is not None:
         _refuse(str(CannotWork(why)))
     return allocator
+
+
+@_around("managers.scheduler.Scheduler._poll_timeout_aborts")
+def _tell(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """On rank 0, whose aborts SGLang broadcasts with the requests: so it does our news."""
+    found = original(scheduler, *args, **kwargs)
+    pool = scheduler.token_to_kv_pool_allocator.pool
+    if pool.ranks.alone:
+        return found
+    news = pool.news()
+    return found if news is None else [*found, news]
+
+
+@_around("managers.scheduler.Scheduler.process_input_requests")
+def _hear(original: Any, scheduler: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+    """On all ranks, in the same round."""
+    for one in requests:
+        if isinstance(one, News):
+            scheduler.token_to_kv_pool_allocator.pool.hear(one)
+    rest = [one for one in requests if not isinstance(one, News)]
+    return original(scheduler, rest, *args, **kwargs)
 
 
 @_around("managers.scheduler.Scheduler.ingest_requests")

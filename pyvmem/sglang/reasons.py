@@ -9,10 +9,7 @@ from typing import Any
 __all__ = ["CannotWork", "against", "against_allocator", "against_pool"]
 
 _PREFIX = "VMEM_SGLANG=1 does not work with "
-_ALONE = (
-    "each rank has a scheduler of its own, and all must decide alike; here what a scheduler "
-    "decides follows from what its device has free"
-)
+_APART = "the schedulers of its ranks are in different rounds, and all have to decide alike"
 _COPIES = "registers or copies whole KV tensors, of which most has no memory"
 
 _POOLS = {
@@ -44,9 +41,13 @@ def against(arguments: Any) -> Iterator[str]:
     def option(name: str) -> Any:
         return getattr(arguments, name, None)
 
-    for name in ("tp_size", "pp_size"):
+    for name, why in (
+        ("pp_size", _APART),
+        ("attn_cp_size", _POOLS["PageInterleave"]),
+        ("dcp_size", _POOLS["PageInterleave"]),
+    ):
         if (option(name) or 1) > 1:
-            yield f"{name}={option(name)} ({_ALONE})"
+            yield f"{name}={option(name)} ({why})"
     if option("disaggregation_mode") not in (None, "null"):
         yield f"disaggregation_mode={option('disaggregation_mode')} ({_COPIES})"
     if option("speculative_algorithm"):
@@ -62,6 +63,7 @@ def against(arguments: Any) -> Iterator[str]:
     for name, why in (
         ("enable_lmcache", _COPIES),
         ("enable_flexkv", _COPIES),
+        ("enable_dp_attention", "ranks of one group have different requests"),
         ("enable_hisparse", "an allocator of its own"),
         ("enable_kv_cache_sharding", _POOLS["PageInterleave"]),
         ("enable_unified_memory", _POOLS["Unified"]),

@@ -69,9 +69,14 @@ def test_another_version_is_looked_at(
         ({"tp_size": 1, "pp_size": 1, "disaggregation_mode": "null"}, []),
         ({"enable_hierarchical_cache": True, "hicache_io_backend": "kernel"}, []),
         ({"hicache_io_backend": "direct"}, []),
+        ({"tp_size": 8}, []),
         (
             {"tp_size": 2, "pp_size": 4, "disaggregation_mode": "decode"},
-            ["tp_size=2", "pp_size=4", "disaggregation_mode=decode"],
+            ["pp_size=4", "disaggregation_mode=decode"],
+        ),
+        (
+            {"attn_cp_size": 2, "dcp_size": 2, "enable_dp_attention": True},
+            ["attn_cp_size=2", "dcp_size=2", "enable_dp_attention"],
         ),
         (
             {"enable_hierarchical_cache": True, "hicache_io_backend": "direct"},

@@ -114,6 +114,40 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
     assert engine.answer(prompts()) == stock
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tensor_parallelism(
+    start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
+) -> None:
+    """Two ranks with half of each page, one of which has less memory, and then none to spare."""
+
+    def ranks() -> list[EngineInfo]:
+        return engines_in(tmp_path / "ledger")["host"]
+
+    half, capacity = PAGE_BYTES // 2, 40 * PAGE_BYTES // 2
+    engine = start(
+        {"VMEM_CAPACITY": str(capacity), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        tp_size=2,
+        disable_overlap_schedule=not overlap,
+    )
+    assert [one.name for one in ranks()] == ["llama", "llama-2"]
+    assert engine.answer(prompts()) == stock
+    with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+        order(ledger, "llama-2", limit=17 * half)
+    for _ in range(2):
+        assert engine.answer(prompts()) == stock
+        assert becomes(lambda: all(8 * half < one.used <= 17 * half for one in ranks()))
+    other = start({"VMEM_CAPACITY": str(capacity)})
+    other.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
+    assert engine.answer(prompts()) == stock
+    assert [one["output_ids"] for one in other.end()] == stock
+    first, second = (one for one in ranks() if one.name != "llama-3")
+    assert first.used == second.used
+    with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+        order(ledger, "llama-2", asleep=True)
+    rest = [PAGE_BYTES] * 2  # page 0, and the half of its memory that no page is on
+    assert becomes(lambda: [one.used for one in ranks() if one.name != "llama-3"] == rest)
+
+
 def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int]]) -> None:
     engine = start({"VMEM_LIMIT": str(10 * PAGE_BYTES)})
     with pytest.raises(ValueError, match="exceeds the KV memory budget"):

@@ -30,13 +30,13 @@ def test_all_hooks_are_in_this_version() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"tp_size": 2}, r"tp_size=2 \(each rank has a scheduler of its own"),
+        ({"pp_size": 2}, r"pp_size=2 \(the schedulers of its ranks are in different rounds"),
         (
             {"enable_hierarchical_cache": True, "hicache_io_backend": "direct"},
             r"hicache_io_backend=direct \(it copies by cudaMemcpyAsync",
         ),
         ({"enable_hisparse": True}, "enable_hisparse"),
-        ({"tp_size": 2, "enable_pdmux": True}, "tp_size=2.*; enable_pdmux"),
+        ({"pp_size": 2, "enable_pdmux": True}, "pp_size=2.*; enable_pdmux"),
     ],
 )
 def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
@@ -58,9 +58,9 @@ def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) 
     assert re.search(f"CannotWork: VMEM_SGLANG=1 does not work with {text}", found)
 
 
-def test_an_engine_of_two_ranks(start: Start) -> None:
-    with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with tp_size=2"):
-        start(tp_size=2)
+def test_an_engine_of_two_stages(start: Start) -> None:
+    with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with pp_size=2"):
+        start(pp_size=2)
 
 
 def test_tokens_without_pages(start: Start, tmp_path: Path) -> None:
