@@ -323,7 +323,15 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
                 raise OutOfMemory("no memory", op="test")
             stock(runs)
 
+        ended, kept = memory.finished, dict[int, str]()
+
+        def finished() -> dict[int, str]:
+            """Some are late, and some have to be tried again."""
+            kept.update({one: "busy" if own.random() < 0.1 else why for one, why in ended().items()})
+            return {one: kept.pop(one) for one in list(kept) if own.random() < 0.5}
+
         memory.grow = grow  # type: ignore[method-assign]
+        memory.finished = finished  # type: ignore[method-assign]
         held: list[int] = []
         seen: list[object] = []
         coming: list[Later] = []
