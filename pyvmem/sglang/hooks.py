@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""All that the pool uses of SGLang beside its options: names, how they are used, and why.
+"""Names all that the pool uses of SGLang beside its options, how it uses that, and why.
 
 `pyvmem.elastic.hooks` looks for them in SGLang's source, so that an unknown version can be tried.
 """

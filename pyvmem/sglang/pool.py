@@ -61,14 +61,14 @@ class Arrival(Protocol):
     count: int
 
     def arrived(self) -> bool:
-        """Whether `pages` returns at once."""
+        """Tells if `pages` returns at once."""
 
     def pages(self) -> list[int]:
-        """Their numbers; waits for the copy."""
+        """Waits for the copy; returns their numbers."""
 
 
 def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
-    """What an engine may have of its device, and at most what all engines may have together.
+    """Joins the ledger of the device: the engine gets at most what all engines may have together.
 
     Args:
         memory: of the engine.
@@ -156,12 +156,12 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, with or without memory."""
+        """Counts the pages that nobody holds, with or without memory."""
         return self.geometry.num_blocks - 1 - self.held
 
     @property
     def ready(self) -> int:
-        """Those with memory: so many can be taken now."""
+        """Counts the free pages with memory: so many can be taken now."""
         return len(self.idle) + self._arriving
 
     def obtainable(self) -> int:
@@ -261,13 +261,13 @@ class PagePool:
         return self.idle.take(count)
 
     def give(self, pages: Iterable[int]) -> None:
-        """Pages that are free from now on."""
+        """Takes pages back; they are free from now on."""
         pages = list(pages)
         self.held -= len(pages)
         self._add(pages)
 
     def give_later(self, arrival: Arrival) -> None:
-        """The same, where the host does not know their numbers yet."""
+        """Takes pages back whose numbers the host does not know yet."""
         self.held -= arrival.count
         self._arriving += arrival.count
         self._arrivals.append(arrival)
@@ -354,7 +354,7 @@ class PagePool:
     # ---- giving back -----------------------------------------------------------------------------
 
     def news(self) -> News | None:
-        """What rank 0 has to tell; None: it is not yet time for a look."""
+        """Makes rank 0's news; None: it is not yet time for a look."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -372,7 +372,7 @@ class PagePool:
             self._finish_growth()
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """A look at what can be given back; cheap where it is not yet time for one.
+        """Looks at what can be given back; returns at once where it is not yet time to.
 
         Args:
             count_cached: pages that only prefixes hold.
@@ -410,7 +410,7 @@ class PagePool:
         return due and self.short
 
     def _look(self, used: int, cached: int, evict: Callable[[int], None]) -> None:
-        """What others need, and what the ledger is told."""
+        """Reads what other engines need, acts on it, and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
             self.short = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What of SGLang does not work with the pool, with the reason."""
+"""Names what of SGLang does not work with the pool, with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CannotWork(ValueError):
 
 
 def against(arguments: Any) -> Iterator[str]:
-    """What in SGLang's arguments excludes the pool, each with the option's name."""
+    """Names what in SGLang's arguments excludes the pool, each with the option's name."""
 
     def option(name: str) -> Any:
         return getattr(arguments, name, None)

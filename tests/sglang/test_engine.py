@@ -19,7 +19,7 @@ from pyvmem.ledger.orders import order
 
 
 def info(tmp_path: Path) -> EngineInfo:
-    """What the ledger says of the one engine."""
+    """Reads what the ledger says of the one engine."""
     (found,) = engines_in(tmp_path / "ledger")["host"]
     return found
 
@@ -50,7 +50,7 @@ def test_tokens_prefixes_flush_and_sleep(
 def highest(
     tmp_path: Path, engine: Engine, ids: list[list[int]], new: list[int], **more: Any
 ) -> tuple[list[list[int]], int]:
-    """What an engine answers, and the most memory that it had meanwhile."""
+    """Has an engine answer; returns that, and the most memory that it had meanwhile."""
     most = 0
     engine.begin("generate", input_ids=ids, sampling_params=[greedy(n, **more) for n in new])
     while not engine.ready():
@@ -257,7 +257,7 @@ def test_what_is_free_is_not_enough(start: Start, stock: list[list[int]], tmp_pa
 
 
 def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
-    """As a program starts it: every process imports SGLang, and loads the plug-in."""
+    """A program starts the engine: every process imports SGLang, and loads the plug-in."""
     program = f"""
 import json
 from sglang.srt.entrypoints.engine import Engine
