@@ -196,7 +196,7 @@ def _headroom(device: Any) -> int:
 
 
 @_around("managers.scheduler.Scheduler.run_batch")
-def _run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Notes a step: what is unmapped from here on waits for the stream that it runs on."""
     import torch
 
@@ -206,7 +206,12 @@ def _run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         stream = torch.cuda.current_stream()
         if scheduler.enable_overlap:
             stream = scheduler.forward_stream
+    stats = batch.prefill_stats
+    if stats is not None and batch.forward_mode.is_extend():  # it decodes with the same object
+        hits = stats.log_hit_tokens - stats.reprocessed_log_hit_tokens
+        allocator.pool.hits += hits
+        allocator.pool.queries += hits + stats.log_input_tokens - stats.reprocessed_log_input_tokens
     allocator.pool.step_begins(stream)
-    found = original(scheduler, *args, **kwargs)
+    found = original(scheduler, batch, *args, **kwargs)
     allocator.pool.step_ends()
     return found

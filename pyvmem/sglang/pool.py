@@ -121,6 +121,7 @@ class PagePool:
         short: a request could not be served for lack of memory, when last looked.
         admits: whether requests may be admitted.
         waits: growths for which a step waited.
+        hits, queries: tokens found among prefixes, and looked for.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PagePool:
         self.geometry = memory.geometry
         self.backing = Backing(self.geometry, self.quota)
         self.idle = IdleBlocks(self.geometry.group_unit)
-        self.held = self.waits = 0
+        self.held = self.waits = self.hits = self.queries = 0
         self.short, self.admits = False, True
         reserve = _RESERVE if settings.reserve is None else settings.reserve
         reserve = min(reserve, self.quota.limit // 8)
@@ -432,6 +433,8 @@ class PagePool:
             cached=cached * size,
             maps=self.backing.counters.growths,
             waits=self.waits,
+            hits=self.hits,
+            queries=self.queries,
             handles=self.memory.context.stats().mappings,
             sleeps=1,
         )

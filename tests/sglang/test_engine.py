@@ -29,14 +29,16 @@ def test_tokens_prefixes_flush_and_sleep(
     start: Start, stock: list[list[int]], tmp_path: Path, page: int
 ) -> None:
     engine = start({"VMEM_NAME": "one"}, page_size=page)
-    assert engine.answer(prompts()) == stock
-    again = engine.generate(prompts())
+    first, again = engine.generate(prompts()), engine.generate(prompts())
+    assert [one["output_ids"] for one in first] == stock
     assert [one["output_ids"] for one in again] == stock
     hits = [one["meta_info"]["cached_tokens"] for one in again]
     assert all(hits[:4])
     assert not any(one % page for one in hits)
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     assert info(tmp_path).name == "one"
+    assert info(tmp_path).hits == sum(one["meta_info"]["cached_tokens"] for one in first + again)
+    assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
     assert engine.call("flush_cache").success
     one_page = PAGE_BYTES * page // 16
     assert info(tmp_path).used == one_page
@@ -93,6 +95,18 @@ def test_requests_are_retracted_where_memory_lacks(
     assert [together[0], together[2]] == alone
     assert 16 * PAGE_BYTES < most <= limit
     assert "Retract requests" in engine.log.read_text("utf-8")
+
+
+def test_a_long_request_among_short_ones(start: Start) -> None:
+    """It needs nearly all of the limit, and is served before short ones that came after it."""
+    engine = start({"VMEM_LIMIT": str(18 * PAGE_BYTES)})
+    short = [[5 + k, 6, 7, 8] for k in range(24)]
+    long = [3 + (i * 7) % 500 for i in range(200)]
+    ids = [*short[:8], long, *short[8:]]
+    new = [60] * 8 + [30] + [60] * 16
+    engine.begin("generate", input_ids=ids, sampling_params=[greedy(n) for n in new])
+    took = [one["meta_info"]["e2e_latency"] for one in engine.end()]
+    assert took[8] < min(took[9:])
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
