@@ -279,10 +279,8 @@ class TorchMemorySaver:
     ) -> Iterator[None]:
         """Captures as `torch.cuda.graph` does; replays find tensors of regions that were resumed.
 
-        Args:
-            cuda_graph, pool, stream, capture_error_mode: as `torch.cuda.graph` takes them.
-            tag, enable_cpu_backup: of no effect, which a warning says: the graph's own memory is
-                not paused.
+        The graph's own memory is not paused, which a warning says: `tag` and `enable_cpu_backup`
+        have no effect. The other arguments are those of `torch.cuda.graph`.
         """
         import torch
 

@@ -219,6 +219,8 @@ class PagePool:
             self._collect()
         lacks = count - self.ready
         if lacks > 0 and now >= self._refused + _BACKOFF:
+            if not self.ranks.alone:
+                self.quota.pressure()  # by which the ranks agree anew
             # Others in this step would wait for a call each.
             ahead = 0 if self._pressed else self.reserve // 2
             if not self._back(lacks + ahead):
@@ -249,7 +251,6 @@ class PagePool:
             if not self.short:
                 return False
             time.sleep(_BACKOFF)
-            self.quota.pressure()  # by which ranks agree anew
         return False
 
     def take(self, count: int) -> list[int] | None:

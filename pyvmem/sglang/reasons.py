@@ -53,7 +53,7 @@ def against(arguments: Any) -> Iterator[str]:
     if option("speculative_algorithm"):
         yield (
             f"speculative_algorithm={option('speculative_algorithm')} (a draft model's KV tensors "
-            "have the same page numbers and another allocator's memory)"
+            "have the page numbers of the target's: a page would need memory in both at once)"
         )
     if option("enable_hierarchical_cache") and option("hicache_io_backend") == "direct":
         yield (
