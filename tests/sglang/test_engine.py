@@ -150,6 +150,11 @@ def test_tensor_parallelism(
     for _ in range(2):
         assert engine.answer(prompts()) == stock
         assert becomes(lambda: all(8 * half < one.used <= 17 * half for one in ranks()))
+    rest = [PAGE_BYTES] * 2  # page 0, and the half of its memory that no page is on
+    assert becomes(lambda: not any(one.in_use for one in ranks()))
+    engine.call("release_memory_occupation", tags=["kv_cache"])
+    assert [one.used for one in ranks()] == rest
+    engine.call("resume_memory_occupation", tags=["kv_cache"])
     other = start({"VMEM_CAPACITY": str(capacity)})
     other.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
     assert engine.answer(prompts()) == stock
@@ -158,7 +163,6 @@ def test_tensor_parallelism(
     assert first.used == second.used
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
         order(ledger, "llama-2", asleep=True)
-    rest = [PAGE_BYTES] * 2  # page 0, and the half of its memory that no page is on
     assert becomes(lambda: [one.used for one in ranks() if one.name != "llama-3"] == rest)
 
 
