@@ -72,7 +72,7 @@ class _Transfers:
 
 
 def _ranks() -> tuple[Ranks, bool]:
-    """The ranks of the engine; whether this is the first."""
+    """Returns the ranks of the engine, and true on the first of them."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -190,7 +190,7 @@ class _Allocator:
         return int(tree_cache.evictable_size()) // self.page_size
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
-        """SGLang's, where memory lacks, too."""
+        """Evicts as SGLang does, and where memory lacks, too."""
         count = -(-num_tokens // self.page_size)
         if not self.pool.prepare(count):
             evict(tree_cache, (count - self.pool.ready) * self.page_size)
@@ -199,7 +199,7 @@ class _Allocator:
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        """SGLang's, and whether there is memory for the step; it is mapped if so."""
+        """Checks what SGLang does, and maps the memory for the step; false: it cannot be had."""
         count = -(-num_tokens // self.page_size)
         fits = super().check_decode_capacity(  # type: ignore[misc]
             num_tokens=num_tokens,

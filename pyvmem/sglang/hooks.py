@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""All that the pool uses of SGLang beside its options: names, how they are used, and why.
+"""Names all that the pool uses of SGLang beside its options, how it uses that, and why.
 
 `pyvmem.elastic.hooks` looks for them in SGLang's source, so that an unknown version can be tried.
 """
@@ -116,7 +116,16 @@ HOOKS = (
     ),
     Hook(_SCHEDULER, "Scheduler.process_input_requests", "replaced", "they hear it here"),
     Hook("srt.runtime_context", "get_parallel", "called", "the ranks of the engine"),
-    Hook(_SCHEDULER, "Scheduler.run_batch", "replaced", "a step's end, for what is unmapped"),
+    Hook(
+        *(_SCHEDULER, "Scheduler.run_batch", "replaced", "a step's end, for what is unmapped"),
+        takes=("batch",),
+    ),
+    Hook("srt.managers.schedule_batch", "ScheduleBatch.prefill_stats", "read", "hits of prefixes"),
+    *_members(
+        *("srt.managers.scheduler_components.metrics_reporter", "PrefillStats", "read", "the same"),
+        *("log_hit_tokens", "log_input_tokens"),
+        *("reprocessed_log_hit_tokens", "reprocessed_log_input_tokens"),
+    ),
     *_members(
         *(_SCHEDULER, "Scheduler", "read", "what the step runs on"),
         *("token_to_kv_pool_allocator", "tree_cache", "running_batch"),

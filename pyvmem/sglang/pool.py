@@ -61,14 +61,14 @@ class Arrival(Protocol):
     count: int
 
     def arrived(self) -> bool:
-        """Whether `pages` returns at once."""
+        """Tells if `pages` returns at once."""
 
     def pages(self) -> list[int]:
-        """Their numbers; waits for the copy."""
+        """Waits for the copy; returns their numbers."""
 
 
 def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
-    """What an engine may have of its device, and at most what all engines may have together.
+    """Joins the ledger of the device: the engine gets at most what all engines may have together.
 
     Args:
         memory: of the engine.
@@ -121,6 +121,7 @@ class PagePool:
         short: a request could not be served for lack of memory, when last looked.
         admits: whether requests may be admitted.
         waits: growths for which a step waited.
+        hits, queries: tokens found among prefixes, and looked for.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PagePool:
         self.geometry = memory.geometry
         self.backing = Backing(self.geometry, self.quota)
         self.idle = IdleBlocks(self.geometry.group_unit)
-        self.held = self.waits = 0
+        self.held = self.waits = self.hits = self.queries = 0
         self.short, self.admits = False, True
         reserve = _RESERVE if settings.reserve is None else settings.reserve
         reserve = min(reserve, self.quota.limit // 8)
@@ -156,12 +157,12 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, with or without memory."""
+        """Counts the pages that nobody holds, with or without memory."""
         return self.geometry.num_blocks - 1 - self.held
 
     @property
     def ready(self) -> int:
-        """Those with memory: so many can be taken now."""
+        """Counts the free pages with memory: so many can be taken now."""
         return len(self.idle) + self._arriving
 
     def obtainable(self) -> int:
@@ -218,6 +219,8 @@ class PagePool:
             self._collect()
         lacks = count - self.ready
         if lacks > 0 and now >= self._refused + _BACKOFF:
+            if not self.ranks.alone:
+                self.quota.pressure()  # by which the ranks agree anew
             # Others in this step would wait for a call each.
             ahead = 0 if self._pressed else self.reserve // 2
             if not self._back(lacks + ahead):
@@ -248,7 +251,6 @@ class PagePool:
             if not self.short:
                 return False
             time.sleep(_BACKOFF)
-            self.quota.pressure()  # by which ranks agree anew
         return False
 
     def take(self, count: int) -> list[int] | None:
@@ -261,13 +263,13 @@ class PagePool:
         return self.idle.take(count)
 
     def give(self, pages: Iterable[int]) -> None:
-        """Pages that are free from now on."""
+        """Takes pages back; they are free from now on."""
         pages = list(pages)
         self.held -= len(pages)
         self._add(pages)
 
     def give_later(self, arrival: Arrival) -> None:
-        """The same, where the host does not know their numbers yet."""
+        """Takes pages back whose numbers the host does not know yet."""
         self.held -= arrival.count
         self._arriving += arrival.count
         self._arrivals.append(arrival)
@@ -354,7 +356,7 @@ class PagePool:
     # ---- giving back -----------------------------------------------------------------------------
 
     def news(self) -> News | None:
-        """What rank 0 has to tell; None: it is not yet time for a look."""
+        """Makes rank 0's news; None: it is not yet time for a look."""
         now = time.monotonic()
         if now < self._next:
             return None
@@ -372,7 +374,7 @@ class PagePool:
             self._finish_growth()
 
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """A look at what can be given back; cheap where it is not yet time for one.
+        """Looks at what can be given back; returns at once where it is not yet time to.
 
         Args:
             count_cached: pages that only prefixes hold.
@@ -410,7 +412,7 @@ class PagePool:
         return due and self.short
 
     def _look(self, used: int, cached: int, evict: Callable[[int], None]) -> None:
-        """What others need, and what the ledger is told."""
+        """Reads what other engines need, acts on it, and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
             self.short = False
@@ -432,6 +434,8 @@ class PagePool:
             cached=cached * size,
             maps=self.backing.counters.growths,
             waits=self.waits,
+            hits=self.hits,
+            queries=self.queries,
             handles=self.memory.context.stats().mappings,
             sleeps=1,
         )

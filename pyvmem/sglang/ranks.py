@@ -25,7 +25,7 @@ __all__ = ["AgreedQuota", "Alone", "News", "Quota", "Ranks", "Together"]
 
 @dataclass(frozen=True)
 class News:
-    """What rank 0 tells all ranks, itself included, before a look.
+    """Rank 0's word to all ranks, itself included, before a look.
 
     Attributes:
         now: its time.
@@ -39,7 +39,7 @@ class News:
 
 
 class Quota(Protocol):
-    """What one rank may have of its device: `LocalQuota` or `LedgerQuota`."""
+    """A rank's part of its device: `LocalQuota` or `LedgerQuota`."""
 
     @property
     def limit(self) -> int:
@@ -57,10 +57,10 @@ class Quota(Protocol):
         """Bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Whether the engine may have so many more bytes."""
+        """Asks for so many more bytes; they are the engine's if it is granted."""
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped now, or is about to be given back."""
+        """Notes that what `take` granted is mapped now, or is about to be given back."""
 
     def give(self, nbytes: int) -> None:
         """Takes back bytes whose pages have left."""
@@ -72,7 +72,7 @@ class Quota(Protocol):
         """A request could not be served for lack of so many bytes; 0: none is short."""
 
     def report(self, **values: int) -> None:
-        """What `vmem top` shows."""
+        """Tells `vmem top`."""
 
     def close(self) -> None:
         """The engine is gone."""
@@ -90,7 +90,7 @@ class Ranks(Protocol):
         """Takes rank 0's time."""
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Of each number the least of all ranks."""
+        """Returns of each number the least of all ranks."""
 
     def agree(self, quota: Quota) -> Quota:
         """A quota that all ranks see alike."""
@@ -127,7 +127,7 @@ class Alone:
         return quota
 
     def finished(self, found: dict[int, str]) -> dict[int, str]:
-        """What was found."""
+        """Returns the releases."""
         return found
 
     def same(self, what: object, name: str) -> None:
@@ -157,7 +157,7 @@ class Together:
         self._now = news.now
 
     def least(self, *numbers: int) -> tuple[int, ...]:
-        """Of each number the least of all ranks."""
+        """Returns of each number the least of all ranks."""
         import torch
 
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -224,7 +224,7 @@ class AgreedQuota:
         return self._room
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Whether the engine may have so many more bytes, on all ranks or on none."""
+        """Asks for so many more bytes, on all ranks or on none."""
         mine = self._quota.take(nbytes, handles)
         (every,) = self._ranks.least(mine)
         if mine and not every:
@@ -234,7 +234,7 @@ class AgreedQuota:
         return bool(every)
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped now, or is about to be given back."""
+        """Notes that what `take` granted is mapped now, or is about to be given back."""
         self._quota.mapped(nbytes)
 
     def give(self, nbytes: int) -> None:
@@ -256,7 +256,7 @@ class AgreedQuota:
         self._quota.want(nbytes)
 
     def report(self, **values: int) -> None:
-        """What `vmem top` shows of this rank."""
+        """Tells `vmem top` of this rank."""
         self._quota.report(**values)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What of SGLang does not work with the pool, with the reason."""
+"""Names what of SGLang does not work with the pool, with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CannotWork(ValueError):
 
 
 def against(arguments: Any) -> Iterator[str]:
-    """What in SGLang's arguments excludes the pool, each with the option's name."""
+    """Names what in SGLang's arguments excludes the pool, each with the option's name."""
 
     def option(name: str) -> Any:
         return getattr(arguments, name, None)
@@ -53,7 +53,7 @@ def against(arguments: Any) -> Iterator[str]:
     if option("speculative_algorithm"):
         yield (
             f"speculative_algorithm={option('speculative_algorithm')} (a draft model's KV tensors "
-            "have the same page numbers and another allocator's memory)"
+            "have the page numbers of the target's: a page would need memory in both at once)"
         )
     if option("enable_hierarchical_cache") and option("hicache_io_backend") == "direct":
         yield (

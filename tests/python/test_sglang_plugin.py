@@ -41,7 +41,7 @@ def test_plug_ins_that_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
         pyvmem_sglang.check_plugins()
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.23", "0.5.23.post1"])
 def test_a_known_version(version: str) -> None:
     VERSIONS.check(version)
 
@@ -49,8 +49,8 @@ def test_a_known_version(version: str) -> None:
 def test_another_version_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UnknownVersion, match=r"sglang 0\.5\.22 is too old \(known: 0\.5"):
-        VERSIONS.check("0.5.22")
+    with pytest.raises(UnknownVersion, match=r"sglang 0\.5\.21 is too old \(known: 0\.5"):
+        VERSIONS.check("0.5.21")
     monkeypatch.setattr(VERSIONS, "lacks", ("Scheduler.run_batch (sglang.srt)",))
     with pytest.raises(UnknownVersion, match=r"lacks Scheduler\.run_batch"):
         VERSIONS.check("0.6.0")

@@ -24,7 +24,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def environment() -> dict[str, str]:
-    """What a process needs that imports SGLang."""
+    """Makes the environment of a process that imports SGLang."""
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.submodule_search_locations
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def options(model: Path, **more: Any) -> dict[str, Any]:
-    """Of an engine for a model that `make_model` made."""
+    """Makes the options of an engine for a model that `make_model` made."""
     given = {
         "model_path": str(model),
         "device": "cpu",
@@ -193,11 +193,11 @@ class Engine:
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
-        """Whether `end` returns at once; looks for so many seconds."""
+        """Tells if `end` returns at once; looks for so many seconds."""
         return bool(self._pipe.poll(timeout))
 
     def end(self, timeout: float = 60) -> Any:
-        """What the method returned that `begin` called."""
+        """Returns what the method did that `begin` called."""
         return self._answer(timeout)
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
@@ -242,7 +242,7 @@ def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[En
 
 
 def becomes(check: Any, timeout: float = 10) -> bool:
-    """Whether something is true before so many seconds are over."""
+    """Waits until something is true; false: it was not in so many seconds."""
     end = time.monotonic() + timeout
     while not check():
         if time.monotonic() > end:

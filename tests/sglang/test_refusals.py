@@ -40,7 +40,7 @@ def test_all_hooks_are_in_this_version() -> None:
     ],
 )
 def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
-    """As SGLang calls it, with the arguments complete."""
+    """SGLang calls the check with the arguments complete."""
 
     def check() -> None:
         from types import SimpleNamespace
@@ -131,7 +131,7 @@ def _malformed() -> None:
             "does not work with the KV pool MHATokenToKVPoolMXFP8 (a quantized cache",
         ),
         (_without_a_hook, "SGLang did not apply the hooks sglang.srt.managers.scheduler.Scheduler"),
-        (_too_old, "sglang 0.5.10 is too old (known: 0.5.23)"),
+        (_too_old, "sglang 0.5.10 is too old (known: 0.5.22 to 0.5.23)"),
         (_malformed, "VMEM_LIMIT='many'"),
     ],
 )
