@@ -655,6 +655,8 @@ class Pager(Journaled):
         while True:
             missing = pages - reclaimer.free
             if missing <= 0:
+                if self.runs.spreads:
+                    self.runs.provide(pages)
                 try:
                     with self.mapper.transaction() as change:
                         job.mapping = change.ticket if background else None
@@ -923,6 +925,8 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False
+        if grown.added and pager.runs.spreads:
+            pager.runs.provide(grown.added * pager.layout.num_tensors)
         each.append((pager, grown))
         columns.append(pager.columns)
         written += grown.ops

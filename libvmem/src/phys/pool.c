@@ -14,7 +14,7 @@
  *   2. 2 MiB or more: at the same offset in a chunk as the address has, so that 2 MiB entries fit
  *   3. with `spread`: in an empty chunk, at the address's offset, so that what grows there later finds
  *      its neighbours free (a soft reservation: chunks stay open to others when memory is short); the chunks
- *      of an empty slab come last
+ *      of an empty slab come last; with large entries, if there is none, in a chunk of which others have taken parts
  *   4. the first fit in the fullest slab
  *   5. the longest piece available; the caller calls again for the rest
  *
@@ -111,7 +111,10 @@ static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, u
     if (end > s->units) size = s->units - chunk * c->chunk_units;
     if (s->chunk_free[chunk] == size) s->empty_chunks--;
     s->chunk_free[chunk] = free ? s->chunk_free[chunk] + take : s->chunk_free[chunk] - take;
-    if (s->chunk_free[chunk] == size) s->empty_chunks++;
+    if (s->chunk_free[chunk] == size) {
+      s->empty_chunks++;
+      vm_bits_set(s->mixed_map, chunk, 1, false);
+    }
     unit += take;
     n -= take;
   }
@@ -311,6 +314,40 @@ static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offse
   return false;
 }
 
+/* Up to n free units of a chunk. */
+static struct vm_run run_in_chunk(struct vm_ctx *c, struct vm_slab *s, uint32_t chunk, uint32_t n, uint32_t align) {
+  uint32_t unit = chunk * c->chunk_units, end = unit + c->chunk_units;
+  if (end > s->units) end = s->units;
+  while (unit < end) {
+    uint32_t len = vm_bits_run(s->free_map, unit, (end - unit < n ? end - unit : n), true) & ~(align - 1);
+    if (len) return (struct vm_run){s, unit, len};
+    unit += align;
+  }
+  return (struct vm_run){NULL, 0, 0};
+}
+
+/* For less than a block that no empty chunk is left for: units of a chunk where several stretches lie already, else of
+ * the one with the most free units, which is then such a chunk. So few stretches lose the rest of their chunk. */
+static bool find_mixed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align, struct vm_run *out) {
+  struct vm_slab *emptiest = NULL;
+  uint32_t most = 0, chunk = 0;
+  for (int level = 0; level < POOL_LEVELS; level++)
+    for (uint64_t mask = p->bin_mask[level] & ~0ull << bin_of(align); mask; mask &= mask - 1)
+      for (struct vm_slab *s = p->bins[level][__builtin_ctzll(mask)]; s; s = s->next)
+        for (uint32_t k = 0; k < s->chunks; k++) {
+          if (s->chunk_free[k] <= (vm_bit(s->mixed_map, k) ? 0 : most)) continue;
+          if (!(*out = run_in_chunk(c, s, k, n, align)).n) continue;
+          if (vm_bit(s->mixed_map, k)) return true;
+          most = s->chunk_free[k];
+          emptiest = s;
+          chunk = k;
+        }
+  if (!emptiest) return false;
+  vm_bits_set(emptiest->mixed_map, chunk, 1, true);
+  *out = run_in_chunk(c, emptiest, chunk, n, align);
+  return true;
+}
+
 /* With one_page_slabs a page is a slab of its own: one that is empty and of just this size. */
 static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out) {
   for (struct vm_slab *s = p->bins[LEVEL_EMPTY][bin_of(units)]; s; s = s->next)
@@ -333,7 +370,11 @@ static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, ui
                              const struct vm_place *place) {
   uint32_t cu = c->chunk_units, head = head_of(c, place), whole;
   if (!s->large || s->pool->large) return len;
-  if ((unit & (cu - 1)) != place->offset) return head < len ? head : len; /* 0 at the first page of a block */
+  if ((unit & (cu - 1)) != place->offset) { /* not into another chunk; 0 at the first page of a block */
+    uint32_t rest = (cu - (unit & (cu - 1))) & (cu - 1);
+    if (rest < head) head = rest;
+    return head < len ? head : len;
+  }
   if (len <= head) return len;
   whole = head + ((len - head) & ~(cu - 1));
   if (len < n) return whole;
@@ -378,6 +419,8 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
     return take_units(c, r.slab, r.unit, r.n);
   if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
     return take_units(c, r.slab, r.unit, r.n & ~(align - 1));
+  if (c->large_entries && !p->large && place->spread && n < cu && find_mixed(c, p, n, align, &r))
+    return take_units(c, r.slab, r.unit, r.n);
   if (find_longest(p, n, align, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
   return (struct vm_run){NULL, 0, 0};
 }
