@@ -74,7 +74,7 @@ class CommonPages:
                 group.enter(slot, 0)
                 group.pager.release(slot)
                 handle = group.sharing.gather(slot, self.pages)
-                group.sharing.donate(slot, self.pages, handle, None, unit)
+                group.sharing.donate(slot, handle, None, unit)
                 slot.writer = True
                 self._span = slot.span
                 others = group.sharing.make_empty(config.max_batch - 1)

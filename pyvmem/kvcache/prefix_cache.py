@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
     from pyvmem.kvcache.window import Window
+    from pyvmem.memory.info import ContextInfo
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
@@ -284,6 +285,7 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
         self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
+        self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
 
     def of(self, place: int) -> GroupPrefixes:
         """What a group's reclaimer asks."""
@@ -303,15 +305,22 @@ class PrefixCache:
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return 0
-        if self._lacks(slot, ids, units):
-            for group, one in self._each(slot):
+        each, found = self._each(slot), self.tree.match(ids)
+        if self._lacks(slot, found, units):
+            for group, one, _ in each:
                 group.mover.finish(one, work)
-            parts = self._ready(slot, units)
-            if any(pages > one.shared for one, pages in parts):
+            for group, one, _ in each:
+                group.pager.release(one)
+            if any(units * unit > one.shared for _, one, unit in each):
                 work.wait()
-            for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
-                group.share(one, pages, unit)
-        return self._insert(slot, ids)
+            for group, one, unit in each:
+                group.share(one, units * unit, unit)
+        node, length = self._insert(each, ids, found)
+        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
+        if length and slot.span.pages and node not in slot.pins:
+            self.tree.pin(node)
+            slot.pins = [*slot.pins, node]
+        return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
     def records(self) -> bool:
@@ -321,16 +330,13 @@ class PrefixCache:
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
         """Whether `record` would make pages shared, after the work that writes them."""
         ids, units = self._check(slot, tokens, namespace)
-        if not self._restores or not self._lacks(slot, ids, units):
+        if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
             return False
-        return any(
-            units * unit > one.shared
-            for (_, one), unit in zip(self._each(slot), self.unit_pages, strict=True)
-        )
+        return any(units * unit > one.shared for _, one, unit in self._each(slot))
 
-    def _lacks(self, slot: Slot, ids: TokenIds, units: int) -> bool:
+    def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
         """Whether less than these units is recorded, and the slot has what is missing."""
-        known = self._ends(self.tree.match(ids))
+        known = self._ends(found) if self._sliding else found.length
         return known < units * self.unit and (
             not self._sliding
             or all(
@@ -358,76 +364,82 @@ class PrefixCache:
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return False
-        if self._lacks(slot, ids, units):
-            parts = self._ready(slot, units)
-            handles = [
-                group.gather(one, pages)
-                for group, (one, pages) in zip(self._groups, parts, strict=True)
-            ]
-            for group, unit, (one, pages), held in zip(
-                self._groups, self.unit_pages, parts, handles, strict=True
+        each, found = self._each(slot), self.tree.match(ids)
+        if self._lacks(slot, found, units):
+            for group, one, _ in each:
+                if one.job is not None or one.stale:
+                    group.pager.release(one)
+            handles = [group.gather(one, units * unit) for group, one, unit in each]
+            for (group, one, unit), held in zip(each, handles, strict=True):
+                group.donate(one, held, event, unit)
+        node, length = self._insert(each, ids, found)
+        if self._sliding:
+            length = self._ends(self.tree.match(ids))
+            node = self.tree.match(ids, length).node
+        if not length:
+            return False
+        for place, (_, one, _) in enumerate(each):
+            span = self._span(place, node, length)
+            if span.parts != one.span.parts and (
+                span.slice(0, one.span.pages).parts != one.span.parts
             ):
-                group.donate(one, pages, held, event, unit)
-        length = self._insert(slot, ids)
-        node = self.tree.match(ids, length).node
-        return length > 0 and all(
-            self._span(place, node, length).slice(0, one.span.pages).parts == one.span.parts
-            for place, (_, one) in enumerate(self._each(slot))
-        )
+                return False
+        return True
 
-    def _ready(self, slot: Slot, units: int) -> list[tuple[Slot, int]]:
-        """For each group the slot and the pages per tensor that the units are."""
-        parts = []
-        for (group, one), unit in zip(self._each(slot), self.unit_pages, strict=True):
-            group.pager.release(one)
-            parts.append((one, units * unit))
-        return parts
-
-    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot]]:
-        """The groups, and the request's slot in each."""
-        return [(group, group.table[slot.index]) for group in self._groups]
+    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot, int]]:
+        """For each group, the request's slot and the pages per tensor of a unit."""
+        index, units = slot.index, self.unit_pages
+        return [
+            (group, group.table.slots[index], unit)
+            for group, unit in zip(self._groups, units, strict=True)
+        ]
 
     def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
         """The ids of the rows that are held, and how many whole units they are."""
         self.require("record")
         ids = TokenIds.of(tokens, namespace)
-        held = self._rows.held[slot.index]
-        if len(ids) > held:
-            ids = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace)
-        return ids, len(ids) // self.unit
+        held, count = self._rows.held[slot.index], len(ids.data) // ID_BYTES
+        if count > held:
+            ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
+        return ids, count // self.unit
 
     def require(self, what: str) -> None:
         """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
-        for group in self._groups:
-            group.require(PREFIXES, what)
+        if (info := self._groups[0].mapper.context.info) is not self._supported:
+            for group in self._groups:
+                group.require(PREFIXES, what)
+            self._supported = info
 
-    def _insert(self, slot: Slot, ids: TokenIds) -> int:
-        known = self.tree.match(ids)
-        slots = [one for _, one in self._each(slot)]
-        own = min(
-            (one.shared if one.span.pages else 0) // unit
-            for one, unit in zip(slots, self.unit_pages, strict=True)
-        )
-        units = max(known.length // self.unit, own)
-        end = units * self.unit * ID_BYTES
-        ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-        done = self.tree.insert(
-            ids,
-            lambda first, last: _Spans(
-                [self._take(place, one, first, last) for place, one in enumerate(slots)],
-                last - first,
-            ),
-        )
-        node = done.node
-        if self._sliding and done.length:
-            node = self.tree.match(ids, pin=True).node  # split, so that it ends with the ids
+    def _insert(
+        self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
+    ) -> tuple[Node[_Spans], int]:
+        """Records what a request shares of its ids, of which `found` is recorded.
+
+        Returns:
+            The node of the last recorded unit, and the tokens up to there.
+        """
+        count = units = len(ids.data) // ID_BYTES // self.unit
+        for _, one, unit in each:
+            units = min(units, (one.head + one.span.pages) // unit if one.span.pages else 0)
+        node, length = found.node, found.length
+        if units * self.unit > length:
+            if units < count:
+                end = units * self.unit * ID_BYTES
+                ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
+            done = self.tree.insert(
+                ids,
+                lambda first, last: _Spans(
+                    [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
+                    last - first,
+                ),
+                found,
+            )
+            node, length = done.node, done.length
+        if self._sliding and length:
+            node = self.tree.match(ids, length, pin=True).node  # split, so that it ends there
             self.tree.unpin(node)
-            self._fill(slots, node)
-        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
-        if done.length and slot.span.pages and node not in slot.pins:
-            self.tree.pin(node)
-            slot.pins = [*slot.pins, node]
-        return self._ends(self.tree.match(ids)) if self._sliding else done.length
+            self._fill([one for _, one, _ in each], node)
+        return node, length
 
     def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
         """Fills in the windows at the ends of a path's nodes, from pages that a request shares.

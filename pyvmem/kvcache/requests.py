@@ -55,6 +55,9 @@ def free(
     """See `KVCache.free_reqid`."""
     slots = [group.slot(reqid) for group in groups]
     event = record(stream, groups[0].device)
+    for group in groups:
+        if group.reclaimer.unmaps:
+            group.reclaimer.poll()
     first: list[int] = []
     goes_on = False
     if tokens is not None:

@@ -83,23 +83,21 @@ class Sharing:
 
     def gather(self, slot: Slot, pages: int) -> list[Held]:
         """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
-        return self.handles(slot, slot.shared, pages)
+        return self.handles(slot, slot.head + slot.span.pages, pages)
 
     def donate(
-        self, slot: Slot, pages: int, handles: list[Held], event: Any, unit_pages: int
+        self, slot: Slot, handles: list[Held], event: Any, unit_pages: int
     ) -> None:
         """Shares pages of a slot that is about to be freed, so that they need no new mapping.
 
         Args:
             slot: taken, without a batch in flight.
-            pages: how many.
             handles: what `gather` returned for them.
             event: the GPU work that writes them; whoever maps them waits for it.
             unit_pages: as for `share`.
         """
-        if pages <= slot.shared:
-            return
-        self.adopt(slot, handles, [] if event is None else [event], unit_pages)
+        if handles:
+            self.adopt(slot, handles, [] if event is None else [event], unit_pages)
 
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
         """Records that a request's pages, past those it already shares, are now shared."""

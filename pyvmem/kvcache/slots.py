@@ -42,7 +42,7 @@ from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from pyvmem._native import Columns
@@ -411,6 +411,7 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
+_LAST = itemgetter(-1)
 _Key: TypeAlias = tuple[int, ...]
 
 
@@ -452,8 +453,7 @@ class Ordered:
 
     def __iter__(self) -> Iterator[Slot]:
         """The slots in their present order, whatever is filed meanwhile."""
-        slots = self._slots
-        return (slots[key[-1]] for key in self.entries[:])
+        return map(self._slots.__getitem__, map(_LAST, self.entries[:]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ordered) and self.entries == other.entries
@@ -601,11 +601,14 @@ def _entry(slot: Slot) -> _Entry:
     spare = returning = 0
     if taking and not isinstance(job, Slide):  # whose pages `Reclaimer.sliding` counts
         returning = job.pages
-    simple = not (slot.span.pages or slot.head or slot.places.noted or slot.whole > slot.granted)
+    shared, granted, noted = slot.head + slot.span.pages, slot.granted, slot.places.noted
+    stale = bool(shared or noted) and (not slot.active or slot.stale)
     if (taking or job is None) and not slot.lost:
-        spare = mapped - slot.granted if simple else slot.spare_beyond(0)
+        if noted or (slot.whole > granted and slot.active):
+            spare = slot.spare_beyond(0)
+        else:
+            spare = max(0, mapped - max(shared, granted))
     age = (order, index)
-    stale = not simple and slot.stale
     if slot.active:
         left = mapped > slot.granted and not slot.lost and job is None
         return _Entry(
