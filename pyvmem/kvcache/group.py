@@ -530,7 +530,10 @@ class Group:
             self.reclaim_due = bool(age) or not complete or stale
         else:
             self.reclaim_due = stale
-        if reclaimer.share is not None or reclaimer.limit - reclaimer.held < reclaimer.low_pages:
+        if (
+            reclaimer.share is not None
+            or reclaimer.limit - reclaimer.held < reclaimer.watermark * reclaimer.limit
+        ):
             self.keep_watermark()
 
     def prepare(self) -> None:

@@ -173,7 +173,7 @@ class Places(Journaled):
 
 
 class Block:
-    """Pages shared in one go.
+    """Pages shared in one go, which `holders` requests hold and use.
 
     Attributes:
         handle: all pages, of every tensor.
@@ -188,14 +188,22 @@ class Block:
 
     __slots__ = ("away", "events", "gone", "handle", "pages", "refs", "tier", "users")
 
-    def __init__(self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE) -> None:
+    def __init__(
+        self,
+        handle: Pages,
+        pages: int,
+        events: list[Any],
+        tier: Tier = DEVICE,
+        *,
+        holders: int = 1,
+    ) -> None:
         self.handle = handle
         self.tier = tier
         self.away = tier != DEVICE
         self.pages = pages
         self.gone = [False] * pages
-        self.refs = [1] * pages
-        self.users = [1] * pages
+        self.refs = [holders] * pages
+        self.users = [holders] * pages
         self.events = events
 
     @property

@@ -369,9 +369,13 @@ class PrefixCache:
             for group, one, _ in each:
                 if one.job is not None or one.stale:
                     group.pager.release(one)
-            handles = [group.gather(one, units * unit) for group, one, unit in each]
+            events, handles = [] if event is None else [event], []
+            for group, one, unit in each:
+                shared = one.head + one.span.pages
+                handles.append(group.handles(one, shared, units * unit))
             for (group, one, unit), held in zip(each, handles, strict=True):
-                group.donate(one, held, event, unit)
+                if held:
+                    group.adopt(one, held, events, unit)
         node, length = self._insert(each, ids, found)
         if self._sliding:
             length = self._ends(self.tree.match(ids))
@@ -388,15 +392,15 @@ class PrefixCache:
 
     def _each(self, slot: Slot) -> list[tuple[Sharing, Slot, int]]:
         """For each group, the request's slot and the pages per tensor of a unit."""
-        index, units = slot.index, self.unit_pages
-        return [
-            (group, group.table.slots[index], unit)
-            for group, unit in zip(self._groups, units, strict=True)
-        ]
+        index, found = slot.index, []
+        for group, unit in zip(self._groups, self.unit_pages, strict=True):
+            found.append((group, group.table.slots[index], unit))
+        return found
 
     def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
         """The ids of the rows that are held, and how many whole units they are."""
-        self.require("record")
+        if self._groups[0].mapper.context.info is not self._supported:
+            self.require("record")
         ids = TokenIds.of(tokens, namespace)
         held, count = self._rows.held[slot.index], len(ids.data) // ID_BYTES
         if count > held:
@@ -405,10 +409,9 @@ class PrefixCache:
 
     def require(self, what: str) -> None:
         """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
-        if (info := self._groups[0].mapper.context.info) is not self._supported:
-            for group in self._groups:
-                group.require(PREFIXES, what)
-            self._supported = info
+        for group in self._groups:
+            group.require(PREFIXES, what)
+        self._supported = self._groups[0].mapper.context.info
 
     def _insert(
         self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]

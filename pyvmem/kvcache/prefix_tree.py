@@ -811,7 +811,10 @@ class PrefixTree(Generic[S]):
 
     def _own(self, node: Node[S]) -> None:
         """Raises InvalidArgument for a node that left the tree or belongs to another one."""
-        if self.roots.get(node.namespace) is not node.top():
+        top: Node[S] = node
+        while top.parent is not None:
+            top = top.parent
+        if self.roots.get(node.namespace) is not top:
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
 
 

@@ -81,26 +81,12 @@ class Sharing:
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
-    def gather(self, slot: Slot, pages: int) -> list[Held]:
-        """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
-        return self.handles(slot, slot.head + slot.span.pages, pages)
-
-    def donate(
-        self, slot: Slot, handles: list[Held], event: Any, unit_pages: int
-    ) -> None:
-        """Shares pages of a slot that is about to be freed, so that they need no new mapping.
-
-        Args:
-            slot: taken, without a batch in flight.
-            handles: what `gather` returned for them.
-            event: the GPU work that writes them; whoever maps them waits for it.
-            unit_pages: as for `share`.
-        """
-        if handles:
-            self.adopt(slot, handles, [] if event is None else [event], unit_pages)
-
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
-        """Records that a request's pages, past those it already shares, are now shared."""
+        """Records that a request's pages, past those it already shares, are now shared.
+
+        Where it is about to be freed, they need no new mapping; whoever maps them waits for
+        `events`, the GPU work that writes them.
+        """
         shared = self.reclaimer.shared
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None

@@ -183,9 +183,15 @@ class Slot(Watched):
 
     def enlarge(self, low: int, high: int) -> None:
         """Notes that pages [low, high) are mapped; whole blocks may have large entries."""
+        if self.block:
+            self.whole = self.whole_with(low, high, self.whole)
+
+    def whole_with(self, low: int, high: int, whole: int) -> int:
+        """`whole` once pages [low, high) are mapped."""
         block = self.block
         if block and (low + -low % block) + block <= high:
-            self.whole = max(self.whole, high - high % block)
+            return max(whole, high - high % block)
+        return whole
 
     def cut(self, page: int) -> None:
         """Notes that pages from this one on are gone, or are to be."""

@@ -148,6 +148,9 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
+    ready = table.index.ready.entries
+    if len(groups) == 1 and into is None and len(ready) >= count and not ready[count - 1][0]:
+        return waits  # they have no page
     chosen = table.emptiest(count) if into is None else [table[index] for index in into]
     if len(chosen) == count:
         for group in groups:
