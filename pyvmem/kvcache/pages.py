@@ -250,13 +250,16 @@ class Span:
             at += high - low
         return Span(tuple(parts), self.unit_pages)
 
+    def part(self, page: int) -> tuple[Span, Span]:
+        """The pages before this one, and the rest."""
+        return self.slice(0, page), self.slice(page, self.pages)
+
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
         """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span.
 
         `missing`: so many pages of the first units are not there.
         """
-        middle = max(0, units * self.unit_pages - missing)
-        return self.slice(0, middle), self.slice(middle, self.pages)
+        return self.part(max(0, units * self.unit_pages - missing))
 
     def __add__(self, other: Span) -> Span:
         """This span, then the other."""

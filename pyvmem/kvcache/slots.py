@@ -727,25 +727,27 @@ class Unmap:
 class Slide:
     """Pages that left the windows of slots, on their way back to the pool: one batch for all.
 
-    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), all small, in the
-    device and its own. The failure of a `quiet` one is reported by another group's.
+    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), all small and in
+    the device, and of them it shared `shares[i]`, the first ones; `span` names all of these. The
+    failure of a `quiet` one is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
-    span: ClassVar[Span] = EMPTY
     away: ClassVar[dict[Tier, int]] = {}
 
     slots: list[Slot]
     owners: list[int]
     lows: list[int]
     heads: list[int]
+    shares: list[Span]
+    span: Span
     ticket: Any
     quiet: bool
 
     @property
     def pages(self) -> int:
-        """Pages per tensor, of all slots together."""
-        return sum(self.heads) - sum(self.lows)
+        """Pages per tensor that were the slots' alone, of all together."""
+        return sum(self.heads) - sum(self.lows) - self.span.pages
 
     def done(self) -> bool:
         """Whether the batch is finished, well or not."""

@@ -196,16 +196,22 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
         cache.check_integrity()
 
 
-def test_a_step_in_which_windows_slide(context: Context) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
     count = 64 if context.info.granule < 2 << 20 else 8  # these would be 6 GiB
     with layered_cache_of(context, "three groups", slots=count + 16) as cache:
         lens = [0] * (count + 16)
-        for _ in range(count):
-            lens[cache.alloc_reqid() or 0] = WINDOW + 2 * ROWS
+        first = cache.alloc_reqid() or 0
+        lens[first] = WINDOW + 2 * ROWS
+        assert cache.step(lens) == 0
+        for _ in range(count - 1):
+            lens[(cache.fork(first) if shared else cache.alloc_reqid()) or 0] = WINDOW + 2 * ROWS
         assert cache.step(lens) == 0
         assert cache.step(lens) == 0
         longer = [(n + 1) * (n > 0) for n in lens]
+        batches = context.stats().batches
         slid = calls_of(lambda: cache.step(longer))  # each also crosses a page
+        assert context.stats().batches - batches <= 2
         assert slid.result == 0
         assert all(cache.first_rows(range(count)))
         joins = len(cache.caches) * (Caps.JOIN in context.info.caps)
