@@ -300,7 +300,7 @@ def test_what_shares_pages_costs_the_same_for_any_length(context: Context) -> No
     assert shared(context, 200, 1) == short
     assert shared(context, 4, 16) == short, "for any number of tensors"
     assert max(short.values()) <= (90 if context.cuda_device is None else 95), short
-    assert short["fork"] <= 60, short
+    assert short["fork"] <= (60 if context.cuda_device is None else 66), short
 
 
 def freed(context: Context, pages: int, layers: int) -> dict[str, int]:
@@ -335,7 +335,7 @@ def test_a_free_that_records_costs_the_same_for_any_length(context: Context) -> 
     short = freed(context, 4, 1)
     assert freed(context, 100, 1) == short
     assert freed(context, 4, 16) == short, "for any number of tensors"
-    assert max(short.values()) <= 120, short
+    assert max(short.values()) <= (120 if context.cuda_device is None else 122), short
 
 
 @pytest.mark.parametrize("name", ["none", "torch"])
