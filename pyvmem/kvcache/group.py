@@ -49,12 +49,12 @@ __all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_NEWCOMERS = 8  # one in so many slots stays free of recorded rows, if any is free
+_NEWCOMERS = 8  # 1 of so many slots stays free of recorded rows, if any is free
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What `make_parts` made.
+    """The result of `make_parts`.
 
     Attributes:
         context: of the pages.
@@ -372,7 +372,7 @@ class Group:
 
     @property
     def has_batches(self) -> bool:
-        """Whether a batch over the group's addresses may be in flight."""
+        """True if a batch over the group's addresses may be in flight."""
         return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:

@@ -93,12 +93,12 @@ class _Spans:
         self.pages = units
 
     def missing(self, place: int) -> int:
-        """How many of a group's first pages are not there."""
+        """The number of a group's first pages that are not there."""
         span = self.each[place]
         return self.pages * span.unit_pages - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
-        """As `Span.split`, in every group."""
+        """Splits the span of every group: see `Span.split`."""
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
@@ -130,7 +130,7 @@ class Lease:
 
 @dataclass(eq=False)
 class PrefixMatch(Scoped):
-    """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
+    """A lease of the part of a prompt that was recorded when `KVCache.match` was called.
 
     Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
     context manager, which releases it.
@@ -178,7 +178,7 @@ class Leases:
         return bool(self._open)
 
     def has(self, lease: Lease) -> bool:
-        """Whether a lease still keeps its node, and was not taken back after an exception."""
+        """True if a lease still keeps its node, and was not taken back after an exception."""
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
@@ -237,7 +237,7 @@ class Leases:
 
 
 def evicted(length: int) -> PrefixEvicted:
-    """What is raised for a match that cannot be used any more."""
+    """The error for a match that cannot be used any more."""
     return PrefixEvicted(
         f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
         errno=errno.EBADF,
@@ -288,7 +288,7 @@ class PrefixCache:
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
 
     def of(self, place: int) -> GroupPrefixes:
-        """What a group's reclaimer asks."""
+        """The prefixes as a group's reclaimer uses them."""
         return GroupPrefixes(self, place)
 
     def join(self, group: Sharing, window: Window | None) -> None:
@@ -324,18 +324,18 @@ class PrefixCache:
 
     @property
     def records(self) -> bool:
-        """Whether rows can be recorded at all: no group has a state."""
+        """True if rows can be recorded at all: no group has a state."""
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """Whether `record` would make pages shared, after the work that writes them."""
+        """True if `record` would make pages shared, after the work that writes them."""
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
             return False
         return any(units * unit > one.shared for _, one, unit in self._each(slot))
 
     def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
-        """Whether less than these units is recorded, and the slot has what is missing."""
+        """True if less than these units is recorded, and the slot has what is missing."""
         known = self._ends(found) if self._sliding else found.length
         return known < units * self.unit and (
             not self._sliding
@@ -702,7 +702,7 @@ class PrefixCache:
         return bool(holders)
 
     def _any_idle(self) -> bool:
-        """Whether a page is recorded that no request uses and no match keeps."""
+        """True if a page is recorded that no request uses and no match keeps."""
         kept = self.leases.kept()
         return any(
             self._kept_pages(place, self.tree) > self._kept_pages(place, kept)
@@ -723,7 +723,7 @@ class PrefixCache:
     # ---- reports and recovery --------------------------------------------------------------------
 
     def spans(self, place: int) -> list[Span]:
-        """What the tree holds of a group."""
+        """The spans that the tree holds of a group."""
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
@@ -738,7 +738,7 @@ class PrefixCache:
         self.tree.rebuild([*pins, *self.leases.rebuilt()])
 
     def check(self) -> list[str]:
-        """What contradicts in the tree, its pins and its spans, in words."""
+        """Lists contradictions in the tree, its pins and its spans, in words."""
         found = self.tree.check()
         wanted: dict[Node[_Spans], int] = {}
         for slot in self._table:

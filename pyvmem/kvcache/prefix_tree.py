@@ -326,7 +326,7 @@ class Match(Generic[S]):
 
 @dataclass(frozen=True)
 class Inserted(Generic[S]):
-    """What `PrefixTree.insert` did.
+    """The result of `PrefixTree.insert`.
 
     Attributes:
         node: the node that holds the last whole unit; the root if there is none.

@@ -34,7 +34,7 @@ Held: TypeAlias = "tuple[Pages, int, int, Tier]"
 
 
 class Sharing:
-    """Maps pages in several slots, read-only in each: a write to one faults."""
+    """Maps pages in several slots, read-only in each: a write to them faults."""
 
     def __init__(self, pager: Pager, config: KVCacheConfig) -> None:
         self.pager = pager
@@ -173,7 +173,7 @@ class Sharing:
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """Whether a failure of `make_empty` or `attach` counts as a shortage of memory.
+        """True if a failure of `make_empty` or `attach` counts as a shortage of memory.
 
         They need none of the cache's memory, only some for records and page tables. So with several
         ranks only one may be short of it, and there it is an error.
@@ -200,7 +200,7 @@ class Sharing:
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """Whether a kept slot starts with some or all of a span's pages, with nothing in flight.
+        """True if a kept slot starts with some or all of a span's pages, with nothing in flight.
 
         `head`: the page at which the span must begin.
         """

@@ -255,7 +255,7 @@ class Truncation:
             )
 
     def note(self) -> Span:
-        """What `unmap` does, in the records; returns the shared pages that go."""
+        """Does in the records what `unmap` does; returns the shared pages that go."""
         group, slot, places = self.group, self.slot, self.slot.places
         own = max(self.end, slot.shared)
         away = places.away(own, slot.mapped)

@@ -140,7 +140,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Where pages up to `head` can be parted from those that work reads, and the next place."""
+        """The last page up to `head` at which no entry is split, and the next such page."""
         if head < slot.whole and head % slot.block:  # in the middle of an entry of 2 MiB
             head -= head % slot.block
             return head, head + slot.block
