@@ -221,15 +221,19 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
     """See `KVCache.truncate`; `work`: the last work on the rows."""
     both = _both(groups, reqid)
     waits: Waits = []
+    blockers = work.pending()
     for group, slot in both:
-        if not 0 <= length < group.rows[slot.index]:
+        if not 0 <= length < group.pager.columns.held[slot.index]:
             return []
+        if slot.job is not None:
+            blockers += _job(slot)
         move = group.mover.moves.get(slot)
-        page = group.layout.bytes_for(length) // group.layout.page_size
-        if move is not None and not move.promotes and move.ends_after(page):
-            waits += _own(group, slot) + work.pending()
-    if any(Truncation.of(group, slot, length).unmaps for group, slot in both):
-        waits += [wait for group, slot in both for wait in _job(slot)] + work.pending()
+        if move is not None and not move.promotes:
+            page = group.layout.bytes_for(length) // group.layout.page_size
+            if move.ends_after(page):
+                waits += _own(group, slot) + work.pending()
+    if blockers and any(Truncation.of(group, slot, length).unmaps for group, slot in both):
+        waits += blockers
     return waits
 
 

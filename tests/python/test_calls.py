@@ -338,6 +338,40 @@ def test_a_free_that_records_costs_the_same_for_any_length(context: Context) -> 
     assert max(short.values()) <= (120 if context.cuda_device is None else 122), short
 
 
+def truncated(context: Context, pages: int, layers: int) -> dict[str, int]:
+    """The functions of truncations, within pages of a request's own and within shared ones."""
+    found = {}
+    with cache_of(context, pages=pages + 1, slots=8, layers=layers) as cache:
+        lens = [0] * 8
+        first = cache.alloc_reqid() or 0
+        lens[first] = pages * ROWS
+        assert cache.step(lens) == 0
+        child = cache.fork(first, (pages - 1) * ROWS) or 0
+        lens[child] = pages * ROWS
+        assert cache.step(lens) == 0
+        for name, rows in (
+            ("settled", pages * ROWS - 1),
+            ("own", (pages - 1) * ROWS),
+            ("shared", (pages - 2) * ROWS),
+            ("copies", (pages - 3) * ROWS + 3),
+        ):
+            cut = calls_of(partial(cache.truncate, child, rows))
+            assert cut.result == 0
+            found[name] = cut.count
+        cache.check_integrity()
+    return found
+
+
+def test_a_truncation_costs_the_same_for_any_length(context: Context) -> None:
+    short = truncated(context, 5, 1)
+    assert truncated(context, 100, 1) == short
+    assert truncated(context, 5, 16) == short, "for any number of tensors"
+    more = context.cuda_device is not None
+    assert short["own"] <= 50, short
+    assert short["shared"] <= 80 + 5 * more, short
+    assert short["copies"] <= 145 + 5 * more, short
+
+
 @pytest.mark.parametrize("name", ["none", "torch"])
 def test_what_shares_pages_after_gpu_work(
     name: str, gpu: Any, monkeypatch: pytest.MonkeyPatch
