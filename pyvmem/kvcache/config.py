@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a KV cache is made from: the model's shape, the limits, and the policy."""
+"""The configuration of a KV cache: the model's shape, the limits, and the policy."""
 
 from __future__ import annotations
 

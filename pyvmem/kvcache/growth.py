@@ -429,7 +429,7 @@ class Pager(Journaled):
 
         Args:
             ops: the batch.
-            job: gets the pieces; this also writes them into the records.
+            job: gets the pieces and their count.
             first: the first page.
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
@@ -441,7 +441,6 @@ class Pager(Journaled):
         job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
         for slot, low, high in job.pieces:
             self._planner.populate(ops, slot, low, high, source)
-        self.reclaimer.held += job.new_pages
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the records; `granted`: as a complete one."""

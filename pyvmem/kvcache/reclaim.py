@@ -436,17 +436,29 @@ class Reclaimer(Journaled):
             pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
             if isinstance(error, NotRecoverable):
                 self.mark_broken(pieces)
-            for (slot, low, head), owner in zip(pieces, slide.owners, strict=True):
-                if not slot.broken:  # undone: the pages are where they were
-                    slot.head = low
-                    freed -= head - low
-                    if slot.owner == owner:
-                        self.slid -= head - low
+            self.journal.keep(slide, "span")
+            gone = EMPTY
+            for (slot, low, head), owner, share in zip(
+                pieces, slide.owners, slide.shares, strict=True
+            ):
+                if slot.broken:
+                    gone = gone + share
+                    continue
+                slot.head = low  # undone: the pages are where they were
+                freed -= head - low - share.pages
+                if share.pages:
+                    slot.span = share + slot.span
+                if slot.owner == owner:
+                    self.slid -= head - low
+                    self.shared.use(share)
+            slide.span = gone
         self.journal.keep_list(self.unmaps)
         self.unmaps.remove(slide)
         self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
         self.sliding -= pages
         self.count_freed(freed, {})
+        if slide.span.pages:
+            self.unref(slide.span)
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
