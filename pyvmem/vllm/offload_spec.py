@@ -55,6 +55,12 @@ class VMemOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 f"{self.kv_bytes_per_chunk} bytes"
             )
 
+    def get_manager(self) -> Any:
+        """VLLM's, which also knows the bytes of a chunk on each rank."""
+        manager = super().get_manager()
+        manager.chunk_bytes = self.cpu_page_size_per_worker
+        return manager
+
     def _uses_shared_region(self) -> bool:
         """False: a file in /dev/shm would outlive a killed engine."""
         return False

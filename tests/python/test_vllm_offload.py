@@ -189,13 +189,19 @@ def test_pages_stay_until_their_copy_has_ended(monkeypatch: pytest.MonkeyPatch) 
 class Manager:
     """vLLM's, as far as holds look."""
 
+    chunk_bytes = 100
+
     def __init__(self) -> None:
         self.completed: list[tuple[set[str], bool]] = []
+        self.evicted: list[str] = []  # by the next store
 
     def prepare_store(self, keys: list[str], context: Any) -> Any:
         if not keys:
             return None
-        return SimpleNamespace(keys_to_store=keys, store_spec=SimpleNamespace())
+        evicted, self.evicted = self.evicted, []
+        return SimpleNamespace(
+            keys_to_store=keys, store_spec=SimpleNamespace(), evicted_keys=evicted
+        )
 
     def complete_store(self, keys: set[str], context: Any, success: bool = True) -> None:
         self.completed.append((keys, success))
@@ -259,6 +265,25 @@ def test_what_vllm_did_not_leave_there_is_not_stored() -> None:
     manager.complete_store({"key 7"}, None)  # another store of it, later
     assert [ok for _, ok in manager.completed] == [True, False, False, True]
     assert one.counters.dropped == 3
+
+
+def test_prefixes_in_host_memory_are_counted() -> None:
+    one, manager = holds()
+    one.hand_out(range(1, 9))
+    one.order(1, ordered(manager, {10: [1, 2], 11: [3]}))
+    assert one.host_cached == 0, "nothing has been stored"
+    manager.complete_store({"key 1", "key 2"}, None)
+    manager.complete_store({"key 3"}, None)
+    assert one.host_cached == 300
+    manager.evicted = ["key 1", "key 2"]
+    one.overwrite([4])
+    one.order(2, ordered(manager, {12: [4]}))
+    assert one.host_cached == 100
+    manager.complete_store({"key 4"}, None)  # was dropped
+    assert one.host_cached == 100
+    one.forget()
+    assert one.host_cached == 0
+    assert Holds(None, 1).host_cached == 0
 
 
 def test_no_step_comes() -> None:
