@@ -61,12 +61,14 @@ class Holds:
     """The holds of one engine. Its lock is held wherever this is called.
 
     Args:
-        connector: vLLM's OffloadingConnector; None: nothing is ever held.
+        connector: vLLM's, or None. Blocks are held for OffloadingConnector alone: others tell vLLM
+            of each request when its blocks may be freed.
         ranks: how many report each transfer.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
-        self.on = connector is not None
+        offloading = getattr(connector, "connector_scheduler", None)
+        self.on = offloading is not None
         self.counters = Transfers()
         self.dropped: list[int] = []  # for the next step to tell the workers
         self._ranks = ranks
@@ -81,7 +83,7 @@ class Holds:
         self._chunks = 0  # in host memory
         self.scheduling = False
         if self.on:
-            self._manager = connector.connector_scheduler.manager
+            self._manager = offloading.manager
             self._prepare_store = self._manager.prepare_store
             self._complete_store = self._manager.complete_store
             self._get_stats = self._manager.get_stats

@@ -303,8 +303,10 @@ def test_no_step_comes() -> None:
     assert manager.completed[-1][1], "vLLM forgot all stores, and this is a new one"
 
 
-def test_without_a_connector_nothing_is_held() -> None:
-    one = Holds(None, 1)
+@pytest.mark.parametrize("connector", [None, SimpleNamespace(other="connector")])
+def test_only_for_the_offloading_connector_is_anything_held(connector: Any) -> None:
+    one = Holds(connector, 1)
     one.free([1])
     assert not one
     assert not one.on
+    assert one.host_cached == 0
