@@ -67,7 +67,7 @@ class Holds:
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
-        offloading = getattr(connector, "connector_scheduler", None)
+        offloading: Any = getattr(connector, "connector_scheduler", None)
         self.on = offloading is not None
         self.counters = Transfers()
         self.dropped: list[int] = []  # for the next step to tell the workers

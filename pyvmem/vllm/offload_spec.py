@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from pyvmem.vllm.offload_copies import Copies, Copy, HostMemory, Pieces
+from pyvmem.memory.host_copies import Copies, Copy, HostMemory, Pieces
 
 __all__ = ["DROPPED", "HELD", "Transferrer", "VMemOffloadingSpec"]
 

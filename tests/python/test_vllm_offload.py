@@ -21,8 +21,8 @@ import pytest
 from pyvmem import Context
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory, device_total
+from pyvmem.memory.host_copies import HostMemory, Pieces, ThreadCopies, split
 from pyvmem.vllm.offload import reasons_against, select
-from pyvmem.vllm.offload_copies import HostMemory, Pieces, ThreadCopies, split
 from pyvmem.vllm.offload_holds import Holds
 
 # ---- configurations ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_host_memory_goes_with_a_killed_process() -> None:
     """None of it has a name that could outlive the process."""
     code = (
         "import ctypes, sys, time\n"
-        "from pyvmem.vllm.offload_copies import HostMemory\n"
+        "from pyvmem.memory.host_copies import HostMemory\n"
         "m = HostMemory(64 << 20, locked=False)\n"
         "ctypes.memset(m.addr, 1, m.nbytes)\n"
         "print(hex(m.addr), flush=True)\n"

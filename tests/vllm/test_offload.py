@@ -32,7 +32,7 @@ from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger.accounts import Ledger
-from pyvmem.vllm.offload_copies import HostMemory, ThreadCopies, copies_for
+from pyvmem.memory.host_copies import HostMemory, ThreadCopies, copies_for
 from pyvmem.vllm.offload_spec import DROPPED, HELD, Transferrer, VMemOffloadingSpec
 from pyvmem.vllm.plugin import CannotWork
 
