@@ -187,7 +187,7 @@ class LedgerQuota:
     def report(self, **values: int) -> None:
         """Tells `vmem top`; bytes are of one rank."""
         for account, ranks in self._accounts:
-            scale = {"in_use", "cached", "handles"}
+            scale = {"in_use", "cached", "handles", "host_cached"}
             account.report(**{k: v * ranks if k in scale else v for k, v in values.items()})
 
     def close(self) -> None:
