@@ -404,7 +404,9 @@ class PagePool:
         surplus = len(self.idle) - max(0, keep)
         if surplus > (0 if at_rest else self.reserve // 2):
             self._retire(self.backing.emptied_first(self.idle, surplus))
-        elif not (at_rest or self._pressed or self.quota.asleep):
+        elif self.ready < self.reserve // 4 and not (
+            at_rest or self._pressed or self.quota.asleep
+        ):  # not for each page that is taken
             self._begin_growth(self.reserve // 2 - self.ready)
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
