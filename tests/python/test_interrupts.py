@@ -1279,7 +1279,7 @@ def _whole(engine: Engine, cache: KVCache, rows: int = PART) -> int:
     return reqid
 
 
-def _by_pages(engine: Engine, cache: KVCache, *, scattered: bool) -> int:
+def _by_pages(engine: Engine, cache: Any, *, scattered: bool) -> int:
     """A request with a full block that grew page by page; `scattered`: and is no run."""
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
@@ -1290,7 +1290,9 @@ def _by_pages(engine: Engine, cache: KVCache, *, scattered: bool) -> int:
     return reqid
 
 
-def _promoting_step(engine: Engine, cache: KVCache, reqid: int, rows: int) -> Steps:
+def _promoting_step(
+    engine: Engine, cache: Any, reqid: int, rows: int, large_pages: int = UNIT_PAGES
+) -> Steps:
     """A step in a cache beyond the reach of a TLB, after which all full blocks are joined."""
     call, more = _growing(engine, cache, {reqid: rows})
 
@@ -1302,7 +1304,7 @@ def _promoting_step(engine: Engine, cache: KVCache, reqid: int, rows: int) -> St
     def again() -> None:
         more()
         cache.promote(reqid, wait=True)
-        assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
+        assert cache.snapshot()[reqid].large_pages == large_pages
 
     return large, again
 
@@ -1964,6 +1966,47 @@ def layered_alloc_eager(engine: Engine) -> Steps:
     cache = _layered(engine, eager_pages=2)
     engine.start(cache, 3)
     return _allocating(engine, cache)
+
+
+def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> LayeredCache:
+    """Of `PART` rows one class has a block of 2 MiB in each tensor, the other one two."""
+    if Caps.LARGE_ENTRIES not in engine.context.info.caps:
+        raise NotHere("no large entries of small pages")
+    heads = engine.page // (ROWS * 64 * 4)
+    shapes = [LayerShape(heads, 64), LayerShape(2 * heads, 64)]
+    return _layered(engine, pages, shapes, max_batch=3, max_seq_len=2 * PART, **changes)
+
+
+@entries
+def layered_step_begins_to_join_blocks(engine: Engine) -> Steps:
+    cache = _layers_in_blocks(engine, window_tile=0)
+    reqid = _by_pages(engine, cache, scattered=False)
+    return _promoting_step(engine, cache, reqid, PART + 2, 3 * UNIT_PAGES)
+
+
+@entries
+def layered_step_joins_blocks(engine: Engine) -> Steps:
+    cache = _layers_in_blocks(engine)
+    reqid = _by_pages(engine, cache, scattered=False)
+    assert cache.promote(reqid) == 3
+    return _promoting_step(engine, cache, reqid, PART + 2, 3 * UNIT_PAGES)
+
+
+@entries
+def layered_step_cuts_free_entries(engine: Engine) -> Steps:
+    """A request that can only grow with the ends of a free slot's blocks, in both classes."""
+    cache = _layers_in_blocks(engine, pages=50)
+    reqid = engine.start(cache, ROWS)
+    other = engine.start(cache, PART)
+    assert cache.snapshot()[other].large_pages == 3 * UNIT_PAGES
+    engine.free(cache, other)
+    call, more = _growing(engine, cache, {reqid: 5 * ROWS})
+
+    def again() -> None:
+        more()
+        assert engine.context.stats().splits > 0
+
+    return call, again
 
 
 @scenario
