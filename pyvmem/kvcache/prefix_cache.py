@@ -664,7 +664,7 @@ class PrefixCache:
             spans = self._evict(-(-missing // unit), whole=bool(self._sliding))
             if not spans and not self._unpin_all():
                 break
-            back += sum(map(self._let_go, spans))
+            back += sum(map(self._drop_evicted, spans))
         _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
         return back // column
 
@@ -674,7 +674,7 @@ class PrefixCache:
         if leased:
             self.leases.end_all()
         for span in self._evict(self.tree.evictable_pages):
-            self._let_go(span)
+            self._drop_evicted(span)
 
     def _evict(self, units: int, *, whole: bool = False) -> list[_Spans]:
         """Takes spans of so many units out of the tree, and counts them before one is let go."""
@@ -685,7 +685,7 @@ class PrefixCache:
             group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
         return found
 
-    def _let_go(self, spans: _Spans) -> int:
+    def _drop_evicted(self, spans: _Spans) -> int:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):

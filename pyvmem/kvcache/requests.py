@@ -62,7 +62,7 @@ def free(
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
-    goes_on = False
+    keeps = False
     if tokens is not None:
         owner = slots[0].owner
 
@@ -71,9 +71,9 @@ def free(
                 release(groups, slots, event)
 
         groups[0].journal.on_abort(finish)
-        goes_on = groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
+        keeps = groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
     release(groups, slots, event)
-    if goes_on:
+    if keeps:
         for group, slot, pages in zip(groups, slots, first, strict=True):
             group.keep(slot, pages)
     for group in groups:

@@ -318,7 +318,7 @@ class SlotTable:
 
     def mark_broken(self, slot: Slot) -> None:
         """Never hands this slot out again."""
-        warn(_log, "slot", "reqid %d is lost: a failed batch could not be undone there", slot.index)
+        warn(_log, "slot", "reqid %d is retired: a failed batch was not rolled back", slot.index)
         slot.broken = True
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
