@@ -19,8 +19,14 @@ static void exchange(PyObject *owner, PyObject *key, PyObject *values, Py_ssize_
   }
   PyObject *value = PyList_GetItem(values, at);
   Py_XINCREF(value);
-  if (!value || (attribute ? PyObject_GenericSetAttr(owner, key, value) : PyObject_SetItem(owner, key, value)))
-    PyErr_WriteUnraisable(owner); /* the records are wrong from here on */
+  int failed = !value;
+  if (value && attribute)
+    failed = PyObject_GenericSetAttr(owner, key, value);
+  else if (value && PySet_Check(owner))
+    failed = PySet_Add(owner, key);
+  else if (value)
+    failed = PyObject_SetItem(owner, key, value);
+  if (failed) PyErr_WriteUnraisable(owner); /* the records are wrong from here on */
   PyList_SetItem(values, at, old);
   Py_XDECREF(value);
 }

@@ -41,7 +41,8 @@ class Outcome:
         Args:
             edits: ``[owner, name, value]`` sets an attribute past its owner's `__setattr__`,
                 ``[owners, name, values]`` those of a list, and ``[items, key, value]`` an item,
-                whose key is no str. C replaces each value by the one that was there.
+                whose key is no str; to a set it adds the key. C replaces each value by the one
+                that was there.
         """
         self.edits = edits
         self.cell.edits = ffi.cast("void *", id(edits))

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Copies scattered pages to host memory and back, as vLLM's KV offloading on the pool does.
+"""Copies scattered pages to host memory and back, as KV offloading and `KVCache.swap_out` do.
 
-The kernel of `pyvmem.vllm.offload_copies` with several numbers of thread blocks, over plain
+The kernel of `pyvmem.memory.host_copies` with several numbers of thread blocks, over plain
 addresses and page-locked host memory. Times come from GPU events around the copy, so they include
-sending the descriptors to the GPU. On the CPU, memcpy makes the same copies.
+sending the descriptors to the GPU. On the CPU, memcpy makes the same copies. Beside them libvmem's
+own copies of the whole range, by the host's clock: the way where the kernel cannot run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
+import time
 from functools import partial
 
 from pyvmem.bench.record import Book, Part
 from pyvmem.bench.setting import GB, MB, Setting, label
 from pyvmem.bench.timing import Deadline, Samples, interleave, quiet
+from pyvmem.memory.context import Context
 from pyvmem.memory.info import Caps
 from pyvmem.memory.ops import OpBatch
 
@@ -23,12 +27,12 @@ _BLOCKS = (4, 8, 16, 64)
 
 
 def run(setting: Setting, part: Part, deadline: Deadline) -> None:
-    """hostcopy/WAY/SYSTEM/BLOCKS: every page of a range, in random order, once."""
+    """hostcopy/WAY/SYSTEM/BLOCKS: every page of a range, in random order; /library: by libvmem."""
     try:
         import numpy as np
         import torch
 
-        from pyvmem.vllm.offload_copies import (
+        from pyvmem.memory.host_copies import (
             Copies,
             HostMemory,
             Pieces,
@@ -62,11 +66,12 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
         turns = []
         for way, to_host in (("to_host", True), ("from_host", False)):
             for blocks in _BLOCKS if gpu else (1,):
-                copies: Copies = (
-                    StreamCopies(context, to_host, device, blocks)
-                    if gpu
-                    else ThreadCopies(context, to_host)
-                )
+                copies: Copies
+                if gpu:
+                    copies = streamed = StreamCopies(context, to_host, device, blocks)
+                    streamed.load()
+                else:
+                    copies = ThreadCopies(context, to_host)
                 every.append(copies)
                 samples = book.samples(
                     f"{way}/{setting.system}/{blocks}",
@@ -76,6 +81,15 @@ def run(setting: Setting, part: Part, deadline: Deadline) -> None:
                     nbytes=size,
                 )
                 turns.append(partial(_turn, copies, pieces, samples))
+            samples = book.samples(
+                f"{way}/{setting.system}/library",
+                f"{count} pages of {label(page)}, libvmem's copies",
+                setting.system,
+                unit="ms",
+                nbytes=size,
+            )
+            view = (ctypes.c_char * size).from_address(host.addr)
+            turns.append(partial(_by_library, context, to_host, reservation.addr, view, samples))
         with quiet():
             interleave(turns, setting.count(20, 2), deadline)
         for copies in every:
@@ -90,6 +104,15 @@ def _turn(copies: object, pieces: object, samples: Samples) -> None:
     copy = copies.start(pieces)  # type: ignore[attr-defined]
     copy.wait()
     samples.new_round().append(copy.seconds() * 1e9)
+
+
+def _by_library(context: Context, to_host: bool, addr: int, view: object, to: Samples) -> None:
+    start = time.perf_counter_ns()
+    if to_host:
+        context.read_into(addr, view)
+    else:
+        context.write(addr, view)
+    to.new_round().append(time.perf_counter_ns() - start)
 
 
 def _unmap(addr: int, size: int) -> OpBatch:

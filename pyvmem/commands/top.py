@@ -28,7 +28,10 @@ from pyvmem.plumbing.paths import existing_folder
 
 __all__ = ["add_ledger", "add_parser", "folder_of", "run"]
 
-_SORTS = ("engine", "pid", "mapped", "in_use", "cached", "host", "limit", "floor", "short", "hits")
+_SORTS = (
+    *("engine", "pid", "mapped", "in_use", "cached", "host", "host_cached"),
+    *("limit", "floor", "short", "hits"),
+)
 MOST_SECONDS = 3600.0
 
 

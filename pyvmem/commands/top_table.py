@@ -16,16 +16,17 @@ __all__ = ["Device", "Reading", "drawn"]
 # Columns: key in the JSON, heading. `device` is shown on a separate line above its engines.
 _COLUMNS = {
     "engine": "engine", "pid": "pid", "mapped": "mapped", "in_use": "in use", "cached": "cached",
-    "host": "host", "limit": "limit", "floor": "floor", "short": "short", "hits": "hits",
-    "maps_s": "maps/s", "waits_s": "waits/s",
+    "host": "host", "host_cached": "host cached", "limit": "limit", "floor": "floor",
+    "short": "short", "hits": "hits", "maps_s": "maps/s", "waits_s": "waits/s",
 }  # fmt: skip
 
 # Columns dropped on a narrow terminal, in this order.
 _LEFT_OUT = (
-    *("floor", "waits_s", "maps_s", "host", "hits"),
+    *("floor", "waits_s", "maps_s", "host", "host_cached", "hits"),
     *("cached", "pid", "short", "in_use", "limit"),
 )
-_SUMS = ("mapped", "in_use", "cached", "host", "short")
+_SUMS = ("mapped", "in_use", "cached", "host", "host_cached", "short")
+_OFFLOADING = ("host", "host_cached")  # shown where an engine has host memory
 _BYTES = (*_SUMS, "limit", "floor")
 _MARKS = (("#", GREEN), ("=", YELLOW), ("-", DIM))  # in use, cached, otherwise mapped
 _LEAST_BAR, _MOST_BAR = 12, 40
@@ -57,7 +58,7 @@ Reading = dict[str, Device]
 def drawn(reading: Reading, width: float = math.inf, colour: bool = False) -> str:
     """Renders the engines as a table per device, with the columns that fit."""
     engines = [one for some in reading.values() for one in some.engines]
-    used = {key for one in engines for key in one if key != "host" or one[key]}
+    used = {key for one in engines for key in one if key not in _OFFLOADING or one["host"]}
     keys = [key for key in _COLUMNS if key in used]
     tables = {
         device: [[_cell(key, one.get(key)) for key in keys] for one in _rows(some)]

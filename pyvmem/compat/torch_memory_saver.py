@@ -13,10 +13,14 @@
 The names and arguments are those of github.com/fzyzcjy/torch_memory_saver with
 ``hook_mode="torch"``. Features for which the original preloads a library that intercepts every CUDA
 allocation are impossible through torch's allocator interface and raise `NotSupported`:
-``hook_mode="preload"``, `cuda_graph`, `memory_margin_bytes`, `configure_subprocess`.
+``hook_mode="preload"``, `memory_margin_bytes`.
 
 Differences:
 
+- `configure_subprocess` changes nothing: there is no library to preload. A process that is spawned
+  calls `install` itself.
+- `cuda_graph` captures, and warns that the graph's own memory is not paused: torch allocates it
+  while the stream captures, when no page can be mapped and filled with zeros.
 - `pause` raises `Busy` for a tag whose region is active.
 - Driver errors raise, with all contents in place or in their backup; they never end the process.
 """
@@ -26,6 +30,7 @@ from __future__ import annotations
 import errno
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -262,9 +267,31 @@ class TorchMemorySaver:
         for."""
         _refuse(f"memory_margin_bytes={value}")
 
-    def cuda_graph(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotSupported; `torch.cuda.graph` over tensors of a region replays as usual."""
-        _refuse("cuda_graph()")
+    @contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+    ) -> Iterator[None]:
+        """Captures as `torch.cuda.graph` does; replays find tensors of regions that were resumed.
+
+        The graph's own memory is not paused, which a warning says: `tag` and `enable_cpu_backup`
+        have no effect. The other arguments are those of `torch.cuda.graph`.
+        """
+        import torch
+
+        warnings.warn(
+            f"torch_memory_saver: pause({tag!r}) leaves the memory of this CUDA graph as it is",
+            stacklevel=3,
+        )
+        with torch.cuda.graph(
+            cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode
+        ):
+            yield
 
 
 def _name(tag: str, backup: bool) -> str:
@@ -275,9 +302,10 @@ def _name(tag: str, backup: bool) -> str:
     return f"{tag}+backup" if backup else f"{tag}+zeros"
 
 
-def configure_subprocess() -> NoReturn:
-    """Raises NotSupported."""
-    _refuse("configure_subprocess()")
+@contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Changes nothing: only ``hook_mode="preload"`` has something to say to a process's start."""
+    yield
 
 
 torch_memory_saver = TorchMemorySaver()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which blocks have memory: the scheduler's records.
+"""The scheduler's records of which blocks have memory.
 
 A block is *backed* when all its pages are mapped on every rank, otherwise *bare*. vLLM's pool sees
 only backed blocks. Pages that several blocks share are refcounted, and are unmapped with the last
@@ -35,19 +35,19 @@ _LOOK = 0.05  # s between looks at the quota
 
 
 class Quota(Protocol):
-    """How much memory of each GPU the engine may have."""
+    """The engine's part of the memory of each GPU."""
 
     def room(self) -> int:
         """Bytes that `take` would grant now."""
 
     def take(self, nbytes: int, handles: int) -> bool:
-        """Whether the engine may have this many more bytes, mapped by this many driver calls.
+        """Asks for this many more bytes, mapped by this many driver calls.
 
         If so, they count as the engine's from now on.
         """
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped now, or is about to be returned."""
+        """Notes that what `take` granted is mapped now, or is about to be returned."""
 
     def give(self, nbytes: int) -> None:
         """Takes back the bytes of unmapped pages."""
@@ -314,7 +314,7 @@ class Backing:
         return self._leave(unused)
 
     def emptied_by(self, blocks: Iterable[int]) -> list[int]:
-        """Those of some backed blocks that have a page to themselves, or with others of these.
+        """Picks the backed blocks that have a page to themselves, or share it with others given.
 
         To retire the rest as well would return nothing.
         """
@@ -332,7 +332,7 @@ class Backing:
     def emptied_first(
         self, blocks: Iterable[int], most: int, *, at_least: bool = False
     ) -> list[int]:
-        """Up to `most` blocks of `emptied_by`, whole groups, those with the highest addresses.
+        """Picks up to `most` blocks of `emptied_by`, in whole groups, highest addresses first.
 
         Growth takes the lowest, so that what is used stays together. `at_least`: with so many, or
         a few more that share a page with them.
@@ -383,13 +383,13 @@ class Backing:
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether a rank has yet to answer."""
+        """True if a rank has yet to answer."""
         return bool(self._sent)
 
     # ---- questions -------------------------------------------------------------------------------
 
     def is_backed(self, block: int) -> bool:
-        """Whether a block has memory on every rank."""
+        """Tells if a block has memory on every rank."""
         return bool(self._backed[block])
 
     def live_bytes(self, blocks: Iterable[int]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which physical pages a block of vLLM's KV cache lies on.
+"""Computes which physical pages a block of an engine's KV cache lies on.
 
 vLLM allocates one tensor per layer (or one for a few layers, or one for all of them) and cuts each
 into `num_blocks` equal parts, blocks outermost: block i of a tensor is the bytes from ``i * n`` to
@@ -166,7 +166,7 @@ class Geometry:
 def blocks_are_outermost(
     shape: Sequence[int], strides: Sequence[int], itemsize: int, geometry: Geometry
 ) -> bool:
-    """Whether a layer's view of its tensor keeps a block's bytes together, as `Geometry` takes it.
+    """Tells if a layer's view of its tensor keeps a block's bytes together, as `Geometry` takes it.
 
     Some attention back ends put all keys before all values.
 

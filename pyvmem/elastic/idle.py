@@ -52,7 +52,7 @@ class IdleBlocks:
         return self._of.get(group, {}).keys()
 
     def groups(self) -> Iterable[int]:
-        """Those with an idle block."""
+        """Returns the groups with an idle block."""
         return self._of.keys()
 
     def _refile(self, group: int, before: int, now: int) -> None:

@@ -39,7 +39,7 @@ class Copies(Protocol):
     """Copies of blocks beside the engine's steps, which need the pages until they are done."""
 
     def events(self) -> tuple[Any, ...]:
-        """After which all that were started are done."""
+        """Returns the events after which all that were started are done."""
 
     def fence(self, stream: Any) -> None:
         """Makes a stream wait for them."""
@@ -144,7 +144,7 @@ class KVMemory:
         return self._reservation.tensor((size,), "int8", offset=self.begin(kind, index))
 
     def begin(self, kind: int, index: int) -> int:
-        """Where the tensor of this index in a class begins, in `buffer`."""
+        """Returns where the tensor of this index in a class begins, in `buffer`."""
         return self._begins[kind] + index * self._spans[kind]
 
     def span(self, kind: int) -> int:

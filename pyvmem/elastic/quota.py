@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How much memory of each GPU an engine may have: its limit, and what the ledger leaves it."""
+"""An engine's part of the memory of each GPU: its limit, and what the ledger leaves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DeviceAccount", "LedgerQuota", "LocalQuota", "join_device"]
 
 
 class DeviceAccount(Protocol):
-    """What is used of `Account`, which may be in another process."""
+    """The part of `Account` that is used; it may be in another process."""
 
     @property
     def limit(self) -> int:
@@ -76,7 +76,7 @@ class LocalQuota:
         return max(0, room if free is None else min(room, free - self._pending))
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Whether the engine may have so many more bytes; they are its own from here on."""
+        """Asks for so many more bytes; if granted they are the engine's from here on."""
         if nbytes > self.room():
             return False
         self.used += nbytes
@@ -84,7 +84,7 @@ class LocalQuota:
         return True
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped now, or is about to be given back."""
+        """Notes that what `take` granted is mapped now, or is about to be given back."""
         self._pending -= nbytes
 
     def give(self, nbytes: int) -> None:
@@ -104,7 +104,7 @@ class LocalQuota:
         """A request could not be served for lack of so many bytes; 0: none is short."""
 
     def report(self, **values: int) -> None:
-        """What `vmem top` shows."""
+        """Tells `vmem top`."""
 
     def close(self) -> None:
         """The engine is gone."""
@@ -143,7 +143,7 @@ class LedgerQuota:
         return min(account.room(free) // ranks for account, ranks in self._accounts)
 
     def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Whether the engine may have so many more bytes, on every device or on none."""
+        """Asks for so many more bytes, on every device or on none."""
         free = self._free()
         taken: list[tuple[DeviceAccount, int]] = []
         for account, ranks in self._accounts:
@@ -156,7 +156,7 @@ class LedgerQuota:
         return True
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped now, or is about to be given back."""
+        """Notes that what `take` granted is mapped now, or is about to be given back."""
         for account, ranks in self._accounts:
             account.mapped(nbytes * ranks)
 
@@ -185,9 +185,9 @@ class LedgerQuota:
             account.want(nbytes * ranks)
 
     def report(self, **values: int) -> None:
-        """What `vmem top` shows; bytes are of one rank."""
+        """Tells `vmem top`; bytes are of one rank."""
         for account, ranks in self._accounts:
-            scale = {"in_use", "cached", "handles"}
+            scale = {"in_use", "cached", "handles", "host_cached"}
             account.report(**{k: v * ranks if k in scale else v for k, v in values.items()})
 
     def close(self) -> None:

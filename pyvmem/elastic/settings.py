@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the environment says about an engine's elastic pool.
+"""Reads what the environment says about an engine's elastic pool.
 
     VMEM_VLLM=1          vLLM uses the pool; VMEM_SGLANG=1: SGLang does
     VMEM_BACKEND         host, cuda, stock, uvm or auto; default: auto, on a CPU host
@@ -81,7 +81,7 @@ class Settings:
 
     @staticmethod
     def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:
-        """Whether an engine is to use the pool: the one variable that is read where it is not.
+        """Tells if an engine is to use the pool: the one variable that is read where it is not.
 
         Args:
             name: of the engine's variable.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whether requests fit, and what they lack, without changing anything."""
+"""Tells whether requests fit, and what they lack, without changing anything."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _pages(group: Group, each: list[int], matches: Sequence[PrefixMatch | None])
 
 
 def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
-    """Whether the context has mappings for requests of so many pages in each group."""
+    """True if the context has mappings for requests of so many pages in each group."""
     need = sum(group.pager.runs.needed(pages) for group, pages in zip(groups, each, strict=True))
     runs = groups[0].pager.runs
     if not need or (len(groups) == 1 and need <= runs.limit - runs.used):
@@ -84,7 +84,7 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
 
 
 def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
-    """Whether the groups' budget has room for all of them at once, not only for each alone."""
+    """True if the groups' budget has room for all of them at once, not only for each alone."""
     share = groups[0].reclaimer.share
     assert share is not None
     need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))

@@ -207,7 +207,7 @@ class Budget(Closable):
 
     @property
     def on_ledger(self) -> bool:
-        """Whether it is one engine of a ledger, which grants it memory."""
+        """True if it is an engine of a ledger, which grants it memory."""
         return self._ledger is not None
 
     @property
@@ -378,7 +378,7 @@ class Budget(Closable):
                 everyone.evict(missing)
 
     def numbers(self) -> dict[str, int]:
-        """What the ledger shows of all its caches together: names of `EngineInfo`."""
+        """The numbers that the ledger shows of all its caches together: names of `EngineInfo`."""
         with self.lock:
             found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
             found["least"], used = self.least_bytes, 0
@@ -610,11 +610,11 @@ class OnLedger(Participant):
 
     @property
     def granted(self) -> int:
-        """What the budget may use."""
+        """The bytes that the budget may use."""
         return self.account.used
 
     def beyond(self) -> int:
-        """What the ledger would grant now."""
+        """The bytes that the ledger would grant now."""
         self.hint = min(self._limit - self.granted, self.account.room(free_bytes(self._context)))
         return self.hint
 

@@ -638,7 +638,7 @@ class KVCache(MustClose):
             prefix_alloc.withdraw(self._open())
 
     def prefix_changes(self, after: int | None = None) -> list[Change]:
-        """What was recorded and evicted since the last call, for `pyvmem.kv_events`.
+        """The prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
 
         The first call reports what is recorded and starts collecting changes: keep calling, or they
         pile up.
@@ -705,7 +705,7 @@ class KVCache(MustClose):
     def can_admit(
         self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
     ) -> bool:
-        """Whether new requests of these lengths would all fit now, beside the present ones.
+        """True if new requests of these lengths would all fit now, beside the present ones.
 
         Counts free slots, mappings that the context may still make, and all memory that is free or
         reclaimable, including recorded prefixes that no request uses and no match leases, and what
@@ -936,7 +936,7 @@ class KVCache(MustClose):
             return min([group.pager.capacity[index] for group in groups])
 
     def is_ready(self, reqid: int, seq_len: int) -> bool:
-        """Whether a `step` of a request to so many tokens would neither map nor wait for that.
+        """True if a `step` of a request to so many tokens would neither map nor wait for that.
 
         True once what `step_async` began has ended, even before a `step` grants it; also if it
         failed, which the next `step` raises.
@@ -1024,7 +1024,7 @@ class KVCache(MustClose):
 
     @property
     def lockstep(self) -> bool:
-        """Whether answers must be the same on several ranks (`ParallelKVCache`)."""
+        """True if answers must be the same on several ranks (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
 
     def wait_before(self, look: waits.Look) -> None:
@@ -1064,7 +1064,7 @@ class KVCache(MustClose):
         return group.rows[group.slot(reqid, taken=False).index]
 
     def is_taken(self, reqid: int) -> bool:
-        """Whether a request has the slot.
+        """True if a request has the slot.
 
         Raises:
             InvalidArgument: no such slot.
@@ -1145,7 +1145,7 @@ class KVCache(MustClose):
 
     @property
     def safe_overread(self) -> bool:
-        """Whether unmapped rows read as zeros, even while memory grows concurrently.
+        """True if unmapped rows read as zeros, even while memory grows concurrently.
 
         With `KVCacheConfig.sparse` and a back end on which a page replaces the zeros in one step
         (`pyvmem.Caps.SPARSE_ATOMIC`); not on ``stock``.
@@ -1175,8 +1175,8 @@ class KVCache(MustClose):
     def stats(self) -> CacheStats:
         """The present state and the counters, summed over groups of layers.
 
-        Slots, steps and prefix tokens, which are the same in all groups, are the first one's. Peaks
-        are the sum of the groups' peaks.
+        Slots, steps and prefix tokens, which are the same in all groups, are the first group's.
+        Peaks are the sum of the groups' peaks.
         """
         with self.lock, self.journal:
             groups = self._open()
@@ -1335,7 +1335,7 @@ class LayeredCache(KVCache):
         return found
 
     def states(self, layer: int) -> dict[str, torch.Tensor]:
-        """What a layer keeps for each request: "conv" and "recurrent", as in its `StateShape`.
+        """The state of a layer for each request: "conv" and "recurrent", as in its `StateShape`.
 
         Each is ``[max_batch, *shape]``; slots without a request have no memory there. A request's
         are zero at first, with `KVCacheConfig.zero_fill`.

@@ -73,8 +73,8 @@ class CommonPages:
                     )
                 group.enter(slot, 0)
                 group.pager.release(slot)
-                handle = group.sharing.gather(slot, self.pages)
-                group.sharing.donate(slot, self.pages, handle, None, unit)
+                handles = group.sharing.handles(slot, slot.shared, self.pages)
+                group.sharing.adopt(slot, handles, [], unit)
                 slot.writer = True
                 self._span = slot.span
                 others = group.sharing.make_empty(config.max_batch - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a KV cache is made from: the model's shape, the limits, and the policy."""
+"""The configuration of a KV cache: the model's shape, the limits, and the policy."""
 
 from __future__ import annotations
 
@@ -93,14 +93,13 @@ class KVCacheConfig:
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, the most requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
-        page_size: bytes of a page, a power of two; 0 takes the context's granule. Pages below
-            2 MiB slow attention on a full card, see `group_size`.
+        page_size: bytes of a page, a power of two; 0 takes the context's granule.
         group_size: layers that share one K and one V tensor, a divisor of `num_layers`. 1 is a
             tensor per layer; `num_layers` is vAttention's megacache. A row of a tensor is
-            ``group_size * num_kv_heads * head_dim`` elements. In a cache of more than 8 GiB, layers
-            that share a tensor need pages of 2 MiB: with smaller ones decode attention takes 1.1 to
-            9.4 times as long (benchmarks/kernels, on a full card); `pyvmem.layouts.advise` weighs
-            it.
+            ``group_size * num_kv_heads * head_dim`` elements. Where layers share a tensor in a
+            cache of more than 8 GiB, decode attention over entries of 64 KB takes 1.1 to 9.4 times
+            as long (benchmarks/kernels, on a full card): over whole blocks of 2 MiB it does not, if
+            the context has `pyvmem.Caps.LARGE_ENTRIES`. `pyvmem.layouts.advise` weighs it.
         memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
             0.9 of what is free on the GPU when the cache is made; on host, all that is available;
             no more than a given context's `mem_limit`.

@@ -133,7 +133,7 @@ class Failure:
 
     @classmethod
     def from_status(cls, maximum: int) -> Failure | None:
-        """What a maximum of `status` means."""
+        """The meaning of a maximum of `status`."""
         return cls(maximum // _ERRNOS - 1, maximum % _ERRNOS) if maximum else None
 
     def error(self) -> VMemError:
@@ -306,7 +306,7 @@ def _too_many(text: str) -> TooManyMappings:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the cache itself refused an argument; a refusal by libvmem is a failure."""
+    """True if the cache itself refused an argument; a refusal by libvmem is a failure."""
     if isinstance(error, NotGpuWork):
         return True
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
@@ -562,7 +562,7 @@ class ParallelKVCache(MustClose):
 
     @contextmanager
     def _learning(self, where: str) -> Iterator[None]:
-        """What breaks this off fails the rank: it does not know what the others do."""
+        """Fails the rank if an exception ends this: it does not know what the others do."""
         try:
             yield
         except (VMemError, Reentered):
@@ -640,7 +640,7 @@ class ParallelKVCache(MustClose):
     # ---- calls that every rank makes -----------------------------------------------------------
 
     def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """As `KVCache.alloc_reqid`, but the slot is the one freed last; the same on every rank."""
+        """Like `KVCache.alloc_reqid`, but takes the slot freed last; the same on every rank."""
         return self._call(self._usable().alloc_reqid, seq_len)
 
     def free_reqid(
@@ -658,7 +658,7 @@ class ParallelKVCache(MustClose):
         return self._settled(self._usable().truncate, reqid, length, stream)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """As `KVCache.step`; 0 or -1 on every rank alike.
+        """Like `KVCache.step`; 0 or -1 on every rank alike.
 
         It completes all that a `step_async` began, even for requests that it does not need: it
         waits for the map calls and makes `stream` (or the CPU, without one) wait for the
@@ -696,7 +696,7 @@ class ParallelKVCache(MustClose):
         return answer
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
-        """As `KVCache.step_async`. A second one before `step` first completes the one before.
+        """Like `KVCache.step_async`. A second call before `step` first completes the earlier one.
 
         Unlike `KVCache.step_async` it waits, since every rank must answer alike: for all that an
         earlier one began; for the GPU work of earlier owners of the slots that grow; and, when
@@ -956,7 +956,7 @@ class ParallelKVCache(MustClose):
     # ---- end -----------------------------------------------------------------------------------
 
     def close(self, stream: Any = None) -> None:
-        """As `KVCache.close`, on this rank; also closes the context."""
+        """Like `KVCache.close`, on this rank; also closes the context."""
         if self._cache is not None:
             self._cache.close(stream)
         self._closed = True

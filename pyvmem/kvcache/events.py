@@ -131,7 +131,7 @@ class PriorWork:
         return self._event
 
     def pending(self) -> list[Callable[[], None]]:
-        """How to wait for it; empty where it is over."""
+        """The calls that wait for it; none where it is over."""
         event = self.record()
         self.over = event is None or is_over(event)
         return [] if self.over else [self.wait]
@@ -144,7 +144,7 @@ class PriorWork:
 
 
 def is_over(event: Any) -> bool:
-    """Whether the work of what `record` returned is over."""
+    """True if the work of what `record` returned is over."""
     if isinstance(event, FdEvent):
         poll = select.poll()
         poll.register(work_of(event, "event").handle, select.POLLIN)

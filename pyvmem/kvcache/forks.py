@@ -6,8 +6,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import chain, filterfalse, repeat
+from operator import add, attrgetter
+from typing import TYPE_CHECKING, Any
 
+from pyvmem._native import Outcome
 from pyvmem.errors import (
     NotRecoverable,
     OutOfMemory,
@@ -19,11 +22,15 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.pages import DEVICE, Block, Part, Span
 from pyvmem.kvcache.requests import have_pages, sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.truncation import check_kept
 from pyvmem.memory.ops import OpBatch
+
+if TYPE_CHECKING:
+    from pyvmem.memory.pages import Pages
 
 __all__ = ["fork_all", "forked"]
 
@@ -41,12 +48,11 @@ class _Fork:
         parent: a request without a batch in flight over its slot.
         low: the end of what it shares already.
         new_pages: physical pages that the rows after the shared pages need.
-        nbytes: of the rows, per tensor, that each slot begins with.
+        rows: that each slot begins with.
+        nbytes: of these, per tensor.
         full: the parent's pages up to here are shared from now on.
         pages: where each slot's pages end.
         slots: without a page.
-        own: handles to the parent's pages that become shared.
-        whole: handles to all pages that are shared, where they would be many parts.
         goals: where the pages that are mapped end; see `Runs`.
         job: counts the new pages.
     """
@@ -55,56 +61,118 @@ class _Fork:
     parent: Slot
     low: int
     new_pages: int
+    rows: int
     nbytes: int
     full: int
     pages: int
     slots: list[Slot] = field(default_factory=list)
-    own: list[Held] = field(default_factory=list)
-    whole: list[Held] = field(default_factory=list)
     goals: list[int] = field(default_factory=list)
     job: Growth | None = None
 
-    def gather(self) -> int:
-        """Takes handles to what is mapped in the slots; the operations that `add` needs."""
-        parent, sharing = self.parent, self.group.sharing
-        self.own = sharing.handles(parent, self.low, self.full)
-        # A request that was forked at many lengths has as many parts; one handle covers all.
-        many = len(parent.span.parts) + len(self.own) > _FEW_PARTS
-        self.whole = sharing.handles(parent, parent.head, self.full) if many else []
-        return len(self.own) + len(self.slots) * (max(_FEW_PARTS, len(self.whole)) + 3)
-
-    def add(self, ops: OpBatch, room: int | None, *, ahead: bool) -> None:
-        """Adds to a batch, and writes what it changes into the records.
+    def add(
+        self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool
+    ) -> list[Pages]:
+        """Adds to a batch, and what it changes in the records to the edits; changes nothing.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
         rows after them to new pages.
 
         Args:
             ops: the batch.
+            edits: see `Outcome`.
             room: bytes that are free in the budget, if that is known.
             ahead: map more pages than these rows need, where requests grow by runs.
+
+        Returns:
+            The handles that the records have from then on.
         """
         group, parent, slots = self.group, self.parent, self.slots
-        full, pages, head, low = self.full, self.pages, parent.head, self.low
-        sharing, pager = group.sharing, group.pager
-        sharing.map_pieces(ops, parent, self.own, replace=True)
-        self.goals = [pages] * len(slots)
+        full, pages, head, count = self.full, self.pages, parent.head, len(slots)
+        sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
+        shared, counters = reclaimer.shared, group.counters
+        own: list[Held] = sharing.handles(parent, self.low, full)
+        # A request that was forked at many lengths has as many parts; one handle covers all.
+        many = len(parent.span.parts) + len(own) > _FEW_PARTS
+        all_handles = sharing.handles(parent, head, full) if many else []
+        sharing.map_pieces(ops, parent, own, replace=True)
+        self.goals = goals = [pages] * count
         if ahead and pages > full:
-            self.goals = pager.runs.ahead(len(slots), pages, full, head, room)
+            self.goals = goals = pager.runs.ahead(count, pages, full, head, room)
         self.job = Growth(slots)
-        if self.own:
-            sharing.adopt(parent, self.own, [], group.prefixes.unit_pages[group.place])
-        span = parent.span if self.own or full == low else parent.shared_part(head, full)
-        for slot, goal in zip(slots, self.goals, strict=True):
-            pager.assign(slot, span, pages, goal, head)
-            if self.whole:
-                sharing.map_pieces(ops, slot, self.whole)
+        # Shared pages, those in use and their uses, each per tensor and in the device.
+        here, used, uses, away = shared.pages, shared.used, shared.uses, shared.away_uses
+        span = parent.span if full >= self.low else parent.shared_part(head, full)
+        for block, low, high in span.parts:
+            at, users = slice(low, high), block.users[low:high]
+            edits.append([block.refs, at, list(map(add, block.refs[at], repeat(count)))])
+            edits.append([block.users, at, list(map(add, users, repeat(count)))])
+            if block.away:
+                away += (high - low) * count
+            else:
+                uses += (high - low) * count
+                used += users.count(0)
+        kept: list[Pages] = []
+        if own:
+            parts, whole = list(span.parts), parent.whole
+            for handle, low, high, tier in own:
+                kept.append(handle)
+                block = Block(handle, high - low, [], tier, holders=1 + count)
+                parts.append(Part(block, 0, high - low))
+                edits.append([shared.blocks, block, None])
+                if block.away:
+                    away += (high - low) * (1 + count)
+                else:
+                    here, used = here + high - low, used + high - low
+                    uses += (high - low) * (1 + count)
+                if parent.block:
+                    whole = parent.whole_with(low, high, whole)
+            span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
+            edits += ([parent, "span", span], [parent, "whole", whole])
+            group.table.touched.add(parent)
+        capacity, rows = group.layout.capacity(pages), pager.columns.held
+        owners, places = [], []
+        for slot in slots:
+            owners.append(slot.owner + 1)
+            places.append(slot.places)
+            edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
+            if many:
+                sharing.map_pieces(ops, slot, all_handles)
             else:
                 sharing.map_span(ops, slot, span, head)
-        if group.window is not None:
-            group.window.follow(slots, parent)
         if pages > full:
-            pager.copy_tail(ops, self.job, full, self.goals, parent, self.nbytes)
+            pager.copy_tail(ops, self.job, full, goals, parent, self.nbytes)
+        noted = parent.places.noted
+        if noted:
+            noted = [one for one in parent.places.stretches(head, full) if one[2] != DEVICE]
+        held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
+        group.table.touched.update(slots)
+        edits += (
+            [slots, "active", [True] * count],
+            [slots, "kept", [False] * count],
+            [slots, "owner", owners],
+            [slots, "span", [span] * count],
+            [slots, "mapped", goals[:]],
+            [slots, "granted", [pages] * count],
+            [slots, "dirty", [0] * count],
+            [slots, "head", [head] * count],
+            [places, "noted", [noted] * count],
+            [pager, "granted_pages", pager.granted_pages + pages * count],
+            [reclaimer, "held", held],
+            [reclaimer, "slid", reclaimer.slid + head * count],
+            [reclaimer, "own_away", None],
+            [shared, "pages", here],
+            [shared, "used", used],
+            [shared, "uses", uses],
+            [shared, "away_uses", away],
+            [counters, "grown", counters.grown + new],
+            [counters, "peak_mapped", max(held, counters.peak_mapped)],
+            [group, "used_tokens", group.used_tokens + self.rows * count],
+        )
+        if parent.block:
+            wholes = map(Slot.whole_with, slots, repeat(head), goals, repeat(0))
+            edits.append([slots, "whole", list(wholes)])
+        group.table.changes += count
+        return kept
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
         """Retires the slots whose undo failed; returns what to raise."""
@@ -152,10 +220,13 @@ def fork_all(
             group.mover.finish(parent, work)
         if parent.job is not None or parent.mapped > parent.granted:
             group.pager.release(parent)
-        nbytes, full, pages = _forked(group, parent, rows)
-        new_pages = (pages - full) * count * group.layout.num_tensors
+        layout = group.layout
+        nbytes, pages = layout.bytes_for(rows), layout.pages_for(rows)
+        # A state is written again with every token, and cannot be shared.
+        full = 0 if layout.state else nbytes // layout.page_size
+        new_pages = (pages - full) * count * layout.num_tensors
         low = parent.head + parent.span.pages
-        parts.append(_Fork(group, parent, low, new_pages, nbytes, full, pages))
+        parts.append(_Fork(group, parent, low, new_pages, rows, nbytes, full, pages))
     try:
         for part in parts:
             chosen = None if into is None else _chosen(part.group, count, into)
@@ -168,20 +239,26 @@ def fork_all(
         if groups[0].sharing.is_shortage(error):
             return None
         raise
-    short = len(parts) > 1 or parts[0].new_pages > parts[0].group.reclaimer.free
-    if short and not have_pages([(part.group, part.new_pages) for part in parts]):
+    own = groups[0].reclaimer
+    sure = own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.held
+    if not sure and not have_pages([(part.group, part.new_pages) for part in parts]):
         return None
     for part in () if work.over else parts:
         if part.nbytes > part.low * part.group.layout.page_size:
             work.wait()
-    if not _fork(parts):
+    if not rows:
+        for part in parts:
+            for slot in part.slots:
+                part.group.take(slot)
+    elif not _fork(parts):
         return None
     for part in parts:
-        group, pins = part.group, part.parent.pins
-        for slot in part.slots:
-            if pins and slot.span.pages:
-                slot.pins = group.prefixes.pin_again(pins)
-            group.enter(slot, rows)
+        group, parent, slots = part.group, part.parent, part.slots
+        if group.window is not None:
+            group.window.follow(slots, parent)
+        for slot in slots if parent.pins else ():
+            if slot.span.pages:
+                slot.pins = group.prefixes.pin_again(parent.pins)
         group.note_peaks()
     for group in groups:
         group.prepare()
@@ -189,69 +266,72 @@ def fork_all(
 
 
 def _fork(parts: Sequence[_Fork]) -> bool:
-    """Runs the batch, with less than it would map at best where it must; False: memory is short."""
-    ahead = True
-    while True:
-        try:
-            _run(parts, ahead=ahead)
-            return True
-        except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
-            if ahead:  # perhaps it wanted more than it must have
-                ahead = False
-                continue
-            if parts[0].group.table.lockstep:
-                raise
-            out_of_mappings = isinstance(error, TooManyMappings)
-            made = [_make_room(part, out_of_mappings=out_of_mappings) for part in parts]
-            if not any(made):
-                for part in parts:
-                    part.group.reclaimer.raise_errors()
-                return False
+    """Takes the slots and runs the batch; False: memory is short, and nothing changed.
 
-
-def _make_room(part: _Fork, *, out_of_mappings: bool) -> bool:
-    """Brings pages or mappings back for a group's new pages; whether some came."""
-    pages, group = part.new_pages, part.group
-    if out_of_mappings:
-        return group.pager.fewer_mappings(pages, {})
-    return pages > 0 and group.reclaimer.make_room(pages, {})
-
-
-def _run(parts: Sequence[_Fork], *, ahead: bool) -> None:
-    """Takes the slots and runs the batch; on failure nothing changed.
+    Maps less than would be best where it must.
 
     Raises:
         NotRecoverable: an undo failed; if the parent has lost rows, the text says so.
     """
-    first = parts[0].group
-    ops = first.sharing.batch(sum(map(_Fork.gather, parts)))
-    share = first.reclaimer.share
-    room = None if share is None else share.room()
+    first, journal = parts[0].group, parts[0].group.journal
+    share, most = first.reclaimer.share, 0
+    before = []
     for part in parts:
-        part.group.free_on_abort(part.slots)
-    try:
-        with first.mapper.transaction() as change:
+        pieces = 1 + 2 * len(part.parent.places.noted)
+        most += pieces + len(part.slots) * (max(_FEW_PARTS, pieces) + 3)
+        for slot in part.slots:
+            before.append((part.group, slot, slot.owner))
+
+    def free() -> None:
+        for group, slot, owner in before:
+            if slot.active and slot.owner == owner + 1:
+                group.detach([slot])
+
+    journal.on_abort(free)
+    for ahead in chain((True, False), repeat(False)):
+        room = None if share is None else share.room()
+        edits: list[list[Any]] = []
+        ops, outcome = first.sharing.batch(most), Outcome(edits)
+        kept: list[Pages] = []
+        try:
             for part in parts:
-                part.add(ops, room, ahead=ahead)
+                kept += part.add(ops, edits, room, ahead=ahead)
                 if room is not None and part.job is not None:
                     room -= part.job.new_pages * part.group.layout.page_size
-            if parts[0].pages:
-                change.run(ops, waits=first.counters.waits)
-    except NotRecoverable as error:
-        found = [part.mark_broken(error) for part in parts]
-        raise next((one for one in found if one is not error), error) from error
+            if kept:
+                others = list(filterfalse(kept.__contains__, journal.held))
+                edits.append([journal.held, slice(None), others])
+            journal.entries.append(outcome)
+            first.context.batch(ops, (), outcome, first.counters.waits)
+            break
+        except NotRecoverable as error:
+            found = [part.mark_broken(error) for part in parts]
+            raise next((one for one in found if one is not error), error) from error
+        except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
+            if not ahead and not _make_room(parts, error):  # perhaps it wanted more than it needs
+                return False
+        finally:
+            outcome.edits = None
     for part in parts:
-        if part.job is not None:
-            part.group.pager.note_growth(part.job)
+        if part.job is not None and part.group.pager.runs.limit:
+            part.group.pager.runs.grown(part.job.pieces)
+    return True
 
 
-def _forked(group: Group, parent: Slot, rows: int) -> tuple[int, int, int]:
-    """Of a fork with so many rows, per tensor: bytes, pages that it shares, and all its pages."""
-    layout = group.layout
-    nbytes = layout.bytes_for(rows)
-    # A state is written again with every token, and cannot be shared.
-    full = 0 if layout.state else nbytes // layout.page_size
-    return nbytes, full, layout.pages_for(rows)
+def _make_room(parts: Sequence[_Fork], error: VMemError) -> bool:
+    """Brings pages or mappings back for the new pages of a fork that failed; whether some came."""
+    if parts[0].group.table.lockstep:
+        raise error
+    made = False
+    for part in parts:
+        pages, group = part.new_pages, part.group
+        if isinstance(error, TooManyMappings):
+            made |= group.pager.fewer_mappings(pages, {})
+        else:
+            made |= pages > 0 and group.reclaimer.make_room(pages, {})
+    for part in () if made else parts:
+        part.group.reclaimer.raise_errors()
+    return made
 
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
@@ -262,8 +342,9 @@ def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
         raise invalid(f"count is {count}; it must not be negative")
     found = 0
     for group in groups:
-        _, full, pages = _forked(group, group.slot(reqid), length)
-        found += (pages - full) * count * group.page_bytes
+        layout = group.layout
+        full = 0 if layout.state else layout.bytes_for(length) // layout.page_size
+        found += (layout.pages_for(length) - full) * count * group.page_bytes
     return found
 
 

@@ -49,12 +49,12 @@ __all__ = ["Group", "Loan", "Parts", "lend", "make_parts", "open_context", "pool
 
 _DEFAULT_GRANULE = 64 << 10
 _MAX_READY = 256 << 20
-_NEWCOMERS = 8  # one in so many slots stays free of recorded rows, if any is free
+_NEWCOMERS = 8  # 1 of so many slots stays free of recorded rows, if any is free
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What `make_parts` made.
+    """The result of `make_parts`.
 
     Attributes:
         context: of the pages.
@@ -234,7 +234,7 @@ class Group:
         self.pager.rebuild()
         reclaimer.rebuild(*self.mover.pages())
         self.used_tokens = sum(self.rows)
-        self.reclaim_due = True
+        self.reclaim_due = self.unprepared = True
 
     def undone(self) -> None:
         """See `Recoverable.undone`."""
@@ -335,7 +335,7 @@ class Group:
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None
         self.enter(slot, 0)
-        if (slot.span.pages or slot.head or slot.places.noted) and slot.stale and not slot.lost:
+        if (slot.span.pages or slot.head or slot.places.noted) and not slot.lost:  # it is stale
             self.reclaim_due = True
 
     def enter(self, slot: Slot, length: int) -> None:
@@ -372,7 +372,7 @@ class Group:
 
     @property
     def has_batches(self) -> bool:
-        """Whether a batch over the group's addresses may be in flight."""
+        """True if a batch over the group's addresses may be in flight."""
         return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
@@ -494,11 +494,11 @@ class Group:
             or slot.job is not None
             or slot.lost
             or not span.pages
-            or slot.places.away_end
+            or slot.places.noted
             or (runs.limit and 2 * runs.used > runs.limit)
         ):
             return
-        own = slot.shared_part(first, slot.shared)
+        own = span.slice(first - slot.head, span.pages)
         ops = self.sharing.batch(len(own.parts) + 1)
         self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
@@ -520,11 +520,8 @@ class Group:
 
     def reclaim_idle(self) -> None:
         """Begins to unmap what the policy does not keep: see `KVCacheConfig`."""
-        reclaimer = self.reclaimer
-        if reclaimer.unmaps:
-            reclaimer.poll()
-        config, some = self.config, bool(self.table.index.stale.entries)
-        stale = some and not reclaimer.release_stale()
+        reclaimer, config = self.reclaimer, self.config
+        stale = bool(self.table.index.stale.entries) and not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
             complete = self.reclaimer.release_before(
@@ -533,9 +530,10 @@ class Group:
             self.reclaim_due = bool(age) or not complete or stale
         else:
             self.reclaim_due = stale
-        if some:
-            self.reclaim_due |= not reclaimer.spare_slots(self._newcomers)
-        if reclaimer.share is not None or reclaimer.limit - reclaimer.held < reclaimer.low_pages:
+        if (
+            reclaimer.share is not None
+            or reclaimer.limit - reclaimer.held < reclaimer.watermark * reclaimer.limit
+        ):
             self.keep_watermark()
 
     def prepare(self) -> None:
@@ -544,19 +542,19 @@ class Group:
         What requests wait for is mapped first; ranks, whose answers must not depend on how far
         the background is, do not look.
         """
-        if self.table.index.stale.entries:
-            self.reclaim_due |= not self.reclaimer.spare_slots(self._newcomers)
-        pages = self._eager_pages
+        index, reclaimer, pages = self.table.index, self.reclaimer, self._eager_pages
+        self.unprepared = False
+        stale = len(index.stale.entries)  # all kept ones, and perhaps others
+        if stale and len(index.free.entries) < self._newcomers + stale:
+            self.unprepared = not reclaimer.spare_slots(self._newcomers)
         if not pages:
             return
         self.pager.poll()
         self._prepared = slot = self.table.to_prepare(pages)
-        reclaimer = self.reclaimer
-        self.unprepared = False
         if slot is None or slot.mapped >= pages:
             return
-        self.unprepared = bool(self.pager.growths) and not self.table.lockstep
-        if self.unprepared:
+        if self.pager.growths and not self.table.lockstep:
+            self.unprepared = True
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors
         if reclaimer.outlook - new_pages < reclaimer.low_pages:

@@ -429,7 +429,7 @@ class Pager(Journaled):
 
         Args:
             ops: the batch.
-            job: gets the pieces; this also writes them into the records.
+            job: gets the pieces and their count.
             first: the first page.
             goals: for each slot of the job, where its pages end.
             parent: whose rows.
@@ -441,7 +441,6 @@ class Pager(Journaled):
         job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
         for slot, low, high in job.pieces:
             self._planner.populate(ops, slot, low, high, source)
-        self.reclaimer.held += job.new_pages
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the records; `granted`: as a complete one."""
@@ -655,6 +654,8 @@ class Pager(Journaled):
         while True:
             missing = pages - reclaimer.free
             if missing <= 0:
+                if self.runs.spreads:
+                    self.runs.provide(pages)
                 try:
                     with self.mapper.transaction() as change:
                         job.mapping = change.ticket if background else None
@@ -923,6 +924,8 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False
+        if grown.added and pager.runs.spreads:
+            pager.runs.provide(grown.added * pager.layout.num_tensors)
         each.append((pager, grown))
         columns.append(pager.columns)
         written += grown.ops

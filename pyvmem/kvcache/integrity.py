@@ -313,7 +313,7 @@ def check_places(group: Group, slot: Slot) -> list[str]:
 
 
 def _elsewhere(slot: Slot) -> bool:
-    """Whether a slot's shared pages differ from its notes, page by page."""
+    """True if a slot's shared pages differ from its notes, page by page."""
     head, end = slot.head, slot.shared
     tiers = [tier for low, high, tier in slot.span.stretches(head) for _ in range(low, high)]
     noted = slot.places.stretches(head, end)

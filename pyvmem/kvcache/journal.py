@@ -110,7 +110,7 @@ class Made(Protocol):
 
 
 class Recoverable(Protocol):
-    """What recovers with a journal: the records of one cache."""
+    """The records of one cache, which recover with a journal."""
 
     def rebuild(self) -> None:
         """Counts and indexes again what the slots, nodes and batches say by themselves."""
@@ -119,7 +119,7 @@ class Recoverable(Protocol):
         """Notes that slots were undone, so that no index of them is to be trusted."""
 
     def owns(self, held: Made) -> bool:
-        """Whether the records name what a call has made."""
+        """True if the records name what a call has made."""
 
     def failed(self, error: VMemError) -> None:
         """Notes a failure that the next `step` raises."""
@@ -206,7 +206,7 @@ class Journal:
         call_part(run)
 
     def checkpoint(self) -> None:
-        """What the records say by now stays: something outside them is about to follow from it."""
+        """Makes what the records say final: something outside them is about to follow from it."""
         self.entries.append(_Abort(_nothing, final=True))
 
     def named(self, made: Made) -> None:
@@ -215,7 +215,7 @@ class Journal:
         self.held.remove(made)
 
     def mark(self) -> int:
-        """Where the journal is, for `rollback`."""
+        """The journal's end, for `rollback`."""
         return len(self.entries)
 
     def rollback(self, mark: int) -> None:
@@ -318,7 +318,7 @@ def _put_items(items: MutableSequence[int], places: Sequence[int], values: Seque
 
 
 def _stays(entry: Any) -> bool:
-    """Whether what is before an entry is true, and stays."""
+    """True if what is before an entry is true, and stays."""
     if type(entry) is Outcome:
         return entry.happened
     return type(entry) is _Abort and entry.final

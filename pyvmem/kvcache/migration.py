@@ -52,9 +52,9 @@ class Mover:
     Attributes:
         moves: by slot; begun, and not swapped yet.
         cancelled: moves without a slot; their scratch pages go when the copies are over.
-        joined: by slot number, first pages of the runs that were joined and are as they were then.
-        copied: by slot number, first pages of the blocks that a promotion has copied, and how many
-            blocks the slot had then.
+        joined: by slot number, first pages of the blocks that were joined and are as they were
+            then, and how many blocks the slot had.
+        copied: the same of those that a promotion has copied.
         device: CUDA ordinal; None where pages are the CPU's.
     """
 
@@ -70,7 +70,7 @@ class Mover:
         self._plan = MovePlanner(reclaimer)
         self.moves: dict[Slot, Move] = {}
         self.cancelled: list[Move] = []
-        self.joined: dict[int, set[int]] = {}
+        self.joined: dict[int, dict[int, int]] = {}
         self.copied: dict[int, dict[int, int]] = {}
 
     # ---- the first phase -------------------------------------------------------------------------
@@ -190,9 +190,7 @@ class Mover:
                 slot.places.put(low, high, tier)
                 slot.enlarge(low, high)
             if move.promotes:
-                self._journal.keep_dict(self.copied)
-                blocks = dict.fromkeys((low for low, *_ in move.stretches), self.blocks(slot))
-                self.copied[slot.index] = self.copied.get(slot.index, {}) | blocks
+                self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
             addresses = self._take_addresses(move)
             change.run(ops, after)
         self._scratch.give(addresses)
@@ -205,14 +203,20 @@ class Mover:
         layout, slot = self._layout, move.slot
         ops = OpBatch(len(move.runs))
         with self._mapper.transaction() as change:
-            self._journal.keep_dict(self.joined)
-            index, runs = slot.index, {low for low, _ in move.runs}
-            self.joined[index] = self.joined.get(index, set()) | runs
+            self._promoted(self.joined, slot, [low for low, _ in move.runs])
             for low, high in move.runs:
                 at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
                 ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
                 slot.enlarge(low, high)
             change.run(ops, after)
+
+    def _promoted(
+        self, noted: dict[int, dict[int, int]], slot: Slot, firsts: Sequence[int]
+    ) -> None:
+        """Notes blocks in `joined` or `copied`."""
+        self._journal.keep_dict(noted)
+        blocks = dict.fromkeys(firsts, self.blocks(slot))
+        noted[slot.index] = noted.get(slot.index, {}) | blocks
 
     def blocks(self, slot: Slot) -> int:
         """Whole blocks of the slot's request."""
@@ -221,12 +225,10 @@ class Mover:
     def part(self, slot: Slot, low: int) -> None:
         """Forgets what was promoted from page `low` on, where pages are replaced now or soon."""
         index, unit = slot.index, self._layout.block
-        if joined := self.joined.get(index):
-            self._journal.keep_dict(self.joined)
-            self.joined[index] = {first for first in joined if first + unit <= low}
-        if copied := self.copied.get(index):
-            self._journal.keep_dict(self.copied)
-            self.copied[index] = {at: n for at, n in copied.items() if at + unit <= low}
+        for noted in (self.joined, self.copied):
+            if index in noted:
+                self._journal.keep_dict(noted)
+                noted[index] = {at: n for at, n in noted[index].items() if at + unit <= low}
 
     # ---- cancelling ------------------------------------------------------------------------------
 

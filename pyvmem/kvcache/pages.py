@@ -173,7 +173,7 @@ class Places(Journaled):
 
 
 class Block:
-    """Pages shared in one go.
+    """Pages shared in one go, which `holders` requests hold and use.
 
     Attributes:
         handle: all pages, of every tensor.
@@ -188,14 +188,22 @@ class Block:
 
     __slots__ = ("away", "events", "gone", "handle", "pages", "refs", "tier", "users")
 
-    def __init__(self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE) -> None:
+    def __init__(
+        self,
+        handle: Pages,
+        pages: int,
+        events: list[Any],
+        tier: Tier = DEVICE,
+        *,
+        holders: int = 1,
+    ) -> None:
         self.handle = handle
         self.tier = tier
         self.away = tier != DEVICE
         self.pages = pages
         self.gone = [False] * pages
-        self.refs = [1] * pages
-        self.users = [1] * pages
+        self.refs = [holders] * pages
+        self.users = [holders] * pages
         self.events = events
 
     @property
@@ -242,13 +250,16 @@ class Span:
             at += high - low
         return Span(tuple(parts), self.unit_pages)
 
+    def part(self, page: int) -> tuple[Span, Span]:
+        """The pages before this one, and the rest."""
+        return self.slice(0, page), self.slice(page, self.pages)
+
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
         """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span.
 
         `missing`: so many pages of the first units are not there.
         """
-        middle = max(0, units * self.unit_pages - missing)
-        return self.slice(0, middle), self.slice(middle, self.pages)
+        return self.part(max(0, units * self.unit_pages - missing))
 
     def __add__(self, other: Span) -> Span:
         """This span, then the other."""

@@ -36,7 +36,7 @@ def alloc_prefix(
         if slots is None:
             reqid = alloc(groups, length)
         else:
-            resumed = _begin_with(groups, match, spans, slots, reader, goes_on=kept is not None)
+            resumed = _begin_with(groups, match, spans, slots, reader, kept=kept is not None)
             if resumed is not None:
                 reqid = slots[0].index
                 for group in groups:
@@ -83,7 +83,7 @@ def _begin_with(
     slots: Sequence[Slot],
     reader: Work,
     *,
-    goes_on: bool,
+    kept: bool,
 ) -> bool | None:
     """Lets a request begin with a match, which is leased, in every group or in none.
 
@@ -93,18 +93,18 @@ def _begin_with(
         spans: its pages in each group.
         slots: those that the request gets in each.
         reader: the work that will read the pages.
-        goes_on: the slots have the first of these pages, or all.
+        kept: the slots have the first of these pages, or all.
 
     Returns:
         Whether all of the pages were still mapped there. None where memory is short; nothing
         changed.
     """
-    prefixes, resumed = groups[0].prefixes, goes_on
+    prefixes, resumed = groups[0].prefixes, kept
     loans: list[Loan] = []
     try:
         for group, slot, span in zip(groups, slots, spans, strict=True):
             group.sharing.order_after_writers(span, reader)
-            if goes_on:
+            if kept:
                 resumed = resumed and slot.span.pages == span.pages
                 loans.append(Loan(group, slot, span, slot.head))
                 continue

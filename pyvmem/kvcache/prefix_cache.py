@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
     from pyvmem.kvcache.window import Window
+    from pyvmem.memory.info import ContextInfo
 
 __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "PrefixMatch"]
 
@@ -92,12 +93,12 @@ class _Spans:
         self.pages = units
 
     def missing(self, place: int) -> int:
-        """How many of a group's first pages are not there."""
+        """The number of a group's first pages that are not there."""
         span = self.each[place]
         return self.pages * span.unit_pages - span.pages
 
     def split(self, units: int) -> tuple[_Spans, _Spans]:
-        """As `Span.split`, in every group."""
+        """Splits the span of every group: see `Span.split`."""
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
@@ -129,7 +130,7 @@ class Lease:
 
 @dataclass(eq=False)
 class PrefixMatch(Scoped):
-    """What of a prompt was recorded at the time of `KVCache.match`: a lease of it.
+    """A lease of the part of a prompt that was recorded when `KVCache.match` was called.
 
     Until the match is used by `alloc_prefix`, released or collected, its pages are not evicted. A
     context manager, which releases it.
@@ -177,7 +178,7 @@ class Leases:
         return bool(self._open)
 
     def has(self, lease: Lease) -> bool:
-        """Whether a lease still keeps its node, and was not taken back after an exception."""
+        """True if a lease still keeps its node, and was not taken back after an exception."""
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
@@ -236,7 +237,7 @@ class Leases:
 
 
 def evicted(length: int) -> PrefixEvicted:
-    """What is raised for a match that cannot be used any more."""
+    """The error for a match that cannot be used any more."""
     return PrefixEvicted(
         f"the match of {length} tokens has lost its lease and its prefix was evicted; match again",
         errno=errno.EBADF,
@@ -284,9 +285,10 @@ class PrefixCache:
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
         self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
+        self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
 
     def of(self, place: int) -> GroupPrefixes:
-        """What a group's reclaimer asks."""
+        """The prefixes as a group's reclaimer uses them."""
         return GroupPrefixes(self, place)
 
     def join(self, group: Sharing, window: Window | None) -> None:
@@ -303,34 +305,38 @@ class PrefixCache:
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return 0
-        if self._lacks(slot, ids, units):
-            for group, one in self._each(slot):
+        each, found = self._each(slot), self.tree.match(ids)
+        if self._lacks(slot, found, units):
+            for group, one, _ in each:
                 group.mover.finish(one, work)
-            parts = self._ready(slot, units)
-            if any(pages > one.shared for one, pages in parts):
+            for group, one, _ in each:
+                group.pager.release(one)
+            if any(units * unit > one.shared for _, one, unit in each):
                 work.wait()
-            for group, unit, (one, pages) in zip(self._groups, self.unit_pages, parts, strict=True):
-                group.share(one, pages, unit)
-        return self._insert(slot, ids)
+            for group, one, unit in each:
+                group.share(one, units * unit, unit)
+        node, length = self._insert(each, ids, found)
+        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
+        if length and slot.span.pages and node not in slot.pins:
+            self.tree.pin(node)
+            slot.pins = [*slot.pins, node]
+        return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
     def records(self) -> bool:
-        """Whether rows can be recorded at all: no group has a state."""
+        """True if rows can be recorded at all: no group has a state."""
         return self._restores
 
     def shares(self, slot: Slot, tokens: Any, namespace: Hashable = None) -> bool:
-        """Whether `record` would make pages shared, after the work that writes them."""
+        """True if `record` would make pages shared, after the work that writes them."""
         ids, units = self._check(slot, tokens, namespace)
-        if not self._restores or not self._lacks(slot, ids, units):
+        if not self._restores or not self._lacks(slot, self.tree.match(ids), units):
             return False
-        return any(
-            units * unit > one.shared
-            for (_, one), unit in zip(self._each(slot), self.unit_pages, strict=True)
-        )
+        return any(units * unit > one.shared for _, one, unit in self._each(slot))
 
-    def _lacks(self, slot: Slot, ids: TokenIds, units: int) -> bool:
-        """Whether less than these units is recorded, and the slot has what is missing."""
-        known = self._ends(self.tree.match(ids))
+    def _lacks(self, slot: Slot, found: Match[_Spans], units: int) -> bool:
+        """True if less than these units is recorded, and the slot has what is missing."""
+        known = self._ends(found) if self._sliding else found.length
         return known < units * self.unit and (
             not self._sliding
             or all(
@@ -358,76 +364,85 @@ class PrefixCache:
         ids, units = self._check(slot, tokens, namespace)
         if not self._restores:
             return False
-        if self._lacks(slot, ids, units):
-            parts = self._ready(slot, units)
-            handles = [
-                group.gather(one, pages)
-                for group, (one, pages) in zip(self._groups, parts, strict=True)
-            ]
-            for group, unit, (one, pages), held in zip(
-                self._groups, self.unit_pages, parts, handles, strict=True
+        each, found = self._each(slot), self.tree.match(ids)
+        if self._lacks(slot, found, units):
+            for group, one, _ in each:
+                if one.job is not None or one.stale:
+                    group.pager.release(one)
+            events, handles = [] if event is None else [event], []
+            for group, one, unit in each:
+                shared = one.head + one.span.pages
+                handles.append(group.handles(one, shared, units * unit))
+            for (group, one, unit), held in zip(each, handles, strict=True):
+                if held:
+                    group.adopt(one, held, events, unit)
+        node, length = self._insert(each, ids, found)
+        if self._sliding:
+            length = self._ends(self.tree.match(ids))
+            node = self.tree.match(ids, length).node
+        if not length:
+            return False
+        for place, (_, one, _) in enumerate(each):
+            span = self._span(place, node, length)
+            if span.parts != one.span.parts and (
+                span.slice(0, one.span.pages).parts != one.span.parts
             ):
-                group.donate(one, pages, held, event, unit)
-        length = self._insert(slot, ids)
-        node = self.tree.match(ids, length).node
-        return length > 0 and all(
-            self._span(place, node, length).slice(0, one.span.pages).parts == one.span.parts
-            for place, (_, one) in enumerate(self._each(slot))
-        )
+                return False
+        return True
 
-    def _ready(self, slot: Slot, units: int) -> list[tuple[Slot, int]]:
-        """For each group the slot and the pages per tensor that the units are."""
-        parts = []
-        for (group, one), unit in zip(self._each(slot), self.unit_pages, strict=True):
-            group.pager.release(one)
-            parts.append((one, units * unit))
-        return parts
-
-    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot]]:
-        """The groups, and the request's slot in each."""
-        return [(group, group.table[slot.index]) for group in self._groups]
+    def _each(self, slot: Slot) -> list[tuple[Sharing, Slot, int]]:
+        """For each group, the request's slot and the pages per tensor of a unit."""
+        index, found = slot.index, []
+        for group, unit in zip(self._groups, self.unit_pages, strict=True):
+            found.append((group, group.table.slots[index], unit))
+        return found
 
     def _check(self, slot: Slot, tokens: Any, namespace: Hashable) -> tuple[TokenIds, int]:
         """The ids of the rows that are held, and how many whole units they are."""
-        self.require("record")
+        if self._groups[0].mapper.context.info is not self._supported:
+            self.require("record")
         ids = TokenIds.of(tokens, namespace)
-        held = self._rows.held[slot.index]
-        if len(ids) > held:
-            ids = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace)
-        return ids, len(ids) // self.unit
+        held, count = self._rows.held[slot.index], len(ids.data) // ID_BYTES
+        if count > held:
+            ids, count = TokenIds.from_bytes(ids.data[: held * ID_BYTES], ids.namespace), held
+        return ids, count // self.unit
 
     def require(self, what: str) -> None:
         """Raises NotSupported where a group cannot have prefixes, which `what` is a call of."""
         for group in self._groups:
             group.require(PREFIXES, what)
+        self._supported = self._groups[0].mapper.context.info
 
-    def _insert(self, slot: Slot, ids: TokenIds) -> int:
-        known = self.tree.match(ids)
-        slots = [one for _, one in self._each(slot)]
-        own = min(
-            (one.shared if one.span.pages else 0) // unit
-            for one, unit in zip(slots, self.unit_pages, strict=True)
-        )
-        units = max(known.length // self.unit, own)
-        end = units * self.unit * ID_BYTES
-        ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-        done = self.tree.insert(
-            ids,
-            lambda first, last: _Spans(
-                [self._take(place, one, first, last) for place, one in enumerate(slots)],
-                last - first,
-            ),
-        )
-        node = done.node
-        if self._sliding and done.length:
-            node = self.tree.match(ids, pin=True).node  # split, so that it ends with the ids
+    def _insert(
+        self, each: Sequence[tuple[Sharing, Slot, int]], ids: TokenIds, found: Match[_Spans]
+    ) -> tuple[Node[_Spans], int]:
+        """Records what a request shares of its ids, of which `found` is recorded.
+
+        Returns:
+            The node of the last recorded unit, and the tokens up to there.
+        """
+        count = units = len(ids.data) // ID_BYTES // self.unit
+        for _, one, unit in each:
+            units = min(units, (one.head + one.span.pages) // unit if one.span.pages else 0)
+        node, length = found.node, found.length
+        if units * self.unit > length:
+            if units < count:
+                end = units * self.unit * ID_BYTES
+                ids = TokenIds.from_bytes(ids.data[:end], ids.namespace)
+            done = self.tree.insert(
+                ids,
+                lambda first, last: _Spans(
+                    [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
+                    last - first,
+                ),
+                found,
+            )
+            node, length = done.node, done.length
+        if self._sliding and length:
+            node = self.tree.match(ids, length, pin=True).node  # split, so that it ends there
             self.tree.unpin(node)
-            self._fill(slots, node)
-        # A slot whose pages were recorded by another shares none of them, and keeps nothing.
-        if done.length and slot.span.pages and node not in slot.pins:
-            self.tree.pin(node)
-            slot.pins = [*slot.pins, node]
-        return self._ends(self.tree.match(ids)) if self._sliding else done.length
+            self._fill([one for _, one, _ in each], node)
+        return node, length
 
     def _fill(self, slots: Sequence[Slot], node: Node[_Spans]) -> None:
         """Fills in the windows at the ends of a path's nodes, from pages that a request shares.
@@ -649,7 +664,7 @@ class PrefixCache:
             spans = self._evict(-(-missing // unit), whole=bool(self._sliding))
             if not spans and not self._unpin_all():
                 break
-            back += sum(map(self._let_go, spans))
+            back += sum(map(self._drop_evicted, spans))
         _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
         return back // column
 
@@ -659,7 +674,7 @@ class PrefixCache:
         if leased:
             self.leases.end_all()
         for span in self._evict(self.tree.evictable_pages):
-            self._let_go(span)
+            self._drop_evicted(span)
 
     def _evict(self, units: int, *, whole: bool = False) -> list[_Spans]:
         """Takes spans of so many units out of the tree, and counts them before one is let go."""
@@ -670,7 +685,7 @@ class PrefixCache:
             group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
         return found
 
-    def _let_go(self, spans: _Spans) -> int:
+    def _drop_evicted(self, spans: _Spans) -> int:
         """The bytes of an evicted span that come back."""
         back = 0
         for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
@@ -687,7 +702,7 @@ class PrefixCache:
         return bool(holders)
 
     def _any_idle(self) -> bool:
-        """Whether a page is recorded that no request uses and no match keeps."""
+        """True if a page is recorded that no request uses and no match keeps."""
         kept = self.leases.kept()
         return any(
             self._kept_pages(place, self.tree) > self._kept_pages(place, kept)
@@ -708,7 +723,7 @@ class PrefixCache:
     # ---- reports and recovery --------------------------------------------------------------------
 
     def spans(self, place: int) -> list[Span]:
-        """What the tree holds of a group."""
+        """The spans that the tree holds of a group."""
         return [node.span.each[place] for node in self.tree]
 
     def pages(self, place: int) -> int:
@@ -723,7 +738,7 @@ class PrefixCache:
         self.tree.rebuild([*pins, *self.leases.rebuilt()])
 
     def check(self) -> list[str]:
-        """What contradicts in the tree, its pins and its spans, in words."""
+        """Lists contradictions in the tree, its pins and its spans, in words."""
         found = self.tree.check()
         wanted: dict[Node[_Spans], int] = {}
         for slot in self._table:

@@ -233,12 +233,15 @@ class Node(Generic[S]):
         units: length of the run.
         end: tokens from the first of the prefix to the last of this run.
         pins: `PrefixTree.pin` calls on this node not yet undone by `unpin`.
+        span: the caller's payload. A root has none: InvalidArgument.
     """
 
     __slots__ = (
-        *("_children", "_locks", "_run", "_span", "_stamp"),
-        *("end", "namespace", "parent", "pins", "units"),
+        *("_children", "_locks", "_run", "_stamp"),
+        *("end", "namespace", "parent", "pins", "span", "units"),
     )
+
+    span: S
 
     def __init__(
         self,
@@ -254,17 +257,14 @@ class Node(Generic[S]):
         self.end = end
         self.pins = 0
         self._run = run
-        self._span: S | None = None
         self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
         self._locks = 0  # pins of this node and of all below
         self._stamp = 0  # counts up with every use, children before parents
 
-    @property
-    def span(self) -> S:
-        """The caller's payload. InvalidArgument for a root, which has none."""
-        if self._span is None:
+    def __getattr__(self, name: str) -> Any:
+        if name == "span":
             raise invalid("the root of a prefix tree has no span")
-        return self._span
+        raise AttributeError(name)
 
     @property
     def is_leaf(self) -> bool:
@@ -326,7 +326,7 @@ class Match(Generic[S]):
 
 @dataclass(frozen=True)
 class Inserted(Generic[S]):
-    """What `PrefixTree.insert` did.
+    """The result of `PrefixTree.insert`.
 
     Attributes:
         node: the node that holds the last whole unit; the root if there is none.
@@ -536,13 +536,16 @@ class PrefixTree(Generic[S]):
             self._order.lock(node)
         return Match(at // ID_BYTES, parts, node)
 
-    def insert(self, tokens: Any, make: Callable[[int, int], S]) -> Inserted[S]:
+    def insert(
+        self, tokens: Any, make: Callable[[int, int], S], found: Match[S] | None = None
+    ) -> Inserted[S]:
         """Records a prefix. Counts as a use of it.
 
         Args:
             tokens: all of it, from the first token.
             make: called with the first and the last + 1 unit that are new, once, if any is;
                 returns their span, which the tree owns from then on.
+            found: what `match` found of the same tokens; nothing was recorded or evicted since.
 
         Raises:
             InvalidArgument: bad tokens.
@@ -552,7 +555,10 @@ class PrefixTree(Generic[S]):
         root = self.roots.get(ids.namespace)
         if root is None:
             root = self.root if not end else Node(None, b"", 0, 0, ids.namespace)
-        node, parts, at = walk(root, ids.data, end, self._width)
+        if found is None or not found.length:
+            node, parts, at = walk(root, ids.data, end, self._width)
+        else:
+            node, parts, at = found.node, found.parts, found.length * ID_BYTES
         if at < end:
             if parts and parts[-1][1] < node.units:
                 node = self._split(node, parts[-1][1])
@@ -598,14 +604,15 @@ class PrefixTree(Generic[S]):
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
         self._order.unlock(node)
         self._order.touch(node)
-        self._forget_root(node)
+        if node.parent is None:
+            self._forget_root(node)
 
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
         """Gives a node another span with as many pages; the caller then owns the old one."""
-        self._keep(node, "_span")
-        node._span = span
+        self._keep(node, "span")
+        node.span = span
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until so many pages are out of the tree.
@@ -741,8 +748,8 @@ class PrefixTree(Generic[S]):
         cut = units * self._width
         end = node.end - (node.units - units) * self.unit
         upper: Node[S] = Node(parent, node._run[:cut], units, end)
-        self._keep(node, "_span")
-        upper._span, node._span = upper_span, lower_span
+        self._keep(node, "span")
+        upper.span, node.span = upper_span, lower_span
         upper._locks = node._locks
         self._put(parent, upper)
         self._keep(node, "parent", "units", "_run")
@@ -755,7 +762,7 @@ class PrefixTree(Generic[S]):
     def _link(self, parent: Node[S], run: bytes, end: int, span: S) -> Node[S]:
         """Adds a leaf; `touch` must follow."""
         node: Node[S] = Node(parent, run, len(run) // self._width, end)
-        node._span = span
+        node.span = span
         self._put(parent, node)
         self.nodes += 1
         self.tokens += node.units * self.unit
@@ -785,8 +792,8 @@ class PrefixTree(Generic[S]):
         if not stay:
             return self._unlink(leaf)
         self._note_gone(leaf, stay)
-        self._keep(leaf, "_span", "_run", "units", "end")
-        leaf._span, right = leaf.span.split(stay)
+        self._keep(leaf, "span", "_run", "units", "end")
+        leaf.span, right = leaf.span.split(stay)
         gone = (leaf.units - stay) * self.unit
         leaf._run = leaf._run[: stay * self._width]
         leaf.units = stay
@@ -804,7 +811,10 @@ class PrefixTree(Generic[S]):
 
     def _own(self, node: Node[S]) -> None:
         """Raises InvalidArgument for a node that left the tree or belongs to another one."""
-        if self.roots.get(node.namespace) is not node.top():
+        top: Node[S] = node
+        while top.parent is not None:
+            top = top.parent
+        if self.roots.get(node.namespace) is not top:
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
 
 

@@ -126,6 +126,7 @@ class Reclaimer(Journaled):
         slid: pages per tensor that left the windows of running requests.
         sliding: of these, pages in a `Slide` in flight.
         share: the cache's part of a budget; None: the cache has a limit of its own.
+        block: pages of a 2 MiB block, where memory is placed by blocks (`Runs.provide`); else 0.
     """
 
     def __new__(cls, mapper: Mapper, *args: Any) -> Self:
@@ -157,6 +158,7 @@ class Reclaimer(Journaled):
         self.unmaps: list[Unmap | Slide] = []
         self.errors: list[VMemError] = []
         self.share: Share | None = None
+        self.block = 0
         self._ops = OpBatch(1)
 
     @property
@@ -434,17 +436,29 @@ class Reclaimer(Journaled):
             pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
             if isinstance(error, NotRecoverable):
                 self.mark_broken(pieces)
-            for (slot, low, head), owner in zip(pieces, slide.owners, strict=True):
-                if not slot.broken:  # undone: the pages are where they were
-                    slot.head = low
-                    freed -= head - low
-                    if slot.owner == owner:
-                        self.slid -= head - low
+            self.journal.keep(slide, "span")
+            gone = EMPTY
+            for (slot, low, head), owner, share in zip(
+                pieces, slide.owners, slide.shares, strict=True
+            ):
+                if slot.broken:
+                    gone = gone + share
+                    continue
+                slot.head = low  # undone: the pages are where they were
+                freed -= head - low - share.pages
+                if share.pages:
+                    slot.span = share + slot.span
+                if slot.owner == owner:
+                    self.slid -= head - low
+                    self.shared.use(share)
+            slide.span = gone
         self.journal.keep_list(self.unmaps)
         self.unmaps.remove(slide)
         self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
         self.sliding -= pages
         self.count_freed(freed, {})
+        if slide.span.pages:
+            self.unref(slide.span)
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
@@ -655,13 +669,24 @@ class Reclaimer(Journaled):
         for slot in slots:
             if pending >= pages:
                 break
-            take = min(slot.spare_beyond(keep.get(slot, 0)), -(-(pages - pending) // tensors))
+            spare = slot.spare_beyond(keep.get(slot, 0))
+            take = self._share_of(slot, spare, -(-(pages - pending) // tensors))
             if take <= 0:
                 continue
             if not self.try_unmap(slot, slot.mapped - take, now=now):
                 break
             pending += take * tensors
         return pending
+
+    def _share_of(self, slot: Slot, spare: int, missing: int) -> int:
+        """Pages per tensor that a slot loses, of those it can spare and those that are missing.
+
+        A free one loses what it has of a block as a whole: that is 2 MiB for another request.
+        """
+        take = min(spare, missing)
+        if self.block and not slot.active:
+            take = min(spare, take + (slot.mapped - take) % self.block)
+        return take
 
     @property
     def room(self) -> int:
@@ -710,7 +735,7 @@ class Reclaimer(Journaled):
         if missing <= 0:
             return
         for slot in self.table.victims(active=False):
-            take = min(slot.spare, -(-missing // tensors))
+            take = self._share_of(slot, slot.spare, -(-missing // tensors))
             if take <= 0:
                 continue
             if not self.try_unmap(slot, slot.mapped - take):

@@ -53,21 +53,27 @@ def free(
     groups: Sequence[Group], reqid: int, stream: Any, tokens: Any, namespace: Hashable
 ) -> None:
     """See `KVCache.free_reqid`."""
-    slots = [group.slot(reqid) for group in groups]
+    slots, first = [], []
+    for group in groups:
+        slot = group.slot(reqid)
+        slots.append(slot)
+        first.append(slot.head + slot.span.pages)
     event = record(stream, groups[0].device)
-    first: list[int] = []
-    goes_on = False
+    for group in groups:
+        if group.reclaimer.unmaps:
+            group.reclaimer.poll()
+    keeps = False
     if tokens is not None:
-        first, owner = [slot.shared for slot in slots], slots[0].owner
+        owner = slots[0].owner
 
         def finish() -> None:  # what is recorded may not be written to any more
             if slots[0].active and slots[0].owner == owner:
                 release(groups, slots, event)
 
         groups[0].journal.on_abort(finish)
-        goes_on = groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
+        keeps = groups[0].prefixes.record_last(slots[0], tokens, event, namespace)
     release(groups, slots, event)
-    if goes_on:
+    if keeps:
         for group, slot, pages in zip(groups, slots, first, strict=True):
             group.keep(slot, pages)
     for group in groups:

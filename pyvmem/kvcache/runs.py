@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyvmem.errors import Busy, NotRecoverable, VMemError
+from pyvmem.kvcache import migration
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import wait_for_device
 from pyvmem.kvcache.migration import Mover
@@ -55,6 +56,7 @@ class Runs:
     Attributes:
         limit: the most mappings that the context may have; 0: no limit.
         joins: whether to call `join` with more than `join_at` mappings used.
+        spreads: whether to call `provide` before a growth.
         refused: why the last growth found no mapping; "": nothing to report.
     """
 
@@ -86,6 +88,11 @@ class Runs:
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
         columns.runs.longest = self._chunk if self._fraction else 1
         columns.runs.fraction = self._fraction
+        # A cache that stays small gains nothing from entries of 2 MiB.
+        large = reclaimer.limit * layout.page_size >= migration.REACH
+        reclaimer.block = layout.block if large else 0
+        self.spreads = reclaimer.block > 0
+        self._spare = 0  # free pages of the pool when last looked at, without those grown since
         self._stream: Any = None
         self.refused = ""
 
@@ -127,6 +134,29 @@ class Runs:
         scarce = self.limit and used * SCARCE_AT >= self.limit
         runs.active = self._active
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
+
+    def provide(self, pages: int) -> None:
+        """Lets the pool take memory before a growth of so many pages, all tensors together.
+
+        A pool takes memory when it lacks pages. One that has them, but no empty 2 MiB chunk, would
+        place the growth in the chunks that other requests grow into. So within the cache's limit it
+        gets, beside the growth, as many pages as a chunk for each tensor of each request has.
+        """
+        table, layout, reclaimer = self._table, self._layout, self._reclaimer
+        open_pages = (len(table) - len(table.free)) * layout.num_tensors * layout.block
+        self._spare -= pages
+        if self._spare >= open_pages:
+            return
+        limit = min(reclaimer.limit - reclaimer.held, reclaimer.room // layout.page_size)
+        want = min(pages + open_pages * 5 // 4, limit)  # a quarter more, to look seldom
+        free = self._context.stats().free_bytes // layout.page_size
+        if free < min(pages + open_pages, limit):
+            try:
+                self._context.warm(want * layout.page_size)
+                free = want
+            except VMemError as error:
+                _log.debug("the pool is not given more memory: %s", str(error))
+        self._spare = free - pages
 
     def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
         """Pages per tensor to map for each slot, at least what it needs; None: exactly that."""

@@ -34,7 +34,7 @@ Held: TypeAlias = "tuple[Pages, int, int, Tier]"
 
 
 class Sharing:
-    """Maps pages in several slots, read-only in each: a write to one faults."""
+    """Maps pages in several slots, read-only in each: a write to them faults."""
 
     def __init__(self, pager: Pager, config: KVCacheConfig) -> None:
         self.pager = pager
@@ -81,28 +81,12 @@ class Sharing:
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
-    def gather(self, slot: Slot, pages: int) -> list[Held]:
-        """Handles to a slot's first `pages` pages that are not shared yet, for `donate`."""
-        return self.handles(slot, slot.shared, pages)
-
-    def donate(
-        self, slot: Slot, pages: int, handles: list[Held], event: Any, unit_pages: int
-    ) -> None:
-        """Shares pages of a slot that is about to be freed, so that they need no new mapping.
-
-        Args:
-            slot: taken, without a batch in flight.
-            pages: how many.
-            handles: what `gather` returned for them.
-            event: the GPU work that writes them; whoever maps them waits for it.
-            unit_pages: as for `share`.
-        """
-        if pages <= slot.shared:
-            return
-        self.adopt(slot, handles, [] if event is None else [event], unit_pages)
-
     def adopt(self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int) -> None:
-        """Records that a request's pages, past those it already shares, are now shared."""
+        """Records that a request's pages, past those it already shares, are now shared.
+
+        Where it is about to be freed, they need no new mapping; whoever maps them waits for
+        `events`, the GPU work that writes them.
+        """
         shared = self.reclaimer.shared
         if self.reclaimer.own_away is not None:
             self.reclaimer.own_away = None
@@ -189,7 +173,7 @@ class Sharing:
             raise DriverError(f"slot {slot.index} could not be emptied", errno=errno.EIO)
 
     def is_shortage(self, error: BaseException) -> bool:
-        """Whether a failure of `make_empty` or `attach` counts as a shortage of memory.
+        """True if a failure of `make_empty` or `attach` counts as a shortage of memory.
 
         They need none of the cache's memory, only some for records and page tables. So with several
         ranks only one may be short of it, and there it is an error.
@@ -216,7 +200,7 @@ class Sharing:
             address += (high - low) * size
 
     def begins(self, slot: Slot, span: Span, head: int) -> bool:
-        """Whether a kept slot starts with some or all of a span's pages, with nothing in flight.
+        """True if a kept slot starts with some or all of a span's pages, with nothing in flight.
 
         `head`: the page at which the span must begin.
         """

@@ -42,7 +42,7 @@ from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from pyvmem._native import Columns
@@ -144,12 +144,12 @@ class Slot(Watched):
         return self.head + self.span.pages
 
     def shared_part(self, low: int, high: int) -> Span:
-        """What of the shared pages is in [low, high) of the slot."""
+        """The shared pages in [low, high) of the slot."""
         return self.span.slice(low - self.head, high - self.head)
 
     @property
     def stale(self) -> bool:
-        """Whether an earlier owner's shared or moved pages are there, or its first ones missing."""
+        """True if an earlier owner's shared or moved pages are there, or its first ones missing."""
         granted = self.granted
         return (
             self.span.pages > granted
@@ -183,9 +183,15 @@ class Slot(Watched):
 
     def enlarge(self, low: int, high: int) -> None:
         """Notes that pages [low, high) are mapped; whole blocks may have large entries."""
+        if self.block:
+            self.whole = self.whole_with(low, high, self.whole)
+
+    def whole_with(self, low: int, high: int, whole: int) -> int:
+        """`whole` once pages [low, high) are mapped."""
         block = self.block
         if block and (low + -low % block) + block <= high:
-            self.whole = max(self.whole, high - high % block)
+            return max(whole, high - high % block)
+        return whole
 
     def cut(self, page: int) -> None:
         """Notes that pages from this one on are gone, or are to be."""
@@ -194,7 +200,7 @@ class Slot(Watched):
 
     @property
     def grows_from(self) -> int:
-        """Where its next pages are mapped; 0 if stale: its pages are unmapped first."""
+        """The page at which it grows; 0 if stale: its pages are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
@@ -280,7 +286,7 @@ class SlotTable:
         return index
 
     def check(self) -> list[str]:
-        """Where the index contradicts the slots, in words."""
+        """Lists contradictions between the index and the slots, in words."""
         return self.index.differences(SlotIndex(self.slots, Columns(len(self.slots))))
 
     @property
@@ -312,7 +318,7 @@ class SlotTable:
 
     def mark_broken(self, slot: Slot) -> None:
         """Never hands this slot out again."""
-        warn(_log, "slot", "reqid %d is lost: a failed batch could not be undone there", slot.index)
+        warn(_log, "slot", "reqid %d is retired: a failed batch was not rolled back", slot.index)
         slot.broken = True
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
@@ -331,7 +337,7 @@ class SlotTable:
         """The free slot with the fewest pages that are enough, else the one with the most.
 
         Of equal ones that which has been free for longest. Slots that are losing pages come last:
-        to grow one means to wait for that. None when no slot is free.
+        growing them means waiting for that. None when no slot is free.
         """
         index = self.index
         for fits in (index.ready, index.losing):
@@ -411,6 +417,7 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
+_LAST = itemgetter(-1)
 _Key: TypeAlias = tuple[int, ...]
 
 
@@ -452,8 +459,7 @@ class Ordered:
 
     def __iter__(self) -> Iterator[Slot]:
         """The slots in their present order, whatever is filed meanwhile."""
-        slots = self._slots
-        return (slots[key[-1]] for key in self.entries[:])
+        return map(self._slots.__getitem__, map(_LAST, self.entries[:]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ordered) and self.entries == other.entries
@@ -465,7 +471,7 @@ class Ordered:
 
 
 class _Entry(NamedTuple):
-    """What a slot is filed under: see `SlotIndex`."""
+    """The keys that a slot is filed under: see `SlotIndex`."""
 
     free: _Key | None = None
     ready: _Key | None = None
@@ -490,7 +496,7 @@ class SlotIndex:
     Attributes:
         free: those that a request may get, least recently used first.
         ready: of these, those that can grow at once, by mapped pages, then as `free`.
-        losing: the other free ones, likewise: to grow one means to wait for a batch that unmaps.
+        losing: the other free ones, likewise: growing them means waiting for a batch that unmaps.
         cached: those without an owner that have pages, least recently used first.
         stale: those whose pages must all go, taken or not, by number.
         ahead: active ones that are not plain, without a batch in flight, with pages that their
@@ -580,7 +586,7 @@ class SlotIndex:
             filed[index] = new
 
     def differences(self, other: SlotIndex) -> list[str]:
-        """Where two indexes of the same slots differ, in words."""
+        """Lists the differences of two indexes of the same slots, in words."""
         names = (*_Entry._fields[:-2], "spare", "returning")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         pairs += [
@@ -595,17 +601,20 @@ class SlotIndex:
 
 
 def _entry(slot: Slot) -> _Entry:
-    """What a slot's attributes say."""
+    """The keys that follow from a slot's attributes."""
     index, mapped, order, job = slot.index, slot.mapped, slot.freed_order, slot.job
     taking = job is not None and job.takes_pages
     spare = returning = 0
     if taking and not isinstance(job, Slide):  # whose pages `Reclaimer.sliding` counts
         returning = job.pages
-    simple = not (slot.span.pages or slot.head or slot.places.noted or slot.whole > slot.granted)
+    shared, granted, noted = slot.head + slot.span.pages, slot.granted, slot.places.noted
+    stale = bool(shared or noted) and (not slot.active or slot.stale)
     if (taking or job is None) and not slot.lost:
-        spare = mapped - slot.granted if simple else slot.spare_beyond(0)
+        if noted or (slot.whole > granted and slot.active):
+            spare = slot.spare_beyond(0)
+        else:
+            spare = max(0, mapped - max(shared, granted))
     age = (order, index)
-    stale = not simple and slot.stale
     if slot.active:
         left = mapped > slot.granted and not slot.lost and job is None
         return _Entry(
@@ -663,7 +672,7 @@ class Growth:
 
     @property
     def awaited(self) -> bool:
-        """Whether an owner still waits for it: one that has not been freed since it began."""
+        """True if an owner that has not been freed since it began still waits for it."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
@@ -674,7 +683,7 @@ class Growth:
         return [slot for slot in self.slots if slot not in waiting]
 
     def done(self) -> bool:
-        """Whether both batches are finished, well or not."""
+        """True if both batches are finished, well or not."""
         return (self.mapping is None or self.mapping.done()) and (
             self.filling is None or self.filling.done()
         )
@@ -710,7 +719,7 @@ class Unmap:
         return self.high - self.low - self.span.pages - sum(self.away.values())
 
     def done(self) -> bool:
-        """Whether the batch is finished, well or not."""
+        """True if the batch is finished, well or not."""
         return bool(self.ticket.done())
 
 
@@ -718,28 +727,30 @@ class Unmap:
 class Slide:
     """Pages that left the windows of slots, on their way back to the pool: one batch for all.
 
-    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), all small, in the
-    device and its own. The failure of a `quiet` one is reported by another group's.
+    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), all small and in
+    the device, and of them it shared `shares[i]`, the first ones; `span` names all of these. The
+    failure of a `quiet` one is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
-    span: ClassVar[Span] = EMPTY
     away: ClassVar[dict[Tier, int]] = {}
 
     slots: list[Slot]
     owners: list[int]
     lows: list[int]
     heads: list[int]
+    shares: list[Span]
+    span: Span
     ticket: Any
     quiet: bool
 
     @property
     def pages(self) -> int:
-        """Pages per tensor, of all slots together."""
-        return sum(self.heads) - sum(self.lows)
+        """Pages per tensor that were the slots' alone, of all together."""
+        return sum(self.heads) - sum(self.lows) - self.span.pages
 
     def done(self) -> bool:
-        """Whether the batch is finished, well or not."""
+        """True if the batch is finished, well or not."""
         return bool(self.ticket.done())
 
 
@@ -799,17 +810,17 @@ class Move:
         return found
 
     def begins_before(self, page: int) -> bool:
-        """Whether it changes a page below this one."""
+        """True if it changes a page below this one."""
         starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
         return min(starts, default=page) < page
 
     def ends_after(self, page: int) -> bool:
-        """Whether it changes this page or a later one."""
+        """True if it changes this page or a later one."""
         ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
         return max(ends, default=0) > page
 
     def done(self) -> bool:
-        """Whether the copies are over, well or not."""
+        """True if the copies are over, well or not."""
         return self.ticket is None or self.ticket.done()
 
 
@@ -820,11 +831,11 @@ class QuietTicket:
         self._ticket = ticket
 
     def done(self) -> bool:
-        """Whether the batch is finished, well or not."""
+        """True if the batch is finished, well or not."""
         return self._ticket.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `Ticket.wait`, but raises `Timeout` alone."""
+        """Waits like `Ticket.wait`, but raises `Timeout` alone."""
         try:
             self._ticket.wait(timeout)
         except Timeout:

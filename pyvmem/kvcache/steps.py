@@ -181,7 +181,7 @@ def _grow_by_cutting(
 
 
 def _settle(group: Group, stream: Any) -> None:
-    """Waits for the growths that the step needs; ranks wait for all, as one."""
+    """Waits for the growths that the step needs; ranks wait for all of them."""
     group.pager.settle(stream, lens=None if group.table.lockstep else group.pager.columns.needs)
 
 
@@ -253,7 +253,7 @@ def _bytes_lacking(wants: Sequence[tuple[Group, _Want]]) -> int:
 
 
 def _fit(wants: Sequence[tuple[Group, _Want]]) -> bool:
-    """Whether all pages that are to be mapped are free."""
+    """True if all pages that are to be mapped are free."""
     return _bytes_lacking(wants) <= wants[0][0].reclaimer.room and all(
         _lacking(group, want) <= group.reclaimer.limit - group.reclaimer.held
         for group, want in wants
@@ -282,7 +282,7 @@ def _select_fitting(wants: Sequence[tuple[Group, _Want]]) -> list[tuple[Group, _
 
 
 def _reclaimable(wants: Sequence[tuple[Group, _Want]]) -> bool:
-    """Whether all would fit once everything unowned has been reclaimed."""
+    """True if all would fit once everything unowned has been reclaimed."""
     need, own = _bytes_lacking(wants), 0
     for group, want in wants:
         reclaimer, keep = group.reclaimer, dict(want)

@@ -74,7 +74,7 @@ def _compact(manager: Manager, stream: Any) -> None:
 
 
 def can_compact(manager: Manager) -> bool:
-    """Whether no GPU work can be using live pages, once the work in `last_work` is over.
+    """True if no GPU work can be using live pages, once the work in `last_work` is over.
 
     Compaction replaces pages under their addresses, so no GPU work may touch them, and a cache does
     not see what an engine launches. It only knows which requests that work may use: those that the

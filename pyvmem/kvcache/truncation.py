@@ -7,13 +7,14 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import EMPTY, Span
+from pyvmem.kvcache.pages import EMPTY, Span, Tier
 from pyvmem.kvcache.requests import have_pages
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
@@ -32,8 +33,11 @@ def check_kept(length: int, reqid: int, held: int) -> None:
 
 def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) -> int:
     """See `KVCache.truncate`; of several caches with the same requests, all or none."""
-    slots = [group.slot(reqid) for group in groups]
-    rows, held = operator.index(length), max(group.rows[slots[0].index] for group in groups)
+    slots, rows, held = [], operator.index(length), 0
+    for group in groups:
+        slot = group.slot(reqid)
+        slots.append(slot)
+        held = max(held, group.pager.columns.held[slot.index])
     check_kept(rows, slots[0].index, held)
     for group, slot in zip(groups, slots, strict=True):
         group.check_back(slot, rows)
@@ -41,16 +45,20 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
         _give_back_overread(list(zip(groups, slots, strict=True)), rows, work)
         return 0
     for group, slot in zip(groups, slots, strict=True):
-        page = group.layout.bytes_for(rows) // group.layout.page_size
-        group.mover.shorten(slot, page, work)
+        if group.mover.moves:
+            page = group.layout.bytes_for(rows) // group.layout.page_size
+            group.mover.shorten(slot, page, work)
     each = [Truncation.of(group, slot, rows) for group, slot in zip(groups, slots, strict=True)]
-    if any(one.unmaps for one in each):
-        for one in each:
-            one.group.pager.release(one.slot)
-        each = [Truncation.of(one.group, one.slot, rows) for one in each]
+    unmaps = any(map(attrgetter("unmaps"), each))
+    if unmaps:
+        if busy := [one for one in each if one.slot.job is not None or one.slot.stale]:
+            for one in busy:
+                one.group.pager.release(one.slot)
+            each = [Truncation.of(one.group, one.slot, rows) for one in each]
+            unmaps = any(map(attrgetter("unmaps"), each))
         work.wait()
     ownerless = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
-    if not any(one.unmaps for one in each):
+    if not unmaps:
         _note_all(each, work)
         _unpin(each)
     elif not _unmap_all(each, work):
@@ -101,8 +109,9 @@ def _note_all(each: Sequence[Truncation], work: PriorWork) -> list[Span]:
 def _unpin(each: Sequence[Truncation]) -> None:
     """Keeps no recorded prefix any more that the requests are now shorter than; idempotent."""
     for one in each:
-        if one.slot.owner == one.owner and one.group.rows[one.slot.index] == one.rows:
-            one.group.prefixes.shorten(one.slot, one.rows)
+        slot, held = one.slot, one.group.pager.columns.held
+        if slot.pins and slot.owner == one.owner and held[slot.index] == one.rows:
+            one.group.prefixes.shorten(slot, one.rows)
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
@@ -148,6 +157,8 @@ class Truncation:
         keep: pages that the request keeps.
         shared: of these, shared ones.
         copied: end of the pages, from `shared` on, that copies take the place of.
+        stride: bytes of the copies in each tensor.
+        new_pages: physical pages that the copies take.
         end: pages from here on go where pages are unmapped at once.
         unmaps: they are.
         addresses: where the copies are before they take their place.
@@ -161,6 +172,8 @@ class Truncation:
     keep: int
     shared: int
     copied: int
+    stride: int
+    new_pages: int
     end: int
     unmaps: bool
     addresses: Reservation | None = None
@@ -171,26 +184,20 @@ class Truncation:
         layout, places = group.layout, slot.places
         first, rest = divmod(layout.bytes_for(rows), layout.page_size)
         keep = min(layout.pages_for(rows), slot.granted)
-        shared = min(slot.shared, first)
-        copied = shared
-        if shared < slot.shared:
+        last = slot.head + slot.span.pages
+        copied = shared = min(last, first)
+        if shared < last:
             if rest:
-                copied = min(keep, slot.shared)
+                copied = min(keep, last)
             else:
                 keep = shared  # what a kernel may over-read comes with the next step
-        unmaps = shared < slot.shared or places.away_end > keep
-        end = max(keep, copied)
-        return cls(group, slot, slot.owner, rows, first, keep, shared, copied, end, unmaps)
-
-    @property
-    def stride(self) -> int:
-        """Bytes of the copies in each tensor."""
-        return (self.copied - self.shared) * self.group.layout.page_size
-
-    @property
-    def new_pages(self) -> int:
-        """Physical pages that the copies take."""
-        return (self.copied - self.shared) * self.group.layout.num_tensors
+        unmaps = shared < last or bool(places.noted and places.away_end > keep)
+        pages = copied - shared
+        stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
+        return cls(
+            *(group, slot, slot.owner, rows, first, keep, shared, copied, stride, new_pages),
+            *(max(keep, copied), unmaps),
+        )
 
     def copy(self, ops: OpBatch) -> None:
         """Adds to a batch that what is kept of shared pages is copied to scratch addresses.
@@ -255,16 +262,19 @@ class Truncation:
             )
 
     def note(self) -> Span:
-        """What `unmap` does, in the records; returns the shared pages that go."""
+        """Does in the records what `unmap` does; returns the shared pages that go."""
         group, slot, places = self.group, self.slot, self.slot.places
-        own = max(self.end, slot.shared)
-        away = places.away(own, slot.mapped)
+        own = max(self.end, slot.head + slot.span.pages)
+        away: dict[Tier, int] = {}
+        granted = self.keep
+        if places.noted:
+            away = places.away(own, slot.mapped)
+            places.forget(self.shared, self.copied)
+            places.forget(self.end, slot.mapped)
+            granted = max(granted, places.away_end)
         gone = max(0, slot.mapped - own) - sum(away.values())
-        tail = slot.shared_part(self.shared, slot.shared)
-        places.forget(self.shared, self.copied)
-        places.forget(self.end, slot.mapped)
-        mapped, granted = min(slot.mapped, self.end), max(self.keep, places.away_end)
-        group.pager.replace(slot, slot.shared_part(0, self.shared), mapped, granted)
+        kept, tail = slot.span.part(self.shared - slot.head)
+        group.pager.replace(slot, kept, min(slot.mapped, self.end), granted)
         group.reclaimer.shared.use(tail, end=True)
         group.reclaimer.count_freed(gone, away)
         return tail

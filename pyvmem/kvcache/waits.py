@@ -148,6 +148,9 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
+    ready = table.index.ready.entries
+    if len(groups) == 1 and into is None and len(ready) >= count and not ready[count - 1][0]:
+        return waits  # they have no page
     chosen = table.emptiest(count) if into is None else [table[index] for index in into]
     if len(chosen) == count:
         for group in groups:
@@ -218,15 +221,19 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
     """See `KVCache.truncate`; `work`: the last work on the rows."""
     both = _both(groups, reqid)
     waits: Waits = []
+    blockers = work.pending()
     for group, slot in both:
-        if not 0 <= length < group.rows[slot.index]:
+        if not 0 <= length < group.pager.columns.held[slot.index]:
             return []
+        if slot.job is not None:
+            blockers += _job(slot)
         move = group.mover.moves.get(slot)
-        page = group.layout.bytes_for(length) // group.layout.page_size
-        if move is not None and not move.promotes and move.ends_after(page):
-            waits += _own(group, slot) + work.pending()
-    if any(Truncation.of(group, slot, length).unmaps for group, slot in both):
-        waits += [wait for group, slot in both for wait in _job(slot)] + work.pending()
+        if move is not None and not move.promotes:
+            page = group.layout.bytes_for(length) // group.layout.page_size
+            if move.ends_after(page):
+                waits += _own(group, slot) + work.pending()
+    if blockers and any(Truncation.of(group, slot, length).unmaps for group, slot in both):
+        waits += blockers
     return waits
 
 

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import errno
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import chain, compress, repeat
+from operator import attrgetter, sub
 from typing import Any
 
 from pyvmem.errors import OutOfMemory, TooManyBatches
@@ -29,6 +31,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
+from pyvmem.kvcache.pages import EMPTY, Block, Part, Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
 from pyvmem.memory.ops import OpBatch
@@ -102,7 +105,7 @@ class Window:
     def due(self, lens: Sequence[int], stream: Any) -> list[tuple[Slot, int, int, int]]:
         """Finds what the step to `lens` no longer needs.
 
-        Slots with shared pages, or some outside the device, let theirs go at once.
+        Slots with pages outside the device let theirs go at once.
 
         Returns:
             Slots, their first pages that stay, and what `_next` and `_least` are once those before
@@ -123,7 +126,7 @@ class Window:
             head = (held - held % self._unit - self._kept) * row // size
             if mover.moves and not mover.make_way(slot, head):
                 continue
-            if slot.span.pages or slot.places.noted:
+            if slot.places.noted:
                 self._slide_alone(slot, head, stream)
                 continue
             head, end = self._parted(slot, head) if head < slot.whole else (head, head + 1)
@@ -137,7 +140,7 @@ class Window:
         return found
 
     def _parted(self, slot: Slot, head: int) -> tuple[int, int]:
-        """Where pages up to `head` can be parted from those that work reads, and the next place."""
+        """The last page up to `head` at which no entry is split, and the next such page."""
         if head < slot.whole and head % slot.block:  # in the middle of an entry of 2 MiB
             head -= head % slot.block
             return head, head + slot.block
@@ -179,6 +182,10 @@ class Window:
         """
         reclaimer, owners = self.reclaimer, []
         slots, indexes, lows, heads = [], [], [], []
+        # Of slots that share the same pages these are found once.
+        shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
+        count: Counter[Span] = Counter()
+        keeping, kept = [], []
         for slot, head, later, least in due:
             index = slot.index
             slots.append(slot)
@@ -187,18 +194,54 @@ class Window:
             lows.append(slot.head)
             heads.append(head)
             edits += ([self._next, index, later], [self._least, index, least])
+            if slot.span.pages:
+                key = slot.span.parts, head - slot.head
+                if key not in parted:
+                    parted[key] = slot.span.part(head - slot.head)
+                share, rest = parted[key]
+                count[share] += 1
+                shares.append(share)
+                keeping.append(slot)
+                kept.append(rest)
+            else:
+                shares.append(EMPTY)
+        if keeping:
+            edits.append([keeping, "span", kept])
+            self._end_uses(edits, count)
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
-        job = Slide(slots, owners, lows, heads, ticket, quiet)
-        pages = job.pages
+        parts = chain.from_iterable(map(attrgetter("parts"), shares))
+        span = Span(tuple(parts)) if keeping else EMPTY
+        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet)
+        gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],
             [slots, "job", [job] * len(slots)],
             [reclaimer, "unmaps", [*reclaimer.unmaps, job]],
-            [reclaimer, "slid", reclaimer.slid + pages],
-            [reclaimer, "sliding", reclaimer.sliding + pages],
+            [reclaimer, "slid", reclaimer.slid + gone],
+            [reclaimer, "sliding", reclaimer.sliding + job.pages],
             [reclaimer, "own_away", None],
         )
         reclaimer.table.touched.update(slots)
+
+    def _end_uses(self, edits: list[list[Any]], spans: Counter[Span]) -> None:
+        """Adds that so many requests no longer use these shared pages, which stay held."""
+        shared, users = self.reclaimer.shared, dict[Block, list[int]]()
+        used, uses, away = shared.used, shared.uses, shared.away_uses
+        for span, count in spans.items():
+            for block, low, high in span.parts:
+                of = users.setdefault(block, block.users[:])
+                of[low:high] = map(sub, of[low:high], repeat(count))
+                if block.away:
+                    away -= (high - low) * count
+                else:
+                    uses -= (high - low) * count
+                    used -= of[low:high].count(0)
+        edits += (
+            [list(users), "users", list(users.values())],
+            [shared, "used", used],
+            [shared, "uses", uses],
+            [shared, "away_uses", away],
+        )
 
     def begin(self, slot: Slot, head: int) -> None:
         """Notes that a request begins with the window of a recorded prefix, from page `head` on."""

@@ -6,8 +6,8 @@ The rule, in order:
 1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
    half of an iteration, in which they run in the background.
 2. Of these, the layouts within 1 % of the largest worth: the batch divided by attention's time
-   once the memory is full (`pyvmem.layouts.entries`). Pages below 2 MB are slow on a full card
-   where layers share a tensor; pages of 2 MB are not.
+   once the memory is full (`pyvmem.layouts.entries`): what of a request is no whole block of 2 MB
+   is slow on a full card where layers share a tensor and pages are smaller.
 3. Of these, the one with the fewest map calls, then the smallest group, then the smallest page.
 """
 
@@ -150,7 +150,8 @@ def _worth(one: Cost) -> float:
 
 
 def _trouble(one: Cost) -> tuple[float, int, int]:
-    return one.calls_per_token, one.choice.group_size, one.choice.page_size
+    calls = float(f"{one.calls_per_token:.2g}")  # a closer difference is none
+    return calls, one.choice.group_size, one.choice.page_size
 
 
 def name(choice: Choice) -> str:

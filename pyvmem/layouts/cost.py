@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
 
+from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.layout import Layout
-from pyvmem.layouts.entries import attention_time
+from pyvmem.layouts.entries import LARGE_ENTRY, attention_time
 from pyvmem.layouts.shapes import ModelShape
 from pyvmem.layouts.workload import Request
 from pyvmem.plumbing.validation import invalid
@@ -42,8 +43,9 @@ class Choice:
         group_size: layers that share one K and one V tensor; divides the model's layers, and those
             of each kind.
         page_size: bytes, a power of two.
-        run: pages mapped with one call when a request grows; a power of two. `KVCache` grows by
-            single pages while a request generates: 1.
+        run: pages mapped with one call when a request grows, and wasted until it fills them; a
+            power of two. 1: as `KVCache` grows, by up to `KVCacheConfig.growth_fraction` of what a
+            request has, which others get back when they are short of memory.
     """
 
     group_size: int
@@ -71,10 +73,13 @@ class Held:
     Attributes:
         mapped: physical memory.
         used: rows that hold tokens, of a window those that the next token sees.
+        large: of what is mapped, whole blocks of 2 MB, which entries of that size map. A window
+            has none that last.
     """
 
     mapped: float
     used: float
+    large: float
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,9 @@ class Cost:
             a kernel may read past its length; with a window also of a page, the rows before it and
             a sharing unit.
         tokens_per_growth: tokens that a growth has room for, on average.
-        calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
-            `host`), without those that unmap what left a window. `uvm` maps all that a step needs
-            with one.
+        calls_per_token: map calls for a generated token, of a back end that maps a run with a call
+            (`stock`, `cuda`, `host`), without those that unmap what left a window. `uvm` maps all
+            that a step needs with one.
         sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
             a page end together. 0: none, since no prefix has a state.
         page_table_bytes: of the GPU's last level, for what a request holds on average.
@@ -100,7 +105,8 @@ class Cost:
             page.
         batch: requests at a time in the memory given.
         attention: time of decode attention once that memory is full, over that from cudaMalloc
-            memory with a tensor per layer; see `pyvmem.layouts.entries`.
+            memory with a tensor per layer, whole blocks of 2 MB mapped by large entries; see
+            `pyvmem.layouts.entries`.
     """
 
     choice: Choice
@@ -163,15 +169,20 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
         unit: tokens that prefixes are shared in, at whose ends the window stays.
         requests: the workload.
     """
-    pages = list(accumulate(map(layout.pages_for, range(layout.max_rows + 1))))
+    each = list(map(layout.pages_for, range(layout.max_rows + 1)))
+    pages = list(accumulate(each))
+    block = 0 if layout.config.window else max(1, LARGE_ENTRY // layout.page_size)
+    full_blocks = list(accumulate(_whole(n, block) for n in each))
     gone = list(accumulate(_gone(layout, page_size, unit, n) for n in range(layout.max_rows + 1)))
     window = 1 if layout.state else layout.config.window or layout.max_rows
     seen = list(accumulate(min(n, window) for n in range(layout.max_rows + 1)))
-    grown = left = iterations = tokens = 0
+    grown = large = left = iterations = tokens = 0
     for request in requests:
         begun = layout.pages_for_step(0, request.context)
         full = min(layout.capacity(begun), request.longest)  # the pages of the prompt last so long
         grown += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
+        large += _whole(begun, block) * (full - request.context + 1)
+        large += full_blocks[request.longest] - full_blocks[full]
         left += gone[request.longest] - gone[request.context]
         iterations += request.output
         begun_rows = min(request.context, 1) if layout.state else request.context
@@ -180,7 +191,13 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
     return Held(
         mapped=mapped * layout.num_tensors / iterations,
         used=tokens * layout.num_tensors * layout.row_bytes / iterations,
+        large=large * layout.page_size * layout.num_tensors / iterations,
     )
+
+
+def _whole(pages: int, block: int) -> int:
+    """Those of so many pages that are in whole blocks; 0: there are no blocks."""
+    return pages // block * block if block else 0
 
 
 def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
@@ -190,6 +207,37 @@ def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
         return 0
     end = max(0, tokens - 1) // unit * unit
     return max(0, end - config.window - config.window_tile) * layout.row_bytes // page_size
+
+
+def _longest_run(each: float, choice: Choice) -> int:
+    """Pages that a request grows by at most; `each`: bytes that it has in a tensor.
+
+    As the cache does with memory that is full to `KVCacheConfig.low_watermark`: half of what is
+    free is for surplus pages, and a run is 2 MB at most.
+    """
+    if choice.run > 1:
+        return 1  # the layouts' pages are runs
+    free = each * KVCacheConfig.low_watermark / 2
+    return _floor_power(int(min(free, LARGE_ENTRY)) // choice.page_size)
+
+
+def _calls(layout: Layout, longest_run: int, requests: Sequence[Request]) -> float:
+    """Map calls for a token that requests generate, on average, in the layout's tensors."""
+    fraction = KVCacheConfig.growth_fraction
+    runs = (
+        min(longest_run, _floor_power(int(pages * fraction))) for pages in range(layout.slot_pages)
+    )
+    calls = list(accumulate((1 / run for run in runs), initial=0.0))
+    made = 0.0
+    for request in requests:
+        begun = layout.pages_for_step(0, request.context)
+        made += calls[max(begun, layout.pages_for(request.longest))] - calls[begun]
+    return made * layout.num_tensors / sum(request.output for request in requests)
+
+
+def _floor_power(value: int) -> int:
+    """The greatest power of two up to a number; at least 1."""
+    return 1 << max(1, value).bit_length() - 1
 
 
 def _most_waste(layout: Layout, choice: Choice, unit: int) -> int:
@@ -233,22 +281,31 @@ def cost(
     unit = lcm(*units)
     kept = unit if grows == layouts else 1  # beside a state nothing is recorded
     each = [held_by(layout, choice.page_size, kept, requests) for layout in layouts]
-    held = Held(sum(one.mapped for one in each), sum(one.used for one in each))
+    held = Held(
+        mapped=sum(one.mapped for one in each),
+        used=sum(one.used for one in each),
+        large=sum(one.large for one in each),
+    )
     pages = held.mapped / choice.page_size
     tensors = sum(layout.num_tensors for layout in layouts)
-    calls = sum(layout.num_tensors * layout.row_bytes for layout in grows) / choice.step_bytes
+    steps = sum(layout.num_tensors * layout.row_bytes for layout in grows) / choice.step_bytes
+    longest_run = _longest_run(held.mapped / sum(one.num_tensors for one in grows), choice)
     return Cost(
         choice=choice,
         tensors=tensors,
         held=held,
         waste_bound=sum(_most_waste(layout, choice, kept) for layout in layouts),
-        tokens_per_growth=sum(layout.num_tensors for layout in grows) / calls,
-        calls_per_token=calls,
+        tokens_per_growth=sum(layout.num_tensors for layout in grows) / steps,
+        calls_per_token=sum(_calls(layout, longest_run, requests) for layout in grows),
         sharing_unit=unit if grows == layouts else 0,
         page_table_bytes=pages * page_table_bytes(choice.page_size),
         books_bytes=pages / choice.run * _MAPPING_BYTES,
         batch=memory_bytes / held.mapped,
         attention=attention_time(
-            choice.page_size, choice.group_size, shape.num_layers, memory_bytes
+            choice.page_size,
+            choice.group_size,
+            shape.num_layers,
+            memory_bytes,
+            held.large / held.mapped,
         ),
     )

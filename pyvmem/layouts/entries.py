@@ -4,10 +4,11 @@
 A decode step reads every page of a layer's tensors once a layer. A tensor that g layers share is
 swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 GiB of entries of
 64 KB: a sweep beyond that misses at every page, for less data the more layers share it. Entries of
-2 MB reach the whole card.
+2 MB reach the whole card. The cache maps the whole blocks of 2 MB of a request by such entries,
+whatever the page size.
 
 Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
-compares the two.
+compares the two, and mixed entries with results/logs/h200-cache-entries.log.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ MEASURED_GROUPS = max(_SMALL)
 """Most layers in a tensor that were measured."""
 
 
-def attention_time(page_size: int, group_size: int, num_layers: int, footprint: int) -> float:
+def attention_time(
+    page_size: int, group_size: int, num_layers: int, footprint: int, large: float = 0.0
+) -> float:
     """Decode attention's time over that from cudaMalloc memory with a tensor per layer.
 
     Args:
@@ -45,15 +48,19 @@ def attention_time(page_size: int, group_size: int, num_layers: int, footprint: 
         group_size: layers that share a tensor.
         num_layers: of the model, all that keep something.
         footprint: bytes of keys and values that a step reads: of a full card its whole budget.
+        large: the part of these that large entries map although pages are smaller. Only the rest
+            takes room in the TLBs, and longer.
 
     Returns:
         1.0 is no cost. Linear between the measurements, constant beyond them.
     """
     if page_size >= LARGE_ENTRY:
-        return _between([(log2(group), time) for group, time in _LARGE.items()], log2(group_size))
-    sweep = footprint * group_size / num_layers / 2**30
-    curves = [(log2(group), _between(curve, sweep)) for group, curve in _SMALL.items()]
-    return _between(curves, log2(group_size))
+        large = 1.0
+    sweep = (1 - large) * footprint * group_size / num_layers / 2**30
+    small = [(log2(group), _between(curve, sweep)) for group, curve in _SMALL.items()]
+    whole = [(log2(group), time) for group, time in _LARGE.items()]
+    at = log2(group_size)
+    return large * _between(whole, at) + (1 - large) * _between(small, at)
 
 
 def _between(points: _Curve | list[tuple[float, float]], at: float) -> float:

@@ -113,6 +113,7 @@ _WORDS = (
     "sleeps",
     "asleep",
     "host",
+    "host_cached",
 )
 _AT = {name: 8 * i for i, name in enumerate(_WORDS)}
 _NAME_AT, _NAME_SIZE = 256, 64
@@ -236,7 +237,7 @@ class EngineInfo:
         maps: calls that mapped, since the start; `waits`: steps that waited for one.
         hits, queries: tokens found among prefixes, and looked for.
         sleeps: 1: it can be put to sleep by an order; `asleep`: 1: it was.
-        host: host memory that it has for KV offloading.
+        host: host memory that it has for KV offloading; `host_cached`: the prefixes in it.
         age: seconds since it last wrote these.
     """
 
@@ -261,6 +262,7 @@ class EngineInfo:
     sleeps: int
     asleep: int
     host: int
+    host_cached: int
     age: float
 
     def record(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ GAUGES = {
     "in_use": "The part that requests hold.",
     "cached": "The part that holds prefixes of no request.",
     "host": "Host memory for KV offloading.",
+    "host_cached": "The part that holds prefixes.",
     "limit": "The most that the engine may have.",
     "floor": "What other engines leave to it.",
     "want": "What its requests are short of.",

@@ -8,6 +8,7 @@
     buffers     KV tensors on reservations
     allocator   SGLang's paged allocator, over pages that may have no memory
     pool        which pages have memory, what for, and for how long
+    ranks       what the ranks of tensor parallelism agree on
 
 Pages, their records and quota are `pyvmem.elastic`. Nothing here is imported unless SGLang asks for
 it.

@@ -23,6 +23,7 @@ import torch
 
 from pyvmem.sglang.buffers import memory_of
 from pyvmem.sglang.pool import PagePool, join
+from pyvmem.sglang.ranks import Alone, Ranks, Together
 
 __all__ = ["elastic_allocator"]
 
@@ -70,6 +71,16 @@ class _Transfers:
             one.synchronize()
 
 
+def _ranks() -> tuple[Ranks, bool]:
+    """Returns the ranks of the engine, and true on the first of them."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return Alone(), True
+    return Together(parallel.tp_group.cpu_group), parallel.tp_rank == 0
+
+
 class _Allocator:
     """The methods that override those of SGLang's allocator, the next class in the bases' order."""
 
@@ -83,7 +94,9 @@ class _Allocator:
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
     ) -> None:
         memory, settings, name, unique = memory_of(kvcache)
-        self.pool = PagePool(memory, join(memory, settings, name, unique=unique), settings)
+        ranks, first = _ranks()
+        quota = join(memory, settings, name, unique=unique and first)
+        self.pool = PagePool(memory, quota, settings, ranks)
         self._transfers = _Transfers()
         if torch.device(device).type == "cuda":
             memory.copies = (self._transfers,)
@@ -177,7 +190,7 @@ class _Allocator:
         return int(tree_cache.evictable_size()) // self.page_size
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
-        """SGLang's, where memory lacks, too."""
+        """Evicts as SGLang does, and where memory lacks, too."""
         count = -(-num_tokens // self.page_size)
         if not self.pool.prepare(count):
             evict(tree_cache, (count - self.pool.ready) * self.page_size)
@@ -186,7 +199,7 @@ class _Allocator:
     def check_decode_capacity(
         self, *, num_tokens: int, tree_cache: Any, requests: Any = None, spec_algorithm: Any = None
     ) -> bool:
-        """SGLang's, and whether there is memory for the step; it is mapped if so."""
+        """Checks what SGLang does, and maps the memory for the step; false: it cannot be had."""
         count = -(-num_tokens // self.page_size)
         fits = super().check_decode_capacity(  # type: ignore[misc]
             num_tokens=num_tokens,

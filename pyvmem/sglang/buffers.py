@@ -5,6 +5,7 @@
 
 SGLang makes K and V of a layer as two halves of one tensor, so that a kernel can reach V from K's
 address by whole pages. The distance of two tensors here is a multiple of a page's bytes, too.
+Latent attention (MLA) has one tensor a layer.
 """
 
 from __future__ import annotations
@@ -33,28 +34,39 @@ def memory_of(pool: Any) -> tuple[KVMemory, Settings, str, bool]:
     return _places[pool]
 
 
+def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
+    """The tensors of a layer: their shape, by the pool's name for them; and rows of a page."""
+    if type(pool).__name__ == "MLATokenToKVPool":
+        shape = (pool.size + pool.page_size, 1, pool.kv_cache_dim)
+        return {"kv_buffer": shape}, pool.page_size
+    names = ("k_buffer", "v_buffer")
+    rows_of = 1 if pool.use_hnd else pool.page_size
+    return dict(zip(names, pool._kv_buffer_shapes(), strict=True)), rows_of
+
+
 def place(pool: Any, arguments: Any) -> None:
-    """Makes the KV tensors of an `MHATokenToKVPool`; page 0, for padding, is mapped.
+    """Makes the KV tensors of a pool of SGLang's; page 0, for padding, is mapped.
 
     Args:
-        pool: SGLang's; its `k_buffer` and `v_buffer` are set.
+        pool: an `MHATokenToKVPool` or `MLATokenToKVPool`; its lists of tensors are set.
         arguments: SGLang's.
     """
     settings = Settings.read()
-    shapes = pool._kv_buffer_shapes()
+    tensors, rows_of = _tensors(pool)
+    shapes = tensors.values()
     blocks = -(-(pool.size + pool.page_size) // pool.page_size)
-    rows_of = 1 if pool.use_hnd else pool.page_size
     size = pool.store_dtype.itemsize
     page_bytes = [rows_of * math.prod(shape[1:]) * size for shape in shapes]
     sizes = [blocks * one for _ in range(pool.layer_num) for one in page_bytes]
     memory = _open(settings, str(pool.device), blocks, sizes, math.lcm(*page_bytes))
     memory.grow(runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))]))
-    made: list[list[Any]] = [[], []]
+    made: dict[str, list[Any]] = {name: [] for name in tensors}
     for _ in range(pool.layer_num):
-        for found, shape, one in zip(made, shapes, page_bytes, strict=True):
+        for (name, shape), one in zip(tensors.items(), page_bytes, strict=True):
             flat = memory.tensor(blocks * one)[: math.prod(shape) * size]
-            found.append(flat.view(pool.store_dtype).view(shape))
-    pool.k_buffer, pool.v_buffer = made
+            made[name].append(flat.view(pool.store_dtype).view(shape))
+    for name, found in made.items():
+        setattr(pool, name, found)
     weakref.finalize(pool, memory.close).atexit = False
     model = str(arguments.served_model_name or arguments.model_path)
     name = settings.name or model.rstrip("/").rsplit("/", 1)[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""All that the pool uses of SGLang beside its options: names, how they are used, and why.
+"""Names all that the pool uses of SGLang beside its options, how it uses that, and why.
 
 `pyvmem.elastic.hooks` looks for them in SGLang's source, so that an unknown version can be tried.
 """
@@ -38,8 +38,14 @@ HOOKS = (
     # ---- KV tensors
     Hook(_POOL, "KVCache.__init__", "replaced", "a pool is refused before it has buffers"),
     Hook(_POOL, "MHATokenToKVPool._create_buffers_normal", "replaced", "KV tensors are placed"),
+    Hook(_POOL, "MLATokenToKVPool._create_buffers", "replaced", "the same, of latent attention"),
     *_members(
-        *(_POOL, "MHATokenToKVPool", "called", "which tensors there are to place"),
+        *(_POOL, "MLATokenToKVPool", "read", "which tensors there are to place"),
+        *("size", "page_size", "layer_num", "store_dtype", "device", "kv_cache_dim"),
+        "enable_custom_mem_pool",
+    ),
+    *_members(
+        *(_POOL, "MHATokenToKVPool", "called", "the same"),
         "_kv_buffer_shapes",
     ),
     *_members(
@@ -104,7 +110,22 @@ HOOKS = (
     ),
     # ---- the scheduler
     Hook(_SCHEDULER, "Scheduler.ingest_requests", "replaced", "memory is given back here"),
-    Hook(_SCHEDULER, "Scheduler.run_batch", "replaced", "a step's end, for what is unmapped"),
+    Hook(
+        *(_SCHEDULER, "Scheduler._poll_timeout_aborts", "replaced"),
+        "rank 0 tells the others here what all decide by",
+    ),
+    Hook(_SCHEDULER, "Scheduler.process_input_requests", "replaced", "they hear it here"),
+    Hook("srt.runtime_context", "get_parallel", "called", "the ranks of the engine"),
+    Hook(
+        *(_SCHEDULER, "Scheduler.run_batch", "replaced", "a step's end, for what is unmapped"),
+        takes=("batch",),
+    ),
+    Hook("srt.managers.schedule_batch", "ScheduleBatch.prefill_stats", "read", "hits of prefixes"),
+    *_members(
+        *("srt.managers.scheduler_components.metrics_reporter", "PrefillStats", "read", "the same"),
+        *("log_hit_tokens", "log_input_tokens"),
+        *("reprocessed_log_hit_tokens", "reprocessed_log_input_tokens"),
+    ),
     *_members(
         *(_SCHEDULER, "Scheduler", "read", "what the step runs on"),
         *("token_to_kv_pool_allocator", "tree_cache", "running_batch"),

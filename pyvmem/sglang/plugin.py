@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How SGLang comes to use the pool: its entry point ``sglang.srt.plugins``.
+"""Puts the hooks in place, at SGLang's entry point ``sglang.srt.plugins``.
 
 SGLang calls `register` in every process, and applies the hooks after it. It logs what fails in
 either, and goes on: so the first hook that runs checks that all are in place. `SystemExit`, which
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from pyvmem.elastic.settings import Settings
 from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import VMemError
+from pyvmem.sglang.ranks import News
 from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
 from pyvmem.sglang.versions import VERSIONS
 
@@ -91,7 +92,7 @@ def _check_hooks() -> None:
 
 @_around("server_args.ServerArgs.check_server_args")
 def _configure(original: Any, arguments: Any) -> Any:
-    """In the process that starts an engine: its arguments are complete."""
+    """Refuses arguments, once they are complete, in the process that starts an engine."""
     import sglang
 
     found = original(arguments)
@@ -103,13 +104,14 @@ def _configure(original: Any, arguments: Any) -> Any:
 
 @_around("mem_cache.memory_pool.KVCache.__init__")
 def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before any pool of SGLang's makes a buffer."""
+    """Refuses a pool of SGLang's before it makes a buffer."""
     found = original(pool, *args, **kwargs)
     if (why := against_pool(pool)) is not None:
         _refuse(str(CannotWork(why)))
     return found
 
 
+@_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
     from sglang.srt.runtime_context import get_server_args
@@ -128,7 +130,7 @@ def _make_buffers(original: Any, pool: Any) -> None:
 
 @_around("mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator")
 def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """After the pool, and before a request: it is one of those that are placed."""
+    """Refuses an allocator that is not ours, before any request."""
     from sglang.srt.mem_cache.allocator import paged
 
     pool = kwargs["token_to_kv_pool"]
@@ -144,9 +146,30 @@ def _make_allocator(original: Any, configurator: Any, **kwargs: Any) -> Any:
     return allocator
 
 
+@_around("managers.scheduler.Scheduler._poll_timeout_aborts")
+def _tell(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds our news, on rank 0, to the aborts that SGLang broadcasts with the requests."""
+    found = original(scheduler, *args, **kwargs)
+    pool = scheduler.token_to_kv_pool_allocator.pool
+    if pool.ranks.alone:
+        return found
+    news = pool.news()
+    return found if news is None else [*found, news]
+
+
+@_around("managers.scheduler.Scheduler.process_input_requests")
+def _hear(original: Any, scheduler: Any, requests: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the news out of the requests, on all ranks in the same round."""
+    for one in requests:
+        if isinstance(one, News):
+            scheduler.token_to_kv_pool_allocator.pool.hear(one)
+    rest = [one for one in requests if not isinstance(one, News)]
+    return original(scheduler, rest, *args, **kwargs)
+
+
 @_around("managers.scheduler.Scheduler.ingest_requests")
 def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Once in every round of the scheduler's loop, whether it has work or not."""
+    """Gives memory back, in every round of the scheduler's loop, with work or without."""
     from pyvmem.sglang.allocator import evict
 
     found = original(scheduler, *args, **kwargs)
@@ -173,8 +196,8 @@ def _headroom(device: Any) -> int:
 
 
 @_around("managers.scheduler.Scheduler.run_batch")
-def _run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """A step: what is unmapped from here on waits for the stream that it was launched on."""
+def _run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notes a step: what is unmapped from here on waits for the stream that it runs on."""
     import torch
 
     allocator = scheduler.token_to_kv_pool_allocator
@@ -183,7 +206,12 @@ def _run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         stream = torch.cuda.current_stream()
         if scheduler.enable_overlap:
             stream = scheduler.forward_stream
+    stats = batch.prefill_stats
+    if stats is not None and batch.forward_mode.is_extend():  # it decodes with the same object
+        hits = stats.log_hit_tokens - stats.reprocessed_log_hit_tokens
+        allocator.pool.hits += hits
+        allocator.pool.queries += hits + stats.log_input_tokens - stats.reprocessed_log_input_tokens
     allocator.pool.step_begins(stream)
-    found = original(scheduler, *args, **kwargs)
+    found = original(scheduler, batch, *args, **kwargs)
     allocator.pool.step_ends()
     return found

@@ -13,7 +13,10 @@ and only an idle page is handed out. What SGLang is about to take is made idle b
 One thread calls all of this: SGLang's scheduler, in its loop. `tick` gives back what has not been
 needed for a while, and at once what is above the limit, or what another engine is short of. So that
 a steady load does not map and unmap, as many pages stay idle as the load has taken lately, and
-`VMEM_RESERVE` more.
+`VMEM_RESERVE` more; a thread maps these while steps run.
+
+With tensor parallelism each rank has a pool, and all are equal: every call is made on all ranks,
+and what it does follows from what all have agreed on (`ranks`).
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from pyvmem.elastic.backing import Backing
+from pyvmem.elastic.backing import Backing, Growth
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.idle import IdleBlocks
 from pyvmem.elastic.memory import KVMemory
@@ -35,6 +39,7 @@ from pyvmem.elastic.quota import LedgerQuota, LocalQuota, join_device
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
 from pyvmem.ledger.accounts import Ledger, device_of
+from pyvmem.sglang.ranks import Alone, News, Quota, Ranks
 
 __all__ = ["Arrival", "PagePool", "join"]
 
@@ -56,14 +61,14 @@ class Arrival(Protocol):
     count: int
 
     def arrived(self) -> bool:
-        """Whether `pages` returns at once."""
+        """Tells if `pages` returns at once."""
 
     def pages(self) -> list[int]:
-        """Their numbers; waits for the copy."""
+        """Waits for the copy; returns their numbers."""
 
 
 def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
-    """What an engine may have of its device, and at most what all engines may have together.
+    """Joins the ledger of the device: the engine gets at most what all engines may have together.
 
     Args:
         memory: of the engine.
@@ -102,37 +107,44 @@ def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Qu
     return LedgerQuota([(account, 1)], memory.free)
 
 
-Quota = LocalQuota | LedgerQuota
-
-
 class PagePool:
     """The pages of one engine. A page is a block of `memory`; page 0 is mapped throughout.
 
     Args:
         memory: of the KV tensors; page 0 is mapped.
-        quota: asked before anything is mapped.
+        quota: of this rank; asked before anything is mapped.
         settings: the engine's.
+        ranks: all of the engine's.
 
     Attributes:
         held: pages that were handed out.
         short: a request could not be served for lack of memory, when last looked.
         admits: whether requests may be admitted.
         waits: growths for which a step waited.
+        hits, queries: tokens found among prefixes, and looked for.
     """
 
-    def __init__(self, memory: KVMemory, quota: Quota, settings: Settings) -> None:
-        self.memory, self.quota = memory, quota
+    def __init__(
+        self, memory: KVMemory, quota: Quota, settings: Settings, ranks: Ranks | None = None
+    ) -> None:
+        self.ranks = ranks or Alone()
+        self.ranks.same(memory.geometry, "the KV tensors or VMEM_PAGE_SIZE")
+        self.ranks.same(settings, "the variables VMEM_*")
+        self.memory, self.quota = memory, self.ranks.agree(quota)
         self.geometry = memory.geometry
-        self.backing = Backing(self.geometry, quota)
+        self.backing = Backing(self.geometry, self.quota)
         self.idle = IdleBlocks(self.geometry.group_unit)
-        self.held = self.waits = 0
+        self.held = self.waits = self.hits = self.queries = 0
         self.short, self.admits = False, True
         reserve = _RESERVE if settings.reserve is None else settings.reserve
-        reserve = min(reserve, quota.limit // 8)
+        reserve = min(reserve, self.quota.limit // 8)
         self.reserve = min(reserve // self.geometry.block_bytes, _MOST_RESERVE)
         self._settings = settings
         self._arrivals: deque[Arrival] = deque()
-        self._arriving = 0
+        self._arriving = self._arrived = self._may_arrive = 0
+        self._mapper = ThreadPoolExecutor(1, "vmem-map")
+        self._growth: Growth | None = None  # that the thread maps
+        self._mapping: Future[None] | None = None
         self._step = 0
         self._lacked = self._pressed = self._tidy = False
         self._refused = -math.inf
@@ -145,17 +157,18 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, with or without memory."""
+        """Counts the pages that nobody holds, with or without memory."""
         return self.geometry.num_blocks - 1 - self.held
 
     @property
     def ready(self) -> int:
-        """Those with memory: so many can be taken now."""
+        """Counts the free pages with memory: so many can be taken now."""
         return len(self.idle) + self._arriving
 
     def obtainable(self) -> int:
         """Pages that could be made ready without evicting anything, as far as can be told."""
-        return self.ready + self._pages_in(self.quota.room(), self.backing.bare)
+        coming = 0 if self._growth is None else len(self._growth.blocks)
+        return self.ready + coming + self._pages_in(self.quota.room(), self.backing.bare)
 
     def most(self) -> int:
         """Pages that requests can ever have together, by the limit as it is now."""
@@ -199,15 +212,19 @@ class PagePool:
             count: pages.
             ask: other engines learn of what lacks.
         """
-        self._peak.note(time.monotonic(), self.held + count)
+        now = self.ranks.now()
+        self._peak.note(now, self.held + count)
         if self.ready < count:
+            self._finish_growth()
             self._collect()
         lacks = count - self.ready
-        if lacks > 0 and time.monotonic() >= self._refused + _BACKOFF:
+        if lacks > 0 and now >= self._refused + _BACKOFF:
+            if not self.ranks.alone:
+                self.quota.pressure()  # by which the ranks agree anew
             # Others in this step would wait for a call each.
             ahead = 0 if self._pressed else self.reserve // 2
             if not self._back(lacks + ahead):
-                self._refused = time.monotonic()
+                self._refused = now
         lacks = count - self.ready
         if lacks > 0 and ask:
             self.ask(lacks)
@@ -227,12 +244,14 @@ class PagePool:
 
     def wait_for(self, count: int) -> bool:
         """`prepare`, which waits for other engines to give memory back: else a request is lost."""
-        end = time.monotonic() + _LAST_PATIENCE
-        while not self.prepare(count, ask=True):
-            if not self.short or time.monotonic() > end:
+        for _ in range(int(_LAST_PATIENCE / _BACKOFF)):
+            self._refused = -math.inf
+            if self.prepare(count, ask=True):
+                return True
+            if not self.short:
                 return False
             time.sleep(_BACKOFF)
-        return True
+        return False
 
     def take(self, count: int) -> list[int] | None:
         """Hands out pages, those that share memory with others in use first; None: it cannot."""
@@ -244,13 +263,13 @@ class PagePool:
         return self.idle.take(count)
 
     def give(self, pages: Iterable[int]) -> None:
-        """Pages that are free from now on."""
+        """Takes pages back; they are free from now on."""
         pages = list(pages)
         self.held -= len(pages)
         self._add(pages)
 
     def give_later(self, arrival: Arrival) -> None:
-        """The same, where the host does not know their numbers yet."""
+        """Takes pages back whose numbers the host does not know yet."""
         self.held -= arrival.count
         self._arriving += arrival.count
         self._arrivals.append(arrival)
@@ -262,10 +281,16 @@ class PagePool:
         self.idle.add(pages)
 
     def _arrive(self, wait: bool = False) -> None:
-        while self._arrivals and (wait or self._arrivals[0].arrived()):
+        while self._arrivals and (wait or self._has_arrived()):
             arrival = self._arrivals.popleft()
             self._arriving -= arrival.count
+            self._arrived += 1
             self._add(arrival.pages())
+
+    def _has_arrived(self) -> bool:
+        if self.ranks.alone:
+            return self._arrivals[0].arrived()
+        return self._arrived < self._may_arrive
 
     def _back(self, count: int) -> bool:
         """Backs up to so many pages; false: fewer."""
@@ -274,26 +299,54 @@ class PagePool:
             return False
         growth.run(self)
         self.waits += bool(growth.runs)
+        return self._finish(growth) >= count
+
+    def _finish(self, growth: Growth) -> int:
+        """Ends a growth, on all ranks or on none; returns how many pages are ready by it."""
+        if growth.runs and not self.ranks.alone:
+            (every,) = self.ranks.least(growth.failure is None)
+            if growth.failure is None and not every:
+                self.memory.drop(growth.runs)
+                growth.failure = "another rank failed"
         pages = self.backing.finish(growth)
         self.idle.add(pages)
         if growth.failure is not None:
             log.warning("vmem: %d bytes cannot be mapped: %s", growth.nbytes, growth.failure)
-        return len(pages) >= count
+        return len(pages)
 
     def grow(self, runs: list[Run]) -> str | None:
-        """Maps; for `Growth.run`."""
+        """Maps on this rank; for `Growth.run`."""
         try:
             self.memory.grow(runs)
         except VMemError as error:
             return str(error)
         return None
 
+    def _begin_growth(self, count: int) -> None:
+        """Has a thread map up to so many pages, ahead of need."""
+        if self._growth is not None or count <= 0 or self.ranks.now() < self._refused + _REPORT:
+            return
+        growth = self.backing.begin(count)
+        if growth is None:
+            self._refused = self.ranks.now()
+        elif not growth.runs:
+            self._finish(growth)
+        else:
+            self._growth, self._mapping = growth, self._mapper.submit(growth.run, self)
+
+    def _finish_growth(self) -> None:
+        """Waits for the thread, if it maps."""
+        if self._growth is not None and self._mapping is not None:
+            growth, self._growth = self._growth, None
+            self._mapping.result()
+            self._finish(growth)
+
     # ---- steps -----------------------------------------------------------------------------------
 
     def step_begins(self, stream: object) -> None:
         """A step is launched from here on, on a stream; None on the CPU."""
         self._step += 1
-        self._busy_until = time.monotonic() + self._settings.idle
+        self._busy_until = self.ranks.now() + self._settings.idle
         self.memory.step_begins(stream)
 
     def step_ends(self) -> None:
@@ -302,8 +355,26 @@ class PagePool:
 
     # ---- giving back -----------------------------------------------------------------------------
 
+    def news(self) -> News | None:
+        """Makes rank 0's news; None: it is not yet time for a look."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        arrived = next(
+            (i for i, one in enumerate(self._arrivals) if not one.arrived()), len(self._arrivals)
+        )
+        mapped = self._mapping is not None and self._mapping.done()
+        return News(now, self._arrived + arrived, mapped)
+
+    def hear(self, news: News) -> None:
+        """Takes rank 0's news: the next `tick` looks."""
+        self.ranks.hear(news)
+        self._may_arrive = news.arrived
+        if news.mapped:
+            self._finish_growth()
+
     def tick(self, count_cached: Callable[[], int], evict: Callable[[int], None]) -> bool:
-        """A look at what can be given back; cheap where it is not yet time for one.
+        """Looks at what can be given back; returns at once where it is not yet time to.
 
         Args:
             count_cached: pages that only prefixes hold.
@@ -312,10 +383,12 @@ class PagePool:
         Returns:
             True: what was refused may be tried again.
         """
-        now = time.monotonic()
+        now = self.ranks.now()
         if now < self._next:
             return False
         self._next = now + _TICK
+        if self.ranks.alone and self._mapping is not None and self._mapping.done():
+            self._finish_growth()
         self._collect()
         cached = count_cached()
         used = self.held - cached
@@ -331,13 +404,17 @@ class PagePool:
         surplus = len(self.idle) - max(0, keep)
         if surplus > (0 if at_rest else self.reserve // 2):
             self._retire(self.backing.emptied_first(self.idle, surplus))
+        elif self.ready < self.reserve // 4 and not (
+            at_rest or self._pressed or self.quota.asleep
+        ):  # not for each page that is taken
+            self._begin_growth(self.reserve // 2 - self.ready)
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
             self._tidy = self.memory.compact(_PIECE, self._step) > 0
         return due and self.short
 
     def _look(self, used: int, cached: int, evict: Callable[[int], None]) -> None:
-        """What others need, and what the ledger is told."""
+        """Reads what other engines need, acts on it, and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
             self.short = False
@@ -359,6 +436,8 @@ class PagePool:
             cached=cached * size,
             maps=self.backing.counters.growths,
             waits=self.waits,
+            hits=self.hits,
+            queries=self.queries,
             handles=self.memory.context.stats().mappings,
             sleeps=1,
         )
@@ -394,7 +473,7 @@ class PagePool:
         self._arrive()
         if not self.backing.unconfirmed:
             return
-        for number, failure in self.memory.finished().items():
+        for number, failure in self.ranks.finished(self.memory.finished()).items():
             self.backing.confirm(number, failure or None)
             if failure:
                 log.warning("vmem: pages cannot be unmapped, tried again: %s", failure)
@@ -407,6 +486,7 @@ class PagePool:
         Raises:
             TimeoutError: it is not, after so many seconds.
         """
+        self._finish_growth()
         self._arrive(wait=True)
         self.held = 0
         every = range(1, self.geometry.num_blocks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What of SGLang does not work with the pool, with the reason."""
+"""Names what of SGLang does not work with the pool, with the reason."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 __all__ = ["CannotWork", "against", "against_allocator", "against_pool"]
 
 _PREFIX = "VMEM_SGLANG=1 does not work with "
-_ALONE = (
-    "each rank has a scheduler of its own, and all must decide alike; here what a scheduler "
-    "decides follows from what its device has free"
-)
+_APART = "the schedulers of its ranks are in different rounds, and all have to decide alike"
 _COPIES = "registers or copies whole KV tensors, of which most has no memory"
 
 _POOLS = {
-    "MLA": "latent attention: one tensor a layer, which a method of its own makes",
     "DSA": "latent attention with an index: buffers of its own",
     "SWA": "sliding windows: two pools and an allocator that couples them",
     "Hybrid": "a hybrid model: attention's pool inside another, beside states",
@@ -40,20 +36,24 @@ class CannotWork(ValueError):
 
 
 def against(arguments: Any) -> Iterator[str]:
-    """What in SGLang's arguments excludes the pool, each with the option's name."""
+    """Names what in SGLang's arguments excludes the pool, each with the option's name."""
 
     def option(name: str) -> Any:
         return getattr(arguments, name, None)
 
-    for name in ("tp_size", "pp_size"):
+    for name, why in (
+        ("pp_size", _APART),
+        ("attn_cp_size", _POOLS["PageInterleave"]),
+        ("dcp_size", _POOLS["PageInterleave"]),
+    ):
         if (option(name) or 1) > 1:
-            yield f"{name}={option(name)} ({_ALONE})"
+            yield f"{name}={option(name)} ({why})"
     if option("disaggregation_mode") not in (None, "null"):
         yield f"disaggregation_mode={option('disaggregation_mode')} ({_COPIES})"
     if option("speculative_algorithm"):
         yield (
             f"speculative_algorithm={option('speculative_algorithm')} (a draft model's KV tensors "
-            "have the same page numbers and another allocator's memory)"
+            "have the page numbers of the target's: a page would need memory in both at once)"
         )
     if option("enable_hierarchical_cache") and option("hicache_io_backend") == "direct":
         yield (
@@ -63,6 +63,7 @@ def against(arguments: Any) -> Iterator[str]:
     for name, why in (
         ("enable_lmcache", _COPIES),
         ("enable_flexkv", _COPIES),
+        ("enable_dp_attention", "ranks of one group have different requests"),
         ("enable_hisparse", "an allocator of its own"),
         ("enable_kv_cache_sharding", _POOLS["PageInterleave"]),
         ("enable_unified_memory", _POOLS["Unified"]),
@@ -75,7 +76,7 @@ def against(arguments: Any) -> Iterator[str]:
 def against_pool(pool: Any) -> str | None:
     """Why a KV pool of SGLang's cannot be placed; None: it can."""
     name = type(pool).__name__
-    if name != "MHATokenToKVPool":
+    if name not in ("MHATokenToKVPool", "MLATokenToKVPool"):
         known = (why for part, why in _POOLS.items() if part in name)
         return f"the KV pool {name} ({next(known, 'buffers of its own')})"
     if getattr(pool, "post_capture_active", False):

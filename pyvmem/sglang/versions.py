@@ -8,7 +8,10 @@ from pyvmem.sglang.hooks import HOOKS
 
 __all__ = ["KNOWN", "VERSIONS"]
 
-KNOWN = {"0.5.23": "its CPU engine, by make test-long: tokens equal to stock's; no GPU"}
+KNOWN = {
+    "0.5.22": "its CPU engine, by the tests that make test-long runs with 0.5.23; no GPU",
+    "0.5.23": "its CPU engine, by make test-long: tokens equal to stock's; no GPU",
+}
 """Versions, ascending, and where each was run."""
 
 VERSIONS = Versions("sglang", KNOWN, HOOKS)

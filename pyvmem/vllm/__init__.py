@@ -12,7 +12,7 @@
     mover       prefixes that go to other pages, so that theirs can be given back
     sleep       weights that sleep, by vLLM's interface for sleep back ends
     offload     KV offloading: which connectors work, and our spec in the place of vLLM's
-                (offload_spec, offload_copies, offload_kernel; what is held for it: offload_holds)
+                (offload_spec; what is held for it: offload_holds)
     metrics     the ledger's numbers on vLLM's /metrics
     reach       how the scheduler finds its ranks, on this machine and on others
     channel     calls from the scheduler to ranks in other processes

@@ -521,6 +521,7 @@ class ElasticEngine:
         self.quota.report(
             in_use=self.used_blocks() * size,
             cached=self._cached_bytes(),
+            host_cached=self.holds.host_cached,
             maps=self.backing.counters.growths,
             waits=self.waits,
             hits=self.hits,

@@ -91,7 +91,7 @@ def begin(memory: KVMemory, device: Any) -> None:
     """Has this rank's transfers, if there are any, start, and its memory wait for them."""
     transferrer = _transferrer()
     if transferrer is not None:
-        from pyvmem.vllm.offload_copies import copies_for
+        from pyvmem.memory.host_copies import copies_for
 
         make = copies_for(memory.context, device)
         memory.copies = [make(True), make(False)]

@@ -61,12 +61,14 @@ class Holds:
     """The holds of one engine. Its lock is held wherever this is called.
 
     Args:
-        connector: vLLM's OffloadingConnector; None: nothing is ever held.
+        connector: vLLM's, or None. Blocks are held for OffloadingConnector alone: others tell vLLM
+            of each request when its blocks may be freed.
         ranks: how many report each transfer.
     """
 
     def __init__(self, connector: Any, ranks: int) -> None:
-        self.on = connector is not None
+        offloading: Any = getattr(connector, "connector_scheduler", None)
+        self.on = offloading is not None
         self.counters = Transfers()
         self.dropped: list[int] = []  # for the next step to tell the workers
         self._ranks = ranks
@@ -78,9 +80,10 @@ class Holds:
         self._keys: dict[int, tuple[Any, frozenset[Any]]] = {}  # by the id of where they go
         self._failed: dict[frozenset[Any], bool] = {}  # of stores that were dropped
         self._told = 0  # dropped blocks that the statistics have
+        self._chunks = 0  # in host memory
         self.scheduling = False
         if self.on:
-            self._manager = connector.connector_scheduler.manager
+            self._manager = offloading.manager
             self._prepare_store = self._manager.prepare_store
             self._complete_store = self._manager.complete_store
             self._get_stats = self._manager.get_stats
@@ -93,6 +96,7 @@ class Holds:
     def _note_keys(self, keys: Any, req_context: Any) -> Any:
         output = self._prepare_store(keys, req_context)
         if output is not None and output.keys_to_store:
+            self._chunks -= len(output.evicted_keys)
             spec = output.store_spec
             self._keys[id(spec)] = spec, frozenset(output.keys_to_store)
         return output
@@ -100,7 +104,10 @@ class Holds:
     def _note_failure(self, keys: Any, req_context: Any, success: bool = True) -> None:
         # Until here the keys were pending: no other store has had the same.
         failed = self._failed.pop(frozenset(keys), False) if self._failed else False
-        self._complete_store(keys, req_context, success=success and not failed)
+        success = success and not failed
+        if success:
+            self._chunks += len(keys)
+        self._complete_store(keys, req_context, success=success)
 
     def _add_stats(self) -> Any:
         from pyvmem.vllm.offload_spec import DROPPED, HELD
@@ -113,6 +120,11 @@ class Holds:
         return stats
 
     # ---- questions -------------------------------------------------------------------------------
+
+    @property
+    def host_cached(self) -> int:
+        """Bytes of prefixes in host memory, of each rank."""
+        return self._chunks * self._manager.chunk_bytes if self.on else 0
 
     def __contains__(self, block: int) -> bool:
         return block in self._held or block in self._fresh
@@ -205,6 +217,7 @@ class Holds:
     def forget(self) -> None:
         """VLLM has forgotten all stores; the ranks end those that are under way."""
         self._failed.clear()
+        self._chunks = 0
 
     def take_dropped(self) -> list[int]:
         """The stores that the workers must not begin, once."""

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from pyvmem.vllm.offload_copies import Copies, Copy, HostMemory, Pieces
+from pyvmem.memory.host_copies import Copies, Copy, HostMemory, Pieces
 
 __all__ = ["DROPPED", "HELD", "Transferrer", "VMemOffloadingSpec"]
 
@@ -54,6 +54,12 @@ class VMemOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
                 f"kv_offloading_size, {asked} bytes, is below one block of all ranks, "
                 f"{self.kv_bytes_per_chunk} bytes"
             )
+
+    def get_manager(self) -> Any:
+        """VLLM's, which also knows the bytes of a chunk on each rank."""
+        manager = super().get_manager()
+        manager.chunk_bytes = self.cpu_page_size_per_worker
+        return manager
 
     def _uses_shared_region(self) -> bool:
         """False: a file in /dev/shm would outlive a killed engine."""

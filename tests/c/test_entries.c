@@ -635,6 +635,39 @@ static void dirty_chunks(void) {
   OK(vmem_close(vm));
 }
 
+/* Where no chunk is empty, all that begins goes into one chunk. What has pages there leaves a chunk that is empty again
+ * to what may get an entry of it. */
+static void strays_share_a_chunk(void) {
+  struct vmem_open_opts o = {.size = sizeof(o),
+                             .granule = PAGE,
+                             .flags = VMEM_OPEN_LARGE_ENTRIES,
+                             .slab_size = 4 * BLOCK,
+                             .mem_limit = 4 * BLOCK,
+                             .pool_high = VMEM_KEEP_ALL};
+  ONLY_HOST();
+  OK(open_it(&o));
+  OK(vMemReserve(vm, 16 * BLOCK, NULL, &va));
+  for (uint64_t k = 0; k < 4; k++) OK(populate_at(2 * k * BLOCK, PAGE, VMEM_OP_SPREAD));
+  for (uint64_t i = 0; i < 12; i++)
+    for (uint64_t k = 4; k < 6; k++) OK(populate_at(2 * k * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
+  OK(unmap_at(2 * BLOCK, PAGE, 0));
+  OK(populate_at(8 * BLOCK + 12 * PAGE, PAGE, VMEM_OP_SPREAD));
+  for (uint64_t i = 0; i < PAGES; i++) OK(populate_at(14 * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
+  for (uint64_t k = 2; k < 4; k++)
+    for (uint64_t i = 1; i < PAGES; i++) OK(populate_at(2 * k * BLOCK + i * PAGE, PAGE, VMEM_OP_SPREAD));
+  OK(vmem_join(vm, va + 4 * BLOCK, BLOCK, NULL));
+  OK(vmem_join(vm, va + 6 * BLOCK, BLOCK, NULL));
+  OK(vmem_join(vm, va + 14 * BLOCK, BLOCK, NULL));
+  EQ(stats_of(vm).large_entries, 3);
+  OK(vmem_check(vm));
+  for (uint64_t k = 4; k < 6; k++) OK(unmap_at(2 * k * BLOCK, BLOCK, VMEM_OP_HOLES));
+  OK(unmap_at(0, PAGE, 0)); /* the chunk is empty again */
+  OK(populate_at(0, BLOCK, VMEM_OP_SPREAD));
+  EQ(entry_at(0), BLOCK);
+  OK(vmem_check(vm));
+  OK(vmem_close(vm));
+}
+
 /* A slab that ends inside 2 MiB has small entries; so has host memory. */
 static void odd_slabs(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = BLOCK, .location = VMEM_HOST};
@@ -1213,6 +1246,7 @@ static const struct test tests[] = {TEST(whole_blocks_get_them),
                                     TEST(in_the_way),
                                     TEST(fragmented),
                                     TEST(dirty_chunks),
+                                    TEST(strays_share_a_chunk),
                                     TEST(odd_slabs),
                                     TEST(large_pages),
                                     TEST(compaction),

@@ -19,7 +19,7 @@ from gpu_helpers import contexts, needs_gpu
 from pyvmem import Context
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory
-from pyvmem.vllm.offload_copies import HostMemory, Pieces, StreamCopies
+from pyvmem.memory.host_copies import HostMemory, Pieces, StreamCopies
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -48,6 +48,8 @@ def both(memory: KVMemory) -> tuple[Any, StreamCopies, StreamCopies]:
     page = memory.geometry.page_size
     kv = memory.tensor(BLOCKS * page).view(torch.int64).view(BLOCKS, page // 8)
     out, into = (StreamCopies(memory.context, way, kv.device) for way in (True, False))
+    out.load()
+    into.load()
     memory.copies = [out, into]
     return kv, out, into
 

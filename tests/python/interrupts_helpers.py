@@ -431,6 +431,13 @@ class Engine:
         self.held[cache, reqid] = list(of)
         assert holds(cache, reqid, of), "rows of the new one"
 
+    def fork(self, cache: Cache, parent: int) -> int:
+        """A new request with the rows of another."""
+        child: int | None = cache.fork(parent)
+        self.take(cache, child, self.held[cache, parent])
+        assert child is not None
+        return child
+
     def free(self, cache: Cache, reqid: int, **options: Any) -> None:
         """Gives a request up, or finds that an interrupted call has done so."""
         try:

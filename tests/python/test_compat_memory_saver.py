@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -184,10 +186,37 @@ def test_what_needs_preloading_is_refused_by_name() -> None:
         saver.hook_mode = "preload"
     with pytest.raises(NotSupported, match="memory_margin_bytes=5"):
         saver.memory_margin_bytes = 5
-    with pytest.raises(NotSupported, match=r"cuda_graph\(\)"):
-        saver.cuda_graph(None, tag="a")
-    with pytest.raises(NotSupported, match=r"configure_subprocess\(\)"):
-        configure_subprocess()
+
+
+def test_a_subprocess_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "")
+    before = dict(os.environ)
+    with configure_subprocess():
+        assert dict(os.environ) == before
+
+
+def test_a_graph_is_captured_and_not_paused(
+    saver: TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch captures, on a GPU; here its arguments are looked at."""
+    asked: list[object] = []
+
+    @contextmanager
+    def graph(*args: object, **named: object) -> Iterator[None]:
+        asked.append((args, named))
+        yield
+        asked.append("captured")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with (
+        pytest.warns(UserWarning, match=r"pause\('graphs'\) leaves the memory of this CUDA graph"),
+        saver.cuda_graph("one", pool=(1, 2), stream="two", tag="graphs", enable_cpu_backup=True),
+    ):
+        assert len(asked) == 1
+    named = {"pool": (1, 2), "stream": "two", "capture_error_mode": "global"}
+    assert asked == [(("one",), named), "captured"]
+    saver.pause("graphs")
+    saver.resume("graphs")
 
 
 def test_torch_on_host_is_refused(host: pyvmem.Context) -> None:

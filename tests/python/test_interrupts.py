@@ -155,10 +155,7 @@ def free_below_the_watermark(engine: Engine) -> Steps:
 def free_shared(engine: Engine) -> Steps:
     cache = engine.cache()
     parent = engine.start(cache, 2 * ROWS + 3)
-    child = cache.fork(parent)
-    engine.take(cache, child, engine.held[cache, parent])
-    assert child is not None
-    return _freeing(engine, cache, child)
+    return _freeing(engine, cache, engine.fork(cache, parent))
 
 
 def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = None) -> Steps:
@@ -252,28 +249,30 @@ def step_evicts(engine: Engine) -> Steps:
     return _growing(engine, cache, {reqid: 3 * ROWS})
 
 
-def _short(engine: Engine, name: str) -> Steps:
-    cache, reqid = _reclaiming(engine)
-    want, call = lens(cache, {reqid: 6 * ROWS}), getattr(cache, name)
+def _short(
+    engine: Engine, cache: Any, reqid: int, rows: int, fitting: int, name: str = "step"
+) -> Steps:
+    """A request for which memory is short; fewer rows fit."""
+    want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
-    def short() -> None:
-        assert call(want) == -1
+    def call() -> None:
+        assert step(want) == -1
 
     def again() -> None:
-        short()
-        engine.grow(cache, reqid, 4 * ROWS)
+        call()
+        engine.grow(cache, reqid, fitting)
 
-    return short, again
+    return call, again
 
 
 @scenario
 def step_short(engine: Engine) -> Steps:
-    return _short(engine, "step")
+    return _short(engine, *_reclaiming(engine), 6 * ROWS, 4 * ROWS)
 
 
 @scenario
 def step_async_short(engine: Engine) -> Steps:
-    return _short(engine, "step_async")
+    return _short(engine, *_reclaiming(engine), 6 * ROWS, 4 * ROWS, "step_async")
 
 
 def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
@@ -467,8 +466,7 @@ def truncate_nothing_kept(engine: Engine) -> Steps:
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
     """A request whose first pages are a fork's and recorded, too."""
     cache, reqid = _forkable(engine, 3 * ROWS + 3)
-    child = cache.fork(reqid)
-    engine.take(cache, child, engine.held[cache, reqid])
+    engine.fork(cache, reqid)
     cache.record(reqid, list(range(3 * ROWS)))
     return cache, reqid
 
@@ -524,10 +522,14 @@ def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count:
     return call, again
 
 
-def _forkable(engine: Engine, rows: int) -> tuple[KVCache, int]:
-    cache = engine.cache(max_batch=6)
+def _needs_sharing(engine: Engine) -> None:
     if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
         raise NotHere("requests cannot share pages")
+
+
+def _forkable(engine: Engine, rows: int) -> tuple[KVCache, int]:
+    cache = engine.cache(max_batch=6)
+    _needs_sharing(engine)
     engine.start(cache, 3)
     return cache, engine.start(cache, rows)
 
@@ -547,9 +549,7 @@ def fork_whole_pages(engine: Engine) -> Steps:
 @scenario
 def fork_of_a_fork(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, 2 * ROWS + 3)
-    child = cache.fork(parent)
-    engine.take(cache, child, engine.held[cache, parent])
-    assert child is not None
+    child = engine.fork(cache, parent)
     engine.grow(cache, child, 3 * ROWS + 1)
     return _forking(engine, cache, child, 2 * ROWS + 5)
 
@@ -586,8 +586,7 @@ def fork_into(engine: Engine) -> Steps:
 
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
     """A request whose first pages have left its window."""
-    if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
-        raise NotHere("requests cannot share pages")
+    _needs_sharing(engine)
     policy = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS, "max_batch": 6, **changes}
     cache = engine.cache(**policy)
     engine.start(cache, 3)
@@ -613,9 +612,7 @@ def fork_a_window(engine: Engine) -> Steps:
 def step_slides_a_forked_window(engine: Engine) -> Steps:
     """The pages that leave one window are in another."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
-    child = cache.fork(parent)
-    assert child is not None
-    engine.take(cache, child, engine.held[cache, parent])
+    child = engine.fork(cache, parent)
     engine.grow(cache, child, 7 * ROWS)
     return _growing(engine, cache, {child: 8 * ROWS})
 
@@ -623,20 +620,14 @@ def step_slides_a_forked_window(engine: Engine) -> Steps:
 @scenario
 def free_a_forked_window(engine: Engine) -> Steps:
     cache, parent = _windowed(engine, 5 * ROWS + 3)
-    child = cache.fork(parent)
-    assert child is not None
-    engine.take(cache, child, engine.held[cache, parent])
-    return _freeing(engine, cache, child)
+    return _freeing(engine, cache, engine.fork(cache, parent))
 
 
 @scenario
 def truncate_a_forked_window(engine: Engine) -> Steps:
     """Within a page that another window holds, too."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
-    child = cache.fork(parent)
-    assert child is not None
-    engine.take(cache, child, engine.held[cache, parent])
-    return _truncating(engine, cache, child, 4 * ROWS + 3)
+    return _truncating(engine, cache, engine.fork(cache, parent), 4 * ROWS + 3)
 
 
 def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
@@ -1025,8 +1016,7 @@ def swap_out_with_a_window(engine: Engine) -> Steps:
 @scenario
 def swap_out_shared(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, 2 * ROWS + 3)
-    child = cache.fork(parent)
-    engine.take(cache, child, engine.held[cache, parent])
+    engine.fork(cache, parent)
     return _swapping_out(engine, cache, parent)
 
 
@@ -1279,7 +1269,7 @@ def _whole(engine: Engine, cache: KVCache, rows: int = PART) -> int:
     return reqid
 
 
-def _by_pages(engine: Engine, cache: KVCache, *, scattered: bool) -> int:
+def _by_pages(engine: Engine, cache: Any, *, scattered: bool) -> int:
     """A request with a full block that grew page by page; `scattered`: and is no run."""
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
@@ -1290,7 +1280,9 @@ def _by_pages(engine: Engine, cache: KVCache, *, scattered: bool) -> int:
     return reqid
 
 
-def _promoting_step(engine: Engine, cache: KVCache, reqid: int, rows: int) -> Steps:
+def _promoting_step(
+    engine: Engine, cache: Any, reqid: int, rows: int, large_pages: int = UNIT_PAGES
+) -> Steps:
     """A step in a cache beyond the reach of a TLB, after which all full blocks are joined."""
     call, more = _growing(engine, cache, {reqid: rows})
 
@@ -1302,7 +1294,7 @@ def _promoting_step(engine: Engine, cache: KVCache, reqid: int, rows: int) -> St
     def again() -> None:
         more()
         cache.promote(reqid, wait=True)
-        assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
+        assert cache.snapshot()[reqid].large_pages == large_pages
 
     return large, again
 
@@ -1383,10 +1375,7 @@ def fork_cuts_an_entry(engine: Engine) -> Steps:
 def truncate_in_a_shared_block(engine: Engine) -> Steps:
     cache = _in_blocks(engine)
     reqid = _whole(engine, cache)
-    child = cache.fork(reqid)
-    assert child is not None
-    engine.take(cache, child, engine.held[cache, reqid])
-    return _truncating(engine, cache, child, ROWS + 3)
+    return _truncating(engine, cache, engine.fork(cache, reqid), ROWS + 3)
 
 
 def _moving_a_part(engine: Engine, *, wait: bool) -> Steps:
@@ -1459,8 +1448,7 @@ def step_async_leaves_a_loose_entry_to_the_step(engine: Engine) -> Steps:
 
 
 def _common(engine: Engine, **changes: Any) -> KVCache:
-    if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
-        raise NotHere("requests cannot share pages")
+    _needs_sharing(engine)
     return engine.cache(**changes)
 
 
@@ -1533,8 +1521,8 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
     """Its state, whose context and cache the engine examines and closes."""
     backend, page = engine.context.info.backend, engine.page
     shape = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": "float32"}
-    if common and Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
-        raise NotHere("requests cannot share pages")
+    if common:
+        _needs_sharing(engine)
     engine.context.close()
     close_retired()  # those of earlier runs
     manager = Manager(
@@ -1864,16 +1852,7 @@ def budget_short(engine: Engine) -> Steps:
     one, other = _two(engine, 4)
     reqid = engine.start(one, 3)
     engine.start(other, 2 * ROWS)
-    want = lens(one, {reqid: 3 * ROWS})
-
-    def call() -> None:
-        assert one.step(want) == -1
-
-    def again() -> None:
-        call()
-        engine.grow(one, reqid, 2 * ROWS)
-
-    return call, again
+    return _short(engine, one, reqid, 3 * ROWS, 2 * ROWS)
 
 
 # ---- layers that differ --------------------------------------------------------------------------
@@ -1926,16 +1905,7 @@ def layered_step_short(engine: Engine) -> Steps:
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
     engine.start(cache, UNIT)
-    want = lens(cache, {reqid: 4 * UNIT})
-
-    def call() -> None:
-        assert cache.step(want) == -1
-
-    def again() -> None:
-        call()
-        engine.grow(cache, reqid, UNIT)
-
-    return call, again
+    return _short(engine, cache, reqid, 4 * UNIT, UNIT)
 
 
 @scenario
@@ -1964,6 +1934,47 @@ def layered_alloc_eager(engine: Engine) -> Steps:
     cache = _layered(engine, eager_pages=2)
     engine.start(cache, 3)
     return _allocating(engine, cache)
+
+
+def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> LayeredCache:
+    """Of `PART` rows one class has a block of 2 MiB in each tensor, the other one two."""
+    if Caps.LARGE_ENTRIES not in engine.context.info.caps:
+        raise NotHere("no large entries of small pages")
+    heads = engine.page // (ROWS * 64 * 4)
+    shapes = [LayerShape(heads, 64), LayerShape(2 * heads, 64)]
+    return _layered(engine, pages, shapes, max_batch=3, max_seq_len=2 * PART, **changes)
+
+
+@entries
+def layered_step_begins_to_join_blocks(engine: Engine) -> Steps:
+    cache = _layers_in_blocks(engine, window_tile=0)
+    reqid = _by_pages(engine, cache, scattered=False)
+    return _promoting_step(engine, cache, reqid, PART + 2, 3 * UNIT_PAGES)
+
+
+@entries
+def layered_step_joins_blocks(engine: Engine) -> Steps:
+    cache = _layers_in_blocks(engine)
+    reqid = _by_pages(engine, cache, scattered=False)
+    assert cache.promote(reqid) == 3
+    return _promoting_step(engine, cache, reqid, PART + 2, 3 * UNIT_PAGES)
+
+
+@entries
+def layered_step_cuts_free_entries(engine: Engine) -> Steps:
+    """A request that can only grow with the ends of a free slot's blocks, in both classes."""
+    cache = _layers_in_blocks(engine, pages=50)
+    reqid = engine.start(cache, ROWS)
+    other = engine.start(cache, PART)
+    assert cache.snapshot()[other].large_pages == 3 * UNIT_PAGES
+    engine.free(cache, other)
+    call, more = _growing(engine, cache, {reqid: 5 * ROWS})
+
+    def again() -> None:
+        more()
+        assert engine.context.stats().splits > 0
+
+    return call, again
 
 
 @scenario
@@ -2105,8 +2116,7 @@ def _closing(engine: Engine, cache: Any) -> Steps:
 def close(engine: Engine) -> Steps:
     """With a request, pages of a free slot, shared pages and a recorded prefix."""
     cache, parent = _forkable(engine, 2 * ROWS + 3)
-    child = cache.fork(parent)
-    engine.take(cache, child, engine.held[cache, parent])
+    engine.fork(cache, parent)
     engine.free(cache, engine.start(cache, ROWS))
     cache.record(parent, list(range(ROWS)))
     return _closing(engine, cache)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 from kvcache_helpers import ROWS, eventually, firing_later, pending, small_cache, small_config
@@ -192,10 +192,10 @@ def test_blocks_are_joined_as_they_fill(backend: str) -> None:
         assert whole(cache, reqid, 2 * PART + 3)
 
 
-@pytest.mark.usefixtures("everywhere")
-def test_blocks_are_not_copied_again_and_again() -> None:
-    """Memory taken page by page is in pieces: not every copy lies in 2 MiB of its own."""
-    page, slots, tensors = 64 << 10, 5, 8
+@contextmanager
+def cold_pool(slots: int) -> Iterator[KVCache]:
+    """A cache of 4 blocks a slot and tensor, over a pool that has no memory yet."""
+    page, tensors = 64 << 10, 8
     pages = 4 * (2 << 20) // page
     limit = slots * pages * tensors * page * 7 // 8
     changes = {"max_batch": slots, "max_seq_len": ROWS * pages, "memory_limit": limit}
@@ -205,6 +205,37 @@ def test_blocks_are_not_copied_again_and_again() -> None:
     ):
         for _ in range(slots):
             cache.alloc_reqid()
+        yield cache
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_growth_in_a_cold_pool_lies_in_blocks() -> None:
+    """The pool takes memory before a request grows into the chunks of others, within the limit."""
+    slots, pages = 5, 3 * 32 + 1
+    with cold_pool(slots) as cache:
+        for rows in range(ROWS, ROWS * pages + 1, ROWS):
+            assert cache.step([rows] * slots) == 0
+            assert cache.context.stats().slab_bytes <= cache.config.memory_limit + (64 << 20)
+        assert cache.step([ROWS * pages] * slots) == 0
+        now = cache.stats()
+        assert now.moved_pages == 0
+        assert now.large_entries == 3 * slots * cache.layout.num_tensors
+        cache.check_integrity()
+
+
+def test_the_pool_of_a_small_cache_takes_what_is_lacking() -> None:
+    slots = 5
+    with cold_pool(slots) as cache:
+        assert cache.step([ROWS] * slots) == 0
+        assert cache.context.stats().slab_bytes == 64 << 20
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_blocks_are_not_copied_again_and_again() -> None:
+    """Memory taken page by page is in pieces: not every copy lies in 2 MiB of its own."""
+    slots, pages, page = 5, 128, 64 << 10
+    with cold_pool(slots) as cache:
+        cache._groups[0].pager.runs.spreads = False  # as where the pool gets no more memory
         for rows in range(ROWS, ROWS * pages * 3 // 4 + 1, ROWS):
             assert cache.step([rows] * slots) == 0
             for move in cache._groups[0].mover.moves.values():

@@ -71,6 +71,39 @@ def test_a_swapped_request_comes_back_whole(context: Context, rows: int) -> None
         assert rows_are_zero(cache, back, rows, rows + 2), "nothing of the earlier owner"
 
 
+@pytest.mark.parametrize("rows", [1, 2 * ROWS + 3])
+def test_the_kernel_is_told_where_each_tensor_s_rows_are(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """With threads that copy the same pieces in its place, here."""
+    pytest.importorskip("numpy")
+    from pyvmem.memory import host_copies
+
+    ways = []
+
+    def by_thread(context: Context, to_host: bool, pieces: host_copies.Pieces) -> bool:
+        copies = host_copies.ThreadCopies(context, to_host)
+        copy = copies.start(pieces)
+        copies.close()
+        assert copy.ready()
+        assert copy.error is None
+        ways.append((to_host, copy.nbytes, len(pieces.sizes)))
+        return True
+
+    with open_context("host") as context, small_cache(context, max_batch=2) as cache:
+        assert not host_copies.copy_now(context, True, host_copies.Pieces([], [], []))
+        monkeypatch.setattr(host_copies, "copy_now", by_thread)
+        started(cache, ROWS, 5.0)
+        reqid = started(cache, rows, 3.0)
+        swapped = cache.swap_out(reqid)
+        assert started(cache, rows, 7.0) == reqid, "others' rows lie there now"
+        cache.free_reqid(reqid)
+        assert cache.swap_in(swapped) == reqid
+        assert rows_are(cache, reqid, 0, rows, 3.0)
+        assert rows_are(cache, 1 - reqid, 0, ROWS, 5.0)
+        assert ways == [(way, swapped.nbytes, TENSORS) for way in (True, False)]
+
+
 def test_a_swapped_fork_frees_its_pages_and_comes_back_alone(context: Context) -> None:
     with small_cache(context) as cache:
         parent = started(cache, 2 * ROWS)

@@ -137,15 +137,19 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         parent, tags = started(cache, 2 * UNIT + 1)
         cache.record(parent, range(2 * UNIT))
         before, pages = state(cache), cache.stats().active_pages
-        pager, real = cache._groups[place].pager, Pager.assign
+        pager = cache._groups[place].pager
 
-        def broken(self: Pager, *args: Any) -> None:
-            if self is pager:
-                raise error("the driver has no more of it")
-            real(self, *args)
+        def broken(real: Any) -> Any:
+            def call(self: Pager, *args: Any) -> None:
+                if self is pager:
+                    raise error("the driver has no more of it")
+                real(self, *args)
+
+            return call
 
         with monkeypatch.context() as patch:
-            patch.setattr(Pager, "assign", broken)
+            for name in ("assign", "copy_tail"):  # of prefixes, and of forks
+                patch.setattr(Pager, name, broken(getattr(Pager, name)))
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None

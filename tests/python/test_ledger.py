@@ -833,12 +833,14 @@ def test_top_sums_and_sorts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert total.split() == ["total", "6.0G", "3.0G", "0", "0"]
     assert vmem(folder, "top", "--json") == 0
     sums = json.loads(capsys.readouterr().out)["host"]["total"]
-    assert sums == {"mapped": 6 * GIB, "in_use": 3 * GIB, "cached": 0, "host": 0, "short": 0}
+    wanted = {"mapped": 6 * GIB, "in_use": 3 * GIB, "cached": 0}
+    assert sums == {**wanted, "host": 0, "host_cached": 0, "short": 0}
     accounts.append(join(folder, "phi", host=5 * GIB))
+    accounts[-1].report(host_cached=2 * GIB)
     assert vmem(folder, "top", "--once") == 0
     table = capsys.readouterr().out.splitlines()[1:]
-    assert table[0].split()[5:7] == ["cached", "host"], "once an engine has some"
-    assert table[-1].split()[4] == "5.0G"
+    assert table[0].split()[5:9] == ["cached", "host", "host", "cached"], "once an engine has some"
+    assert table[-1].split()[4:6] == ["5.0G", "2.0G"]
     for account in accounts:
         account.close()
 
@@ -869,7 +871,8 @@ def test_top_live(
 
 def reading(**more: float) -> top_table.Reading:
     """A reading of one engine on a GPU."""
-    sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "host": 0, "short": 0}
+    sizes = {"mapped": 66 * GIB, "in_use": 52 * GIB, "cached": 13 * GIB, "short": 0}
+    sizes |= {"host": 0, "host_cached": 0}
     one = {"engine": "llama-3", "pid": 12345, "limit": 100 * GIB, "floor": 10 * GIB, "hits": 0.75}
     engines = [{**one, **sizes, "maps_s": 12.5, "waits_s": 0.0, **more}]
     uuid = "GPU-5c1f7f34-6a2b-4e8e-9d3c-1a2b3c4d5e6f"

@@ -41,7 +41,7 @@ def test_plug_ins_that_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
         pyvmem_sglang.check_plugins()
 
 
-@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1"])
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.23", "0.5.23.post1"])
 def test_a_known_version(version: str) -> None:
     VERSIONS.check(version)
 
@@ -49,8 +49,8 @@ def test_a_known_version(version: str) -> None:
 def test_another_version_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UnknownVersion, match=r"sglang 0\.5\.22 is too old \(known: 0\.5"):
-        VERSIONS.check("0.5.22")
+    with pytest.raises(UnknownVersion, match=r"sglang 0\.5\.21 is too old \(known: 0\.5"):
+        VERSIONS.check("0.5.21")
     monkeypatch.setattr(VERSIONS, "lacks", ("Scheduler.run_batch (sglang.srt)",))
     with pytest.raises(UnknownVersion, match=r"lacks Scheduler\.run_batch"):
         VERSIONS.check("0.6.0")
@@ -69,9 +69,14 @@ def test_another_version_is_looked_at(
         ({"tp_size": 1, "pp_size": 1, "disaggregation_mode": "null"}, []),
         ({"enable_hierarchical_cache": True, "hicache_io_backend": "kernel"}, []),
         ({"hicache_io_backend": "direct"}, []),
+        ({"tp_size": 8}, []),
         (
             {"tp_size": 2, "pp_size": 4, "disaggregation_mode": "decode"},
-            ["tp_size=2", "pp_size=4", "disaggregation_mode=decode"],
+            ["pp_size=4", "disaggregation_mode=decode"],
+        ),
+        (
+            {"attn_cp_size": 2, "dcp_size": 2, "enable_dp_attention": True},
+            ["attn_cp_size=2", "dcp_size=2", "enable_dp_attention"],
         ),
         (
             {"enable_hierarchical_cache": True, "hicache_io_backend": "direct"},
@@ -98,7 +103,9 @@ def test_options_that_exclude_it(given: dict[str, object], named: list[str]) -> 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("MLATokenToKVPool", "latent attention"),
+        ("MLATokenToKVPoolFP4", "a quantized cache"),
+        ("DSATokenToKVPool", "latent attention with an index"),
+        ("PageInterleaveMLATokenToKVPool", "a cache sharded over ranks"),
         ("MHATokenToKVPoolFP4", "a quantized cache"),
         ("MHATokenToKVPoolMXFP8", "a quantized cache: scales beside"),
         ("SWAKVPool", "sliding windows"),
@@ -124,10 +131,11 @@ def test_pools_that_are_refused(name: str, why: str) -> None:
         ({"kv_cache_layout": "vectorized_5d"}, "the KV layout vectorized_5d"),
     ],
 )
-def test_states_of_the_pool_that_works(given: dict[str, object], text: str | None) -> None:
-    found = against_pool(type("MHATokenToKVPool", (), {"page_size": 16, **given})())
-    assert (found is None) == (text is None)
-    assert found is None or found.startswith(text or "")
+def test_states_of_the_pools_that_work(given: dict[str, object], text: str | None) -> None:
+    for name in ("MHATokenToKVPool", "MLATokenToKVPool"):
+        found = against_pool(type(name, (), {"page_size": 16, **given})())
+        assert (found is None) == (text is None)
+        assert found is None or found.startswith(text or "")
 
 
 def test_an_allocator_that_is_not_ours() -> None:

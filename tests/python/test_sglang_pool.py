@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pyvmem.elastic.geometry import runs_of
+from pyvmem.elastic.geometry import Run, runs_of
 from pyvmem.elastic.memory import KVMemory, open_context
+from pyvmem.elastic.quota import LocalQuota
 from pyvmem.elastic.settings import Settings
+from pyvmem.errors import OutOfMemory
 from pyvmem.ledger.accounts import Ledger
 from pyvmem.sglang.pool import PagePool, join
+from pyvmem.sglang.ranks import News, Together
 
 GRANULE = 4096
 BLOCKS = 65
@@ -213,3 +220,172 @@ def test_the_records_after_random_calls(memory: KVMemory) -> None:
         if chance.random() < 0.1:
             assert pool.check(held) == []
     assert pool.check(held) == []
+
+
+class Side(Together):
+    """A rank whose group is threads."""
+
+    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(None)
+        self.rank, self._board, self._barrier = rank, board, barrier
+
+    def _all(self, mine: Any) -> list[Any]:
+        self._board[self.rank] = pickle.dumps(mine)
+        self._barrier.wait(10)
+        found = list(map(pickle.loads, self._board))
+        self._barrier.wait(10)
+        return found
+
+    def least(self, *numbers: int) -> tuple[int, ...]:
+        return tuple(min(column) for column in zip(*self._all(numbers), strict=True))
+
+    def told(self, news: News | None) -> News | None:
+        """Returns what rank 0 says."""
+        found: News | None = self._all(news)[0]
+        return found
+
+
+def on_two_ranks(work: Callable[[Side], Any]) -> list[Any]:
+    """Runs two ranks; returns what both do."""
+    board, barrier = [None, None], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda rank: work(Side(rank, board, barrier)), range(2)))
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., KVMemory]]:
+    """Makes the memory of a rank."""
+    made: list[KVMemory] = []
+
+    def make(granule: int = GRANULE) -> KVMemory:
+        found = KVMemory(open_context("host", 0, granule, 0), BLOCKS, [BLOCKS * 1024] * 4)
+        found.grow(runs_of([found.geometry.pages(0, 0)]))
+        made.append(found)
+        return found
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_ranks_with_pages_of_different_sizes(opened: Callable[..., KVMemory]) -> None:
+    def work(side: Side) -> None:
+        memory = opened(GRANULE << side.rank)
+        PagePool(memory, LocalQuota(1 << 20), Settings(ledger=None), side)
+
+    with pytest.raises(RuntimeError, match="the ranks differ in the KV tensors or VMEM_PAGE_SIZE"):
+        on_two_ranks(work)
+
+
+def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None:
+    """Nothing is mapped on either, and both know."""
+
+    def work(side: Side) -> tuple[object, ...]:
+        memory = opened()
+        pool = PagePool(memory, LocalQuota(1 << 20), Settings(ledger=None, reserve=0), side)
+        before = memory.context.stats().mapped_bytes
+        stock = memory.grow
+
+        def refuse(runs: Sequence[Run]) -> None:
+            raise OutOfMemory("no memory", op="test")
+
+        if side.rank:
+            memory.grow = refuse  # type: ignore[method-assign]
+        found = pool.take(8)
+        assert memory.context.stats().mapped_bytes == before
+        memory.grow = stock  # type: ignore[method-assign]
+        side.hear(News(time.monotonic(), 0, False))
+        taken = pool.take(8) or []
+        return found, taken, pool.backing.counters.failures, pool.check(taken)
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[0] is None
+    assert len(first[1]) == 8
+    assert first[2:] == (1, [])
+
+
+def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) -> None:
+    """Their limits, failures of the driver, and when copies and unmaps end."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+
+    def work(side: Side) -> list[object]:
+        alike, own = random.Random(seed), random.Random(seed + 1 + side.rank)
+        memory = opened()
+        quota = LocalQuota(4 * GRANULE * 12)
+        settings = Settings(ledger=None, reserve=16 * 1024, idle=0.05)
+        pool = PagePool(memory, quota, settings, side)
+        stock = memory.grow
+
+        def grow(runs: Sequence[Run]) -> None:
+            if own.random() < 0.1:
+                raise OutOfMemory("no memory", op="test")
+            stock(runs)
+
+        ended, kept = memory.finished, dict[int, str]()
+
+        def finished() -> dict[int, str]:
+            """Some are late, and some have to be tried again."""
+            kept.update(
+                {one: "busy" if own.random() < 0.1 else why for one, why in ended().items()}
+            )
+            return {one: kept.pop(one) for one in list(kept) if own.random() < 0.5}
+
+        memory.grow = grow  # type: ignore[method-assign]
+        memory.finished = finished  # type: ignore[method-assign]
+        held: list[int] = []
+        seen: list[object] = []
+        coming: list[Later] = []
+        for _ in range(300):
+            quota.limit = 4 * GRANULE * own.randrange(6, 14)
+            for one in coming:
+                one.here = one.here or own.random() < 0.3
+            count, what = alike.randrange(1, 9), alike.randrange(5)
+            if what == 0:
+                seen.append(pool.prepare(count, ask=True))
+            elif what == 1:
+                found = pool.take(count) if pool.prepare(count) else None
+                held += found or []
+                seen.append(found)
+            elif what == 2 and len(held) >= count:
+                alike.shuffle(held)
+                coming.append(Later([held.pop() for _ in range(count)]))
+                pool.give_later(coming[-1])
+            elif what == 3:
+                pool.step_begins(None)
+                pool.step_ends()
+            else:
+                if own.random() < 0.3:
+                    time.sleep(0.01)
+                if (news := side.told(pool.news())) is not None:
+                    pool.hear(news)
+                seen.append(pool.tick(lambda: 0, lambda pages: None))
+            backing = pool.backing
+            seen.append(
+                (pool.ready, pool.free, pool.obtainable(), backing.mapped_bytes, quota.used)
+            )
+        pool.clear()
+        assert pool.check([]) == []
+        assert memory.context.stats().mapped_bytes == memory.geometry.first_bytes(1)
+        return seen
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert any(isinstance(one, list) for one in first)
+
+
+def test_a_thread_maps_ahead_of_need(memory: KVMemory) -> None:
+    """The step that takes the pages waits for nothing."""
+    pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
+    pool.step_begins(None)
+    end = time.monotonic() + 10
+    while pool.ready < 3:
+        pool._next = 0.0
+        pool.tick(lambda: 0, lambda pages: None)
+        assert time.monotonic() < end
+    assert pool.waits == 0
+    taken = pool.take(3) or []
+    assert len(taken) == 3
+    assert pool.waits == 0
+    assert pool.check(taken) == []

@@ -21,8 +21,8 @@ import pytest
 from pyvmem import Context
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory, device_total
+from pyvmem.memory.host_copies import HostMemory, Pieces, ThreadCopies, split
 from pyvmem.vllm.offload import reasons_against, select
-from pyvmem.vllm.offload_copies import HostMemory, Pieces, ThreadCopies, split
 from pyvmem.vllm.offload_holds import Holds
 
 # ---- configurations ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_host_memory_goes_with_a_killed_process() -> None:
     """None of it has a name that could outlive the process."""
     code = (
         "import ctypes, sys, time\n"
-        "from pyvmem.vllm.offload_copies import HostMemory\n"
+        "from pyvmem.memory.host_copies import HostMemory\n"
         "m = HostMemory(64 << 20, locked=False)\n"
         "ctypes.memset(m.addr, 1, m.nbytes)\n"
         "print(hex(m.addr), flush=True)\n"
@@ -189,13 +189,19 @@ def test_pages_stay_until_their_copy_has_ended(monkeypatch: pytest.MonkeyPatch) 
 class Manager:
     """vLLM's, as far as holds look."""
 
+    chunk_bytes = 100
+
     def __init__(self) -> None:
         self.completed: list[tuple[set[str], bool]] = []
+        self.evicted: list[str] = []  # by the next store
 
     def prepare_store(self, keys: list[str], context: Any) -> Any:
         if not keys:
             return None
-        return SimpleNamespace(keys_to_store=keys, store_spec=SimpleNamespace())
+        evicted, self.evicted = self.evicted, []
+        return SimpleNamespace(
+            keys_to_store=keys, store_spec=SimpleNamespace(), evicted_keys=evicted
+        )
 
     def complete_store(self, keys: set[str], context: Any, success: bool = True) -> None:
         self.completed.append((keys, success))
@@ -261,6 +267,25 @@ def test_what_vllm_did_not_leave_there_is_not_stored() -> None:
     assert one.counters.dropped == 3
 
 
+def test_prefixes_in_host_memory_are_counted() -> None:
+    one, manager = holds()
+    one.hand_out(range(1, 9))
+    one.order(1, ordered(manager, {10: [1, 2], 11: [3]}))
+    assert one.host_cached == 0, "nothing has been stored"
+    manager.complete_store({"key 1", "key 2"}, None)
+    manager.complete_store({"key 3"}, None)
+    assert one.host_cached == 300
+    manager.evicted = ["key 1", "key 2"]
+    one.overwrite([4])
+    one.order(2, ordered(manager, {12: [4]}))
+    assert one.host_cached == 100
+    manager.complete_store({"key 4"}, None)  # was dropped
+    assert one.host_cached == 100
+    one.forget()
+    assert one.host_cached == 0
+    assert Holds(None, 1).host_cached == 0
+
+
 def test_no_step_comes() -> None:
     """What has begun ends by itself; what has not is dropped."""
     one, manager = holds()
@@ -278,8 +303,10 @@ def test_no_step_comes() -> None:
     assert manager.completed[-1][1], "vLLM forgot all stores, and this is a new one"
 
 
-def test_without_a_connector_nothing_is_held() -> None:
-    one = Holds(None, 1)
+@pytest.mark.parametrize("connector", [None, SimpleNamespace(other="connector")])
+def test_only_for_the_offloading_connector_is_anything_held(connector: Any) -> None:
+    one = Holds(connector, 1)
     one.free([1])
     assert not one
     assert not one.on
+    assert one.host_cached == 0

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """What stock SGLang answers to `served.prompts`, 24 tokens each."""
+    """Has stock SGLang answer `served.prompts`, with 24 tokens each."""
     log = tmp_path_factory.mktemp("stock") / "log"
     with served.served(log, {}, served.options(model)) as engine:
         found = engine.answer(served.prompts())

@@ -24,13 +24,14 @@ FORK = multiprocessing.get_context("fork")
 
 
 def environment() -> dict[str, str]:
-    """What a process needs that imports SGLang."""
+    """Makes the environment of a process that imports SGLang."""
     found = importlib.util.find_spec("sglang")
     assert found is not None
     assert found.submodule_search_locations
     models = Path(found.submodule_search_locations[0], "srt", "models")
     names = sorted(path.stem for path in models.iterdir())
-    left_out = (name for name in names if name not in ("llama", "registry", "utils", "__pycache__"))
+    kept = ("llama", "minicpm3", "registry", "utils", "__pycache__")
+    left_out = (name for name in names if name not in kept)
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(left_out),
@@ -45,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def options(model: Path, **more: Any) -> dict[str, Any]:
-    """Of an engine for a model that `make_model` made."""
+    """Makes the options of an engine for a model that `make_model` made."""
     given = {
         "model_path": str(model),
         "device": "cpu",
@@ -67,24 +68,35 @@ def options(model: Path, **more: Any) -> dict[str, Any]:
 
 
 def make_model(folder: Path, kind: str = "llama") -> Path:
-    """A model of random weights, of 4 layers with 2 heads of 32 for keys and values."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A model of random weights, of 4 layers.
 
+    Args:
+        folder: where its own is made.
+        kind: llama, with 2 heads of 32 for keys and values; or minicpm3, whose latent attention
+            keeps 80 numbers of a token.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    if kind == "minicpm3":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48}
+        heads |= {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
+        heads |= {"qk_nope_head_dim": 32, "v_head_dim": 32}
     torch.manual_seed(7)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         initializer_range=0.2,
+        **heads,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder / kind)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    made.save_pretrained(folder / kind)
     return folder / kind
 
 
@@ -181,11 +193,11 @@ class Engine:
         self._pipe.send((name, args, named))
 
     def ready(self, timeout: float = 0.01) -> bool:
-        """Whether `end` returns at once; looks for so many seconds."""
+        """Tells if `end` returns at once; looks for so many seconds."""
         return bool(self._pipe.poll(timeout))
 
     def end(self, timeout: float = 60) -> Any:
-        """What the method returned that `begin` called."""
+        """Returns what the method did that `begin` called."""
         return self._answer(timeout)
 
     def call(self, name: str, *args: Any, **named: Any) -> Any:
@@ -230,7 +242,7 @@ def served(log: Path, env: dict[str, str], given: dict[str, Any]) -> Iterator[En
 
 
 def becomes(check: Any, timeout: float = 10) -> bool:
-    """Whether something is true before so many seconds are over."""
+    """Waits until something is true; false: it was not in so many seconds."""
     end = time.monotonic() + timeout
     while not check():
         if time.monotonic() > end:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from conftest import Start
-from served import PAGE_BYTES, Engine, becomes, greedy, options, prompts
+from served import PAGE_BYTES, Engine, becomes, greedy, make_model, options, prompts, served
 
 from pyvmem.ledger.accounts import EngineInfo, Ledger, engines_in
 from pyvmem.ledger.orders import order
 
 
 def info(tmp_path: Path) -> EngineInfo:
-    """What the ledger says of the one engine."""
+    """Reads what the ledger says of the one engine."""
     (found,) = engines_in(tmp_path / "ledger")["host"]
     return found
 
@@ -29,14 +29,16 @@ def test_tokens_prefixes_flush_and_sleep(
     start: Start, stock: list[list[int]], tmp_path: Path, page: int
 ) -> None:
     engine = start({"VMEM_NAME": "one"}, page_size=page)
-    assert engine.answer(prompts()) == stock
-    again = engine.generate(prompts())
+    first, again = engine.generate(prompts()), engine.generate(prompts())
+    assert [one["output_ids"] for one in first] == stock
     assert [one["output_ids"] for one in again] == stock
     hits = [one["meta_info"]["cached_tokens"] for one in again]
     assert all(hits[:4])
     assert not any(one % page for one in hits)
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     assert info(tmp_path).name == "one"
+    assert info(tmp_path).hits == sum(one["meta_info"]["cached_tokens"] for one in first + again)
+    assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
     assert engine.call("flush_cache").success
     one_page = PAGE_BYTES * page // 16
     assert info(tmp_path).used == one_page
@@ -50,7 +52,7 @@ def test_tokens_prefixes_flush_and_sleep(
 def highest(
     tmp_path: Path, engine: Engine, ids: list[list[int]], new: list[int], **more: Any
 ) -> tuple[list[list[int]], int]:
-    """What an engine answers, and the most memory that it had meanwhile."""
+    """Has an engine answer; returns that, and the most memory that it had meanwhile."""
     most = 0
     engine.begin("generate", input_ids=ids, sampling_params=[greedy(n, **more) for n in new])
     while not engine.ready():
@@ -93,6 +95,75 @@ def test_requests_are_retracted_where_memory_lacks(
     assert [together[0], together[2]] == alone
     assert 16 * PAGE_BYTES < most <= limit
     assert "Retract requests" in engine.log.read_text("utf-8")
+
+
+def test_a_long_request_among_short_ones(start: Start) -> None:
+    """It needs nearly all of the limit, and is served before short ones that came after it."""
+    engine = start({"VMEM_LIMIT": str(18 * PAGE_BYTES)})
+    short = [[5 + k, 6, 7, 8] for k in range(24)]
+    long = [3 + (i * 7) % 500 for i in range(200)]
+    ids = [*short[:8], long, *short[8:]]
+    new = [60] * 8 + [30] + [60] * 16
+    engine.begin("generate", input_ids=ids, sampling_params=[greedy(n) for n in new])
+    took = [one["meta_info"]["e2e_latency"] for one in engine.end()]
+    assert took[8] < min(took[9:])
+
+
+def test_latent_attention(start: Start, tmp_path: Path) -> None:
+    """One tensor a layer, whose KV pages of 5 KB begin anywhere in a page of memory."""
+    model = make_model(tmp_path, "minicpm3")
+    with served(tmp_path / "log", {}, options(model)) as engine:
+        stock = engine.answer(prompts())
+    page_bytes = 16 * (64 + 16) * 4 * 4  # of 4 layers, in float32
+    limit = 20 * page_bytes
+    engine = start({"VMEM_LIMIT": str(limit)}, model_path=str(model))
+    for _ in range(2):
+        found, most = highest(tmp_path, engine, prompts(), [24] * 5)
+        assert found == stock
+        assert 8 * page_bytes < most <= limit
+    assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
+    engine.call("release_memory_occupation", tags=["kv_cache"])
+    assert info(tmp_path).used <= 2 * 4096 * 4  # page 0
+    engine.call("resume_memory_occupation", tags=["kv_cache"])
+    assert engine.answer(prompts()) == stock
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tensor_parallelism(
+    start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool
+) -> None:
+    """Two ranks with half of each page, one of which has less memory, and then none to spare."""
+
+    def ranks() -> list[EngineInfo]:
+        return engines_in(tmp_path / "ledger")["host"]
+
+    half, capacity = PAGE_BYTES // 2, 40 * PAGE_BYTES // 2
+    engine = start(
+        {"VMEM_CAPACITY": str(capacity), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        tp_size=2,
+        disable_overlap_schedule=not overlap,
+    )
+    assert [one.name for one in ranks()] == ["llama", "llama-2"]
+    assert engine.answer(prompts()) == stock
+    with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+        order(ledger, "llama-2", limit=17 * half)
+    for _ in range(2):
+        assert engine.answer(prompts()) == stock
+        assert becomes(lambda: all(8 * half < one.used <= 17 * half for one in ranks()))
+    rest = [PAGE_BYTES] * 2  # page 0, and the half of its memory that no page is on
+    assert becomes(lambda: not any(one.in_use for one in ranks()))
+    engine.call("release_memory_occupation", tags=["kv_cache"])
+    assert [one.used for one in ranks()] == rest
+    engine.call("resume_memory_occupation", tags=["kv_cache"])
+    other = start({"VMEM_CAPACITY": str(capacity)})
+    other.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
+    assert engine.answer(prompts()) == stock
+    assert [one["output_ids"] for one in other.end()] == stock
+    first, second = (one for one in ranks() if one.name != "llama-3")
+    assert first.used == second.used
+    with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+        order(ledger, "llama-2", asleep=True)
+    assert becomes(lambda: [one.used for one in ranks() if one.name != "llama-3"] == rest)
 
 
 def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int]]) -> None:
@@ -204,7 +275,7 @@ def test_what_is_free_is_not_enough(start: Start, stock: list[list[int]], tmp_pa
 
 
 def test_processes_that_sglang_spawns(model: Path, tmp_path: Path, stock: list[list[int]]) -> None:
-    """As a program starts it: every process imports SGLang, and loads the plug-in."""
+    """A program starts the engine: every process imports SGLang, and loads the plug-in."""
     program = f"""
 import json
 from sglang.srt.entrypoints.engine import Engine

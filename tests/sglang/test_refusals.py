@@ -30,17 +30,17 @@ def test_all_hooks_are_in_this_version() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"tp_size": 2}, r"tp_size=2 \(each rank has a scheduler of its own"),
+        ({"pp_size": 2}, r"pp_size=2 \(the schedulers of its ranks are in different rounds"),
         (
             {"enable_hierarchical_cache": True, "hicache_io_backend": "direct"},
             r"hicache_io_backend=direct \(it copies by cudaMemcpyAsync",
         ),
         ({"enable_hisparse": True}, "enable_hisparse"),
-        ({"tp_size": 2, "enable_pdmux": True}, "tp_size=2.*; enable_pdmux"),
+        ({"pp_size": 2, "enable_pdmux": True}, "pp_size=2.*; enable_pdmux"),
     ],
 )
 def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) -> None:
-    """As SGLang calls it, with the arguments complete."""
+    """SGLang calls the check with the arguments complete."""
 
     def check() -> None:
         from types import SimpleNamespace
@@ -58,9 +58,9 @@ def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) 
     assert re.search(f"CannotWork: VMEM_SGLANG=1 does not work with {text}", found)
 
 
-def test_an_engine_of_two_ranks(start: Start) -> None:
-    with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with tp_size=2"):
-        start(tp_size=2)
+def test_an_engine_of_two_stages(start: Start) -> None:
+    with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with pp_size=2"):
+        start(pp_size=2)
 
 
 def test_tokens_without_pages(start: Start, tmp_path: Path) -> None:
@@ -79,38 +79,19 @@ def test_a_limit_below_a_page(start: Start, tmp_path: Path) -> None:
     ).read_text("utf-8")
 
 
-def _mla() -> None:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-    from sglang.srt.plugins import load_plugins
+def _pool(name: str, **more: Any) -> Callable[[], None]:
+    """Makes a KV pool of SGLang's."""
 
-    load_plugins()
-    MLATokenToKVPool(
-        *(256, 16),
-        dtype=torch.float32,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    def make() -> None:
+        import torch
+        from sglang.srt.mem_cache import memory_pool
+        from sglang.srt.plugins import load_plugins
 
+        load_plugins()
+        given = {"layer_num": 2, "device": "cpu", "enable_memory_saver": False, **more}
+        getattr(memory_pool, name)(256, 16, dtype=torch.float8_e4m3fn, **given)
 
-def _quantized() -> None:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolMXFP8
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    MHATokenToKVPoolMXFP8(
-        *(256, 16),
-        dtype=torch.float8_e4m3fn,
-        head_num=2,
-        head_dim=32,
-        layer_num=2,
-        device="cpu",
-        enable_memory_saver=False,
-    )
+    return make
 
 
 def _without_a_hook() -> None:
@@ -141,10 +122,16 @@ def _malformed() -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (_mla, "does not work with the KV pool MLATokenToKVPool (latent attention"),
-        (_quantized, "does not work with the KV pool MHATokenToKVPoolMXFP8 (a quantized cache"),
+        (
+            _pool("MLATokenToKVPoolFP4", kv_lora_rank=64, qk_rope_head_dim=16),
+            "does not work with the KV pool MLATokenToKVPoolFP4 (a quantized cache",
+        ),
+        (
+            _pool("MHATokenToKVPoolMXFP8", head_num=2, head_dim=32),
+            "does not work with the KV pool MHATokenToKVPoolMXFP8 (a quantized cache",
+        ),
         (_without_a_hook, "SGLang did not apply the hooks sglang.srt.managers.scheduler.Scheduler"),
-        (_too_old, "sglang 0.5.10 is too old (known: 0.5.23)"),
+        (_too_old, "sglang 0.5.10 is too old (known: 0.5.22 to 0.5.23)"),
         (_malformed, "VMEM_LIMIT='many'"),
     ],
 )

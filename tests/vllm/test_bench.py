@@ -69,6 +69,7 @@ def test_prompts_from_host_memory(bench: Any) -> None:
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
     assert {f"gap/{how}/elastic" for how in ("none", "loaded", "computed")} <= rows.keys()
+    assert rows["alike"]["value"] == rows["alike"]["of"] == 5  # in float32
     assert [one["id"] for one in part["missing"]] == ["offload/*/stock"]
 
 

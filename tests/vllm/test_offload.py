@@ -25,13 +25,14 @@ from test_engine import (
     prompts,
     stock,
 )
+from test_server import wait_for
 
 from pyvmem import Context, Inject
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger.accounts import Ledger
-from pyvmem.vllm.offload_copies import HostMemory, ThreadCopies, copies_for
+from pyvmem.memory.host_copies import HostMemory, ThreadCopies, copies_for
 from pyvmem.vllm.offload_spec import DROPPED, HELD, Transferrer, VMemOffloadingSpec
 from pyvmem.vllm.plugin import CannotWork
 
@@ -82,6 +83,10 @@ def test_prefixes_come_back_from_host_memory(
         assert answer(llm, prompts()) == wanted
         idle(llm)
         assert counters(llm).stored > 0
+        with Ledger("host", folder=ledger, create=False) as book:
+            kept = elastic_of(llm).holds.host_cached
+            assert 0 < kept <= 64 << 20
+            assert wait_for(lambda: book.engines()[0].host_cached == kept, 30)
         outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
         assert [list(one.outputs[0].token_ids) for one in outputs] == wanted
         assert sum(one.num_cached_tokens for one in outputs) > 0

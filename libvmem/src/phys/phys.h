@@ -50,6 +50,7 @@ struct vm_slab {
   struct vm_slab *eprev, *enext; /* in the pool's list of slabs with empty chunks */
   struct vm_slab *sprev, *snext; /* in the pool's list of slabs with dirty free units */
   uint32_t *chunk_free;          /* per chunk: free units */
+  uint64_t *mixed_map;           /* per chunk: others than who began it have taken units; until it is empty again */
   /* slab.c's: changed by the functions below */
   uint32_t *refs;      /* per unit; REF_QUARANTINED | count */
   uint64_t *free_map;  /* free, to be taken */
@@ -117,6 +118,8 @@ struct vm_pool { /* the slabs of one location and kind */
   uint64_t promised;               /* of the free units, to late batches that were not started: only those look at it */
   struct vm_slab *bins[POOL_LEVELS][POOL_BINS]; /* bin k: 2^(k-1) <= max_run < 2^k; bin 0: nothing to be taken */
   uint64_t bin_mask[POOL_LEVELS];               /* bit k set: bin k holds slabs */
+  uint64_t mixed_units;                         /* free ones of chunks in the slabs' mixed_map */
+  uint32_t mixed_slab, mixed_chunk;             /* where the last of them was found: an index, and a chunk of it */
   struct vm_slab *elist[POOL_LEVELS];
   struct vm_slab *slist;
 };

@@ -14,7 +14,7 @@
  *   2. 2 MiB or more: at the same offset in a chunk as the address has, so that 2 MiB entries fit
  *   3. with `spread`: in an empty chunk, at the address's offset, so that what grows there later finds
  *      its neighbours free (a soft reservation: chunks stay open to others when memory is short); the chunks
- *      of an empty slab come last
+ *      of an empty slab come last; with large entries, if there is none, in a chunk of which others have taken parts
  *   4. the first fit in the fullest slab
  *   5. the longest piece available; the caller calls again for the rest
  *
@@ -104,6 +104,13 @@ static void settle(struct vm_slab *s, uint32_t run) {
   slist_update(s, s->soiled || s->merged);
 }
 
+/* A chunk is no longer for several stretches. */
+static void unmix(struct vm_slab *s, uint32_t chunk) {
+  if (!vm_bit(s->mixed_map, chunk)) return;
+  vm_bits_set(s->mixed_map, chunk, 1, false);
+  s->pool->mixed_units -= s->chunk_free[chunk];
+}
+
 static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, uint32_t n, bool free) {
   while (n) {
     uint32_t chunk = unit >> c->chunk_shift, end = (chunk + 1) << c->chunk_shift;
@@ -111,7 +118,11 @@ static void chunks_account(struct vm_ctx *c, struct vm_slab *s, uint32_t unit, u
     if (end > s->units) size = s->units - chunk * c->chunk_units;
     if (s->chunk_free[chunk] == size) s->empty_chunks--;
     s->chunk_free[chunk] = free ? s->chunk_free[chunk] + take : s->chunk_free[chunk] - take;
-    if (s->chunk_free[chunk] == size) s->empty_chunks++;
+    if (vm_bit(s->mixed_map, chunk)) s->pool->mixed_units += free ? take : -(uint64_t)take;
+    if (s->chunk_free[chunk] == size) {
+      s->empty_chunks++;
+      unmix(s, chunk);
+    }
     unit += take;
     n -= take;
   }
@@ -311,6 +322,62 @@ static bool find_empty_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t offse
   return false;
 }
 
+/* Up to n free units of a chunk. */
+static struct vm_run run_in_chunk(struct vm_ctx *c, struct vm_slab *s, uint32_t chunk, uint32_t n, uint32_t align) {
+  uint32_t unit = chunk * c->chunk_units, end = unit + c->chunk_units;
+  if (end > s->units) end = s->units;
+  while (unit < end) {
+    uint32_t len = vm_bits_run(s->free_map, unit, (end - unit < n ? end - unit : n), true) & ~(align - 1);
+    if (len) return (struct vm_run){s, unit, len};
+    unit += align;
+  }
+  return (struct vm_run){NULL, 0, 0};
+}
+
+/* Units of a chunk where several stretches lie already. */
+static bool find_mixed(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align, struct vm_run *out) {
+  const struct vm_phys *all = c->phys;
+  struct vm_slab *s = p->mixed_slab < all->nslabs ? all->slabs[p->mixed_slab] : NULL;
+  if (p->mixed_units < align) return false;
+  if (s && s->pool == p && !s->evacuating && p->mixed_chunk < s->chunks && vm_bit(s->mixed_map, p->mixed_chunk) &&
+      (*out = run_in_chunk(c, s, p->mixed_chunk, n, align)).n)
+    return true;
+  for (uint32_t i = 1; i < all->nslabs; i++) {
+    if (!(s = all->slabs[i]) || s->pool != p || s->evacuating || s->free_units < align) continue;
+    for (uint32_t k = 0; k < s->chunks; k++)
+      if (vm_bit(s->mixed_map, k) && s->chunk_free[k] && (*out = run_in_chunk(c, s, k, n, align)).n) {
+        p->mixed_slab = i;
+        p->mixed_chunk = k;
+        return true;
+      }
+  }
+  return false;
+}
+
+/* For less than a block that no empty chunk is left for, after find_mixed: units of the chunk that has the most free.
+ * Others may go there too from now on, so that few stretches lose the rest of their chunk. */
+static bool mix_chunk(struct vm_ctx *c, struct vm_pool *p, uint32_t n, uint32_t align, struct vm_run *out) {
+  struct vm_slab *emptiest = NULL;
+  uint32_t most = 0, chunk = 0;
+  for (uint32_t i = 1; i < c->phys->nslabs && most + 1 < c->chunk_units; i++) {
+    struct vm_slab *s = c->phys->slabs[i];
+    if (!s || s->pool != p || s->evacuating) continue;
+    for (uint32_t k = 0; k < s->chunks; k++)
+      if (s->chunk_free[k] > most && run_in_chunk(c, s, k, n, align).n) {
+        most = s->chunk_free[k];
+        emptiest = s;
+        chunk = k;
+      }
+  }
+  if (!emptiest) return false;
+  if (!vm_bit(emptiest->mixed_map, chunk)) p->mixed_units += most;
+  vm_bits_set(emptiest->mixed_map, chunk, 1, true);
+  p->mixed_slab = emptiest->index;
+  p->mixed_chunk = chunk;
+  *out = run_in_chunk(c, emptiest, chunk, n, align);
+  return true;
+}
+
 /* With one_page_slabs a page is a slab of its own: one that is empty and of just this size. */
 static bool find_page_slab(struct vm_pool *p, uint32_t units, struct vm_run *out) {
   for (struct vm_slab *s = p->bins[LEVEL_EMPTY][bin_of(units)]; s; s = s->next)
@@ -333,7 +400,11 @@ static uint32_t continuation(const struct vm_ctx *c, const struct vm_slab *s, ui
                              const struct vm_place *place) {
   uint32_t cu = c->chunk_units, head = head_of(c, place), whole;
   if (!s->large || s->pool->large) return len;
-  if ((unit & (cu - 1)) != place->offset) return head < len ? head : len; /* 0 at the first page of a block */
+  if ((unit & (cu - 1)) != place->offset) { /* not into another chunk; 0 at the first page of a block */
+    uint32_t rest = (cu - (unit & (cu - 1))) & (cu - 1);
+    if (rest < head) head = rest;
+    return head < len ? head : len;
+  }
   if (len <= head) return len;
   whole = head + ((len - head) & ~(cu - 1));
   if (len < n) return whole;
@@ -378,6 +449,9 @@ static struct vm_run take_ready(struct vm_ctx *c, struct vm_pool *p, uint32_t n,
     return take_units(c, r.slab, r.unit, r.n);
   if (place->spread && n < cu && (place->offset & (align - 1)) == 0 && find_empty_chunk(c, p, place->offset, n, &r))
     return take_units(c, r.slab, r.unit, r.n & ~(align - 1));
+  if (c->large_entries && !p->large && place->spread && n < cu &&
+      (find_mixed(c, p, n, align, &r) || mix_chunk(c, p, n, align, &r)))
+    return take_units(c, r.slab, r.unit, r.n);
   if (find_longest(p, n, align, LEVEL_EMPTY, &r)) return take_units(c, r.slab, r.unit, r.n);
   return (struct vm_run){NULL, 0, 0};
 }
@@ -405,7 +479,7 @@ static struct vm_run take_before(struct vm_ctx *c, struct vm_pool *p, uint32_t n
 static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint32_t *n, uint32_t align,
                                       const struct vm_place *place) {
   uint32_t head = head_of(c, place);
-  bool blocks = *n >= head + c->chunk_units;
+  bool blocks = *n >= head + c->chunk_units, begun = place->slab && place->offset;
   struct vm_slab *s = place->slab;
   struct vm_run r = take_before(c, p, *n, align, place);
   if (r.n) return r;
@@ -417,6 +491,8 @@ static struct vm_run take_for_entries(struct vm_ctx *c, struct vm_pool *p, uint3
     uint32_t behind = blocks ? 0 : fits_behind(c, p, *n, align, place);
     if (behind) return take_units(c, s, place->unit, behind);
     if (blocks && (r = take_blocks(c, p, *n, align, place)).n) return r;
+    /* Its pages in this block lie elsewhere: an empty chunk would not make it whole. */
+    if (!blocks && begun && find_mixed(c, p, *n, align, &r)) return take_units(c, r.slab, r.unit, r.n);
     if (!blocks && find_empty_chunk(c, p, place->offset, *n, &r)) return take_units(c, r.slab, r.unit, r.n);
     if (!merge_soiled(c, p)) break;
   }
@@ -482,6 +558,7 @@ void vm_pool_set_aside(struct vm_slab *s) {
   bin_remove(s);
   elist_move(s, -1);
   slist_update(s, false);
+  for (uint32_t k = 0; k < s->chunks; k++) unmix(s, k);
   s->pool->free_units -= s->free_units;
   s->pool->soiled -= s->soiled;
   s->evacuating = true;

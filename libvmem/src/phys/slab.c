@@ -9,9 +9,9 @@ enum { MAPS = 6 };
 
 struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes, uint64_t page_size, int *err) {
   uint32_t units = (uint32_t)vm_units(c, bytes), chunks = (units + c->chunk_units - 1) / c->chunk_units;
-  size_t words = (units + 63u) / 64u;
+  size_t words = (units + 63u) / 64u, mixed = (chunks + 63u) / 64u;
   struct vm_slab *s =
-      vm_calloc(c, 1, sizeof(*s) + MAPS * words * sizeof(uint64_t) + (units + chunks) * sizeof(uint32_t));
+      vm_calloc(c, 1, sizeof(*s) + (MAPS * words + mixed) * sizeof(uint64_t) + (units + chunks) * sizeof(uint32_t));
   *err = -ENOMEM;
   if (!s) return NULL;
   s->bytes = bytes;
@@ -27,7 +27,8 @@ struct vm_slab *vm_slab_make(struct vm_ctx *c, struct vm_pool *p, uint64_t bytes
   s->claim_map = s->dirty_map + words;
   s->zero_map = s->claim_map + words;
   s->fill_map = s->zero_map + words;
-  s->refs = (uint32_t *)(s->fill_map + words);
+  s->mixed_map = s->fill_map + words;
+  s->refs = (uint32_t *)(s->mixed_map + mixed);
   s->chunk_free = s->refs + units;
   if ((*err = vm_drv_slab_create(c, bytes, page_size, p->location, p->device, &s->priv))) {
     free(s);

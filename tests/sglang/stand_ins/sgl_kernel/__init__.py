@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""In the place of SGLang's kernels, which are built for GPUs alone: each fails when it is called.
+"""Stands in for SGLang's kernels, which are built for GPUs alone: each fails when it is called.
 
 SGLang's CPU engine imports them by name, and runs a Llama without any.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""In the place of torchvision, whose published build is for CUDA: text needs nothing of it."""
+"""Stands in for torchvision, whose published build is for CUDA: text needs nothing of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Copies of scattered pieces between KV tensors and host memory, beside the engine's steps.
+"""Copies of scattered pieces between a context's memory and host memory, beside an engine's steps.
+
+vLLM's KV offloading on the pool and `KVCache.swap_out` copy by these.
 
     StreamCopies   a GPU: our kernel, on a stream of its own, over plain addresses
     ThreadCopies   the CPU: memcpy, in a thread of its own
@@ -25,15 +27,26 @@ from typing import Any, Protocol
 import numpy as np
 
 from pyvmem.memory.context import Context
+from pyvmem.memory.streams import relaxed
 
-__all__ = ["Copies", "Copy", "HostMemory", "Pieces", "StreamCopies", "ThreadCopies", "split"]
+__all__ = [
+    "Copies",
+    "Copy",
+    "HostMemory",
+    "Pieces",
+    "StreamCopies",
+    "ThreadCopies",
+    "copies_for",
+    "copy_now",
+    "split",
+]
 
 THREAD_BLOCKS = 8  # as fast as 64 on an H100, and the other 124 multiprocessors go on
 _PART = 64 << 10  # bytes that a thread block copies at a time
 _REGISTERED = 64 << 30  # bytes page-locked by one call; drivers have limits
 _PORTABLE_AND_MAPPED = 3
 
-log = logging.getLogger("vllm.vmem")
+log = logging.getLogger(__name__)
 
 
 class Pieces:
@@ -274,19 +287,32 @@ class StreamCopies:
         to_host: the direction.
         device: of torch.
         thread_blocks: of the kernel.
+        after_current: copies wait for the work on torch's current stream; False: for none, which
+            is over.
+
+    Raises:
+        ImportError: Triton is not there.
     """
 
     def __init__(
-        self, context: Context, to_host: bool, device: Any, thread_blocks: int = THREAD_BLOCKS
+        self,
+        context: Context,
+        to_host: bool,
+        device: Any,
+        thread_blocks: int = THREAD_BLOCKS,
+        after_current: bool = True,
     ) -> None:
         import torch
 
-        from pyvmem.vllm.offload_kernel import copy_pieces
+        from pyvmem.memory.copy_kernel import copy_pieces
 
         self._context, self._to_host, self._device = context, to_host, device
         self._kernel, self._blocks = copy_pieces, thread_blocks
+        self._after_current = after_current
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Compiled and loaded now, not by the first transfer: loading may wait for the device.
+
+    def load(self) -> None:
+        """Compiles and loads the kernel, which may wait for the device; else a copy does."""
         nothing = np.empty(0, dtype=np.int64)
         for align in (16, 1):
             self._launch(Pieces(nothing, nothing, nothing), align)
@@ -297,9 +323,9 @@ class StreamCopies:
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        current = torch.cuda.current_stream(self._device)
-        # Loads wait for the steps, too: such a step may still read what was in these blocks.
-        self.stream.wait_stream(current)
+        if self._after_current:
+            # Loads wait for the steps, too: such a step may still read what was in these blocks.
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
         begin.record(self.stream)
         kept: Any = None
         try:
@@ -349,6 +375,36 @@ class StreamCopies:
 
 def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
     """Makes the copies of a rank, by direction."""
+
+    def streamed(to_host: bool) -> Copies:
+        copies = StreamCopies(context, to_host, device)
+        copies.load()
+        return copies
+
     if device.type == "cuda":
-        return lambda to_host: StreamCopies(context, to_host, device)
+        return streamed
     return lambda to_host: ThreadCopies(context, to_host)
+
+
+def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
+    """Copies by the kernel, from or to page-locked memory; returns when it is done.
+
+    False, and nothing is copied, where the kernel cannot run: a context of the CPU, no torch for
+    CUDA, no Triton.
+    """
+    number = context.cuda_device
+    if number is None:
+        return False
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            return False
+        copies = StreamCopies(context, to_host, torch.device("cuda", number), after_current=False)
+    except ImportError:
+        return False
+    try:
+        relaxed(lambda: copies.start(pieces))
+    finally:  # interrupted, too: what the kernel reads and writes is the caller's again
+        relaxed(copies.close)
+    return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The Triton kernel of offloading, which copies scattered pieces; importing this needs Triton.
+"""The Triton kernel that copies scattered pieces; importing this needs Triton.
 
 A piece is an address to read, an address to write and a length. The addresses may be plain ones,
 which CUDA's own copies refuse, and page-locked host memory. A few thread blocks suffice: each keeps
