@@ -182,7 +182,7 @@ class Window:
         """
         reclaimer, owners = self.reclaimer, []
         slots, indexes, lows, heads = [], [], [], []
-        # Of slots that share the same pages these are found once.
+        # Found once for all slots that share the same pages.
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []

@@ -635,7 +635,7 @@ static void dirty_chunks(void) {
   OK(vmem_close(vm));
 }
 
-/* Where no chunk is empty, all that begins goes into one chunk. What has pages there leaves a chunk that is empty again
+/* If no chunk is empty, all that begins goes into one chunk. What has pages there leaves a chunk that is empty again
  * to what may get an entry of it. */
 static void strays_share_a_chunk(void) {
   struct vmem_open_opts o = {.size = sizeof(o),

@@ -23,7 +23,7 @@ context = contexts()
 
 
 def rows(cache: KVCache, reqid: int, length: int) -> list[Any]:
-    """Of all tensors, by a kernel: CUDA's own copies refuse these addresses."""
+    """Copies of all tensors by a kernel: CUDA's own copies refuse these addresses."""
     every = [one(layer) for layer in range(LAYERS) for one in (cache.k, cache.v)]
     return [one[reqid, :length] + 0 for one in every]
 

@@ -1937,7 +1937,7 @@ def layered_alloc_eager(engine: Engine) -> Steps:
 
 
 def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> LayeredCache:
-    """Of `PART` rows one class has a block of 2 MiB in each tensor, the other one two."""
+    """In `PART` rows one class has a block of 2 MiB in each tensor, the other has two."""
     if Caps.LARGE_ENTRIES not in engine.context.info.caps:
         raise NotHere("no large entries of small pages")
     heads = engine.page // (ROWS * 64 * 4)
