@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pyvmem.elastic import backing
+
 __all__ = ["AgreedQuota", "Alone", "News", "Quota", "Ranks", "Together"]
 
 
@@ -38,7 +40,7 @@ class News:
     mapped: bool
 
 
-class Quota(Protocol):
+class Quota(backing.Quota, Protocol):
     """A rank's part of its device: `LocalQuota` or `LedgerQuota`."""
 
     @property
@@ -53,29 +55,11 @@ class Quota(Protocol):
     def asleep(self) -> bool:
         """True if the engine was ordered to sleep."""
 
-    def room(self) -> int:
-        """Bytes that `take` would grant now."""
-
-    def take(self, nbytes: int, handles: int = 0) -> bool:
-        """Asks for so many more bytes; they are the engine's if it is granted."""
-
-    def mapped(self, nbytes: int) -> None:
-        """Notes that what `take` granted is mapped now, or is about to be given back."""
-
-    def give(self, nbytes: int) -> None:
-        """Takes back bytes whose pages have left."""
-
     def pressure(self) -> tuple[int, bool]:
         """Bytes to give back, and whether another engine is short while this one has more."""
 
-    def want(self, nbytes: int) -> None:
-        """A request could not be served for lack of so many bytes; 0: none is short."""
-
     def report(self, **values: int) -> None:
         """Tells `vmem top`."""
-
-    def close(self) -> None:
-        """The engine is gone."""
 
 
 class Ranks(Protocol):
