@@ -13,9 +13,9 @@ struct pyvmem_outcome {
 
 /* Notes what a call returned, and what it made; applies the edits if it succeeded, and forgets them.
  *
- * An edit sets an attribute of an object, past its __setattr__, where the key is a str, and else an item. With a list
- * of owners and a str it sets the attribute of each to the value at the same place of a list. Each value is replaced by
- * the one that was there, so that no finalizer runs before the caller drops the edits. */
+ * An edit sets an attribute of an object, past its __setattr__, where the key is a str, and else an item; to a set it
+ * adds the key. With a list of owners and a str it sets the attribute of each to the value at the same place of a list.
+ * Each value is replaced by the one that was there, so that no finalizer runs before the caller drops the edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
                  const struct vmem_after *after, size_t num_after, uint32_t flags);
