@@ -173,7 +173,7 @@ def check_pkg_config(top: Path, libdir: str) -> list[str]:
 
 
 def check_cmake(top: Path, libdir: str) -> list[str]:
-    """A CMake project finds the package, and refuses a version that is too old."""
+    """A CMake project finds the package, and a request for a newer version is refused."""
     if not shutil.which("cmake"):
         print("not run: CMake's package: no cmake here")
         return []
