@@ -79,7 +79,7 @@ def series_folder(version: str) -> Path:
     )
     if not near:
         oldest = min(listed, key=version_key)
-        raise KernelBuildError(f"no patches for driver {version}: the oldest with some is {oldest}")
+        raise KernelBuildError(f"no patches for driver {version}: the oldest supported is {oldest}")
     older = [one for one in near if version_key(one) < version_key(version)]
     return PATCHES / listed[older[-1] if older else near[0]]
 

@@ -46,7 +46,7 @@ def noted_command(work: Path, source: Path) -> list[str]:
     notes = (work / source.parent / f".{source.stem}.o.cmd").read_text(encoding="utf-8")
     found = re.search(r"^(?:saved)?cmd_\S+ := +(.*)$", notes, re.MULTILINE)
     if found is None:
-        raise KernelBuildError(f"make has noted no command for {source}")
+        raise KernelBuildError(f"make recorded no command for {source}")
     # A command may be followed by others, for example objtool.
     words = shlex.split(found.group(1).split(" ; ")[0])
     command = []
@@ -65,7 +65,7 @@ def noted_folder(tree: Tree) -> Path:
     """The folder that recorded commands run in: since Linux 6.13 the module's."""
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
-        raise KernelBuildError(f"{tree.headers.release} is no release of Linux")
+        raise KernelBuildError(f"{tree.headers.release} is not a Linux release")
     since = tuple(map(int, release.groups())) >= (6, 13)
     return tree.work if since else tree.headers.build
 

@@ -61,10 +61,9 @@ def about_versions(nvidia: KernelModule | None, modversions: bool, release: str)
             "differing nvidia.ko by itself; `make load` compares the drivers' versions"
         )
     return (
-        f"NO nvidia.ko of this driver is installed for kernel {release}, so the symbol versions of "
-        "the one that it will meet cannot be had. The module shows that everything compiles; it is "
-        "not one to load, and `make load` refuses it. Install the driver first, or give "
-        "NVIDIA_KO=path."
+        f"NO nvidia.ko of this driver is installed for kernel {release}, so its symbol versions "
+        "are unknown. The module only shows that everything compiles: it cannot be loaded, and "
+        "`make load` refuses it. Install the driver first, or give NVIDIA_KO=path."
     )
 
 
@@ -117,7 +116,7 @@ def main() -> int:
     environment = os.environ.get
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
     parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
-    parser.add_argument("--nvidia-ko", default=environment("NVIDIA_KO", ""), help="the one to meet")
+    parser.add_argument("--nvidia-ko", default=environment("NVIDIA_KO", ""), help="to build for")
     parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
     parser.add_argument("--sign-key", default=environment("SIGN_KEY", ""))
     parser.add_argument("--sign-cert", default=environment("SIGN_CERT", ""))

@@ -51,7 +51,7 @@ def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
     """Creates the package's source folder from a staged tree; returns it."""
     version = version_of(tree)
     if version is None:
-        raise KernelBuildError(f"{tree} is no driver source")
+        raise KernelBuildError(f"{tree} is not a driver source")
     final = folder / f"{NAME}-{version}"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:

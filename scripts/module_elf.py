@@ -189,9 +189,9 @@ def read_module(path: Path, name: str = "") -> KernelModule:
         info = read_info(sections)
         exports = read_exports(sections, symbols)
     except (struct.error, ValueError, IndexError, OverflowError) as error:
-        raise ModuleFileError(f"{path} is no kernel module: {error}") from error
+        raise ModuleFileError(f"{path} is not a kernel module: {error}") from error
     if "vermagic" not in info:
-        raise ModuleFileError(f"{path} is no kernel module: it has no vermagic")
+        raise ModuleFileError(f"{path} is not a kernel module: it has no vermagic")
     undefined = [name for name, index, _value in symbols if index == SHN_UNDEF and name]
     return KernelModule(
         path=path,

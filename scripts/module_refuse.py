@@ -236,7 +236,7 @@ def load_refusals(
         reasons += [str(doubt) for doubt in found if doubt.word not in allowed]
     reasons += not_signed(system, module)
     if system.loaded(UVM) and system.uvm_is_ours():
-        reasons.append("the patched module is loaded already (make unload takes it away)")
+        reasons.append("the patched module is loaded already (make unload removes it)")
     return reasons + in_use(system)
 
 
@@ -252,5 +252,5 @@ def unload_refusals(system: System, *, unfinished: bool = False) -> list[str]:
         if not unfinished:
             reasons.append("nvidia-uvm is not loaded")
     elif not system.uvm_is_ours():
-        reasons.append("the loaded nvidia-uvm is the stock module: there is nothing to take away")
+        reasons.append("the loaded nvidia-uvm is the stock module: nothing to unload")
     return reasons + in_use(system)

@@ -128,9 +128,9 @@ class Swap:
         except SwapError as error:
             if "File exists" in str(error):
                 return
-            raise SwapError(f"the kernel does not take the module: {error}") from error
+            raise SwapError(f"the kernel rejects the module: {error}") from error
         self.tool("rmmod", UVM)
-        raise SwapError("the stock module was taken away by someone else meanwhile")
+        raise SwapError("the stock module was unloaded by another process")
 
     def nodes(self, access: dict[str, Access]) -> None:
         """Recreates UVM's device nodes if its major number changed."""
@@ -156,13 +156,13 @@ class Swap:
     def check(self, module: KernelModule) -> None:
         """Verifies that this module is loaded and answers."""
         if self.system.source_version(UVM) != module.first("srcversion"):
-            raise SwapError("another nvidia-uvm was loaded meanwhile")
+            raise SwapError("another process loaded an nvidia-uvm")
         try:
             answer = query(self.system.root / "dev/nvidia-uvm")
         except OSError as error:
             raise SwapError(f"the module does not answer UVM_VMEM_QUERY: {error}") from error
         if answer.driver != module.version:
-            raise SwapError(f"the module says it is of driver {answer.driver}")
+            raise SwapError(f"the module reports driver {answer.driver}")
         self.say(f"patched driver {answer.driver}, ABI {answer.abi}")
 
     def run_selftest(self) -> None:
@@ -180,11 +180,11 @@ class Swap:
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
         except subprocess.TimeoutExpired as error:
-            raise SwapError(f"no end of the self test in {self.selftest_seconds} s") from error
+            raise SwapError(f"the self-test did not end in {self.selftest_seconds} s") from error
         except OSError as error:
-            raise SwapError(f"the self test cannot be run: {error}") from error
+            raise SwapError(f"the self-test cannot be run: {error}") from error
         if status:
-            raise SwapError(f"the self test failed (exit status {status})")
+            raise SwapError(f"the self-test failed (exit status {status})")
 
     # Swaps
 
@@ -221,7 +221,7 @@ class Swap:
                 self.remove()
             except SwapError as error:
                 raise NotRestored(
-                    f"the patched module cannot be taken away: {error}; restart the machine"
+                    f"the patched module cannot be unloaded: {error}; restart the machine"
                 ) from error
         if expected:
             self.bring_stock_back(access)

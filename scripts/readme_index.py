@@ -50,7 +50,7 @@ def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
     """
     if missing := [one for one in ("commit", "command") if one not in said]:
         name = path.relative_to(RESULTS).as_posix()
-        raise ValueError(f"{name} says no {missing[0]}: see benchmarks/README.md for a log's head")
+        raise ValueError(f"{name} names no {missing[0]}: see benchmarks/README.md for a log's head")
     command = said["command"].replace("|", "\\|")
     ticks = "" if "`" in command else "`"  # a run described in words has its own
     return said["commit"], said.get("date", ""), f"{ticks}{command}{ticks}"

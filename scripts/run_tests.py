@@ -172,7 +172,7 @@ def docs(session: Session) -> None:
     command = [str(PYTHON), str(ROOT / "scripts" / "docs_site.py")]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status == NO_TOOLS:
-        session.skip("the documentation's site: its tools cannot be had here")
+        session.skip("the documentation's site: its tools are not available here")
     elif status:
         raise Failed(f"scripts/docs_site.py: exit status {status}")
 
@@ -258,7 +258,7 @@ def other_pythons(session: Session) -> None:
         size = "2 GB, with PyPI's torch 5 GB"
         status = extra_environment.make(venv, TESTED_WITH, python=python, size=size)
         if status == CANNOT:
-            session.skip(f"the Python tests on {version}: what they need cannot be had (see above)")
+            session.skip(f"the Python tests on {version}: requirements unavailable (see above)")
             continue
         if status:
             raise Failed(f"no environment of Python {version} could be made")
@@ -283,7 +283,7 @@ def can(script: str, *words: str) -> bool:
 def transformers(session: Session) -> None:
     """The tests that use transformers, with the oldest version that pyproject.toml asks for."""
     if not can("transformers_setup.py"):
-        session.skip("the oldest transformers: its environment cannot be had here (see above)")
+        session.skip("the oldest transformers: its environment is not available here (see above)")
         return
     python = BUILD / "transformers" / "bin" / "python"
     version = quiet(python, "-c", "import transformers; print(transformers.__version__)").strip()
@@ -296,7 +296,7 @@ def transformers(session: Session) -> None:
 def notebook(session: Session) -> None:
     """A cache in a notebook's kernel and under its debugger."""
     if not can("notebook_setup.py"):
-        session.skip("a notebook's kernel: it cannot be had here (see above)")
+        session.skip("a notebook's kernel: not available here (see above)")
         return
     python = BUILD / "notebook" / "bin" / "python"
     pytest_on("host", python, "long", "tests/python/test_notebook.py")
@@ -305,7 +305,7 @@ def notebook(session: Session) -> None:
 def sglang(session: Session) -> None:
     """SGLang's CPU engine on the elastic pool, beside stock."""
     if not can("sglang_setup.py"):
-        session.skip("sglang: its environment cannot be had here (see above)")
+        session.skip("sglang: its environment is not available here (see above)")
         return
     # Warnings are SGLang's own.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings"]
@@ -320,20 +320,20 @@ def vllm(session: Session) -> None:
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
     python = Path("bin") / "python"
     if not can("vllm_setup.py"):
-        session.skip("vllm: its environment cannot be had here (see above)")
+        session.skip("vllm: its environment is not available here (see above)")
         return
     path = f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"
     call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=path)
     if session.long and not can("vllm_setup.py", "ray"):
-        session.skip("vllm with Ray: its environment cannot be had here (see above)")
+        session.skip("vllm with Ray: its environment is not available here (see above)")
     elif session.long:
         tests = ["tests/vllm/test_parallel.py", "-k", "ray"]
         call(vllm_setup.RAY / python, "-m", "pytest", *options, *tests, PYTHONPATH=path)
     if session.long and not can("vllm_tests.py"):
-        session.skip("vLLM's own tests over the pool: they cannot be had here (see above)")
+        session.skip("vLLM's own tests over the pool: not available here (see above)")
     for requirement in vllm_setup.versions() if session.long else []:
         if not can("vllm_setup.py", requirement):
-            session.skip(f"{requirement}: its environment cannot be had here (see above)")
+            session.skip(f"{requirement}: its environment is not available here (see above)")
             continue
         newest = requirement.startswith("vllm==")
         # The benchmark's engines and the example are the same; of older versions, what is a hook.

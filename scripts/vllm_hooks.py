@@ -41,7 +41,7 @@ def open_source(version: str, folder: Path) -> Source:
         target.mkdir(exist_ok=True)
         wheel = vllm_setup.download(f"vllm=={version}", target)
         if wheel is None:
-            raise SystemExit(f"vllm {version} cannot be had")
+            raise SystemExit(f"vllm {version} is not available")
         path = wheel
     return Source(zipfile.Path(path, "vllm/"), "vllm")
 

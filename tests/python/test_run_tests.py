@@ -18,7 +18,7 @@ def runner(monkeypatch, tmp_path):
 
     def stage(name, action=lambda: None):
         def run(session):
-            """What it does."""
+            """The stage's work."""
             ran.append(name)
             action()
 
@@ -178,7 +178,7 @@ def test_the_other_pythons(monkeypatch, capsys):
 
 @pytest.fixture
 def gpu_calls(monkeypatch):
-    """What the stage `gpu` calls, and with which environment; the calls in `fails` fail."""
+    """Calls of the stage `gpu` and their environment; the calls in `fails` fail."""
     calls, fails = [], set()
 
     def call(*words, **env):

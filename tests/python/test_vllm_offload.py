@@ -262,7 +262,7 @@ def test_what_vllm_did_not_leave_there_is_not_stored() -> None:
 
 
 def test_no_step_comes() -> None:
-    """What has begun ends by itself; what has not is dropped."""
+    """Started transfers finish; pending transfers are dropped."""
     one, manager = holds()
     one.hand_out(range(1, 9))
     one.order(1, ordered(manager, {10: [1]}))
