@@ -505,7 +505,7 @@ class ElasticEngine:
                 self._move_by_call()  # otherwise the next step does
             if quiet:
                 self._send_by_call()
-                self.publish_events()  # it may be long until the next step
+                self.publish_events()  # the next step may be far off
             growth = None if at_rest else self._begin_ahead(now)
             tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
         if growth is not None:

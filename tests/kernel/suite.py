@@ -163,7 +163,7 @@ def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
 
 
 def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
-    """The tests with some parameters (NAME=VALUE) of their programs in the place of their own."""
+    """The tests, with parameters (NAME=VALUE) of their programs overridden."""
     for word in given:
         if not re.fullmatch(r"[A-Z_]+=\d+", word):
             sys.exit(f"suite.py: --set {word!r} is no parameter, as SEED=7 is")

@@ -240,13 +240,13 @@ class Side(Together):
         return tuple(min(column) for column in zip(*self._all(numbers), strict=True))
 
     def told(self, news: News | None) -> News | None:
-        """What rank 0 says."""
+        """Returns what rank 0 says."""
         found: News | None = self._all(news)[0]
         return found
 
 
 def on_two_ranks(work: Callable[[Side], Any]) -> list[Any]:
-    """What both ranks return."""
+    """Runs two ranks; returns what both do."""
     board, barrier = [None, None], threading.Barrier(2)
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(lambda rank: work(Side(rank, board, barrier)), range(2)))
@@ -327,7 +327,9 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
 
         def finished() -> dict[int, str]:
             """Some are late, and some have to be tried again."""
-            kept.update({one: "busy" if own.random() < 0.1 else why for one, why in ended().items()})
+            kept.update(
+                {one: "busy" if own.random() < 0.1 else why for one, why in ended().items()}
+            )
             return {one: kept.pop(one) for one in list(kept) if own.random() < 0.5}
 
         memory.grow = grow  # type: ignore[method-assign]
@@ -360,7 +362,9 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
                     pool.hear(news)
                 seen.append(pool.tick(lambda: 0, lambda pages: None))
             backing = pool.backing
-            seen.append((pool.ready, pool.free, pool.obtainable(), backing.mapped_bytes, quota.used))
+            seen.append(
+                (pool.ready, pool.free, pool.obtainable(), backing.mapped_bytes, quota.used)
+            )
         pool.clear()
         assert pool.check([]) == []
         assert memory.context.stats().mapped_bytes == memory.geometry.first_bytes(1)
@@ -372,7 +376,7 @@ def test_ranks_decide_alike_whatever_differs(opened: Callable[..., KVMemory]) ->
 
 
 def test_a_thread_maps_ahead_of_need(memory: KVMemory) -> None:
-    """So the step that takes the pages waits for nothing."""
+    """The step that takes the pages waits for nothing."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     end = time.monotonic() + 10
