@@ -49,7 +49,7 @@ def runner(monkeypatch, tmp_path):
 def test_all_stages_but_gpu(runner, capsys):
     assert runner() == (0, ["one", "two", "three"])
     said = capsys.readouterr().out
-    assert "#### one (stage 1 of 3, time left unknown): What it does." in said
+    assert "#### one (stage 1 of 3, time left unknown): The stage's work." in said
     assert "3 of 3 stages passed" in said
     assert "FROM=" not in said
     assert sorted(json.loads(runner.times.read_text())["short"]) == ["one", "three", "two"]
@@ -172,7 +172,7 @@ def test_the_other_pythons(monkeypatch, capsys):
     assert tested == ["python-3.12", "python-3.13"]
     assert session.not_run == [
         "the Python tests on 3.10: no such interpreter here",
-        "the Python tests on 3.14: what they need cannot be had (see above)",
+        "the Python tests on 3.14: requirements unavailable (see above)",
     ]
 
 
