@@ -29,44 +29,44 @@ lib: ## the C library: build/lib
 setup: ## the Python environment build/venv with this project in it
 	@$(PYTHON) scripts/environment.py
 
-run: setup ## serves the prompts with a real model on the best back end; ARGS=... for options
+run: setup ## serve prompts with a real model on the best back end; ARGS=... for options
 	$(VENV)/bin/vmem serve-demo --picture $(BUILD)/run.svg $(ARGS)
 
-run-vllm: setup ## two vLLM engines that take turns with the same memory, on the CPU; ARGS=... for options
+run-vllm: setup ## two vLLM engines that share memory in turns, on the CPU; ARGS=... for options
 	@$(VPY) scripts/vllm_setup.py
 	@model=$$($(VPY) -c '$(MODEL)') && $(BUILD)/vllm/bin/python examples/vllm_share.py "$$model" $(ARGS)
 
 check: export WERROR := 1
-check: setup ## for every day, about 2 minutes: lint, C tests, the fast Python tests
+check: setup ## after a change, about 2 minutes: lint, C tests, the fast Python tests
 	@$(VPY) scripts/run_tests.py lint c python-fast
 
-test: setup ## every test this machine can run (half an hour on 2 cores); FROM=stage goes on there
+test: setup ## every test this machine can run (half an hour on 2 cores); FROM=stage resumes there
 	@$(VPY) scripts/run_tests.py $(if $(FROM),--from $(FROM))
 
-test-long: setup ## the same and the tests marked `long`
+test-long: setup ## make test, and the tests marked `long`
 	@$(VPY) scripts/run_tests.py --long $(if $(FROM),--from $(FROM))
 
 test-kernel: setup ## the patched driver on software GPUs, in virtual machines (a part of make test)
 	@$(VPY) scripts/run_tests.py kernel
 
-kernel-test: setup ## one of these tests with its output: T=name; without T their list
+kernel-test: setup ## run one of these tests with its output: T=name; without T, list them
 	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py $(if $(T),--show '$(T)',--list)
 
-test-driver: setup ## what each branch has to pass, on DRIVER=version from NV_SRC=source; KERNEL= RECORD=file.json
+test-driver: setup ## the tests required of a driver branch: DRIVER=version NV_SRC=source; KERNEL= RECORD=file.json
 	@$(VPY) scripts/kernel_setup.py
 	@$(VPY) tests/kernel/suite.py --driver $(DRIVER) $(if $(KERNEL),--kernel $(KERNEL)) $(if $(RECORD),--record $(RECORD)) $(T)
 
 test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock and cuda, and tests/gpu
 	@$(VPY) scripts/run_tests.py --gpu $(ARGS)
 
-bench: setup ## the measurements; a machine with no GPU measures the back end host alone
+bench: setup ## the benchmarks; a machine without a GPU measures only the back end host
 	$(VENV)/bin/vmem bench api $(ARGS)
 
 lint: setup ## ruff, mypy --strict, shellcheck, clang-format, generated tables
 	@$(VPY) scripts/run_tests.py lint
 
-docs: ## the documentation as a site: build/site/index.html
+docs: ## the documentation site: build/site/index.html
 	@$(PYTHON) scripts/docs_site.py
 
 dist: setup ## sdist, wheel, SBOM and checksums: dist/
@@ -78,27 +78,27 @@ deb: setup ## the Debian packages, source and binary: dist/deb
 install: ## libvmem, its header, vmem.pc, CMake's package, man pages; PREFIX=/usr/local DESTDIR=
 	@$(MAKE) --no-print-directory -C libvmem install
 
-uninstall: ## removes what install put there
+uninstall: ## remove what install installed
 	@$(MAKE) --no-print-directory -C libvmem uninstall
 
 module: ## the patched nvidia-uvm.ko; NV_SRC=driver source, KDIR=kernel build folder, NVIDIA_KO=
 	@$(PYTHON) scripts/module_build.py
 
-load: ## as root: puts it in the stock module's place, runs `vmem selftest`; undone on failure; ALLOW=
+load: ## as root: load it instead of the stock module, run `vmem selftest`; undone on failure; ALLOW=
 	@$(PYTHON) scripts/module_load.py load
 
-unload: ## as root: brings the stock module back
+unload: ## as root: restore the stock module
 	@$(PYTHON) scripts/module_load.py unload
 
 dkms: ## the patched module as a DKMS package: build/kernel/dkms
 	@$(PYTHON) scripts/module_dkms.py package
 
-install-module: ## as root: installs it with DKMS, for this kernel and those to come
+install-module: ## as root: install it with DKMS, for this kernel and later ones
 	@$(PYTHON) scripts/module_dkms.py install
 
-uninstall-module: ## as root: takes it away; the stock module is what is loaded then
+uninstall-module: ## as root: remove it; the stock module is used again
 	@$(PYTHON) scripts/module_dkms.py uninstall
 
-clean: ## removes build/ and what builds leave in the tree
+clean: ## remove build/ and what builds leave in the tree
 	rm -rf $(BUILD) dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis pyvmem/_vmem*.so pyvmem/_vmem.c
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

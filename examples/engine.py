@@ -51,7 +51,7 @@ def attend(
     batch: Batch,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer; heads and tokens are ``[1, heads, tokens, dim]``."""
+    """Called by transformers in every layer; tensors are ``[1, heads, tokens, dim]``."""
     plain_scores("engine", others)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     kernel.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), batch)
@@ -72,8 +72,8 @@ class Engine:
         self.model, self.eos = model, eos
         self.cache, self.kernel = cache, Attention(cache.cache)
         self.waiting: deque[Job] = deque()
-        self.running: dict[Job, Request] = {}  # the last to join comes last
-        self.crowded = False  # somebody was preempted: nobody joins until somebody ends
+        self.running: dict[Job, Request] = {}  # in order of admission
+        self.preempted = False  # if true, admit nothing until a job ends
 
     def __enter__(self) -> Engine:
         return self
@@ -109,8 +109,8 @@ class Engine:
         return {one: min(len(job.tokens) + more, longest) for job, one in self.running.items()}
 
     def admit(self) -> None:
-        """Jobs join while slots and memory last, with what of their tokens is recorded."""
-        while self.waiting and not (self.crowded and self.running):
+        """Admits jobs while slots and memory last, reusing cached prefixes."""
+        while self.waiting and not (self.preempted and self.running):
             found = self.cache.admit(self.waiting[0].tokens)
             if isinstance(found, Request):
                 self.running[self.waiting.popleft()] = found
@@ -120,14 +120,14 @@ class Engine:
                 return
 
     def preempt(self, short: Shortage) -> None:
-        """The last to join goes back; what it has computed may still be there when it joins."""
+        """Preempts the newest job; its prefix may still be cached when it is admitted again."""
         job, request = self.running.popitem()
         self.cache.release(request, tokens=job.tokens)
         if short.never or not self.running:
             job.failed = short
         else:
             job.preemptions += 1
-            self.crowded = True
+            self.preempted = True
             self.waiting.appendleft(job)
 
     @torch.inference_mode()
@@ -153,7 +153,7 @@ class Engine:
             job.left -= 1
             if token in self.eos or not job.left:  # its rows stay, for the next turn
                 self.cache.release(self.running.pop(job), tokens=job.tokens)
-                self.crowded = False
+                self.preempted = False
         return found
 
 

@@ -2,55 +2,56 @@
 //
 // vmem: fine-grained GPU memory for address ranges that stay contiguous.
 //
-// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; the others do one thing each, and
-// none of them calls one that calls it:
+// The interface is in uvm_vmem_ioctl.h. This file parses and dispatches the ioctls; each of the others has one task,
+// and their calls form no cycle:
 //
-//   uvm_vmem_call.c    what calls share: their beginning and end, waiting for a GPU, which GPUs are refused
+//   uvm_vmem_call.c    shared by all calls: begin and end, waiting for a GPU, checks for unsupported GPUs
 //   uvm_vmem_account.c kernel memory: charged to the process's memory cgroup, and limited for each user and cgroup
 //   uvm_vmem_memory.c  stores and chunks: 2 MB pieces of physical memory, cut into units of 64 KB
 //   uvm_vmem_object.c  objects: the pages of one CREATE, and the table of handles
-//   uvm_vmem_range.c   reservations, their beginning and all their ways to end
+//   uvm_vmem_range.c   reservations: creation and every path that destroys them
 //   uvm_vmem_table.c   page tables, and the pushes that write them
 //   uvm_vmem_bind.c    BIND
-//   uvm_vmem_ticket.c  BINDs that are under way, and WAIT
+//   uvm_vmem_ticket.c  BINDs in flight, and WAIT
 //   uvm_vmem_stat.c    STAT and the procfs file
-//   uvm_vmem_debug.c   lines in the kernel log, and the dump of a reservation
+//   uvm_vmem_debug.c   kernel log messages, and the dump of a reservation
 //   uvm_vmem_compat.h  the differences between driver branches
 //
 // Objects and their lifetimes
 //
-//   uvm_vmem_va_space_t  in each VA space, from UVM_INITIALIZE to close. Knows the process that it belongs to.
-//   uvm_vmem_state_t     the vmem state of a VA space; made by the first command that needs it, freed with the VA space.
+//   uvm_vmem_va_space_t  in each VA space, from UVM_INITIALIZE to close. Records the owning process.
+//   uvm_vmem_state_t     the vmem state of a VA space; created by the first command, freed with the VA space.
 //   uvm_vmem_range_t     a reservation; held by an external VA range, which destroys it.
-//   uvm_vmem_slot_t      2 MB of a reservation that were bound once: the page tables, and what each PTE says. Stays
+//   uvm_vmem_slot_t      2 MB of a reservation, once bound: its page tables and the content of each PTE. Kept
 //                        until the reservation is freed, so that a steady state writes PTEs only. While all of it is
 //                        sparse it is only a mark in its leaf (UVM_VMEM_SLOT_ALL_SPARSE).
 //   uvm_vmem_object_t    pages; alive until its handle is released and none of its units is mapped.
 //   uvm_vmem_chunk_t     2 MB of physical memory; alive while one of its units belongs to an object (after a fatal error:
 //                        until close).
-//   uvm_vmem_ticket_t    an unfinished BIND, until it is seen to be finished.
+//   uvm_vmem_ticket_t    an unfinished BIND, until its completion is observed.
 //
 // Locks, in this order
 //
-//   VA space lock   read: to find a reservation or a GPU, and to begin a call; no more. The GPU's fault handling needs
-//                   it, for other processes too. write: RESERVE and FREE, to enter and take out a range, and the hooks
-//                   by which GPUs, page trees and ranges go.
-//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets, claims. Let go after 4,096 units at the
-//                   latest (uvm_vmem_step).
+//   VA space lock   read: to find a reservation or a GPU, and to begin a call; nothing else. GPU fault handling needs
+//                   it, for other processes too. write: RESERVE and FREE, to insert and remove a range, and the hooks
+//                   that remove GPUs, page trees and ranges.
+//   state->lock     (UVM_LOCK_ORDER_VMEM) objects, stores, chunks, tickets, claims. Dropped after at most 4,096
+//                   units (uvm_vmem_step).
 //   then UVM's own: page tree, push, PMM.
 //
-// Long work holds neither lock: it runs as a call (uvm_vmem_call_begin), during which no GPU goes away. A reservation
+// Long work holds neither lock: it runs as a call (uvm_vmem_call_begin), during which no GPU is removed. A reservation
 // belongs to one call at a time (uvm_vmem_range_claim): BIND, FREE and an eager RESERVE claim it.
 //
-// These hold a lock for longer than one push or 4,096 units, or wait for the GPU or a call with one:
+// These hold a lock for longer than one push or 4,096 units, or wait for the GPU or a call while holding it:
 //
 //   UVM_FREE of a reservation                  VA space lock, write: page tables one by one, the end of a call on it
 //   a GPU or its VA space is unregistered,     VA space lock, write: page tables and mappings in all reservations, the
 //   peer access ends                           end of all calls, tickets, pages of the GPU
 //   a tracker finds no memory                  state->lock: waits for the pushes instead of noting them
-//   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: for what the tree has sent
+//   uvm_page_tree_alloc_table                  UVM's page tree lock, of one address space: until the tree's own pushes
+//                                              complete
 //
-// User memory is touched with none of them held: a fault on managed memory takes mmap_lock and the VA space lock.
+// User memory is accessed with no lock held: a fault on managed memory takes mmap_lock and the VA space lock.
 //
 // Physical memory and the GPU's TLBs
 //
@@ -61,14 +62,14 @@
 // Trade-offs
 //
 // - Zeroing at CREATE, not in the background: a page is never handed out dirty, at the cost of a memset in each CREATE.
-// - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. A table of its own, filled before, takes
-//   its place in one write when something is mapped in a slot, so that a reader of the zeros beside it never faults. A
-//   2 MB sparse entry would be smaller but could not be replaced like that. There is no way back: UVM's page tree
-//   cannot give a table back without clearing the entry that points to it.
+// - All sparse slots of a descriptor share one table of 32 sparse PTEs on a GPU. Mapping something in such a slot first
+//   fills a private table, then switches the slot to it with one write, so that concurrent reads of the sparse pages
+//   beside it never fault. A 2 MB sparse entry would be smaller but could not be replaced like that. A slot never
+//   returns to the shared table: UVM's page tree cannot free a table without clearing the entry that points to it.
 // - 32 entries of 8 bytes for a slot even if one page of it is used: 256 bytes for 2 MB of addresses make a batch's
 //   final values, its undo and its accounting trivial.
-// - Chunks belong to one file descriptor: two processes never share 2 MB, and the PMM's next user or we zero what the
-//   first leaves.
+// - Chunks belong to one file descriptor: two processes never share 2 MB, and what a process leaves behind is zeroed by
+//   us or by the PMM's next user.
 
 #include <linux/module.h>
 #include <linux/sched/mm.h>
@@ -90,7 +91,7 @@ MODULE_INFO(vmem_abi, __stringify(UVM_VMEM_ABI_VERSION));
 #define WAIT_SIZE_1    24
 #define STAT_SIZE_1    136
 
-// Larger structs are treated as an error of the caller, whatever they hold.
+// A larger struct is a caller's error, whatever it contains.
 #define MAX_STRUCT_SIZE 4096
 
 #define CAPABILITIES                                                                                                    \
@@ -115,7 +116,7 @@ typedef struct
     NvU32 size;
     NvU32 min_size;
 
-    // The struct has fields that are written on success; on failure too.
+    // Output fields are written on success; and on failure.
     bool has_out;
     bool out_on_failure;
 
@@ -125,7 +126,7 @@ typedef struct
     // state is NULL for QUERY only.
     int (*run)(struct file *filp, uvm_vmem_state_t *state, params_t *params);
 
-    // Undoes what run did when its result could not be delivered.
+    // Undoes run() when its result could not be copied out.
     void (*undo)(uvm_vmem_state_t *state, params_t *params);
 } command_t;
 
@@ -176,7 +177,7 @@ static int run_query(struct file *filp, uvm_vmem_state_t *state, params_t *param
     return ret;
 }
 
-// Copy an array from user space: -EINVAL for none, -EMSGSIZE, -ENOMEM, -EFAULT.
+// Copy an array from user space. -EINVAL if it is empty, -EMSGSIZE, -ENOMEM, -EFAULT.
 static int copy_array(uvm_vmem_state_t *state, NvU64 address, NvU32 count, NvU32 max_count, size_t element_size, void **array_out)
 {
     void *array;
@@ -276,7 +277,7 @@ static int run_wait(struct file *filp, uvm_vmem_state_t *state, params_t *params
 
 static int run_stat(struct file *filp, uvm_vmem_state_t *state, params_t *params)
 {
-    // Outputs are sums: they start from zero, not from the caller's values.
+    // Outputs are accumulated: start from zero, not from the caller's values.
     struct uvm_vmem_stat stat = { .size = params->size, .flags = params->stat.flags };
     int ret;
 
@@ -312,7 +313,7 @@ bool uvm_vmem_is_ioctl(unsigned int cmd)
            _IOC_NR(cmd) >= _IOC_NR(UVM_VMEM_QUERY);
 }
 
-// Copy the caller's struct, whatever its size, and check the part beyond ours.
+// Copy the caller's struct of any size; the part we do not know must be zero.
 static int copy_params(const command_t *command, void __user *user, params_t *params)
 {
     NvU32 size;
@@ -331,7 +332,7 @@ static int copy_params(const command_t *command, void __user *user, params_t *pa
     if (copy_from_user(params, user, min(size, command->size)))
         return -EFAULT;
 
-    // Not a value that another thread wrote meanwhile.
+    // Ignore a size that another thread has changed since.
     params->size = size;
 
     if (size > command->size) {
@@ -350,7 +351,7 @@ static int copy_params_back(const command_t *command, void __user *user, const p
     return copy_to_user(user, params, min(params->size, command->size)) ? -EFAULT : 0;
 }
 
-// The table of objects is charged to the memory cgroup where the kernel can do that.
+// Charge the table of objects to the memory cgroup where the kernel supports that.
 #ifdef XA_FLAGS_ACCOUNT
 #define OBJECTS_ACCOUNT XA_FLAGS_ACCOUNT
 #else
@@ -381,7 +382,7 @@ static uvm_vmem_state_t *state_create(uvm_va_space_t *va_space)
     xa_init_flags(&state->objects, XA_FLAGS_ALLOC1 | OBJECTS_ACCOUNT);
     atomic64_set(&state->kernel_bytes, uvm_vmem_size(state));
 
-    // Another thread may have been quicker.
+    // Another thread may have won the race.
     other = cmpxchg(&va_space->vmem.state, NULL, state);
     if (other) {
         uvm_vmem_accounts_put(state);
@@ -438,7 +439,7 @@ long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg)
     if (ret)
         return ret;
 
-    // A struct that cannot be written must not be found out about when all is done.
+    // Detect a struct that cannot be written before doing any work.
     if (command->has_out && copy_params_back(command, user, &params))
         return -EFAULT;
 
@@ -483,8 +484,7 @@ void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem)
     if (!state)
         return;
 
-    // A reader of a dump may have claimed a reservation. From now on none can be found, and that claim is released
-    // soon.
+    // A reader of vmem_dump may hold a claim. No further claim can be made from here on, and that one is released soon.
     uvm_vmem_stat_remove(state);
     uvm_vmem_wait_event(state, READ_ONCE(state->calls) == 0);
 
@@ -499,13 +499,13 @@ void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem)
         UVM_ASSERT(list_empty(&state->ranges));
         UVM_ASSERT(list_empty(&state->tickets));
 
-        // The GPUs were unregistered, and all that was pending is completed: what is left lies in host memory, or is
-        // the description of objects whose GPU is gone.
+        // The GPUs are unregistered and all pushes have completed. What remains is host memory, and descriptors of
+        // objects whose GPU is gone.
         uvm_vmem_object_destroy_all(state);
         uvm_vmem_store_destroy_all(state);
         uvm_tracker_deinit(&state->pending);
 
-        // In place of UVM's leak checker, which does not see our allocations.
+        // UVM's leak checker does not see our allocations.
         if (atomic64_read(&state->kernel_bytes) != uvm_vmem_size(state) ||
             atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_TABLES]) != 0 ||
             atomic64_read(&state->charged[UVM_VMEM_ACCOUNT_HOST]) != 0)

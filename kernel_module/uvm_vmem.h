@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// What the rest of UVM sees of vmem: the hooks that the patches call. See uvm_vmem.c for what vmem is.
+// The hooks that the patches call from the rest of UVM. See uvm_vmem.c for the design.
 
 #ifndef __UVM_VMEM_H__
 #define __UVM_VMEM_H__
@@ -21,11 +21,11 @@ typedef struct uvm_vmem_state_struct uvm_vmem_state_t;
 // Embedded in each VA space.
 typedef struct
 {
-    // The address space that UVM_INITIALIZE was called from, with a reference (mmgrab) so that no other can take
-    // its place at the same address. Immutable.
+    // The address space that UVM_INITIALIZE was called from, with a reference (mmgrab) so that its address is not
+    // reused. Immutable.
     struct mm_struct *owner;
 
-    // Made by the first command that needs it, then immutable.
+    // Created by the first command that needs it, then immutable.
     uvm_vmem_state_t *state;
 } uvm_vmem_va_space_t;
 
@@ -35,16 +35,16 @@ bool uvm_vmem_is_ioctl(unsigned int cmd);
 // Carry out one of our ioctls; 0 or a negative errno.
 long uvm_vmem_ioctl(struct file *filp, unsigned int cmd, unsigned long arg);
 
-// Beginning and end of a VA space. Neither fails. Destroy comes last, when all GPUs were unregistered and all ranges
-// destroyed, with no lock held.
+// Creation and destruction of a VA space. Neither fails. Destroy runs last, after all GPUs were unregistered and all
+// ranges destroyed, with no lock held.
 void uvm_vmem_va_space_init(uvm_vmem_va_space_t *vmem);
 void uvm_vmem_va_space_destroy(uvm_vmem_va_space_t *vmem);
 
-// The file is being closed and the user channels are stopped. Takes the reservations apart, with no lock held: UVM
+// The file is being closed and the user channels are stopped. Dismantles the reservations with no lock held: UVM
 // destroys their ranges under the VA space lock.
 void uvm_vmem_va_space_stop(uvm_vmem_va_space_t *vmem);
 
-// A GPU leaves the VA space: all that lies in its memory goes. Its GPU VA space has been removed before.
+// A GPU is unregistered from the VA space: frees everything in its memory. Its GPU VA space was removed before.
 //
 // LOCKING: the VA space lock is held for write.
 void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
@@ -54,17 +54,17 @@ void uvm_vmem_unregister_gpu(uvm_va_space_t *va_space, uvm_gpu_t *gpu);
 // LOCKING: the VA space lock is held for write.
 void uvm_vmem_range_destroy(uvm_vmem_range_t *range);
 
-// The page tree of gpu goes away: give all page tables back to it. range may be NULL.
+// The page tree of gpu is about to be destroyed: return all page tables to it. range may be NULL.
 //
 // LOCKING: the VA space lock is held for write.
 void uvm_vmem_range_remove_gpu(uvm_vmem_range_t *range, uvm_gpu_t *gpu);
 
-// Peer access between two GPUs ends: take away what one maps of the other. range may be NULL.
+// Peer access between two GPUs ends: unmap each one's pages from the other. range may be NULL.
 //
 // LOCKING: the VA space lock is held for write.
 void uvm_vmem_range_disable_peer(uvm_vmem_range_t *range, uvm_gpu_t *gpu0, uvm_gpu_t *gpu1);
 
-// UVM cancels an access of a GPU that it cannot serve: say so in the kernel log if it was to a reservation.
+// UVM cancels a GPU access that it cannot serve: log it if the address is in a reservation.
 //
 // LOCKING: the VA space lock is held.
 void uvm_vmem_fatal_fault(uvm_va_space_t *va_space, uvm_gpu_id_t gpu_id, const uvm_fault_buffer_entry_t *fault);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Kernel memory of vmem: who is charged for it, and its limits.
+// Kernel memory of vmem: how it is charged and limited.
 //
 // Our own allocations carry __GFP_ACCOUNT: the memory cgroup of the process is charged. What UVM allocates for us (the
 // description of a page table or an external range, and the table itself) is not, and neither is bounded by anything
-// else: a process that touches one unit in each 2 MB of 16 TB makes 8 million tables. So everything that a reservation
-// makes is also counted in accounts, with limits that are on by default:
+// else: a process that touches one unit in each 2 MB of 16 TB makes 8 million tables. So all kernel memory behind a
+// reservation is also counted in accounts, with limits that are on by default:
 //
 //   the user's     all descriptors of the real user id that made them
 //   the cgroup's   all descriptors of the cgroup (version 2) that the process was in, if it is not the root. In
-//                  containers everybody may be root: there root's user account is ignored, and this one counts.
-//   everybody's    all descriptors of the machine. However many users there are, and however many cgroups somebody may
-//                  make: a part of the machine's memory stays out of reach.
+//                  containers every process may be root: there root's user account is ignored, and this one counts.
+//   the machine's  all descriptors on the machine, so that part of its memory stays available however many users and
+//                  cgroups there are.
 //
 // Pinned host memory has accounts of its own. A descriptor keeps its accounts even if the process moves to another
 // cgroup or user. Only the cgroup itself counts, not its ancestors: if users may make cgroups, the user's limit still
@@ -29,7 +29,7 @@
 #include "uvm_va_range.h"
 #include "uvm_vmem_internal.h"
 
-// The memory that a call wants depends on its caller: it gets ENOMEM rather than wake the OOM killer.
+// The caller chooses the size: fail with ENOMEM rather than wake the OOM killer.
 #define ALLOC_FLAGS (GFP_KERNEL | __GFP_ACCOUNT | __GFP_RETRY_MAYFAIL | __GFP_ZERO)
 
 static long uvm_vmem_user_tables_limit_mb = -1;
@@ -94,7 +94,7 @@ struct uvm_vmem_account_struct
     scope_t scope;
     NvU64 id;
 
-    // Descriptors. Protected by g_accounts_lock.
+    // Number of descriptors. Protected by g_accounts_lock.
     NvU32 refs;
 
     atomic64_t bytes[UVM_VMEM_ACCOUNT_KINDS];
@@ -118,12 +118,12 @@ static NvU64 limit_of(scope_t scope, uvm_vmem_account_kind_t kind)
     return ((NvU64)totalram_pages() << PAGE_SHIFT) / g_limits[scope][kind].whole * g_limits[scope][kind].part;
 }
 
-// The cgroup of the calling process; 0 for the root, or where there is none.
+// The cgroup of the calling process; 0 for the root cgroup, or without cgroup v2.
 static NvU64 current_cgroup(void)
 {
     NvU64 id = 0;
 
-// Before 5.5 cgroup numbers are reused.
+// Cgroup ids are reused before Linux 5.5.
 #if defined(CONFIG_CGROUPS) && LINUX_VERSION_CODE >= KERNEL_VERSION(5, 5, 0)
     struct cgroup *cgroup;
 

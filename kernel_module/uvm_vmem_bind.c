@@ -4,9 +4,9 @@
 //
 //   check      each operation by itself, then sorted by address for overlaps
 //   look up    the reservation and the objects, which are pinned
-//   stage      the final content of each slot that the batch touches: one value for each PTE, and of which size
-//   prepare    slots, page tables, access to host memory: all that can fail. On failure it is undone.
-//   send       for each GPU as few pushes as the PTEs fit in, and one TLB invalidate at the end of the last
+//   stage      the final content of each slot that the batch touches: the value and the size of each PTE
+//   prepare    slots, page tables, access to host memory: everything that can fail. Undone on failure.
+//   send       for each GPU the fewest pushes that hold the PTEs, and one TLB invalidate at the end of the last
 //   commit     the staged content becomes the slots'; references to objects move along
 //   wait       unless the caller wants a ticket
 //
@@ -37,25 +37,25 @@ typedef struct
 {
     NvU64 index;
 
-    // A bit a unit: an operation names it; its entry changes.
+    // One bit per unit: named by an operation; its entry changes.
     NvU32 named;
     NvU32 touched;
 
-    // One MAP names all of the slot.
+    // A single MAP covers the whole slot.
     bool whole;
 
     // The slot was made for this batch.
     bool made;
 
-    // An operation that changes a unit lacks CUT; its number.
+    // Index of an operation that changes a unit without CUT.
     bool uncut;
     NvU32 uncut_op;
 
-    // An operation says LARGE; its number.
+    // Index of an operation with LARGE.
     bool large;
     NvU32 large_op;
 
-    // An operation says CUT.
+    // An operation has CUT.
     bool cut;
 
     uvm_vmem_slot_state_t state;
@@ -75,7 +75,7 @@ typedef struct
     NvU64 num_stages;
     uvm_vmem_ticket_t *ticket;
 
-    // A mapping is taken away.
+    // A mapping is removed.
     bool unmaps;
 
     // Objects without references.
@@ -245,7 +245,7 @@ static int compare_ops(const void *a, const void *b)
     const bind_op_t *op_a = a;
     const bind_op_t *op_b = b;
 
-    // 65,536 operations take two million of these.
+    // Called up to two million times for 65,536 operations.
     cond_resched();
 
     if (op_a->first_unit != op_b->first_unit)
@@ -332,7 +332,7 @@ static uvm_vmem_entry_t op_entry(const bind_op_t *op, NvU64 unit)
     return entry;
 }
 
-// What the slot has now.
+// The slot's current content.
 static void stage_begin(bind_t *bind, bind_stage_t *stage)
 {
     uvm_vmem_slot_t *slot = uvm_vmem_slot(bind->range, stage->index);
@@ -347,7 +347,7 @@ static void stage_begin(bind_t *bind, bind_stage_t *stage)
     }
 }
 
-// Enter what an operation says about one slot.
+// Apply an operation to the staged content of one slot.
 static int stage_op(bind_t *bind, const bind_op_t *op, bind_stage_t *stage)
 {
     NvU64 slot_unit = stage->index * UVM_VMEM_SLOT_UNITS;
@@ -636,7 +636,7 @@ static void commit_stage(bind_t *bind, bind_stage_t *stage)
         NvU32 i = __ffs(units);
         uvm_vmem_entry_t old_entry = slot->entries[i];
 
-        // The new one first: a page that takes its own place must not be freed in between.
+        // Take the new reference first: a page that replaces itself must not be freed in between.
         uvm_vmem_range_ref(range, stage->entries[i]);
         slot->entries[i] = stage->entries[i];
         uvm_vmem_range_unref(range, old_entry, &bind->dead);
@@ -662,7 +662,7 @@ static void commit(bind_t *bind, NvU64 *ticket_out)
     for (i = 0; i < range->gpu_count; i++)
         uvm_tracker_add_tracker_safe(&bind->tracker, &range->gpus[i].tracker);
 
-    // Before any page can be given back.
+    // Before any page can be returned.
     if (bind->unmaps) {
         uvm_tracker_remove_completed(&bind->state->pending);
         uvm_tracker_add_tracker_safe(&bind->state->pending, &bind->tracker);
@@ -724,7 +724,7 @@ static int bind_claimed(bind_t *bind, const struct uvm_vmem_op *ops, NvU64 *tick
     if (ret)
         return ret;
 
-    // Failures from here on are no operation's fault.
+    // No failure from here on belongs to a single operation.
     bind->failed_op = ~0u;
     uvm_vmem_debug_batch(bind->range,
                          bind->num_ops,
@@ -794,7 +794,7 @@ int uvm_vmem_bind(uvm_vmem_state_t *state, struct uvm_vmem_bind *params, struct 
     if (!bind.range->broken)
         unpin_objects(&bind);
 
-    // Others may bind while this call waits, and GPUs stay.
+    // While this call waits, others may bind, and no GPU is removed.
     uvm_vmem_call_hold(state);
     uvm_vmem_range_unclaim(bind.range);
     waits = !ret && !(params->flags & UVM_VMEM_BIND_ASYNC);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// What all calls share: errors, the time during which a call keeps GPUs registered, steps in which a lock is let go,
-// waiting for a GPU by polling, and which GPUs are refused.
+// Shared by all calls: errors, begin and end (between which no GPU is unregistered), dropping a lock between steps,
+// waiting for a GPU by polling, and checks for unsupported GPUs.
 
 #include <linux/delay.h>
 #include <linux/ktime.h>
@@ -10,10 +10,9 @@
 #include "uvm_global.h"
 #include "uvm_vmem_internal.h"
 
-// UVM learns that a GPU has finished by looking at a semaphore in memory: its channels raise no interrupt, and nothing
-// in it can be hooked. So whoever waits looks, at once while a batch takes what most take (guess from the times of
-// UVM's own pushes), then after a part of the time that it has waited, so that the last pause makes it at most that much
-// longer.
+// UVM detects completion by polling a semaphore in memory: its channels raise no interrupt, and it offers no hook. So a
+// waiter polls: without a pause for as long as most batches take (estimated from UVM's own pushes), then with a pause
+// that is a fraction of the time waited so far, which bounds the relative overshoot.
 #define PAUSE_SPIN_NS 20000ull
 #define PAUSE_PART    4
 #define PAUSE_MIN_NS  5000ull

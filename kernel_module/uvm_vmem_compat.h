@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// All that differs between the driver branches that vmem builds in (535 ... 595). Nothing else in vmem may test
+// All differences between the driver branches that vmem builds in (535 ... 595). No other file of vmem may test
 // UVM_VMEM_BRANCH.
 
 #ifndef __UVM_VMEM_COMPAT_H__

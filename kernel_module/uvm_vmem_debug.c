@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// When something goes wrong: lines in the kernel log, and /proc/driver/nvidia-uvm/vmem_dump.
+// Diagnosis of failures: kernel log messages, and /proc/driver/nvidia-uvm/vmem_dump.
 //
-// The log has a line when UVM cancels an access to a reservation (a fatal fault), when a batch fails after it was sent,
+// A line is logged when UVM cancels an access to a reservation (a fatal fault), when a batch fails after it was sent,
 // and when that leaves the reservation broken. Each names the process, the reservation, the address and the last batch.
 //
-// vmem_dump lists all reservations, a line each. After "PID ADDRESS" is written to it, a read returns the dump of that
-// one reservation: its slots, their page tables and what each entry says, neighbours merged.
+// vmem_dump lists all reservations, one per line. After "PID ADDRESS" is written to it, a read returns the dump of that
+// one reservation: its slots, their page tables and their entries, with equal neighbours merged.
 //
 // Nothing here waits for a client's lock, which may be held while a GPU works: a reader retries for a while and then
-// gets EBUSY; a log line leaves out what it cannot read. A dump claims the reservation for each piece that is read, so
+// gets EBUSY; a log line leaves out what it cannot read. A dump claims the reservation for each read() separately, so
 // each slot is consistent, but not all of them together. Fully sparse slots are left out.
 
 #include <linux/delay.h>
@@ -24,7 +24,7 @@
 #include "uvm_procfs.h"
 #include "uvm_vmem_internal.h"
 
-// How often a reader tries to get the locks of a client, 10 ms apart.
+// How often a reader tries to take a client's locks, 10 ms apart.
 #define LOCK_TRIES 100
 
 // "PID ADDRESS" and some room.
@@ -33,8 +33,8 @@
 // One line about the last batch.
 #define BATCH_TEXT 160
 
-// The name is the process's own choice: whatever could end a field or a line, or speak to a terminal, becomes an octal
-// number.
+// The process chooses its name: characters that could end a field or a line, or control a terminal, are escaped in
+// octal.
 void uvm_vmem_debug_process(uvm_vmem_state_t *state)
 {
     char name[TASK_COMM_LEN];
@@ -65,7 +65,7 @@ void uvm_vmem_debug_batch(uvm_vmem_range_t *range, NvU32 num_ops, NvU64 first_un
     last->time = ktime_get_ns();
 }
 
-// LOCKING: none. If a batch is recorded meanwhile, the text mixes two.
+// LOCKING: none. If a batch is recorded at the same time, the text may mix two batches.
 static const char *batch_text(uvm_vmem_range_t *range, char *text)
 {
     uvm_vmem_last_batch_t last = range->last_batch;
@@ -129,7 +129,7 @@ static const char *entry_text(uvm_vmem_range_t *range, NvU64 address)
     const char *text = "nothing mapped";
     uvm_vmem_slot_t *slot;
 
-    // While it is held, nothing claims the range.
+    // No claim can be made while it is held.
     if (!uvm_mutex_trylock(&range->state->lock))
         return "a batch is under way";
 
@@ -186,7 +186,7 @@ void uvm_vmem_fatal_fault(uvm_va_space_t *va_space, uvm_gpu_id_t gpu_id, const u
 // One reader of the file.
 typedef struct
 {
-    // What to dump. process 0: nothing was asked for.
+    // The reservation to dump. process 0: none was requested.
     pid_t process;
     NvU64 address;
 
@@ -210,7 +210,7 @@ static int list_ranges(uvm_vmem_state_t *state, void *seq)
     uvm_vmem_range_t *range;
     char text[BATCH_TEXT];
 
-    // This fails even if only a writer waits: then none of its reservations can be shown.
+    // Fails even if a writer is only waiting; this client's reservations are then left out.
     if (!uvm_down_read_trylock(&state->va_space->lock)) {
         seq_printf(file, "%d busy\n", state->process);
         return 0;
@@ -233,8 +233,8 @@ static int list_ranges(uvm_vmem_state_t *state, void *seq)
     return 0;
 }
 
-// Claim the reservation that was asked for if it is this state's (1; else 0): -EBUSY. Its state outlives the list's lock,
-// because the VA space is not taken apart while a range is claimed.
+// Claim the requested reservation if it belongs to this state. Returns 1 if so, else 0, or -EBUSY. The state outlives
+// the list's lock, because a VA space is not dismantled while a range is claimed.
 static int claim_range(uvm_vmem_state_t *state, void *reader)
 {
     dump_t *dump = reader;
@@ -263,7 +263,7 @@ static int claim_range(uvm_vmem_state_t *state, void *reader)
     return ret;
 }
 
-// Where a reader stands: 0 at the head, n + 1 at the first slot with a number of at least n.
+// File position: 0 at the header, n + 1 at the first slot numbered n or above.
 static void *dump_at(dump_t *dump, loff_t *pos)
 {
     uvm_vmem_slot_t *slot;
@@ -380,7 +380,7 @@ static uvm_gpu_phys_address_t entry_address(uvm_vmem_range_t *range, uvm_vmem_ob
     return uvm_vmem_chunk_address(chunk, unit, range->gpus[i].gpu);
 }
 
-// Entries from first on that go on with the next page and the next place, or are all sparse, or all empty.
+// The run of entries from first on that map consecutive pages of consecutive memory, or are all sparse, or all empty.
 static NvU32 show_run(struct seq_file *file, uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries, NvU32 first)
 {
     uvm_vmem_entry_t entry = entries[first];
@@ -519,6 +519,6 @@ static const nv_proc_ops_t g_dump_file = {
 
 void uvm_vmem_debug_procfs_init(struct proc_dir_entry *dir)
 {
-    // Without the file everything else works.
+    // Everything else works without the file.
     (void)proc_create("vmem_dump", S_IRUSR | S_IWUSR, dir, &g_dump_file);
 }

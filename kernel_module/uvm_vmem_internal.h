@@ -39,7 +39,7 @@
 // Well below the 1024 entries of a channel of UVM's, where the next push would wait for the GPU.
 #define UVM_VMEM_MAX_TICKETS 256
 
-// The slots of a reservation are in leaves of one page, each of which covers 1 GB. At this limit the pointers to the
+// A reservation's slots are in leaves of one page, each covering 1 GB. At this limit the pointers to the
 // leaves take 128 KB.
 #define UVM_VMEM_LEAF_SLOTS        512
 #define UVM_VMEM_MAX_RESERVE_BYTES (1ull << 44)
@@ -53,12 +53,12 @@
 // The reach of one directory of 2 MB entries.
 #define UVM_VMEM_DIRECTORY_SHIFT 29
 
-// A handle is an index into the table of objects and, above it, how often the index had come round when it was given:
-// a handle comes again after 2^32 objects.
+// A handle is an index into the table of objects and, above it, how often the index had wrapped: a handle repeats after
+// 2^32 objects.
 #define UVM_VMEM_INDEX_BITS 20
 #define UVM_VMEM_INDEX_MAX  ((1u << UVM_VMEM_INDEX_BITS) - 1)
 
-// The index of a descriptor's first object: after 32 objects the indices come round, so that every program meets that.
+// The index of a descriptor's first object: indices wrap after 32 objects, so that every program exercises wrapping.
 #define UVM_VMEM_INDEX_FIRST (UVM_VMEM_INDEX_MAX - 31)
 
 typedef struct uvm_vmem_account_struct uvm_vmem_account_t;
@@ -85,12 +85,12 @@ struct uvm_vmem_chunk_struct
     // In store->all.
     struct list_head all_node;
 
-    // A bit a unit: not part of an object; holds something other than zeros.
+    // One bit per unit: free; not zero.
     NvU32 free;
     NvU32 dirty;
 };
 
-// Where chunks come from: one GPU, or host memory. One per file descriptor and place, made when first used.
+// The source of chunks: one GPU, or host memory. One per file descriptor and source, created on first use.
 struct uvm_vmem_store_struct
 {
     uvm_vmem_state_t *state;
@@ -105,8 +105,8 @@ struct uvm_vmem_store_struct
     NvU64 num_chunks;
     NvU64 num_growing;
 
-    // The table of 32 sparse PTEs that the entries of all wholly sparse slots on this GPU point to; made when first
-    // needed, in memory of its own.
+    // The table of 32 sparse PTEs that the entries of all wholly sparse slots on this GPU point to; created on first
+    // use, in its own memory.
     uvm_gpu_chunk_t *sparse_chunk;
     uvm_mmu_page_table_alloc_t sparse_table;
 
@@ -120,12 +120,12 @@ struct uvm_vmem_object_struct
 {
     uvm_vmem_store_t *store;
 
-    // References: the handle, each mapped unit, and each BIND that is working with the object.
+    // References: the handle, each mapped unit, and each BIND that uses the object.
     NvU64 mapped_units;
     NvU32 pins;
     bool released;
 
-    // The store's GPU is gone and the pages with it.
+    // The store's GPU was unregistered; the pages went with it.
     bool dead;
 
     // Made CONTIGUOUS: each 2 MB of it is a run in one chunk.
@@ -136,7 +136,7 @@ struct uvm_vmem_object_struct
     NvU32 page_shift;
     NvU32 count;
 
-    // Without references: in a list of objects whose pages are returned (uvm_vmem_object_reap), from the end on.
+    // Once unreferenced: link in a list of objects whose pages are being returned, last first (uvm_vmem_object_reap).
     struct list_head node;
 
     // Where each page begins: the address of its chunk, and in the low 5 bits the unit in it.
@@ -162,8 +162,8 @@ typedef enum
     UVM_VMEM_SLOT_SPARSE // points to the GPU's table of sparse PTEs
 } uvm_vmem_slot_state_t;
 
-// In a leaf: a slot in state SPARSE with nothing else to record. It becomes a uvm_vmem_slot_t when something is
-// mapped there, and never goes back.
+// In a leaf: a slot in state SPARSE with nothing else to record. It becomes a uvm_vmem_slot_t when something is mapped
+// there, for good.
 #define UVM_VMEM_SLOT_ALL_SPARSE ((uvm_vmem_slot_t *)1)
 
 // 2 MB of virtual addresses that have been bound at least once.
@@ -181,12 +181,12 @@ struct uvm_vmem_slot_struct
     uvm_page_table_range_t tables[];
 };
 
-// A reservation on one of its GPUs.
+// A reservation's state on one GPU.
 typedef struct
 {
     uvm_gpu_t *gpu;
 
-    // NULL once the GPU has left.
+    // NULL once the GPU is unregistered.
     uvm_page_tree_t *tree;
 
     // The last push for this reservation: the next one is ordered after it.
@@ -221,11 +221,11 @@ struct uvm_vmem_range_struct
     // In state->ranges. Protected by the VA space lock.
     struct list_head node;
 
-    // A call works with the reservation (uvm_vmem_range_claim): it then owns everything below, without a lock. While no
-    // call has it, UVM's hooks own it under the VA space lock for write. Protected by state->lock.
+    // A call has claimed the reservation (uvm_vmem_range_claim): that call owns all fields below, without a lock. While
+    // it is unclaimed, UVM's hooks own them under the VA space lock for write. Protected by state->lock.
     bool claimed;
 
-    // It is being freed: new calls no longer find it. Written by the call that has claimed it.
+    // Being freed: lookups no longer find it. Written by the call that has claimed it.
     bool dying;
 
     // Arrays of UVM_VMEM_LEAF_SLOTS slots; a NULL at either level: never bound.
@@ -274,16 +274,16 @@ struct uvm_vmem_state_struct
     // LOCKING: the VA space lock, for write to change it.
     struct list_head ranges;
 
-    // The user's, the cgroup's, everybody's; NULL: does not count. Immutable.
+    // The user's, the cgroup's, the machine's; NULL: not counted. Immutable.
     uvm_vmem_account_t *accounts[3];
 
-    // Order UVM_LOCK_ORDER_VMEM. Protects what is below, and the contents of objects, stores and chunks.
+    // Order UVM_LOCK_ORDER_VMEM. Protects the fields below, and the contents of objects, stores and chunks.
     uvm_mutex_t lock;
 
-    // Calls under way without the VA space lock. Hooks that remove GPUs wait until there are none.
+    // Calls in flight without the VA space lock. Hooks that remove GPUs wait for zero.
     NvU32 calls;
 
-    // The number of claims released so far. Wakes those that wait for a reservation or for calls.
+    // The number of claims released so far. Wakes waiters for a reservation or for calls.
     NvU64 unclaims;
     wait_queue_head_t wait;
 
@@ -327,19 +327,19 @@ struct uvm_vmem_state_struct
 // mean kernel memory (ENOMEM) as well as the GPU's (ENOSPC).
 int uvm_vmem_errno(NV_STATUS status, int out_of_memory);
 
-// Work without the VA space lock: until uvm_vmem_call_end no GPU or GPU VA space is unregistered and no peer access
-// ends. In between, the VA space lock must not be taken.
+// Begin work without the VA space lock: until uvm_vmem_call_end no GPU or GPU VA space is unregistered and no peer
+// access ends. The VA space lock must not be taken in between.
 //
 // LOCKING: the VA space lock is held for read or write to begin.
 void uvm_vmem_call_begin(uvm_vmem_state_t *state);
 
-// One more begin, for one more end, inside of a call.
+// A nested begin inside a call; needs its own end.
 void uvm_vmem_call_hold(uvm_vmem_state_t *state);
 void uvm_vmem_call_end(uvm_vmem_state_t *state);
 
-// Wait until no call is at work.
+// Wait until no call is in flight.
 //
-// LOCKING: the VA space lock is held for write, so that none begins.
+// LOCKING: the VA space lock is held for write, so that no new call begins.
 void uvm_vmem_call_drain(uvm_vmem_state_t *state);
 
 // Wait until condition holds, which a call makes true under state->lock. Taking the lock afterwards orders all that the
@@ -353,21 +353,21 @@ void uvm_vmem_call_drain(uvm_vmem_state_t *state);
         uvm_mutex_unlock(&(state)->lock);                                                                                \
     } while (0)
 
-// Count units worked on, and release state->lock for a moment when it is time. units is 0 at the beginning.
+// Count processed units, and drop state->lock briefly when the limit is reached. units starts at 0.
 //
 // LOCKING: state->lock is held.
 void uvm_vmem_step(uvm_vmem_state_t *state, NvU32 *units, NvU32 more);
 
-// Wait for a GPU by polling, with longer pauses the longer it takes. -EINTR: the process is killed; -EIO.
+// Wait for a GPU by polling, with growing pauses. -EINTR: the process is being killed; -EIO.
 int uvm_vmem_wait_killable(uvm_tracker_t *tracker);
 
 // The next pause after waiting that long, at most left_ns.
 void uvm_vmem_pause(NvU64 waited_ns, NvU64 left_ns);
 
-// The registered GPU with that UUID if it has a GPU VA space, else NULL. LOCKING: the VA space lock is held.
+// The registered GPU with this UUID if it has a GPU VA space, else NULL. LOCKING: the VA space lock is held.
 uvm_gpu_t *uvm_vmem_gpu_of_uuid(uvm_va_space_t *va_space, const __u8 *uuid);
 
-// The same, if it is of a kind that is not refused: -ENODEV, -EOPNOTSUPP.
+// The same, if the GPU is supported: -ENODEV, -EOPNOTSUPP.
 //
 // LOCKING: the VA space lock is held.
 int uvm_vmem_find_gpu(uvm_vmem_state_t *state, const __u8 *uuid, uvm_gpu_t **gpu_out);
@@ -406,7 +406,7 @@ size_t uvm_vmem_size(void *p);
 
 // uvm_vmem_memory.c: stores and chunks
 
-// The store of a place, made if need be; NULL if there is no memory for it. gpu NULL: host memory.
+// The store of a GPU, or of host memory (gpu NULL), created if needed; NULL if out of memory.
 //
 // LOCKING: state->lock is held.
 uvm_vmem_store_t *uvm_vmem_store_get(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
@@ -423,10 +423,10 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
                         bool contiguous,
                         unsigned long *pages);
 
-// Return pages. state->pending covers those that were unmapped. Chunks of which nothing is left in use are put into
-// unused, for uvm_vmem_store_free_unused.
+// Return pages. state->pending covers those that were unmapped. Chunks that become unused are put into unused, for
+// uvm_vmem_store_free_unused.
 //
-// LOCKING: state->lock is held, and released for a moment now and then.
+// LOCKING: state->lock is held, and dropped briefly from time to time.
 void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count, const unsigned long *pages,
                          struct list_head *unused);
 
@@ -435,7 +435,7 @@ void uvm_vmem_store_give(uvm_vmem_state_t *state, NvU32 page_shift, NvU32 count,
 // LOCKING: state->lock is not held.
 void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unused);
 
-// Zero those of the pages just taken that are not zero, and wait for it.
+// Zero those of the newly taken pages that are not zero yet, and wait.
 //
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shift, NvU32 count, const unsigned long *pages);
@@ -445,13 +445,13 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
 // LOCKING: between call_begin and call_end; state->lock is taken.
 int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm_page_tree_t *tree);
 
-// A GPU leaves: remove its access to host memory, and free the store in its memory with all chunks, of which no object
-// may be left.
+// A GPU is unregistered: remove its access to host memory, and free its store with all chunks. No object may be left in
+// it.
 //
 // LOCKING: the VA space lock is held for write, and no call is at work; state->lock is taken.
 void uvm_vmem_store_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 
-// The end: free what is left, which is host memory.
+// On close: free the remaining store, which is host memory.
 void uvm_vmem_store_destroy_all(uvm_vmem_state_t *state);
 
 static uvm_vmem_chunk_t *uvm_vmem_page_chunk(unsigned long page)
@@ -494,7 +494,7 @@ void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead);
 // Chunk and unit in it of an object's unit.
 uvm_vmem_chunk_t *uvm_vmem_object_unit(uvm_vmem_object_t *object, NvU64 unit, NvU32 *unit_out);
 
-// Forget all objects in the store of a GPU that leaves; none is mapped. LOCKING: state->lock is taken.
+// Drop all objects in the store of a GPU that is unregistered; none is mapped. LOCKING: state->lock is taken.
 void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu);
 void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 
@@ -504,19 +504,20 @@ void uvm_vmem_object_destroy_all(uvm_vmem_state_t *state);
 int uvm_vmem_reserve(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *params, const __u8 *uuids);
 int uvm_vmem_free_range(uvm_vmem_state_t *state, const struct uvm_vmem_free *params);
 
-// Dismantle all reservations: no call is under way or will be.
+// Dismantle all reservations. No call is in flight or can begin.
 void uvm_vmem_range_stop_all(uvm_vmem_state_t *state);
 
 // The reservation that starts at start (-ENOENT). LOCKING: the VA space lock is held.
 int uvm_vmem_range_find(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// The reservation that starts at start, for this call alone: waits for the call that has it. Also begins a call
-// (uvm_vmem_call_begin), which unclaim ends. -ENOENT; -EINTR: the process is killed.
+// Claim the reservation that starts at start for this call; waits while another call has claimed it. Also begins a call
+// (uvm_vmem_call_begin), which unclaim ends. -ENOENT; -EINTR: the process is being killed.
 //
 // LOCKING: no lock is held, before and after.
 int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t **range_out);
 
-// The same without waiting, for a range that has been found; false: a call has it. LOCKING: state->lock is held.
+// The same without waiting, for a range already looked up; false: another call has claimed it. LOCKING: state->lock is
+// held.
 bool uvm_vmem_range_try_claim(uvm_vmem_range_t *range);
 void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 
@@ -527,13 +528,13 @@ void uvm_vmem_range_unclaim(uvm_vmem_range_t *range);
 void uvm_vmem_range_ref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry);
 void uvm_vmem_range_unref(uvm_vmem_range_t *range, uvm_vmem_entry_t entry, struct list_head *dead);
 
-// uvm_vmem_table.c: page tables and what is written to them
+// uvm_vmem_table.c: page tables and writes to them
 
-// The slot with that number; NULL if it was never bound, or is all sparse.
+// The slot with this number; NULL if it was never bound or is all sparse.
 uvm_vmem_slot_t *uvm_vmem_slot(uvm_vmem_range_t *range, NvU64 index);
 bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index);
 
-// The first slot that was bound with a number of at least *index, which becomes its number; NULL: there is none.
+// The first bound slot numbered *index or above; *index becomes its number. NULL: none.
 //
 // LOCKING: the range is claimed, or the VA space lock is held for write; state->lock is not held.
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
@@ -541,14 +542,14 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index);
 #define for_each_vmem_slot(slot, index, range)                                                                           \
     for ((index) = 0; ((slot) = uvm_vmem_slot_next((range), &(index))) != NULL; (index)++)
 
-// Make sure that a slot exists. *made says whether it was made now (then it must be unmade on failure). A fully sparse
-// one then stops being so, but looks the same to the GPU.
+// Make sure that a slot exists. *made is set if it was created now (to be undone on failure). A fully sparse slot gets
+// a table of its own; the GPU sees no difference.
 //
 // LOCKING: the range is claimed, or the VA space lock is held for write.
 int uvm_vmem_slot_get(uvm_vmem_range_t *range, NvU64 index, bool *made);
 
-// Make sure that a slot with has_entry has a table of PTEs on each GPU. The table is not in use before the
-// slot's state is SMALL; it goes with the slot.
+// Make sure that a slot with has_entry has a table of PTEs on each GPU. The table is unused until the slot's state is
+// SMALL; it is freed with the slot.
 int uvm_vmem_slot_get_small(uvm_vmem_range_t *range, NvU64 index);
 
 // Free the directories kept by fully sparse slots.
@@ -557,10 +558,10 @@ void uvm_vmem_directories_put(uvm_vmem_range_t *range);
 // Free a leaf without slots; number counts leaves from 0.
 void uvm_vmem_leaf_put(uvm_vmem_range_t *range, NvU64 number);
 
-// Make sure that a slot that was never bound can become all sparse. *new_tables: page tables were made.
+// Make sure that a slot that was never bound can become all sparse. *new_tables: page tables were allocated.
 int uvm_vmem_slot_get_sparse(uvm_vmem_range_t *range, NvU64 index, bool *new_tables);
 
-// Mark the slot fully sparse, as was sent.
+// Mark the slot fully sparse, as already sent to the GPU.
 void uvm_vmem_slot_set_sparse(uvm_vmem_range_t *range, NvU64 index);
 
 // Free a slot and its tables. The GPU no longer sees what the tables hold once uvm_vmem_range_wait_tables has returned.
@@ -571,12 +572,12 @@ void uvm_vmem_slot_put(uvm_vmem_range_t *range, NvU64 index);
 // LOCKING: the range is claimed, or the VA space lock is held for write.
 void uvm_vmem_table_remove_gpu(uvm_vmem_range_t *range, NvU32 gpu_index);
 
-// Wait for the page tables that slot_get and slot_get_small made, on all GPUs.
+// Wait for the page tables that slot_get and slot_get_small allocated, on all GPUs.
 int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range);
 
-// What one batch writes to the page tables of one GPU. The calls come in this order: begin; slot for each slot that
-// changes; if second_phase is set then begin_phase2, and slot_phase2 for the same slots; end. After a failure of one of
-// them (-EIO) no other may follow; sent says whether the GPU was sent anything.
+// Writes one batch to the page tables of one GPU. Call order: begin; slot for each slot that changes; if second_phase
+// is set then begin_phase2, and slot_phase2 for the same slots; end. After any of them fails (-EIO), call no other;
+// sent is set if anything was sent to the GPU.
 typedef struct
 {
     uvm_vmem_range_t *range;
@@ -647,19 +648,19 @@ int uvm_vmem_wait(uvm_vmem_state_t *state, const struct uvm_vmem_wait *params);
 
 // uvm_vmem_stat.c
 
-// Add a state to those that the procfs file shows, or remove it.
+// Add a state to the list that the procfs file shows, or remove it.
 void uvm_vmem_stat_add(uvm_vmem_state_t *state);
 void uvm_vmem_stat_remove(uvm_vmem_state_t *state);
 
 int uvm_vmem_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *params);
 void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir);
 
-// Call visit for each state until it returns non-zero, which is returned. visit may only trylock.
+// Call visit for each state until it returns non-zero; returns that value. visit may only trylock.
 int uvm_vmem_stat_visit(int (*visit)(uvm_vmem_state_t *state, void *data), void *data);
 
 // uvm_vmem_debug.c
 
-// Record the calling process in a state that nobody else knows yet.
+// Record the calling process in a state that is not published yet.
 void uvm_vmem_debug_process(uvm_vmem_state_t *state);
 
 // Record a batch that is about to be sent. LOCKING: the range is claimed.

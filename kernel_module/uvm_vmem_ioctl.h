@@ -6,13 +6,13 @@
  * Vocabulary
  *   unit         64 KB, the smallest page: what one page table entry (PTE) of this interface maps.
  *   slot         2 MB of virtual addresses, aligned: the reach of one table of 32 PTEs.
- *   reservation  a range of GPU virtual addresses, made by RESERVE. No memory is behind it.
+ *   reservation  a range of GPU virtual addresses, made by RESERVE. Unbacked at first.
  *   object       the physical pages of one CREATE; named by a handle. Pages are numbered from 0.
- *   handle       a number that only means something on the file descriptor that it came from.
- *   ticket       a number that stands for a BIND which the GPU may still be carrying out.
+ *   handle       a number that is valid only on the file descriptor that returned it.
+ *   ticket       a number for a BIND that the GPU may still be executing.
  *
  * The file descriptor is one of /dev/nvidia-uvm after UVM_INITIALIZE, either the one that CUDA uses
- * or one's own on which the GPU and its address space were registered. Before UVM_INITIALIZE only QUERY
+ * or another on which the GPU and its address space were registered. Before UVM_INITIALIZE only QUERY
  * works, without UVM_VMEM_QUERY_GPU. With it, as all other commands, it belongs to the process that
  * initialised the descriptor: a forked child, or a process that was passed the descriptor, gets EPERM.
  *
@@ -40,14 +40,14 @@
  *   EFAULT      user memory cannot be read or written
  *   ERANGE      outside: an address outside the reservation, or outside what the GPU can address, or a
  *               page number outside the object
- *   ENOENT      there is no reservation at that address, or no such handle or ticket
+ *   ENOENT      no reservation at that address, or no such handle or ticket
  *   ESTALE      the handle's object was released
- *   EEXIST      the addresses are taken: by another range, or, for MAP without REPLACE, by a mapping
+ *   EEXIST      the addresses are in use: by another range, or, for MAP without REPLACE, by a mapping
  *   EADDRINUSE  an operation without CUT changes part of a 2 MB page table entry; the rest may be in use
  *   EADDRNOTAVAIL an operation with LARGE cannot have a 2 MB page table entry: the batch does not name all of the slot,
  *               or maps anything but a whole 2 MB chunk there in order and with one access right; or a unit was sparse
  *   EBUSY       the reservation still has mappings
- *   EXDEV       the object lies where a GPU of the reservation cannot reach it
+ *   EXDEV       a GPU of the reservation cannot access the object's memory
  *   ENODEV      the GPU is not registered on this descriptor, or has no address space here, or is gone
  *   ENOMEM      no kernel memory
  *   ENOSPC      no physical memory for pages or page tables in the requested place
@@ -57,7 +57,7 @@
  *   EBADFD      the descriptor is not initialised (UVM_INITIALIZE)
  *   EAGAIN      the system is being suspended, or too many tickets are unfinished: call again
  *   ETIMEDOUT   WAIT: the ticket is not finished yet
- *   EINTR       a signal that kills the process arrived meanwhile
+ *   EINTR       a fatal signal arrived during the call
  *   EIO         the GPU failed. Work already sent is in an unknown state until FREE or close. From then on only
  *               QUERY, FREE, RELEASE and STAT work.
  */
@@ -111,7 +111,7 @@
 #define UVM_VMEM_PAGE_SIZES (0x10000ull | 0x20000ull | 0x40000ull | 0x200000ull)
 
 /*
- * QUERY: what this kernel can do; with UVM_VMEM_QUERY_GPU also whether it refuses that GPU, and why.
+ * QUERY: capabilities and limits; with UVM_VMEM_QUERY_GPU also whether that GPU is refused, and why.
  */
 #define UVM_VMEM_QUERY_GPU (1u << 0)
 

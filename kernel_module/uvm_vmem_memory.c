@@ -7,13 +7,13 @@
 // waiting for them to move. Kernel-type chunks are pinned for PMA too.
 //
 // A chunk is in the list of the order of its largest aligned block of free units, so that the cost of taking and
-// returning units does not depend on the number of chunks. Units are taken, in this order, from a block that holds
-// everything still wanted, in the fullest chunk that has one; else from the largest blocks; else from a new chunk. An
-// unused chunk is freed at once; after a fatal UVM error, when page tables may not have been cleared and user channels
-// still run, it is freed when the file descriptor is closed, which stops them.
+// returning units does not depend on the number of chunks. Units are taken from the fullest chunk that has a block
+// large enough for everything still wanted; else from the largest blocks; else from a new chunk. An unused chunk is
+// freed at once; after a fatal UVM error, when page tables may not have been cleared and user channels still run, it is
+// freed when the file descriptor is closed, which stops them.
 //
-// A unit is zeroed when it is handed out unless its chunk was known to be zero and it was never used. It is handed
-// out again only after the pushes in state->pending, which remove the translations to it.
+// A unit is zeroed on allocation unless its chunk was known to be zero and the unit was never used. It is reused only
+// after the pushes in state->pending, which remove the translations to it.
 
 #include <linux/module.h>
 #include <linux/sched/signal.h>
@@ -46,7 +46,7 @@ static atomic64_t g_gpu_chunks[UVM_ID_MAX_GPUS];
 // One memset of the copy engine takes 13 to 15 words; a chunk of host memory takes 32 of them. With room to end the push.
 #define ZERO_PUSH_ROOM 4096
 
-// What is pinned cannot be evicted: the rest is left to page tables, UVM's own channels, and other users of the GPU.
+// Pinned memory cannot be evicted: leave the rest to page tables, UVM's own channels, and other users of the GPU.
 static NvU64 gpu_limit(uvm_gpu_t *gpu)
 {
     long limit = READ_ONCE(uvm_vmem_gpu_limit_mb);
@@ -73,7 +73,7 @@ static void gpu_uncharge(uvm_gpu_t *gpu)
     atomic64_dec(&g_gpu_chunks[uvm_id_gpu_index(gpu->id)]);
 }
 
-// A bit for each position that an aligned block of an order can have.
+// One bit for each position of an aligned block of an order.
 static NvU32 order_positions(NvU32 order)
 {
     static const NvU32 positions[UVM_VMEM_ORDERS] = { 0xffffffff, 0x55555555, 0x11111111, 0x01010101, 0x00010001, 0x1 };
@@ -214,7 +214,7 @@ void uvm_vmem_store_free_unused(uvm_vmem_state_t *state, struct list_head *unuse
     }
 }
 
-// Put an unused chunk into unused if it is safe to free it now.
+// Move a chunk without used units to unused if it is safe to free it now.
 static void chunk_put(uvm_vmem_chunk_t *chunk, struct list_head *unused)
 {
     UVM_ASSERT(chunk->free == ~0u);
@@ -248,7 +248,7 @@ static int chunk_alloc_gpu(uvm_vmem_chunk_t *chunk, uvm_gpu_t *gpu)
 
     chunk->dirty = chunk->gpu_chunk->is_zero ? 0 : ~0u;
 
-    // Whoever takes a unit of this chunk may rely on its former owner being done with it.
+    // The next owner of a unit of this chunk may rely on its former owner being done with it.
     status = uvm_tracker_wait_deinit(&tracker);
     if (status != NV_OK) {
         uvm_pmm_gpu_free(&gpu->pmm, chunk->gpu_chunk, NULL);
@@ -444,7 +444,7 @@ int uvm_vmem_store_take(uvm_vmem_state_t *state,
     return ret;
 }
 
-// Which of the page's units have to be zeroed.
+// The page's units that must be zeroed.
 static NvU32 page_dirty(unsigned long page, NvU32 page_order)
 {
     return READ_ONCE(uvm_vmem_page_chunk(page)->dirty) & block_mask(uvm_vmem_page_unit(page), page_order);
@@ -461,7 +461,7 @@ static void push_zero(uvm_push_t *push, uvm_vmem_chunk_t *chunk, NvU32 first, Nv
     for (unit = first; unit < first + count; unit += step) {
         uvm_gpu_phys_address_t address = uvm_vmem_chunk_address(chunk, unit, gpu);
 
-        // The end of the push brings a membar for all.
+        // The membar at the end of the push covers all.
         uvm_push_set_flag(push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
         uvm_push_set_flag(push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
         gpu->parent->ce_hal->memset_8(push, uvm_gpu_address_copy(gpu, address), 0, step * UVM_VMEM_UNIT);
@@ -499,7 +499,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
         if (!page_dirty(pages[i], page_order))
             continue;
 
-        // Neighbours go together.
+        // Zero adjacent units with one memset.
         while (i + n < count && pages[i + n] == pages[i] + ((unsigned long)n << page_order) &&
                uvm_vmem_page_chunk(pages[i + n]) == chunk && page_dirty(pages[i + n], page_order))
             n++;
@@ -539,7 +539,7 @@ int uvm_vmem_store_zero(uvm_vmem_state_t *state, uvm_gpu_t *gpu, NvU32 page_shif
     if (status != NV_OK)
         return uvm_vmem_errno(status, -EIO);
 
-    // From now on their contents are unknown.
+    // Their contents are unknown from here on.
     uvm_mutex_lock(&state->lock);
     for (i = 0; i < count; i++) {
         uvm_vmem_page_chunk(pages[i])->dirty |= block_mask(uvm_vmem_page_unit(pages[i]), page_order);
@@ -595,7 +595,7 @@ int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm
     status = fill_sparse_table(gpu, tree, &table, &tracker);
     (void)uvm_tracker_wait_deinit(&tracker);
 
-    // Another call may have been faster.
+    // Another call may have won the race.
     uvm_mutex_lock(&state->lock);
     if (status == NV_OK && !store->sparse_chunk) {
         store->sparse_table = table;
@@ -610,7 +610,7 @@ int uvm_vmem_store_get_sparse_table(uvm_vmem_state_t *state, uvm_gpu_t *gpu, uvm
     return uvm_vmem_errno(status, -EIO);
 }
 
-// LOCKING: no call is at work, so that nothing changes while state->lock is let go.
+// LOCKING: no call is in flight, so that nothing changes while state->lock is dropped.
 static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
 {
     uvm_vmem_chunk_t *chunk, *next;
@@ -649,7 +649,7 @@ static void store_destroy(uvm_vmem_state_t *state, NvU32 index)
     uvm_vmem_free(state, store);
 }
 
-// Remove a GPU's access to host memory. LOCKING: as above.
+// Remove a GPU's access to host memory. LOCKING: as uvm_vmem_store_drain.
 static void store_unmap_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
 {
     uvm_vmem_store_t *store = state->stores[UVM_VMEM_STORE_HOST];

@@ -2,10 +2,10 @@
 //
 // Objects: the pages of one CREATE, and the table in which handles are looked up.
 //
-// An object lives until its handle is released, none of its units is mapped and no BIND uses it. Its index stays taken
-// that long, because entries name objects by index. Indices are handed out in a circle, and a handle also holds the
-// number of rounds, so an old handle does not name a new object. (Once 2^32 handles were given out, it is a guess
-// whether a handle that names nothing was released, -ESTALE, or never existed, -ENOENT.)
+// An object lives until its handle is released, none of its units is mapped and no BIND uses it. Its index stays in use
+// that long, because entries refer to objects by index. Indices are allocated cyclically, and a handle also holds the
+// number of wraps, so an old handle never refers to a new object. (After 2^32 handles, -ESTALE, released, and -ENOENT,
+// never existed, can no longer be told apart.)
 
 #include "uvm_global.h"
 #include "uvm_vmem_internal.h"
@@ -35,7 +35,7 @@ int uvm_vmem_object_find(uvm_vmem_state_t *state, NvU32 handle, uvm_vmem_object_
     return 0;
 }
 
-// An entry's object cannot go away while the entry exists, so the table may change meanwhile.
+// An entry's object lives while the entry exists, so concurrent changes of the table are harmless.
 uvm_vmem_object_t *uvm_vmem_object_of_entry(uvm_vmem_state_t *state, uvm_vmem_entry_t entry)
 {
     UVM_ASSERT(entry & UVM_VMEM_ENTRY_MAPPED);
@@ -93,7 +93,7 @@ void uvm_vmem_object_reap(uvm_vmem_state_t *state, struct list_head *dead)
     }
 }
 
-// Enter a finished object into the table: from here on its handle works, and another thread may release it.
+// Publish a finished object in the table: from here on its handle is valid, and another thread may release it.
 static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object, NvU32 *handle_out)
 {
     int ret;
@@ -107,7 +107,7 @@ static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object, Nv
                           &state->next_index,
                           GFP_KERNEL | __GFP_RETRY_MAYFAIL);
     if (ret >= 0) {
-        // From 6.16 on xa_alloc_cyclic no longer says that the indices have come round.
+        // Since 6.16 xa_alloc_cyclic no longer reports that the index wrapped.
         if (object->index <= handle_index(state->last_handle))
             state->generation++;
         object->handle = (state->generation << UVM_VMEM_INDEX_BITS) | object->index;
@@ -118,7 +118,7 @@ static int object_publish(uvm_vmem_state_t *state, uvm_vmem_object_t *object, Nv
 
     uvm_mutex_unlock(&state->lock);
 
-    // -EBUSY: all indices are taken.
+    // -EBUSY: all indices are in use.
     return ret == -EBUSY ? -ENOMEM : min(ret, 0);
 }
 
@@ -203,7 +203,7 @@ int uvm_vmem_release(uvm_vmem_state_t *state, const struct uvm_vmem_release *par
     if (params->__reserved)
         return -EINVAL;
 
-    // Keeps the GPU registered to which the pages may be returned.
+    // Keep the GPU that the pages may return to registered.
     uvm_va_space_down_read(state->va_space);
     uvm_vmem_call_begin(state);
     uvm_va_space_up_read(state->va_space);
@@ -226,7 +226,7 @@ void uvm_vmem_object_remove_gpu(uvm_vmem_state_t *state, uvm_gpu_t *gpu)
     uvm_vmem_object_t *object;
     unsigned long index;
 
-    // No call is at work, and RELEASE is one: objects stay where they are.
+    // No call is in flight, not even RELEASE: objects stay where they are.
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
     xa_for_each(&state->objects, index, object) {

@@ -3,16 +3,16 @@
 // Reservations. To UVM a reservation is an external VA range without mappings of its own, so that nothing else takes
 // its addresses and UVM_FREE works; the range points to a uvm_vmem_range_t, and UVM's own map calls refuse it.
 //
-// A reservation is taken apart (range_dismantle) by FREE, which has claimed it, and before the end of the VA space, when
-// the file is closed; neither holds a lock meanwhile. The following do it with the VA space lock held for write,
-// because UVM holds it; they wait for the calls under way:
+// A reservation is dismantled (range_dismantle) by FREE, which has claimed it, and on close, before the VA space is
+// destroyed; neither holds a lock. These dismantle it with the VA space lock held for write, because UVM holds it, and
+// wait for calls in flight:
 //   UVM_FREE                              -> uvm_vmem_range_destroy
 //   the GPU VA space is unregistered      -> uvm_vmem_range_remove_gpu (the range stays, without this GPU)
 //   peer access ends                      -> uvm_vmem_range_disable_peer
 //   a GPU is unregistered                 -> uvm_vmem_unregister_gpu
-// Each frees page tables first, and memory once no GPU can reach it any more. After a fatal UVM error no push can be
-// begun and page tables stay as they are: memory is then freed when the file descriptor is closed, after the user
-// channels were stopped (uvm_vmem_memory.c).
+// Each frees page tables first, and memory once no GPU can reach it. After a fatal UVM error no push can begin and page
+// tables stay as they are: memory is then freed when the file descriptor is closed, after the user channels were
+// stopped (uvm_vmem_memory.c).
 
 #include <linux/sched/signal.h>
 
@@ -107,13 +107,13 @@ int uvm_vmem_range_claim(uvm_vmem_state_t *state, NvU64 start, uvm_vmem_range_t 
             return 0;
         }
 
-        // Between the end of a FREE's work and the end of the range.
+        // Dismantled by FREE, but its range not yet destroyed.
         if (claimed) {
             uvm_vmem_range_unclaim(range);
             return -ENOENT;
         }
 
-        // Not for this range, which may be gone by then: for any.
+        // Wait for any claim to be released: this range may be gone by then.
         if (wait_event_killable(state->wait, READ_ONCE(state->unclaims) != unclaims))
             return -EINTR;
     }
@@ -140,7 +140,7 @@ static int check_reserve(const struct uvm_vmem_reserve *params, const __u8 *uuid
     if (params->flags & ~(UVM_VMEM_RESERVE_EAGER | UVM_VMEM_RESERVE_BIG))
         return -EOPNOTSUPP;
 
-    // UVM takes no range at 0, which would make null pointers valid.
+    // UVM accepts no range at 0, which would make null pointers valid.
     if (!IS_ALIGNED(params->start | params->length, UVM_VMEM_SLOT) || params->start == 0 || params->length == 0 ||
         !uvm_vmem_page_shift_is_valid(params->page_shift))
         return -EINVAL;
@@ -187,14 +187,14 @@ static NvU64 range_num_leaves(uvm_vmem_range_t *range)
     return DIV_ROUND_UP(range->num_slots, UVM_VMEM_LEAF_SLOTS);
 }
 
-// What the range itself takes, as counted against the limit.
+// The size of the range itself, as counted against the limit.
 static NvU64 range_cost(uvm_vmem_range_t *range)
 {
     return sizeof(*range) + range_num_leaves(range) * sizeof(range->leaves[0]) +
            range->num_directories * sizeof(range->directories[0]) + uvm_vmem_external_cost();
 }
 
-// Free all slots. No GPU has page tables of them any more.
+// Free all slots. Their page tables were freed on every GPU.
 static void range_free_slots(uvm_vmem_range_t *range)
 {
     uvm_vmem_slot_t *slot;
@@ -264,7 +264,7 @@ static int range_create(uvm_vmem_state_t *state, const struct uvm_vmem_reserve *
     return 0;
 }
 
-// Forget all mappings. No GPU has page tables of the range any more.
+// Drop all mappings. The range's page tables were freed on every GPU.
 static void forget_mappings(uvm_vmem_range_t *range)
 {
     uvm_vmem_slot_t *slot;
@@ -272,7 +272,7 @@ static void forget_mappings(uvm_vmem_range_t *range)
     NvU64 i;
     NvU32 j;
 
-    // The lock is for the objects alone: between two slots there may be millions that are all sparse.
+    // Take the lock for the objects only: millions of all-sparse slots may lie between two slots.
     for_each_vmem_slot(slot, i, range) {
         uvm_mutex_lock(&range->state->lock);
         for (j = 0; j < UVM_VMEM_SLOT_UNITS; j++) {
@@ -288,7 +288,7 @@ static void forget_mappings(uvm_vmem_range_t *range)
     uvm_vmem_object_reap(range->state, &dead);
 }
 
-// Free the page tables that the range has on one GPU, and wait for the TLB invalidates.
+// Free the range's page tables on one GPU, and wait for the TLB invalidates.
 //
 // The PTEs need not be cleared: each table serves this range alone, so that putting it clears the entry that points to
 // it and invalidates the TLBs. A 2 MB PTE lies in a table that neighbours may use, and is cleared.
@@ -331,7 +331,7 @@ static void range_remove(uvm_vmem_state_t *state, NvU64 start, NvU64 number)
 
     uvm_va_space_up_write(va_space);
 
-    // External ranges put mappings here; ours has none.
+    // Other external ranges keep mappings here; ours has none.
     UVM_ASSERT(list_empty(&deferred_free_list));
 }
 
@@ -453,7 +453,7 @@ void uvm_vmem_range_stop_all(uvm_vmem_state_t *state)
     uvm_assert_unlocked_order(UVM_LOCK_ORDER_VA_SPACE);
 
     list_for_each_entry(range, &state->ranges, node) {
-        // No call is under way, but a fault that is being serviced may still look at the range (uvm_vmem_fatal_fault).
+        // No call is in flight, but a fault being serviced may still read the range (uvm_vmem_fatal_fault).
         uvm_mutex_lock(&state->lock);
         claimed = uvm_vmem_range_try_claim(range);
         uvm_mutex_unlock(&state->lock);
@@ -505,7 +505,7 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     state = range->state;
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
-    // UVM_FREE; everybody else has taken the range apart. Not for all calls: others go on.
+    // Only UVM_FREE gets here with the range intact. Wait for the call on this range only: other calls continue.
     uvm_vmem_wait_event(state, !READ_ONCE(range->claimed));
     range_dismantle(range);
 
@@ -517,7 +517,7 @@ void uvm_vmem_range_destroy(uvm_vmem_range_t *range)
     range_free(range);
 }
 
-// The slot's content without the pages that lie in gpu, and which units that changes.
+// The slot's content without the pages that lie in gpu, and the units that change.
 static NvU32 without_gpu(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot, uvm_gpu_t *gpu, uvm_vmem_entry_t *entries)
 {
     NvU32 touched = 0;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// What vmem holds: STAT for one file descriptor, /proc/driver/nvidia-uvm/vmem for all of them. (What one reservation
-// holds, entry by entry: uvm_vmem_debug.c.)
+// Statistics: STAT for one file descriptor, /proc/driver/nvidia-uvm/vmem for all of them. (uvm_vmem_debug.c dumps one
+// reservation, entry by entry.)
 
 #include <linux/proc_fs.h>
 #include <linux/seq_file.h>
@@ -56,7 +56,7 @@ static void add_store(struct uvm_vmem_stat *stat, uvm_vmem_store_t *store)
         stat->out_host_bytes += created;
 }
 
-// What does not depend on a GPU, and what lies in the stores from first to last.
+// Numbers of the descriptor, and sums over the stores from first to last.
 //
 // LOCKING: state->lock is held; it is released.
 static void fill_stat(uvm_vmem_state_t *state, struct uvm_vmem_stat *stat, NvU32 first, NvU32 last)
@@ -164,6 +164,6 @@ static int procfs_show(struct seq_file *file, void *unused)
 
 void uvm_vmem_stat_procfs_init(struct proc_dir_entry *dir)
 {
-    // Without the file everything else works.
+    // Everything else works without the file.
     (void)proc_create_single("vmem", S_IRUSR, dir, procfs_show);
 }

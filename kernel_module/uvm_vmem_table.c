@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Page tables of a reservation: made slot by slot, kept until the reservation is freed, and written in batches.
+// Page tables of a reservation: allocated slot by slot, kept until the reservation is freed, written in batches.
 //
 // A push cannot fail once begun, and while it is open neither the PMM nor the page tree may be called (the PUSH
-// lock order comes after theirs). So all tables that a batch needs are made first (uvm_vmem_slot_get,
-// uvm_vmem_slot_get_small), then uvm_vmem_writer_t sends what changes. It writes each PTE at most once in a push,
+// lock order comes after theirs). So all tables that a batch needs are allocated first (uvm_vmem_slot_get,
+// uvm_vmem_slot_get_small), then uvm_vmem_writer_t sends the changes. It writes each PTE at most once in a push,
 // because the writes of a uvm_pte_batch_t are not ordered among each other.
 
 #include "uvm_hal.h"
 #include "uvm_tlb_batch.h"
 #include "uvm_vmem_internal.h"
 
-// What one slot adds to a push at most, with room to end it: 32 PTEs as one inline copy or four runs of up to four
+// The most that one slot adds to a push, with room to end it: 32 PTEs as one inline copy or four runs of up to four
 // memsets of 13 words each, a PDE or 2 MB PTE, and the membars and the TLB invalidate of the end.
 #define UVM_VMEM_PUSH_ROOM 4096
 
@@ -62,7 +62,7 @@ bool uvm_vmem_slot_is_all_sparse(uvm_vmem_range_t *range, NvU64 index)
 
 uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
 {
-    // 16 TB may be all sparse: millions of slots to look at.
+    // 16 TB may be all sparse: millions of slots to scan.
     uvm_assert_unlocked_order(UVM_LOCK_ORDER_VMEM);
 
     while (*index < range->num_slots) {
@@ -82,7 +82,7 @@ uvm_vmem_slot_t *uvm_vmem_slot_next(uvm_vmem_range_t *range, NvU64 *index)
     return NULL;
 }
 
-// What is counted against the limit for a slot: ours, and a table of 32 PTEs on each GPU, whether it has one or not.
+// A slot's charge against the limit: our struct, and a table of 32 PTEs on each GPU, whether allocated or not.
 static NvU64 slot_cost(uvm_vmem_range_t *range, bool has_entry)
 {
     NvU32 num_tables = range->gpu_count * (has_entry ? 2 : 1);
@@ -152,7 +152,7 @@ static void slot_destroy(uvm_vmem_range_t *range, uvm_vmem_slot_t *slot)
     for (i = 0; i < range->gpu_count; i++) {
         uvm_page_tree_t *tree = range->gpus[i].tree;
 
-        // Without its GPU's page tree a table is already gone (uvm_vmem_range_remove_gpu).
+        // Tables of a removed GPU were freed with its page tree (uvm_vmem_range_remove_gpu).
         if (!tree)
             continue;
 
@@ -418,15 +418,15 @@ int uvm_vmem_range_wait_tables(uvm_vmem_range_t *range)
     return ret;
 }
 
-// Was the object made to be mapped by one 2 MB PTE each time that all of a slot's units are named at once?
+// May a slot be mapped by one 2 MB PTE whenever an operation covers all of it with this object?
 static bool object_is_big(uvm_vmem_object_t *object)
 {
     return object->page_shift == UVM_VMEM_SLOT_SHIFT ||
            (object->contiguous && object->count << (object->page_shift - UVM_VMEM_UNIT_SHIFT) == UVM_VMEM_SLOT_UNITS);
 }
 
-// Do these entries map one whole chunk of GPU memory, in order and with one access right? Unless asked for by LARGE,
-// pages that are neighbours by chance do not count: a caller must know which 2 MB PTEs it may not cut.
+// Do these entries map one whole chunk of GPU memory, in order and with one access right? Pages that are adjacent by
+// chance count only with LARGE: a caller must know which 2 MB PTEs it may not cut.
 static bool entries_are_big(uvm_vmem_range_t *range, const uvm_vmem_entry_t *entries, bool asked)
 {
     uvm_vmem_object_t *object = NULL;
@@ -492,7 +492,7 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
     uvm_vmem_slot_t *slot = uvm_vmem_slot(range, index);
     NvU32 i;
 
-    // A slot that has a table of its own keeps it.
+    // A slot keeps its own table.
     if ((!slot || slot->state == UVM_VMEM_SLOT_SPARSE) && entries_are_all_sparse(entries))
         return UVM_VMEM_SLOT_SPARSE;
 
@@ -503,7 +503,7 @@ uvm_vmem_slot_state_t uvm_vmem_slot_target(uvm_vmem_range_t *range,
         !memcmp(slot->entries, entries, UVM_VMEM_SLOT_UNITS * sizeof(entries[0])))
         return UVM_VMEM_SLOT_BIG;
 
-    // Who reads a sparse unit does not expect to fault: a PTE of the same size takes its place.
+    // A reader of a sparse unit must not fault: a PTE of the same size takes its place.
     if ((whole || large) && !all_sparse && (!slot || !slot_has_sparse(slot)) && entries_are_big(range, entries, large))
         return UVM_VMEM_SLOT_BIG;
 
@@ -593,7 +593,7 @@ static void writer_close(uvm_vmem_writer_t *writer)
     writer->sent = true;
 }
 
-// What the PTE batch has written into the push beyond its end: uvm_push_has_space does not know of it.
+// Inline data that the PTE batch has written past the push's end, unknown to uvm_push_has_space.
 static NvU32 writer_inline_size(uvm_vmem_writer_t *writer)
 {
     return writer->pte_batch.inlining ? uvm_push_inline_data_size(&writer->pte_batch.inline_data) : 0;
@@ -686,7 +686,7 @@ static void write_entry_2m(uvm_vmem_writer_t *writer, uvm_vmem_slot_t *slot, NvU
     atomic64_inc(&writer->range->state->pte_writes);
 }
 
-// The membar after which no access through the old entry is under way any more.
+// The membar that waits for accesses through the old entry.
 static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t entry)
 {
     uvm_gpu_t *gpu = writer->range->gpus[writer->gpu_index].gpu;
@@ -697,7 +697,7 @@ static uvm_membar_t entry_membar(uvm_vmem_writer_t *writer, uvm_vmem_entry_t ent
     return uvm_hal_downgrade_membar_type(gpu, uvm_vmem_object_of_entry(writer->range->state, entry)->store->gpu == gpu);
 }
 
-// Write the entries that all sparse slots have, or had.
+// Write the entries of slots that become, or were, all sparse.
 static int writer_sparse(uvm_vmem_writer_t *writer, NvU64 index, bool present)
 {
     uvm_vmem_range_t *range = writer->range;
@@ -767,7 +767,7 @@ int uvm_vmem_writer_slot(uvm_vmem_writer_t *writer,
     if (slot->state != target && (slot->state == UVM_VMEM_SLOT_SMALL || target == UVM_VMEM_SLOT_SMALL)) {
         writer->second_phase = true;
 
-        // A new table's PTEs are whatever its memory held.
+        // The PTEs of a new table are uninitialized.
         if (target == UVM_VMEM_SLOT_SMALL)
             write_run(writer, slot, entries, 0, UVM_VMEM_SLOT_UNITS);
 
@@ -831,13 +831,13 @@ int uvm_vmem_writer_slot_phase2(uvm_vmem_writer_t *writer,
     else {
         uvm_page_table_range_t *entry_2m = slot_entry_2m(range, slot, writer->gpu_index);
 
-        // The batch and this write both want the push's inline data.
+        // The batch and this write both use the push's inline data.
         if (writer->pte_batch.pte_count != 0) {
             uvm_pte_batch_end(&writer->pte_batch);
             uvm_pte_batch_begin(&writer->push, &writer->pte_batch);
         }
 
-        // The batch's end comes after and orders this write, as it does those of the batch.
+        // The batch's end follows and orders this write as well.
         uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_CE_NEXT_PIPELINED);
         uvm_push_set_flag(&writer->push, UVM_PUSH_FLAG_NEXT_MEMBAR_NONE);
         uvm_page_tree_write_pde(range->gpus[writer->gpu_index].tree, entry_2m, &writer->push);
@@ -867,7 +867,7 @@ int uvm_vmem_writer_end(uvm_vmem_writer_t *writer)
     return 0;
 }
 
-// Clear an entry above tables that belongs to no table of the slot's own.
+// Clear a slot's entry in the table above that points to no table of its own.
 static int clear_entry(uvm_vmem_writer_t *writer, NvU64 index)
 {
     uvm_vmem_range_t *range = writer->range;
@@ -892,7 +892,7 @@ static int clear_entry(uvm_vmem_writer_t *writer, NvU64 index)
     return 0;
 }
 
-// Clear the 2 MB PTEs that the range has on one GPU, and its entries that point to the table of sparse PTEs.
+// Clear the range's 2 MB PTEs on one GPU, and its entries that point to the table of sparse PTEs.
 static void clear_entries(uvm_vmem_range_t *range, NvU32 gpu_index)
 {
     uvm_vmem_writer_t writer;
@@ -911,7 +911,7 @@ static void clear_entries(uvm_vmem_range_t *range, NvU32 gpu_index)
         cond_resched();
     }
 
-    // It fails only after a fatal error: then no page is freed before the user channels were stopped.
+    // Fails only after a fatal error; no page is then freed until the user channels are stopped.
     if (!ret)
         (void)uvm_vmem_writer_end(&writer);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR GPL-2.0
 //
-// Tickets: BINDs that a GPU may still be carrying out.
+// Tickets: BINDs that a GPU may still be executing.
 
 #include <linux/ktime.h>
 #include <linux/sched/signal.h>
@@ -78,7 +78,7 @@ void uvm_vmem_ticket_drain(uvm_vmem_state_t *state)
 
     uvm_assert_rwsem_locked_write(&state->va_space->lock);
 
-    // Without state->lock: no call is at work, and WAIT looks at tickets under the VA space lock. Waiting fails only
+    // Without state->lock: no call is in flight, and WAIT reads tickets under the VA space lock. Waiting fails only
     // after a fatal error, and empties the trackers even then.
     (void)uvm_tracker_wait(&state->pending);
     list_for_each_entry(ticket, &state->tickets, node)
@@ -96,7 +96,7 @@ static int ticket_query(uvm_vmem_state_t *state, NvU64 number)
     uvm_vmem_ticket_t *ticket;
     int ret = 0;
 
-    // Keeps the GPUs registered, whose channels the trackers name.
+    // Keep the GPUs registered: the trackers refer to their channels.
     uvm_va_space_down_read(state->va_space);
     uvm_mutex_lock(&state->lock);
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Gets packages with apt's own tools from a Debian suite that the system does not use.
+"""Fetches packages with apt's own tools from a Debian suite that the system does not use.
 
-The address of the archive and the key that must have signed it are taken from the system's own
-sources; suites and components are ours. Sources, lists and state lie in a folder of the project:
-the system's are never touched, no root is needed, and signatures are always checked.
+The archive's address and signing key come from the system's own sources; suites and components are
+ours. Sources, lists and state are kept in a folder of the project: the system's are never touched,
+root is not needed, and signatures are always checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUITE = re.compile(
 
 @dataclass(frozen=True)
 class Source:
-    """One archive: its address, its suites, and the key ring or key that apt checks it with."""
+    """An archive: its address, its suites, and the keyring or key that apt verifies it with."""
 
     uri: str
     suites: tuple[str, ...]
@@ -44,7 +44,7 @@ def parse_deb822(text: str) -> list[Source]:
         name = ""
         for line in stanza.splitlines():
             if line[:1] in (" ", "\t"):
-                # A key written into the file goes on over many lines.
+                # An embedded key spans several lines.
                 fields[name] = fields.get(name, "") + "\n" + line
             elif ":" in line:
                 name, value = line.split(":", 1)
@@ -73,7 +73,7 @@ def parse_one_line(text: str) -> list[Source]:
 
 
 def system_sources(folder: Path) -> list[Source]:
-    """All archives that the system uses."""
+    """All archives configured on this system."""
     files = [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))]
     found = []
     for path in files:
@@ -84,7 +84,7 @@ def system_sources(folder: Path) -> list[Source]:
 
 
 def archive_source(folder: Path | None = None) -> Source:
-    """Debian's main archive as the system's sources name it."""
+    """Debian's main archive, as named in the system's sources."""
     folder = folder or SYSTEM
     for source in system_sources(folder):
         main = source.uri.rstrip("/").endswith("/debian") or "/archive/debian/" in source.uri
@@ -96,7 +96,7 @@ def archive_source(folder: Path | None = None) -> Source:
 
 
 class AptArea:
-    """Package lists of our own: of one suite of Debian's archive, or of the system's sources."""
+    """Private package lists: of one suite of Debian's archive, or of the system's sources."""
 
     def __init__(self, suite: str | None, components: Sequence[str] = ()) -> None:
         self.suite = suite
@@ -120,7 +120,7 @@ class AptArea:
         (self.folder / "debian.sources").write_text(text, encoding="utf-8")
 
     def options(self) -> list[str]:
-        """What makes apt look into this area alone."""
+        """Options that restrict apt to this area."""
         settings: dict[str, str | Path] = {
             "Dir::State": self.folder / "state",
             "Dir::State::lists": self.folder / "lists",
@@ -131,7 +131,7 @@ class AptArea:
             "Acquire::Retries": "3",
         }
         if os.geteuid() == 0:
-            # The unprivileged user that apt would change to may not be able to reach this folder.
+            # The unprivileged user that apt switches to may have no access to this folder.
             settings["APT::Sandbox::User"] = "root"
         if self.suite is not None:
             settings["Dir::Etc::sourcelist"] = self.folder / "debian.sources"
@@ -140,7 +140,7 @@ class AptArea:
 
     def update(self) -> None:
         """Fetches the lists; an archive without a good signature is an error."""
-        # Of the system's archives one may be out of reach without that it matters here.
+        # An unreachable archive of the system may not matter here.
         strict = ["-o", "APT::Update::Error-Mode=any"] if self.suite else []
         try:
             run("apt-get", *self.options(), *strict, "update")
@@ -164,7 +164,7 @@ class AptArea:
         return found
 
     def download_closure(self, packages: Sequence[str], folder: Path) -> list[Path]:
-        """Fetches packages, and all that they need on a system that has none yet, into a folder."""
+        """Fetches packages and all their dependencies into a folder."""
         (folder / "partial").mkdir(parents=True)
         status = folder / "status"
         status.touch()

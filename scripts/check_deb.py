@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Checks the Debian packages: lintian, and a new Debian system that installs, uses and purges them.
 
-The driver's source comes from Debian's contrib there; the nvidia.ko that the module has to fit is
-the one that the driver's tests build. Then the same system is the disk of a virtual machine with a
-software GPU, where the module that DKMS has built in it is loaded, used and purged; it is not
-compiled there again, on an emulated processor. Exit status 77: this machine cannot make a Debian
-system.
+There the driver's source comes from Debian's contrib, and nvidia.ko is the one that the driver's
+tests build. The same system is then the disk of a virtual machine with a software GPU, where the
+module that DKMS built is loaded, used and purged. It is not compiled again in the machine, whose
+processor is emulated. Exit status 77: this machine cannot make a Debian system.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from vmem_header import ROOT
 
 __all__ = ["GUEST_SECONDS", "deb_system", "guest_command", "lint"]
 
-SUITE = "bookworm"  # the one that has the driver DEFAULT_VERSION
+SUITE = "bookworm"  # has the driver DEFAULT_VERSION
 SUITE_PYTHON = "3.11"
 PACKAGING = ROOT / "packaging"
 KERNEL_TESTS = ROOT / "tests" / "kernel"
-# What vmem-dkms depends on, too, so that what is left of a purge is its own.
+# Also what vmem-dkms depends on, so that anything left after a purge is its own.
 INCLUDE = ("dkms", "gcc", "kmod", "libc6-dev", "make", "patch", "pkgconf", "python3", "xz-utils")
-# Of the emulated machine, on processors that do other things too.
+# Of the emulated machine, on a busy host.
 GUEST_SECONDS = 1800
 
 
@@ -56,7 +55,7 @@ def lint(changes: Path) -> None:
 
 
 def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
-    """The system that tries the packages of a folder, for a release of the kernel."""
+    """The system that tests a folder's packages, for a kernel release."""
     scripts = [PACKAGING / name for name in ("check_lib.sh", "check_deb.sh", "check_guest.sh")]
     return DebianSystem(
         suite=SUITE,
@@ -68,14 +67,14 @@ def deb_system(debs: Path, kernel: str, image: Path | None) -> DebianSystem:
 
 
 def give_driver(tree: Path, given: Path) -> None:
-    """Puts the driver of a tree into a folder, stock."""
+    """Copies a tree's stock driver into a folder."""
     given.mkdir()
     for name in ("nvidia.ko", "nvidia-uvm.ko"):
         shutil.copyfile(tree / name, given / name)
 
 
 def give_tests(given: Path) -> None:
-    """Puts pyvmem, with the tests' way to look at the software GPU's memory, into a folder."""
+    """Copies pyvmem, and the tests' access to the software GPU's memory, into a folder."""
     run(sys.executable, KERNEL_TESTS / "lib" / "build.py")
     with tempfile.TemporaryDirectory(prefix="vmem-source-") as name:
         copy_tracked(Path(name))
@@ -89,7 +88,7 @@ def give_tests(given: Path) -> None:
 
 
 def guest_command(image: Path, debs: Path, headers: KernelHeaders) -> list[str]:
-    """The call of the guest's runner: the disk, and over it the packages and what is given."""
+    """The command of the guest's runner: the disk, overlaid with the packages and `given`."""
     kernel = IMAGE / "boot" / f"vmlinuz-{headers.release}"
     words = [str(PYTHON), str(KERNEL_TESTS / "run.py"), "--name", "deb", "--image", str(image)]
     words += ["--kernel", str(kernel), "--memory", "4096", "--timeout", str(GUEST_SECONDS)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs the code in the README and the documentation, and checks what no generator keeps true.
+"""Runs the code in the README and the documentation, and checks hand-written lists.
 
 Every block of code is run: the Python of a page as one program, block after block; C compiled
 against libvmem; shell commands in an empty folder, which is their home. A block that cannot run
@@ -36,7 +36,7 @@ from vmem_header import HEADER, ROOT, version
 from pyvmem.kvcache import KVCache
 
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
-# Others that the site has as pages.
+# Further files that are pages of the site.
 TAKEN = (
     *("benchmarks/README.md", "benchmarks/*/*.md", "patches/README.md"),
     *("kernel_module/README.md", "tests/README.md", "tests/kernel/README.md"),
@@ -51,20 +51,20 @@ END = "\0"  # printed between blocks
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CLASS = re.compile(r"^class (\w+)\(([^)]*)\)", re.M)
 BUILT_IN = {"Exception", *(one for one in dir(builtins) if one.endswith(("Error", "Warning")))}
-PRIVATE = ("selftest", "bench", "commands")  # what is raised there is caught there
-SECONDS = 120.0  # for one block: far above what any takes, far below for ever
+PRIVATE = ("selftest", "bench", "commands")  # errors raised there are caught there
+SECONDS = 120.0  # seconds for a block: far above what any takes
 
 
 @dataclass(frozen=True)
 class Block:
-    """Code in a page, and what it needs, if it cannot run everywhere."""
+    """Code in a page, with its requirements if it cannot run everywhere."""
 
     page: Path
     line: int
     language: str
     code: str
     needs: str
-    prints: str | None  # what the page says that it prints
+    prints: str | None  # expected output, from the page
 
 
 def pages() -> list[Path]:
@@ -87,7 +87,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, str]:
-    """Runs a program; what it printed, and what is wrong where it failed."""
+    """Runs a program; returns its output, and the problem if it failed."""
     paths = [str(ROOT / "build" / "venv" / "bin"), os.environ.get("PATH", "")]
     environment = {
         **os.environ,
@@ -116,7 +116,7 @@ def run(command: list[str], cwd: str, code: str = "", **env: str) -> tuple[str, 
 
 
 def check_output(block: Block, said: str) -> list[str]:
-    """Compares what a block printed with what the page says."""
+    """Compares a block's output with the page."""
     where = f"{block.page.relative_to(ROOT)}:{block.line}"
     if block.prints is None:
         silent = block.language != "python" or not said
@@ -130,7 +130,7 @@ def run_python(found: list[Block]) -> list[str]:
     """Runs a page's blocks as one program; each sees the names of those before."""
     page = found[0].page.relative_to(ROOT)
     program = ""
-    for block in found:  # each at its line, so that a traceback names the page's
+    for block in found:  # each at its line, so that tracebacks show the page's line numbers
         code = "\n" * block.line + block.code
         program += f"exec(compile({code!r}, {str(page)!r}, 'exec'))\n"
         program += f"print(end={END!r}, flush=True)\n"
@@ -161,14 +161,14 @@ def run_shell(block: Block) -> list[str]:
 
 
 def outcome(block: Block, printed: str, said: str) -> list[str]:
-    """What is wrong with a block that was run by itself."""
+    """Runs a block by itself; returns its problem."""
     if said:
         return [f"{block.page.relative_to(ROOT)}:{block.line}: {said}"]
     return check_output(block, printed)
 
 
 def check_code(page: Path) -> tuple[int, list[str]]:
-    """Runs what can run; how many blocks there are, and what is wrong."""
+    """Runs what can run; returns the number of blocks, and the problems."""
     found = list(blocks(page))
     problems = []
     program = [one for one in found if one.language == "python" and not one.needs]
@@ -193,7 +193,7 @@ def check_code(page: Path) -> tuple[int, list[str]]:
 
 
 def check_links(page: Path) -> tuple[int, list[str]]:
-    """The files that a page points at are there."""
+    """Checks that the files linked from a page exist."""
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     found = [link.partition("#")[0] for link in LINK.findall(text)]
     local = [link for link in found if link and not re.match(r"[a-z]+:", link)]
@@ -207,7 +207,7 @@ def check_links(page: Path) -> tuple[int, list[str]]:
 
 
 def check_lists() -> tuple[int, list[str]]:
-    """What has to be listed is; the README says the version, and is short."""
+    """Checks that required lists are complete, and the README's version and length."""
     names, problems = check_errors()
     problems += check_reference()
     variables = environment_variables()
@@ -226,7 +226,7 @@ def check_lists() -> tuple[int, list[str]]:
 
 
 def check_reference() -> list[str]:
-    """Every public member of KVCache is on one of its pages, which name them, and no other is."""
+    """Checks that KVCache's pages list exactly its public members."""
     pages = sorted((ROOT / "docs/reference/python").glob("kvcache*.md"))
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"^::: pyvmem\.kvcache\.KVCache\.(\w+)$", text, re.M))
@@ -235,19 +235,19 @@ def check_reference() -> list[str]:
 
 
 def check_errors() -> tuple[int, list[str]]:
-    """Every error of the code has a cause and a remedy, and the page has no other.
+    """Checks that the page lists exactly the code's errors, each with cause and remedy.
 
-    The library's and the kernel module's are those that their C returns, which are also those that
-    their headers list; Python's are the package's classes.
+    The errors of the library and the kernel module are the errnos that their C returns, which their
+    headers must list, too; Python's are the package's classes.
     """
     page = "docs/reference/errors.md"
     library, kernel, rest = errors_page((ROOT / page).read_text(encoding="utf-8"))
     problems = [f"{page}: no remedy, or no cause, for {one}" for one in rest["incomplete"]]
-    classes = [one for one in error_classes() if one != "VMemError"]  # the base is in the text
+    classes = [one for one in error_classes() if one != "VMemError"]  # the base has no row
     problems += [f"{page}: no {one}" for one in classes if one not in rest["python"]]
     listed = HEADER.read_text(encoding="utf-8").split("#ifndef VMEM_H")[0]
     header = set(re.findall(r"^ \*   -(E\w+) ", listed, re.M))
-    # Where an error is recorded; other values with a minus are the system's, which are translated.
+    # Where an error is recorded; other negative values are the system's, and are translated.
     code = returned("libvmem/src", r"vm_fail(?:_at)?\((?:[^,;]*\?)?[^,;]*?-(E[A-Z0-9]+)\b")
     problems += compare(page, library, HEADER.name, header) + compare(
         HEADER.name, header, "libvmem/src", code
@@ -293,13 +293,13 @@ def returned(folder: str, pattern: str, suffix: str = "") -> set[str]:
 
 
 def compare(one: str, first: set[str], other: str, second: set[str]) -> list[str]:
-    """What is in one list and not in the other."""
+    """Reports the difference of two lists."""
     said = [f"{one}: no {name}, which {other} has" for name in sorted(second - first)]
     return said + [f"{one}: {name}, which {other} has not" for name in sorted(first - second)]
 
 
 def error_classes() -> list[str]:
-    """Exceptions and warnings of the package that its users may meet."""
+    """The package's public exceptions and warnings."""
     package = ROOT / "pyvmem"
     found: list[str] = []
     for path in [package / "errors.py", *sorted(package.rglob("*.py"))]:  # the bases first
@@ -313,7 +313,7 @@ def error_classes() -> list[str]:
 
 
 def environment_variables() -> dict[str, str]:
-    """Those that programs of this repository read, and where."""
+    """Environment variables that programs of this repository read, and where."""
     found = {}
     own = re.compile(r"""environ(?:\.get\(|\[)\s*["']((?:(?:VMEM|NV|LINUX|SIGN)_\w+)|ALLOW)["']""")
     for folder in ("pyvmem", "scripts", "tests"):
@@ -327,7 +327,7 @@ def environment_variables() -> dict[str, str]:
 
 
 def main() -> int:
-    """Prints what is wrong."""
+    """Prints the problems."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pages", nargs="*", type=Path, help="these alone")
     chosen = [path.resolve() for path in parser.parse_args().pages]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks the structure of libvmem: which object file calls which, and which folder includes which.
+"""Checks libvmem's structure: calls between object files, and includes between folders.
 
 Symbols come from nm over build/lib/obj (`make lib`). Imported by check_library.py.
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "libvmem" / "src"
 OBJECTS = ROOT / "build" / "lib" / "obj"
 
-# Each folder knows those before it. The interface is what a back end implements: backend/backend.h.
+# Each folder may use the folders before it. A back end implements backend/backend.h.
 LAYERS = (
     "base",
     "interface",
@@ -43,7 +43,7 @@ def layer_of(name: str) -> str:
 
 
 def symbols(objects: Path = OBJECTS) -> dict[str, dict[str, set[str]]]:
-    """The graph of calls: for each object the others it needs, and which of their names."""
+    """The call graph: for each object, the objects it needs and which of their symbols."""
     defined: dict[str, str] = {}
     needed: dict[str, set[str]] = {}
     for path in sorted(objects.rglob("*.o")):
@@ -66,7 +66,7 @@ def symbols(objects: Path = OBJECTS) -> dict[str, dict[str, set[str]]]:
 
 
 def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
-    """The graph of #include lines, without those of the system and of other folders."""
+    """The graph of #include lines, without system headers and other folders."""
     graph: dict[str, dict[str, set[str]]] = {}
     for path in sorted(sources.rglob("*.[ch]")):
         found = re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.M)
@@ -75,7 +75,7 @@ def includes(sources: Path = SRC) -> dict[str, dict[str, set[str]]]:
 
 
 def cycle(graph: Graph) -> list[str]:
-    """The names along one cycle, the first again at the end; empty where there is none."""
+    """The names along a cycle, the first repeated at the end; empty if there is none."""
     done: set[str] = set()
     path: list[str] = []
 
@@ -99,7 +99,7 @@ def cycle(graph: Graph) -> list[str]:
 
 
 def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
-    """One line for each edge to a layer above, or from a folder that is no layer."""
+    """Reports each edge to a layer above, or from a folder that is not a layer."""
     rank = {layer: i for i, layer in enumerate(layers)}
     problems = []
     for name, edges in graph.items():
@@ -113,7 +113,7 @@ def upward(graph: Graph, layers: Iterable[str] = LAYERS) -> list[str]:
 
 
 def check_calls() -> list[str]:
-    """No cycle between object files, and no call into a layer above."""
+    """Checks for cycles between object files, and for calls into a layer above."""
     graph = symbols()
     problems = upward(graph)
     if len(graph) != len(list(SRC.rglob("*.c"))):
@@ -124,7 +124,7 @@ def check_calls() -> list[str]:
 
 
 def check_includes() -> list[str]:
-    """No cycle of headers, and no header of a layer above."""
+    """Checks for cycles of headers, and for headers of a layer above."""
     graph = includes()
     problems = upward(graph)
     if found := cycle(graph):
@@ -133,7 +133,7 @@ def check_includes() -> list[str]:
 
 
 def check_owners() -> list[str]:
-    """Public functions are in api/, changes of a unit in phys/slab.c, of a pte in virt/pte.c."""
+    """Checks that public functions are in api/, and units and ptes change in a single file."""
     problems = []
     changes = re.compile(
         rf"vm_bits_set\([^;]*->({STATES})\b|->({STATES})\[[^;=!<>]*\](\+\+|--| [|&+-]?= )"

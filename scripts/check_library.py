@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks the built library: names, layers, man pages, an installation used as a stranger would.
+"""Checks the built library: symbols, layers, man pages, and use of an installed copy.
 
 Needs build/lib (make lib). Prints one line per check that failed and "N passed, N failed".
 """
@@ -34,7 +34,7 @@ int main(void) {
 
 
 def output(*command: str | Path) -> str:
-    """What a command prints; stops the program when it fails."""
+    """Returns a command's output; exits if it fails."""
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
@@ -42,7 +42,7 @@ def output(*command: str | Path) -> str:
 
 
 def difference(what: str, found: set[str], wanted: set[str]) -> list[str]:
-    """One line per name that is missing or too many."""
+    """Reports each missing and each extra name."""
     missing = [f"{what}: {name} is missing" for name in sorted(wanted - found)]
     return missing + [f"{what}: {name} is not in vmem.h" for name in sorted(found - wanted)]
 
@@ -68,7 +68,7 @@ def check_exports() -> list[str]:
 
 
 def check_static_names(folder: Path = LIB) -> list[str]:
-    """The static library adds exactly the public functions to a program's name space."""
+    """The static library adds exactly the public functions to a program's namespace."""
     lines = output("nm", "-g", "--defined-only", folder / "libvmem.a").splitlines()
     names = {line.split()[2] for line in lines if len(line.split()) == 3}
     return difference("libvmem.a", names, set(functions()))
@@ -160,7 +160,7 @@ def check_linking(top: Path, libdir: Path, include: Path) -> list[str]:
 
 
 def check_pkg_config(top: Path, libdir: str) -> list[str]:
-    """A program built with what pkg-config says."""
+    """A program built with pkg-config's flags."""
     if not shutil.which("pkg-config"):
         print("not run: vmem.pc: no pkg-config here")
         return []
@@ -173,7 +173,7 @@ def check_pkg_config(top: Path, libdir: str) -> list[str]:
 
 
 def check_cmake(top: Path, libdir: str) -> list[str]:
-    """A project that finds the package; a version that is too new is not found."""
+    """A CMake project finds the package, and a request for a newer version is refused."""
     if not shutil.which("cmake"):
         print("not run: CMake's package: no cmake here")
         return []

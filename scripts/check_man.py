@@ -49,7 +49,7 @@ def synopsis(text: str) -> dict[str, str]:
 def check_pages_exist() -> list[str]:
     """Every public function and structure has a page in section 3; there are vmem(7) and vmem(1).
 
-    The calls with the papers' names have a second one, as people spell it: vmem_map for vMemMap.
+    Calls named as in the papers have a second page in the usual spelling: vmem_map for vMemMap.
     """
     spelled = [re.sub("^vMem", "vmem_", name).lower() for name in functions() if name[1] == "M"]
     names = [*functions(), *structures(), *spelled]
@@ -78,7 +78,7 @@ def check_prototypes() -> list[str]:
 
 
 def check_sections() -> list[str]:
-    """Each page of section 3 has the sections a reader looks for, in order."""
+    """Each page of section 3 has the required sections, in order."""
     problems = []
     for page in sorted({p for name in functions() if (p := page_of(name))}):
         titles = re.findall(r"^\.Sh (.*)$", page.read_text(encoding="utf-8"), re.M)
@@ -89,7 +89,7 @@ def check_sections() -> list[str]:
 
 
 def check_names_used() -> list[str]:
-    """Names of ours that a page mentions exist: functions, constants, structures, other pages."""
+    """All vmem names in a page exist: functions, constants, structures, other pages."""
     header = HEADER.read_text(encoding="utf-8")
     known = set(re.findall(r"\b(?:vmem_\w+|vMem\w+|VMEM_\w+)\b", header))
     problems = []
@@ -129,14 +129,14 @@ Linter = Callable[[Path], list[str]]
 
 
 def lint_mandoc(page: Path) -> list[str]:
-    """mandoc's own check; the missing operating system name of .Os is wanted."""
+    """Runs mandoc's lint; a missing operating system in .Os is intended."""
     command = ["mandoc", "-T", "lint", "-W", "warning", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.splitlines()
 
 
 def lint_groff(page: Path) -> list[str]:
-    """What groff warns of while it formats."""
+    """Returns groff's warnings."""
     command = ["groff", "-man" if is_link(page) else "-mandoc", "-Tutf8", "-wall", "-z", "-I."]
     done = subprocess.run(
         [*command, str(page)], capture_output=True, text=True, check=False, cwd=MAN.parent
@@ -145,12 +145,12 @@ def lint_groff(page: Path) -> list[str]:
 
 
 def is_link(page: Path) -> bool:
-    """Whether the page is a `.so` link to another."""
+    """True if the page is a `.so` link to another page."""
     return page.read_text(encoding="utf-8").startswith(".so ")
 
 
 def check_format() -> list[str]:
-    """The pages are well-formed in the eyes of the formatters that are here."""
+    """The installed formatters accept the pages."""
     linters: dict[str, Linter] = {"mandoc": lint_mandoc, "groff": lint_groff}
     problems = []
     for name, linter in linters.items():

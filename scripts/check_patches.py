@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: MIT
 """Checks the patch series of patches/ against the sources of the driver versions they are for.
 
-Each hunk must fit in exactly one place with no fuzz, the series must change few lines, its letters
-must be in order, and taking it back must leave the source as it was. With --build each patch of a
-series is built upon those before it. With --clone it is every public version of the driver that is
-looked at, and that patches/series.json names the one series that fits it. Functions that the module
-relies on beyond UVM's headers must have a text that was read (uvm_contracts).
+Each hunk must fit in exactly one place without fuzz, the series must change few lines, its messages
+must be in order, and reverting it must restore the source. With --build each patch of a series is
+built on top of those before it. With --clone every public driver version is checked, and
+patches/series.json must name the only series that fits. Functions that the module relies on beyond
+UVM's headers must have a reviewed text (uvm_contracts).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MAX_SUBJECT = 72
 
 
 def check_letters(folder: Path) -> list[str]:
-    """What is wrong with the messages of a series."""
+    """Checks the messages of a series; returns the problems."""
     patches = sorted(folder.glob("*.patch"))
     total = len(patches) - 1
     problems = []
@@ -95,7 +95,7 @@ def touched_files(patches: list[Path]) -> list[str]:
 
 
 def check_series(patches: list[Path], files: dict[str, bytes]) -> list[str]:
-    """What goes wrong when a series meets the files that it changes: put in and taken back."""
+    """Applies and reverts a series on the files that it changes; returns the problems."""
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         tree = Path(name) / "kernel-open"
@@ -116,7 +116,7 @@ def check_series(patches: list[Path], files: dict[str, bytes]) -> list[str]:
 
 
 def check_on(source: Path, version: str) -> list[str]:
-    """What goes wrong when the series of a version meets a kernel-open tree of it."""
+    """Checks a version's series against its kernel-open tree; returns the problems."""
     patches = series_for(version)
     files = {}
     for name in touched_files(patches):
@@ -128,7 +128,7 @@ def check_on(source: Path, version: str) -> list[str]:
 
 
 def check_contracts(source: Path, version: str) -> list[str]:
-    """What in a kernel-open tree is not as the module relies on it beyond UVM's headers."""
+    """Checks the module's assumptions beyond UVM's headers in a tree; returns the violations."""
     path = source / Path(FILE).relative_to("kernel-open")
     if not path.is_file():
         return [f"{source} has no {path.relative_to(source)}"]
@@ -137,12 +137,12 @@ def check_contracts(source: Path, version: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Clone:
-    """A clone of NVIDIA's public repository; it needs no work tree."""
+    """A clone of NVIDIA's public repository, possibly bare."""
 
     path: Path
 
     def git(self, *words: str) -> bytes:
-        """What a command of git prints."""
+        """Returns a git command's output."""
         done = subprocess.run(["git", "-C", self.path, *words], capture_output=True, check=False)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
@@ -150,12 +150,12 @@ class Clone:
         return done.stdout
 
     def versions(self) -> list[str]:
-        """The tags from the first branch that the project serves on, oldest first."""
+        """The tags since the first supported branch, oldest first."""
         tags = [tag for tag in self.git("tag").decode().split() if is_version(tag)]
         return sorted((tag for tag in tags if branch_of(tag) >= FIRST_BRANCH), key=version_key)
 
     def blobs(self, version: str, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Those of the named files that a tag has, with the identities of their contents."""
+        """Blob ids of the named files that exist in a tag."""
         listed = self.git("ls-tree", version, "--", *names).decode().splitlines()
         return tuple((line.split("\t")[1], line.split()[2]) for line in listed)
 
@@ -165,9 +165,9 @@ class Clone:
 
 
 def fitting_series(clone: Clone) -> dict[str, list[str]]:
-    """For each version of a clone the folders whose series goes into it without a doubt.
+    """For each version of a clone, the folders whose series applies unambiguously.
 
-    Versions whose hooked files are the same are looked at once.
+    Versions with equal hooked files are checked once.
     """
     series = {folder: patches_in(PATCHES / folder) for folder in series_table()}
     names = touched_files([patch for patches in series.values() for patch in patches])
@@ -187,7 +187,7 @@ def fitting_series(clone: Clone) -> dict[str, list[str]]:
 
 
 def check_clone(clone: Clone) -> list[str]:
-    """Where series.json does not say what the public versions say."""
+    """Differences between series.json and the public versions."""
     problems = [
         problem
         for version in clone.versions()
@@ -219,7 +219,7 @@ def check_steps(version: str) -> None:
 
 
 def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
-    """The sources to check: those named, else those of the versions that can be had here."""
+    """The sources to check: those named, else of every version available here."""
     found = []
     for path in given:
         tree = kernel_open_below(path)
@@ -233,7 +233,7 @@ def sources(versions: list[str], given: list[Path]) -> list[tuple[str, Path]]:
         try:
             found.append((version, driver_source(version)))
         except KernelBuildError as error:
-            # What Debian does not carry is checked outside, on a clone of the public repository.
+            # Versions that Debian lacks are checked elsewhere, on a clone of the public repository.
             if versions or version in SUITES:
                 raise
             print(f"not run: the patches on driver {version}: {str(error).splitlines()[0]}")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds a tree a second time, elsewhere and from nothing, and compares the modules byte by byte.
+"""Builds a tree again from scratch in another folder, and compares the modules byte by byte.
 
-The first build is the usual one, with what it took over from others (kept conftests, objects of an
-earlier state); the second has none of that. So this also says that taking over changes nothing.
+The first build is the usual build, which reuses conftest results and objects of earlier builds; the
+second reuses nothing. So this also shows that reuse changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build(words: list[str], folder: Path | None, source: Path) -> Path:
 
 
 def compare(one: Path, two: Path) -> list[str]:
-    """The modules that are not the same in two folders."""
+    """The modules that differ between two folders."""
     different = []
     for name in MODULES:
         digests = [
@@ -50,7 +50,7 @@ def compare(one: Path, two: Path) -> list[str]:
 
 
 def main() -> int:
-    """Compares two builds of what kernel_tree.py's arguments say."""
+    """Compares two builds with kernel_tree.py's arguments."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", nargs="?", default="535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Checks the conventions of the sources that no other tool checks."""
+"""Checks source conventions that no other tool checks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SPDX = "SPDX-License-Identifier: MIT"
 SOURCES = {".c", ".h", ".py", ".pyi", ".sh", ".map", ".cu"}
 MAX_C_COLUMNS = 140
 LIBRARY = ROOT / "libvmem" / "src"
-LIBRARY_COLUMNS = 120  # what .clang-format says of code holds for comments too
+LIBRARY_COLUMNS = 120  # as in .clang-format, for comments too
 
 
 def tracked() -> list[Path]:
-    """The files that git knows and that are there."""
+    """Tracked files that exist."""
     out = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     return [ROOT / name for name in out.split("\0") if name and (ROOT / name).is_file()]
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with one file."""
+    """Returns the problems of a file."""
     if path.suffix not in SOURCES and path.name != "Makefile":
         return []
     text = path.read_text(encoding="utf-8")

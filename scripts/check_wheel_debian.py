@@ -3,7 +3,7 @@
 """Checks the wheel in new Debian systems that have neither a compiler nor CUDA.
 
 One wheel for all of them, installed by pip into an environment of the system's own Python. The
-requirements are fetched here, for that Python. Exit status 77: no such system can be made here.
+requirements are fetched here, for that Python. Exit status 77: such a system cannot be made here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECKS = (ROOT / "packaging" / "check_wheel.sh", ROOT / "scripts" / "check_wheel
 
 
 def fetch(wheel: Path, python: str, folder: Path) -> None:
-    """Puts the wheel and all that it requires on a Python into a folder, as wheels."""
+    """Collects the wheel and its requirements for a Python version in a folder."""
     platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
     options = ["--quiet", "--disable-pip-version-check", "--no-input", "--only-binary=:all:"]
     options += [f"--python-version={python}", *platforms, f"--platform={wheel.stem.split('-')[-1]}"]
@@ -33,7 +33,7 @@ def fetch(wheel: Path, python: str, folder: Path) -> None:
 
 
 def wheel_system(suite: str, wheels: Path) -> DebianSystem:
-    """The system of a release in which the wheels of a folder are tried."""
+    """The system of a release that tests a folder's wheels."""
     return DebianSystem(
         suite=suite,
         include=("python3", "python3-venv"),
@@ -45,7 +45,7 @@ def wheel_system(suite: str, wheels: Path) -> DebianSystem:
 
 
 def check(folder: Path) -> int:
-    """Makes the wheel and tries it in each system; the exit status."""
+    """Builds the wheel and tests it in each system; returns the exit status."""
     mode = system_mode()
     if mode is None:
         print("neither root nor a user name space: no Debian system can be made", flush=True)

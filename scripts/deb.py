@@ -4,7 +4,7 @@
 
 The packaging is packaging/debian. The version is vmem.h's, the times are the commit's (or
 SOURCE_DATE_EPOCH), so that the same commit gives the same packages with the same tools. DEBFULLNAME
-and DEBEMAIL say who the maintainer is, as for Debian's own tools; else the commit's author.
+and DEBEMAIL name the maintainer, as for Debian's own tools; else the commit's author.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FILES", "PACKAGES", "changelog", "make_deb", "make_orig", "make_twic
 FILES = ROOT / "packaging" / "debian"
 PACKAGES = ("libvmem0", "libvmem-dev", "vmem-dkms")
 REVISION = "0vmem1"  # below Debian's first
-# A program or file that shows that a package is there, and the package.
+# A program or file that shows that a package is installed, and the package.
 TOOLS = {
     "/usr/bin/dh": "debhelper",
     "/usr/bin/dpkg-buildpackage": "dpkg-dev",
@@ -45,7 +45,7 @@ def install_tools(tools: dict[str, str]) -> None:
 
 
 def maintainer() -> str:
-    """Who answers for the packages: the environment's word, else the last commit's author."""
+    """The maintainer: from the environment, else the last commit's author."""
     name, mail = os.environ.get("DEBFULLNAME"), os.environ.get("DEBEMAIL")
     if name and mail:
         return f"{name} <{mail}>"
@@ -93,20 +93,20 @@ def prepare(folder: Path, when: int) -> Path:
     control = tree / "debian" / "control"
     control.write_text(control.read_text("utf-8").replace("@MAINTAINER@", who), encoding="utf-8")
     (tree / "debian" / "changelog").write_text(changelog(upstream, who, when), encoding="utf-8")
-    # The tools take the time of a file that is older than the changelog's entry as it is.
+    # The tools keep the time of files that are older than the changelog's entry.
     for path in tree.rglob("*"):
         os.utime(path, (when, when))
     return tree
 
 
 def make_deb(out: Path, *, check: bool = True) -> list[Path]:
-    """Builds everything into a folder; `check`: the library's own tests are run. Returns the files.
+    """Builds everything into a folder, with the library's tests if `check`; returns the files.
 
     Raises:
-        DistError: a tool failed; with all that it said.
+        DistError: a tool failed; contains its output.
     """
     install_tools(TOOLS)
-    if not has_probes():  # what the set-up can do without, a package cannot
+    if not has_probes():  # optional for set-up, required for a package
         install(["probes"])
     when = epoch()
     with usual_umask(), tempfile.TemporaryDirectory(prefix="vmem-deb-") as name:
@@ -115,7 +115,7 @@ def make_deb(out: Path, *, check: bool = True) -> list[Path]:
         jobs = len(os.sched_getaffinity(0))
         options = f"parallel={jobs}" + ("" if check else " nocheck")
         env = {"SOURCE_DATE_EPOCH": str(when), "DEB_BUILD_OPTIONS": options}
-        # A make that runs this must not hand its own settings down.
+        # Do not inherit the settings of a make that runs this.
         env |= {"MAKEFLAGS": "", "MAKELEVEL": "", "MFLAGS": ""}
         run("dpkg-buildpackage", "-us", "-uc", cwd=tree, **env)
         made = sorted(path for path in folder.iterdir() if path.is_file())

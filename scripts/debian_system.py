@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """New Debian systems for the packages' checks, made from the archive that this machine uses.
 
-mmdebstrap makes one in a temporary folder, as root or in a user name space. Hooks do what is to be
-done in it. Nothing is left of it but, where that is asked for, an image of it as a disk.
+mmdebstrap creates a system in a temporary folder, as root or in a user namespace. Hooks run the
+checks in it. Afterwards it is deleted, or kept as a disk image on request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ IMAGE_TOOLS = {"/usr/bin/genext2fs": "genext2fs"}
 
 
 def system_mode() -> str | None:
-    """How mmdebstrap becomes root of a new system here; None where it cannot."""
+    """mmdebstrap's mode for becoming root here; None if impossible."""
     if run("id", "-u").strip() == "0":
         return "root"
-    # Whether an ordinary user can be root of a name space of their own.
+    # Test whether an ordinary user can be root in a user namespace.
     done = subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False)
     return "unshare" if done.returncode == 0 else None
 
@@ -45,14 +45,14 @@ def in_system(command: str) -> str:
 
 @dataclass(frozen=True)
 class DebianSystem:
-    """A system: what it consists of, and what is done in it.
+    """A system: its packages, and the hooks run in it.
 
     Attributes:
         suite: Debian's name of the release, as "bookworm".
         include: packages beside the essential ones.
-        hooks: what is done once it is there, in this order (`copy_in`, `in_system`).
+        hooks: run in this order after installation (`copy_in`, `in_system`).
         components: of the archive.
-        image: where the system is put as an ext2 file system; None: it is removed.
+        image: path of an ext2 image of the system; None: it is deleted.
     """
 
     suite: str
@@ -62,7 +62,7 @@ class DebianSystem:
     image: Path | None = None
 
     def command(self, mode: str) -> list[str]:
-        """The call of mmdebstrap; it checks the archive by the key that this machine has."""
+        """The mmdebstrap command; it verifies the archive with this machine's key."""
         source = archive_source()
         signed = f"[signed-by={source.signed_by}] " if source.signed_by.startswith("/") else ""
         kind = "ext2" if self.image else "null"
@@ -78,7 +78,7 @@ class DebianSystem:
         """Makes it and runs the hooks.
 
         Raises:
-            DistError: a package cannot be had, or a hook failed; what it said was shown.
+            DistError: a package is unavailable, or a hook failed; its output was shown.
         """
         install_tools({**TOOLS, **(IMAGE_TOOLS if self.image else {})})
         command = self.command(mode)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes what is published: sdist, wheel, the benchmarks' wheel, SBOM and checksums, in dist/.
+"""Builds the published files in dist/: sdist, wheel, the benchmarks' wheel, SBOM, checksums.
 
-The wheel is built from the sdist, so that the sdist is known to be complete. The same commit gives
-the same bytes wherever it is built: times are the commit's (or SOURCE_DATE_EPOCH), owners are root,
-permissions are no matter of the umask, and the extension is compiled with the folder's name taken
-out. `--check` builds a second time, in another folder, time zone and umask, and compares. The
-wheel's platform is the oldest that auditwheel finds it to fit.
+The wheel is built from the sdist, which proves the sdist complete. The same commit gives the same
+bytes wherever it is built: times are the commit's (or SOURCE_DATE_EPOCH), owners are root,
+permissions do not depend on the umask, and the extension is compiled without the folder's name.
+`--check` builds a second time, in another folder, time zone and umask, and compares. The wheel's
+platform is the oldest that auditwheel finds it to fit.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / "build" / "venv" / "bin" / "python"
-# A folder of its own for each build would be another name in the debug information.
+# A folder per build would put differing names into the debug information.
 FLAGS = "-g0 -ffile-prefix-map={folder}=. -fdebug-prefix-map={folder}=."
 
 
 class DistError(Exception):
-    """Something that the user has to know; its text is all that is printed."""
+    """An error for the user; only its text is printed."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    """What a command prints; DistError, with all that it said, when it fails."""
+    """Returns a command's output; DistError with the output if it fails."""
     done = subprocess.run(
         [str(word) for word in command],
         stdin=subprocess.DEVNULL,
@@ -58,14 +58,14 @@ def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
 
 
 def epoch() -> int:
-    """The time of everything: SOURCE_DATE_EPOCH, else that of the last commit."""
+    """The timestamp of all files: SOURCE_DATE_EPOCH, else the last commit's."""
     given = os.environ.get("SOURCE_DATE_EPOCH")
     return int(given or run("git", "log", "-1", "--format=%ct"))
 
 
 @contextlib.contextmanager
 def usual_umask() -> Iterator[None]:
-    """Lets files be made with the usual permissions, whatever the caller's umask is."""
+    """Sets the usual umask, whatever the caller's is."""
     before = os.umask(0o022)
     try:
         yield
@@ -75,7 +75,7 @@ def usual_umask() -> Iterator[None]:
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """Another time zone and umask, for what must not depend on them."""
+    """Changes time zone and umask, to detect builds that depend on them."""
     umask, zone = os.umask(0o077), os.environ.get("TZ")
     os.environ["TZ"] = "Pacific/Chatham"
     try:
@@ -88,7 +88,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def must_be_same(made: Sequence[Path], again: Sequence[Path]) -> None:
-    """Raises DistError unless two builds have made the same files."""
+    """Raises DistError unless two builds produced the same files."""
     for first, second in zip(made, again, strict=True):
         if (first.name, digest(first)) != (second.name, digest(second)):
             raise DistError(f"{first.name} is not the same when built again")
@@ -123,7 +123,7 @@ def make_sdist(source: Path, folder: Path, when: int) -> Path:
 
 
 def make_wheel(sdist: Path, folder: Path, when: int) -> Path:
-    """The wheel that an sdist builds, named for the oldest platform that it fits."""
+    """Builds an sdist's wheel, tagged for the oldest compatible platform."""
     with tempfile.TemporaryDirectory(prefix="vmem-dist-") as name:
         top = Path(name)
         with tarfile.open(sdist) as archive:
@@ -149,7 +149,7 @@ def make_bench_wheel(source: Path, folder: Path, when: int) -> Path:
 
 
 def platform_tag(wheel: Path) -> str:
-    """The oldest manylinux that auditwheel finds a wheel to fit."""
+    """The oldest manylinux tag that auditwheel grants a wheel."""
     said = run(PYTHON, "-m", "auditwheel", "show", wheel)
     found = re.search(r'platform\s+tag:\s+"(manylinux_\w+)"', said)
     if found is None:
@@ -158,7 +158,7 @@ def platform_tag(wheel: Path) -> str:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises DistError unless it is one for all Pythons, with nothing of another library in it."""
+    """Raises DistError unless the wheel is abi3 and bundles no other library."""
     if "-cp310-abi3-manylinux_" not in wheel.name:
         raise DistError(f"{wheel.name} is not for the stable ABI of Python 3.10 and manylinux")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
@@ -180,7 +180,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def sbom(files: Sequence[Path], when: int) -> dict[str, Any]:
-    """The CycloneDX 1.6 description of what the files hold and need, from the wheel's metadata."""
+    """The CycloneDX 1.6 bill of materials, from the wheel's metadata."""
     (wheel,) = [path for path in files if path.suffix == ".whl"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
@@ -206,7 +206,7 @@ def sbom(files: Sequence[Path], when: int) -> dict[str, Any]:
         assert match is not None
         needed = re.sub(r"[-_.]+", "-", match.group()).lower()
         if needed == product:
-            continue  # an extra that has another one's
+            continue  # an extra that includes another extra
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
         place = f"pkg:pypi/{needed}"
         part = {

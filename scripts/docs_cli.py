@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from pyvmem.commands import cli
 
-WIDTH = "88"  # of usage lines, whatever the terminal
-# The benchmarks of whole engines, which have a page of their own.
+WIDTH = "88"  # width of usage lines, independent of the terminal
+# Benchmarks of whole engines have their own page.
 SERVING = ("serve", "sharing", "swap", "vllm", "models", "paper")
 
 
@@ -28,7 +28,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def cell(text: str) -> str:
-    """Text that may stand in a table."""
+    """Escapes text for a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -39,7 +39,7 @@ def section(
     level: int,
     leave_out: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """A command: what it does, its usage, its options, then its subcommands."""
+    """A command's section: description, usage, options, subcommands."""
     yield f"{'#' * level} {name} {{#{name.replace(' ', '-')}}}\n"
     about = (parser.description or summary or "").strip().replace("``", "`")
     if about:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What MkDocs does beside rendering docs/: pages taken in or generated, links, drawings, tables.
+"""MkDocs hooks: included and generated pages, links, drawings, tables.
 
-Some pages are files of the repository that also stand where they are (TAKEN); man pages and the
-command line's reference are generated. A link in any of them is written relative to the file it
-stands in, so that it works in the repository as well; here it becomes a link to the page, or to a
-copy of the file under files/. A link to nothing is a warning, which `make docs` makes an error.
+Some pages are files from elsewhere in the repository (TAKEN); man pages and the command line's
+reference are generated. Links are relative to the file that contains them, so that they work in the
+repository as well; here they become links to the page, or to a copy of the file under files/. A
+broken link is a warning, which `make docs` turns into an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TAKEN = {
     "security/report.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-# Names under which browsers show a file instead of downloading it.
+# Suffixes of files that browsers show instead of downloading.
 SHOWN = {".json", ".svg", ".txt", ".png"}
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)", re.M)
@@ -57,7 +57,7 @@ TABLE = re.compile(r"<table>.*?</table>", re.S)
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
-# What becomes of "a, b, c: text" in a docstring: a name with a comma, the others as its type.
+# mkdocstrings parses "a, b, c: text" in a docstring as a name "a," with type "b, c".
 NAMES = re.compile(
     r"<b><code>(<autoref[^>]*>\w+,</autoref>)</code></b>\s*\(<code>(.*?)</code>\)", re.S
 )
@@ -79,14 +79,14 @@ def page_of(path: str) -> str | None:
 
 
 def source_of(page: str) -> str:
-    """The file of the repository that a page is made of, or stands for."""
+    """The repository file that a page is made from, or represents."""
     if page.startswith("files/"):
         return page.removeprefix("files/")
     return TAKEN.get(page, f"docs/{page}")
 
 
 def copy_name(path: str) -> str:
-    """Where a file of the repository lies on the site."""
+    """The path on the site of a repository file."""
     suffix = "" if posixpath.splitext(path)[1] in SHOWN else ".txt"
     shown = "/".join(part.lstrip(".") for part in path.split("/"))  # MkDocs passes over dot files
     return f"files/{shown}{suffix}"
@@ -110,7 +110,7 @@ def man_link(name: str, section: str) -> str:
 
 
 def man_index(pages: dict[str, Path]) -> str:
-    """The list of man pages, by section, with what each says of itself."""
+    """The list of man pages, by section, with their descriptions."""
     lines = [
         "# C library",
         "",
@@ -164,7 +164,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what is taken in and what is generated."""
+    """Adds included and generated pages."""
     made = {page: (ROOT / path).read_text(encoding="utf-8") for page, path in TAKEN.items()}
     pages = docs_man.names_of(MAN)
     made["reference/c/index.md"] = man_index(pages)
@@ -183,7 +183,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    """Warns of an index page that would be taken for the page of the section around it."""
+    """Warns of an index page that would become its section's page."""
     for section in (item for item in nav.items if isinstance(item, Section)):
         for child in section.children[1:]:
             if isinstance(child, Page) and child.is_index:
@@ -211,7 +211,7 @@ def publish(path: str, files: Files, config: MkDocsConfig) -> str:
 
 
 def prepare(files: Files, config: MkDocsConfig) -> None:
-    """Publishes what pages link to, before any page is rendered."""
+    """Publishes the targets of links before any page is rendered."""
     for file in list(files.documentation_pages()):
         source = source_of(file.src_uri)
         for _, target, _ in LINK.findall(outside_code(file.content_string)):
@@ -277,9 +277,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Says of table cells and of options in code what may not be broken, or needs room.
+    """Marks table cells and options that must not wrap, or need width.
 
-    And names that a docstring describes together are shown as equals.
+    Also shows names that a docstring describes together as equals.
     """
 
     def cell(match: re.Match[str], columns: int) -> str:
@@ -307,12 +307,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Names the search dialog, which the theme does not."""
+    """Gives the search dialog an accessible name, which the theme omits."""
     return output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Puts our reading of a query before the theme's search."""
+    """Inserts our query rewriting before the theme's search."""
     query = (ROOT / "scripts" / "docs_search.js").read_text(encoding="utf-8")
     workers = sorted(Path(config.site_dir).glob("assets/javascripts/workers/search.*.js"))
     if len(workers) != 1:

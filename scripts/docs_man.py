@@ -70,7 +70,7 @@ class Inline:
         self._link, self._name = link, name
 
     def render(self) -> str:
-        """HTML of all that is left."""
+        """HTML of the remaining words."""
         pieces: list[str] = []
         glue = True
         while self._at < len(self._words):
@@ -152,10 +152,10 @@ class Page:
         self._link = link
         self._out: list[str] = []
         self._paragraph: list[str] = []
-        self._lists: list[bool] = []  # the open ones; whether an item is open
+        self._lists: list[bool] = []  # open lists; true if an item is open
         self._name = ""
         self._section = ""
-        self._hold = ""  # an opened parenthesis that the next word follows
+        self._hold = ""  # an opening parenthesis before the next word
 
     def convert(self) -> str:
         """The page in Markdown."""
@@ -299,7 +299,7 @@ class Page:
 
 
 def names_of(folder: Path) -> dict[str, Path]:
-    """The pages by ``name.section``, those that are links to another one left out."""
+    """The pages by ``name.section``, without links to other pages."""
     return {
         path.name: path
         for path in sorted(folder.glob("*.[1-9]"))

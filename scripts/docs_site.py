@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds the documentation site in build/site; `--serve` shows it while it is being written.
+"""Builds the documentation site in build/site; `--serve` shows a live preview.
 
-MkDocs runs in an environment of its own, build/docs-venv, which has what pyvmem needs to import and
-no torch. Warnings are errors, and what was built is looked through once more: every link and every
-anchor of a page leads somewhere, and nothing is loaded from another host.
+MkDocs runs in its own environment, build/docs-venv, which has what pyvmem needs to import and no
+torch. Warnings are errors. The built site is checked as well: every link and anchor resolves, and
+nothing is loaded from another host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MISSING = 3  # exit status: the tools could not be installed here
 
 
 def tools() -> bool:
-    """Makes the environment, or brings it up to date; whether that was possible."""
+    """Creates or updates the environment; returns False if that is impossible here."""
     stamp = ENVIRONMENT / "requirements"
     wanted = "".join(path.read_text(encoding="utf-8") for path in REQUIREMENTS)
     if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
@@ -54,7 +54,7 @@ def python(*words: str) -> bool:
 
 
 def mkdocs(*words: str) -> int:
-    """Runs MkDocs with our hooks on its path; shows what it says that is not a mere note."""
+    """Runs MkDocs with our hooks on its path; shows warnings and errors."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "NO_MKDOCS_2_WARNING": "1"}
     command = [str(ENVIRONMENT / "bin/python"), "-m", "mkdocs", *words]
     with subprocess.Popen(
@@ -68,7 +68,7 @@ def mkdocs(*words: str) -> int:
 
 
 class References(HTMLParser):
-    """What a page points at, what it loads, and the names that others can point at."""
+    """A page's links, loaded resources, and anchors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def read_site() -> dict[Path, References]:
 
 
 def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | None:
-    """What is wrong with a link inside the site."""
+    """Checks a link inside the site; returns the problem."""
     parts = urllib.parse.urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -117,7 +117,7 @@ def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | No
 
 
 def check_site() -> list[str]:
-    """Links that lead nowhere, and what is loaded from other hosts."""
+    """Broken links, and resources loaded from other hosts."""
     pages = read_site()
     problems = []
     for page, found in pages.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Edits of NVIDIA's published files that newer kernels need.
 
-For the tests alone. Whoever has such a kernel has a driver that was made or mended for it, and
-`make module` builds that one's source as it is.
+For the tests only: a user of such a kernel has a driver made or patched for it, and `make module`
+builds that source as it is.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["edits"]
 
 @dataclass(frozen=True)
 class Gone:
-    """Something that Linux had, and the words of a driver's file that go with it.
+    """An API removed from Linux, and the driver's code that uses it.
 
     Attributes:
-        header: the kernel's file that has it.
-        shown: what stands in that file as long as it is there.
+        header: the kernel header that declared it.
+        shown: text found in that header while the API exists.
         file: the driver's file that uses it.
-        old: the words there.
-        new: what stands for them.
+        old: the code there.
+        new: its replacement.
     """
 
     header: str
@@ -33,7 +33,7 @@ class Gone:
     new: bytes
 
     def lacks(self, linux: Path) -> bool:
-        """True if a kernel's sources no longer have it."""
+        """True if a kernel's sources no longer have the API."""
         path = linux / "include" / "linux" / self.header
         return not path.is_file() or self.shown not in path.read_text("utf-8", "replace")
 
@@ -55,7 +55,7 @@ GONE = (
 
 
 def edits(files: Mapping[str, bytes], linux: Path) -> dict[str, bytes]:
-    """The driver's files that have to differ for these sources of Linux, as they have to be."""
+    """The driver's files that must change for these Linux sources, with their new contents."""
     changed: dict[str, bytes] = {}
     for one in GONE:
         content = changed.get(one.file, files.get(one.file, b""))

@@ -2,8 +2,8 @@
 """The patch series of a driver version, and how it is applied.
 
 patches/series.json says which folder serves which versions: `built` are those that the project
-builds and tests, `applies` those of NVIDIA's public repository whose files its hunks fit, each in
-exactly one place and with nothing guessed.
+builds and tests, `applies` the versions in NVIDIA's public repository to which its hunks apply,
+each in exactly one place without fuzz.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HUNK = re.compile(r"^@@ [^@]* @@.*\n", re.MULTILINE)
 
 @functools.cache
 def series_table() -> dict[str, dict[str, list[str]]]:
-    """What series.json holds, by folder."""
+    """The contents of series.json, by folder."""
     table: dict[str, dict[str, list[str]]]
     table = json.loads((PATCHES / "series.json").read_text(encoding="utf-8"))
     return table
@@ -62,8 +62,8 @@ def built_versions() -> dict[str, str]:
 def series_folder(version: str) -> Path:
     """The folder whose series is for a version.
 
-    For a version that was never tried it is the series of the newest older one, of its branch where
-    there is one: either it fits, or applying it names the hunks that do not.
+    For an untested version: the series of the newest older version, in its own branch if possible.
+    Applying it succeeds, or names the hunks that do not fit.
     """
     check_version(version)
     listed = {
@@ -79,7 +79,7 @@ def series_folder(version: str) -> Path:
     )
     if not near:
         oldest = min(listed, key=version_key)
-        raise KernelBuildError(f"no patches for driver {version}: the oldest with some is {oldest}")
+        raise KernelBuildError(f"no patches for driver {version}: the oldest supported is {oldest}")
     older = [one for one in near if version_key(one) < version_key(version)]
     return PATCHES / listed[older[-1] if older else near[0]]
 
@@ -109,7 +109,7 @@ def changed_files(patch: Path) -> list[str]:
 
 
 def changed_lines(patch: Path) -> int:
-    """How many lines a patch takes out and puts in."""
+    """The number of lines a patch removes and adds."""
     body = patch.read_text(encoding="utf-8").split("\ndiff --git ", 1)[1]
     return len(re.findall(r"^(?:\+(?!\+\+ b/)|-(?!-- a/)).*$", body, re.MULTILINE))
 
@@ -117,7 +117,7 @@ def changed_lines(patch: Path) -> int:
 def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
     """The hunks of a patch whose old lines are not in exactly one place of the tree's file.
 
-    A file that is not there stands for its hunks.
+    A missing file is reported in place of its hunks.
     """
     found = []
     text = patch.read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def ambiguous_hunks(patch: Path, tree: Path) -> list[str]:
 
 
 def apply_patch(patch: Path, tree: Path, *, reverse: bool = False) -> None:
-    """Applies one patch to a tree; a context that fits only nearly is refused."""
+    """Applies a patch to a tree without fuzz."""
     if not shutil.which("patch"):
         raise KernelBuildError("the program patch is not installed (Debian: the package patch)")
     options = ["--fuzz=0", "--batch", "--no-backup-if-mismatch", "--reject-file=-", "--quiet"]
@@ -156,7 +156,7 @@ def apply_patch(patch: Path, tree: Path, *, reverse: bool = False) -> None:
 def apply_series(version: str, tree: Path) -> None:
     """Applies all patches of a version to a pristine kernel-open tree.
 
-    A version that series.json does not list has to take each hunk in exactly one place.
+    For a version that series.json does not list, each hunk must fit in exactly one place.
     """
     folder = series_folder(version)
     known = series_table()[folder.name]
@@ -189,7 +189,7 @@ def kernel_files(mutant: str | None = None) -> dict[str, bytes]:
 
 
 def patch_tree(tree: Path, version: str) -> None:
-    """Makes a pristine kernel-open tree the patched one: our files, then the hooks in NVIDIA's."""
+    """Patches a pristine kernel-open tree: adds our files, then the hooks in NVIDIA's."""
     for name, content in kernel_files().items():
         (tree / "nvidia-uvm" / name).write_bytes(content)
     apply_series(version, tree)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """Makes build/kernel/src/VERSION, the kernel-open tree of one driver version, and prints its path.
 
-The first that has it is copied: NV_SRC (a driver source tree), the folder of driver sources that
-VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's DKMS tree,
-Debian's package, installed or fetched.
+The first of these that has it is copied: NV_SRC (a driver source tree), the folder of driver
+sources that VMEM_DRIVER_SRC_DIR names (kernel-open trees named by version), the installed driver's
+DKMS tree, Debian's package, installed or fetched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kernel_common import (
 
 __all__ = ["BUILD_PARTS", "driver_source", "kernel_open_below", "version_of"]
 
-# All that a build takes of a kernel-open tree as it is; of nvidia/ it takes the headers and the
+# The parts of a kernel-open tree that a build copies unchanged; of nvidia/ only the headers and the
 # list of conftests.
 BUILD_PARTS = (
     "Kbuild",
@@ -45,7 +45,7 @@ BUILD_PARTS = (
 
 
 def version_of(tree: Path) -> str | None:
-    """The version that the Kbuild file of a kernel-open tree gives, None if it is none."""
+    """The version in a kernel-open tree's Kbuild file; None if it is not such a tree."""
     kbuild = tree / "Kbuild"
     if not kbuild.is_file() or not (tree / "nvidia-uvm" / "uvm.c").is_file():
         return None
@@ -63,7 +63,7 @@ def kernel_open_below(path: Path) -> Path | None:
 
 
 def candidates(version: str) -> list[tuple[str, Path]]:
-    """Where a version may be found on this machine, best first, with what to call the place."""
+    """Candidate places of a version on this machine, best first, with descriptions."""
     found: list[tuple[str, Path]] = []
     given = os.environ.get("NV_SRC")
     if given:
@@ -92,7 +92,7 @@ def find(version: str) -> tuple[str, Path] | None:
 
 
 def debian_source(version: str, folder: Path, download: bool) -> Path:
-    """A version's tree out of Debian's package, as it is installed or else from the archive."""
+    """A version's tree from Debian's package: installed, or else from the archive."""
     archive = driver_debian.installed()
     other = ""
     if archive is not None:
@@ -111,10 +111,10 @@ def debian_source(version: str, folder: Path, download: bool) -> Path:
 
 
 def driver_source(version: str, *, download: bool = True) -> Path:
-    """The folder of a version's pristine sources; made when it is not there.
+    """The folder of a version's pristine sources, created if missing.
 
-    One that is there stays, unless NV_SRC now names another. Without `download` it comes from this
-    machine, or is an error.
+    An existing folder is kept, unless NV_SRC now names another. Without `download` a version that
+    is not on this machine is an error.
     """
     check_version(version)
     final = KERNEL_BUILD / "src" / version

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up what `make run` and `make test` need; cheap when everything is there.
+"""Sets up the environment of `make run` and `make test`; cheap when up to date.
 
-Packages of the system that are missing are listed, then installed (as root or with sudo);
-everything else goes below build/. Where the python3 that runs this script has a torch, that torch
-is kept, and any version of another requirement that is there too, so that a machine with no network
-can be used.
+Missing system packages are listed, then installed (as root or with sudo); everything else goes
+below build/. A torch in the python3 that runs this script is reused, as is any other requirement
+found there, so that set-up works without a network.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ BUILD = ROOT / "build"
 VENV = BUILD / "venv"
 STAMPS = BUILD / "stamps"
 REQUIREMENTS = ROOT / "scripts" / "requirements"
-# Without these nothing runs; the others only take a part of the program or of the tests with them.
+# Required; without the others only a part of the program or of the tests is missing.
 ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
-# Only the model's file is wanted, not the program that the package is a plug-in of;
-# vllm.txt and sglang.txt name what is imported of vLLM and SGLang, a third of what they ask for.
+# Installed without dependencies: of the first, only the model file is needed; vllm.txt and
+# sglang.txt list the imported third of what vLLM and SGLang require.
 WITHOUT_DEPENDENCIES = ("model", "sglang", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a file of requirements; some packages have no version for all Pythons.
@@ -44,13 +43,13 @@ Pins = dict[str, str]
 
 
 def run(*command: str | Path) -> int:
-    """Runs a command without a standard input and returns its exit status."""
+    """Runs a command without standard input and returns its exit status."""
     words = [str(word) for word in command]
     return subprocess.run(words, stdin=subprocess.DEVNULL, check=False).returncode
 
 
 def install_probes() -> None:
-    """Installs that header where it can be done without a question; says so where it cannot."""
+    """Installs the header of USDT probes if no password is needed; else prints a hint."""
     given_up = STAMPS / "without-probes"
     if given_up.exists() or install(["probes"], useful=True):
         return
@@ -75,7 +74,7 @@ def read_pins(group: str, minor: int = sys.version_info[1]) -> Pins:
 
 
 def installed(names: Iterable[str]) -> Pins:
-    """Versions of those of the distributions that the environment has."""
+    """Versions of the given distributions that are installed."""
     program = (
         "import importlib.metadata as m, json, sys\n"
         "found = {}\n"
@@ -90,21 +89,21 @@ def installed(names: Iterable[str]) -> Pins:
 
 
 def pip_install(*arguments: str | Path, show: bool = True) -> bool:
-    """Whether pip could install it."""
+    """Returns True if pip could install it."""
     pip = [str(VENV / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
     pip += ["--no-input", "--progress-bar", "off", "--retries", "2"]
     return quiet([*pip, *map(str, arguments)], show=show)
 
 
 def packages(environment: Path) -> Path:
-    """Where an environment has its packages."""
+    """An environment's site-packages."""
     program = "import sysconfig; print(sysconfig.get_path('purelib'))"
     python = environment / "bin" / "python"
     return Path(subprocess.check_output([python, "-c", program], text=True).strip())
 
 
 def make_venv(keep_torch: bool) -> None:
-    """Makes the environment anew when it is missing, broken or of another Python."""
+    """Recreates the environment if it is missing, broken or of another Python."""
     stamp = STAMPS / "venv"
     wanted = f"{sys.executable} {sys.version} keep_torch={keep_torch}"
     if (
@@ -121,16 +120,16 @@ def make_venv(keep_torch: bool) -> None:
     seen = keep_torch and all(map(importlib.util.find_spec, ("pip", "setuptools")))
     bundled = importlib.util.find_spec("ensurepip") is not None
     if seen or not bundled:
-        # An older setuptools that comes with the venv module would hide the one that is there.
+        # An older setuptools bundled with venv would hide the installed version.
         options.append("--without-pip")
     if run(sys.executable, "-m", "venv", *options, VENV):
         fail("the environment could not be made")
     site = packages(VENV)
     if keep_torch and sys.prefix != sys.base_prefix:
-        # An environment made inside an environment sees the outermost Python's packages only.
+        # A nested environment sees only the outermost Python's packages.
         (site / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     if not (seen or bundled):
-        # Debian and Ubuntu have ensurepip in a package of its own; a pip that is here does as well.
+        # Debian and Ubuntu package ensurepip separately; an existing pip does as well.
         pip = [sys.executable, "-m", "pip", "install", "--target", site, "pip"]
         if not quiet([str(word) for word in pip], show=True):
             fail("the environment got no pip")
@@ -138,7 +137,7 @@ def make_venv(keep_torch: bool) -> None:
 
 
 def install_requirements(keep_torch: bool) -> None:
-    """Installs what the environment lacks, group by group."""
+    """Installs missing requirements, group by group."""
     groups = [*ESSENTIAL, *OPTIONAL] if keep_torch else ["torch", *ESSENTIAL, *OPTIONAL]
     pins = {group: read_pins(group) for group in groups}
     have = installed(name for group in pins.values() for name in group)
@@ -185,7 +184,7 @@ def install_project() -> None:
     if built and stamp.exists() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
         return
     say("building the extension and installing the project")
-    # A program that runs has the old file mapped: it must not be written into.
+    # A running program has the old file mapped: replace it, do not overwrite it.
     for old in (ROOT / "pyvmem").glob("_vmem*.so"):
         old.unlink()
     if not pip_install("--no-deps", "--no-build-isolation", "-e", ROOT, "-e", BENCHMARKS):
@@ -194,10 +193,9 @@ def install_project() -> None:
 
 
 def main() -> None:
-    """Brings everything up to date; a second run at the same time waits for the first."""
+    """Updates everything; concurrent runs wait for each other."""
     if sys.prefix == str(VENV):
-        # With the environment activated, `python3` is its own: making it anew would remove the
-        # interpreter that does it.
+        # In an activated environment, recreating it would delete the running interpreter.
         fail("build/venv is activated: run `deactivate` first, or PYTHON=/usr/bin/python3 make ...")
     if sys.version_info[:2] not in PYTHONS:
         (_, first), (_, last) = PYTHONS[0], PYTHONS[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Environments beside build/venv, for what asks for versions, or for a Python, of its own."""
+"""Environments besides build/venv, for packages that need other versions or another Python."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from environment import BENCHMARKS, REQUIREMENTS, ROOT, VENV, WITHOUT_DEPENDENCI
 
 __all__ = ["CANNOT", "make"]
 
-CANNOT = 77  # the packages cannot be had here
+CANNOT = 77  # exit status: the packages are unavailable here
 
 
 def ask(python: str | Path, program: str) -> str:
-    """What a Python prints."""
+    """Returns the output of a Python program."""
     return subprocess.check_output([python, "-c", program], text=True).strip()
 
 
@@ -29,13 +29,13 @@ def make(
     *,
     size: str,
 ) -> int:
-    """Brings an environment up to date; 0, or an exit status (`CANNOT`).
+    """Updates an environment; returns 0 or an exit status (`CANNOT`).
 
     Args:
         groups: files of scripts/requirements.
-        below: environments that it sees the packages of, the nearest first.
-        more: requirements, with what they ask for.
-        size: of what is installed, which a person is told before.
+        below: environments whose packages it sees, nearest first.
+        more: requirements, installed with their dependencies.
+        size: announced before installing.
     """
     stamp = venv / "installed"
     pins = [REQUIREMENTS / f"{group}.txt" for group in groups]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Looks at our kernel files with sparse and with the compiler's warnings of `make W=1`.
+"""Checks our kernel files with sparse and with the compiler's warnings of `make W=1`.
 
-The commands are those that built the tree, as make has noted them; only what is said about our own
-files counts, not about the kernel's or NVIDIA's headers.
+Uses the recorded commands that built the tree. Only reports about our own files count, not about
+the kernel's or NVIDIA's headers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ COLUMNS = 140
 
 
 def noted_command(work: Path, source: Path) -> list[str]:
-    """The command that compiled a source, without its output and its notes on dependencies."""
+    """The command that compiled a source, without its output and dependency options."""
     notes = (work / source.parent / f".{source.stem}.o.cmd").read_text(encoding="utf-8")
     found = re.search(r"^(?:saved)?cmd_\S+ := +(.*)$", notes, re.MULTILINE)
     if found is None:
-        raise KernelBuildError(f"make has noted no command for {source}")
+        raise KernelBuildError(f"make recorded no command for {source}")
     # A command may be followed by others, for example objtool.
     words = shlex.split(found.group(1).split(" ; ")[0])
     command = []
@@ -62,10 +62,10 @@ def noted_command(work: Path, source: Path) -> list[str]:
 
 
 def noted_folder(tree: Tree) -> Path:
-    """The folder that the noted commands run in: since Linux 6.13 that of the module."""
+    """The folder that recorded commands run in: since Linux 6.13 the module's."""
     release = re.match(r"(\d+)\.(\d+)", tree.headers.release)
     if release is None:
-        raise KernelBuildError(f"{tree.headers.release} is no release of Linux")
+        raise KernelBuildError(f"{tree.headers.release} is not a Linux release")
     since = tuple(map(int, release.groups())) >= (6, 13)
     return tree.work if since else tree.headers.build
 
@@ -73,11 +73,11 @@ def noted_folder(tree: Tree) -> Path:
 def findings(
     command: Sequence[str | Path], folder: Path, work: Path, sources: list[Path]
 ) -> list[str]:
-    """What a command says about our files."""
+    """A command's reports about our files."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     lines = [line.replace(f"{work}/", "") for line in (done.stdout + done.stderr).splitlines()]
     ours = {path.name for path in sources}
-    # A place of ours, or one of the kernel's that was put into a function of ours.
+    # A line of ours, or of the kernel inlined into our function.
     named = re.compile(r"(?:\S*/)?(\w+\.[ch]):\d+:.*: |.*inlined from .* at (?:\S*/)?(\w+\.[ch]):")
     said = [
         line
@@ -90,7 +90,7 @@ def findings(
 
 
 def long_lines(work: Path, source: Path) -> list[str]:
-    """The lines of a file that are wider than they may be."""
+    """The lines of a file that exceed the width limit."""
     text = (work / source).read_text(encoding="utf-8").splitlines()
     return [
         f"{source}:{number}: {len(line)} columns"
@@ -100,7 +100,7 @@ def long_lines(work: Path, source: Path) -> list[str]:
 
 
 def check_tree(tree: Tree) -> list[str]:
-    """All that is found in our files of a tree that has been built."""
+    """All findings in our files of a built tree."""
     ours = [Path("nvidia-uvm") / name for name in kernel_files() if name.endswith((".c", ".h"))]
     # The software GPU is the same in both builds.
     if tree.type == "release":
@@ -113,7 +113,7 @@ def check_tree(tree: Tree) -> list[str]:
             return found
         command = noted_command(tree.work, source)
         flags = command[1:]
-        # Compiled, not only parsed: some warnings come with the optimisation.
+        # Compile rather than only parse: some warnings need optimisation.
         warn = [command[0], *flags[:-1], *WARNINGS, "-c", "-o", "/dev/null", flags[-1]]
         folder = noted_folder(tree)
         found += findings(tree.headers.with_tools(*warn), folder, tree.work, ours)

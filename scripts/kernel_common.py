@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the scripts that build kernel modules share: folders, locks, files, versions."""
+"""Shared by the scripts that build kernel modules: folders, locks, files, versions."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-# Another folder may be given, so that a test can build apart from everything else.
+# A test may set another folder, to build separately.
 KERNEL_BUILD = Path(os.environ.get("VMEM_KERNEL_BUILD", ROOT / "build" / "kernel")).resolve()
 
 VERSION = re.compile(r"[0-9]{3}\.[0-9]{2,3}(\.[0-9]{2})?")
 
 
 class KernelBuildError(Exception):
-    """Something that the user has to know; its text is all that is printed."""
+    """An error for the user; only its text is printed."""
 
 
 def say(text: str) -> None:
@@ -48,12 +48,12 @@ def say(text: str) -> None:
 
 
 def is_version(text: str) -> bool:
-    """Whether a text is written like one of NVIDIA's versions (535.261.03, 580.142)."""
+    """True if a text looks like a version of NVIDIA's driver (535.261.03, 580.142)."""
     return VERSION.fullmatch(text) is not None
 
 
 def check_version(version: str) -> str:
-    """The version itself if it is written like one."""
+    """Returns the version if it is well-formed, else raises."""
     if not is_version(version):
         raise KernelBuildError(f"not a driver version: {version!r}")
     return version
@@ -75,7 +75,7 @@ def run(*command: str | Path, cwd: Path | None = None, log: Path | None = None) 
     Raises KernelBuildError with the last lines of the output unless the command succeeds.
     """
     words = [str(word) for word in command]
-    # A make that runs this script must not hand its own settings down.
+    # Do not inherit the settings of a make that runs this script.
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     done = subprocess.run(
         words,
@@ -101,7 +101,7 @@ def run(*command: str | Path, cwd: Path | None = None, log: Path | None = None) 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a file, waiting for whoever has it."""
+    """Holds an exclusive lock on a file; waits for the current holder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -128,7 +128,7 @@ def tree_digest(folder: Path, names: Sequence[str] = (".",)) -> str:
 
 
 def write_if_changed(path: Path, content: bytes) -> bool:
-    """Writes a file unless it has that content, so that make sees only what is new.
+    """Writes a file unless its content is unchanged, so that make rebuilds only what changed.
 
     A shell script can be executed: newer drivers' makefiles run theirs by name.
     """
@@ -142,7 +142,7 @@ def write_if_changed(path: Path, content: bytes) -> bool:
 
 
 def replace_folder(new: Path, final: Path) -> None:
-    """Puts a finished folder where it belongs; a half-made one is never seen there."""
+    """Moves a finished folder into place; an incomplete folder is never visible there."""
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

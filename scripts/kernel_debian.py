@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Kernels of other Debian suites: headers, image, and the compiler that such a kernel is built by.
+"""Kernels of other Debian suites: headers, image, and the compiler they need.
 
-The packages are unpacked into build/kernel/debian and not installed; no root is needed. Compiler
-and kbuild's programs need a newer C library than this system has: patchelf makes each of them use
-the one that was unpacked with the compiler.
+The packages are unpacked into build/kernel/debian, not installed; root is not needed. The compiler
+and kbuild's programs need a newer C library than this system's: patchelf makes them use the C
+library unpacked with the compiler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def use_libraries(root: Path, libraries: Path) -> None:
 
 
 def compiler_folder(suite: str, compiler: str) -> Path:
-    """The folder with a suite's compiler, made when it is not there."""
+    """The folder with a suite's compiler, created if missing."""
     final = FOLDER / f"{suite}-{compiler}"
     with locked(FOLDER / f".{final.name}.lock"):
         if final.is_dir():
@@ -74,7 +74,7 @@ def kernel_packages(area: AptArea, release: str) -> list[str]:
     version = release.removesuffix(f"-{FLAVOUR}")
     names = [f"linux-headers-{release}", f"linux-headers-{version}-common"]
     names += [f"linux-kbuild-{version}", f"linux-image-{release}"]
-    # Where linux-image holds nothing itself.
+    # If linux-image is a metapackage.
     parts = (f"linux-binary-{release}", f"linux-modules-{release}")
     return [*names, *(name for name in parts if area.versions(name))]
 
@@ -125,9 +125,9 @@ def fetch_kernel(suite: str, final: Path) -> None:
 
 
 def debian_headers(suite: str) -> KernelHeaders:
-    """The headers of a suite's kernel; kernel and compiler are fetched when they are not there.
+    """The headers of a suite's kernel; fetches kernel and compiler if missing.
 
-    A kernel that is there stays, whatever its suite has meanwhile.
+    An unpacked kernel is kept, even if its suite has a newer kernel.
     """
     if suite not in KERNEL_SUITES:
         raise KernelBuildError(f"no kernel of Debian {suite!r}, only {', '.join(KERNEL_SUITES)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Finds the headers of a kernel that modules are built for."""
+"""Finds the headers of the kernel to build modules for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KernelHeaders:
     Attributes:
         build: its build folder.
         source: its sources.
-        release: what `uname -r` says of it.
+        release: its `uname -r`.
         tools: the folder of the compiler and the binutils for it; None: those of this system.
     """
 
@@ -30,7 +30,7 @@ class KernelHeaders:
     tools: Path | None = None
 
     def with_tools(self, *command: str | Path) -> list[str | Path]:
-        """A command as it is called to find these tools first."""
+        """A command line that finds these tools first."""
         if self.tools is None:
             return [*command]
         return ["env", f"PATH={self.tools}:{os.environ['PATH']}", *command]
@@ -67,7 +67,7 @@ def release_key(path: Path) -> tuple[int, ...]:
 
 
 def default_headers() -> KernelHeaders:
-    """The headers for the guest: those of Debian's newest cloud kernel that is installed."""
+    """The headers for the guest: of the newest installed Debian cloud kernel."""
     chosen = os.environ.get("VMEM_KERNEL_HEADERS")
     if chosen:
         return kernel_headers(Path(chosen))

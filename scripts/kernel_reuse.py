@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What one build folder may take over from another, so that it need not be done again.
+"""Reuse of results between build folders.
 
-The answers of the driver's conftests (some 300 little compilations) depend on the script, the
-questions, the compiler and the kernel's headers alone; they are kept by a key made of these. A
-mutant's folder starts as a copy of the tree that it is a mutant of: the objects hold no path
-(-ffile-prefix-map), so they are what a build in that folder would make.
+The results of the driver's conftests (some 300 small compilations) depend only on the script, the
+tests, the compiler and the kernel's headers; they are cached under a key made of these. A mutant's
+folder starts as a copy of the original tree: the objects contain no paths (-ffile-prefix-map), so a
+build in that folder would produce the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNEL = ("include/generated/autoconf.h", "Module.symvers", ".config")
 
 
 def conftest_key(work: Path, headers: KernelHeaders) -> str:
-    """What the answers depend on, as a name."""
+    """The cache key of the conftest results."""
     compiler = run(*headers.with_tools(headers.compiler(), "--version"))
     digest = hashlib.sha256(f"{headers}\n{compiler}".encode())
     paths = [work / name for name in QUESTIONS] + [headers.build / name for name in KERNEL]
@@ -43,12 +43,12 @@ def conftest_key(work: Path, headers: KernelHeaders) -> str:
 
 
 def take_conftests(work: Path, headers: KernelHeaders) -> bool:
-    """Puts kept answers into a build folder that has none; whether there were any."""
+    """Restores cached results into a build folder without any; returns True if found."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if (work / "conftest").exists() or not kept.is_dir():
         return False
     shutil.copytree(kept, work / "conftest")
-    # All of one time, after that of the script: nothing looks out of date.
+    # All with one timestamp, later than the script's: nothing looks out of date.
     now = time.time_ns()
     for path in (work / "conftest").rglob("*"):
         os.utime(path, ns=(now, now))
@@ -56,7 +56,7 @@ def take_conftests(work: Path, headers: KernelHeaders) -> bool:
 
 
 def keep_conftests(work: Path, headers: KernelHeaders) -> None:
-    """Keeps the answers of a finished build."""
+    """Caches the results of a finished build."""
     kept = KERNEL_BUILD / "conftest" / conftest_key(work, headers)
     if kept.is_dir() or not (work / "conftest" / "generic.h").is_file():
         return
@@ -69,12 +69,12 @@ def keep_conftests(work: Path, headers: KernelHeaders) -> None:
 
 
 def copy_build(base: Path, work: Path) -> None:
-    """Makes a build folder as a copy of a finished one, with make's notes on it changed to fit."""
-    # Not a name that this one is only the beginning of.
+    """Copies a finished build folder, and adapts the paths that make recorded."""
+    # Not a longer name that begins with this.
     named = re.compile(re.escape(str(base)) + r"(?![\w.-])")
     with tempfile.TemporaryDirectory(dir=work.parent, prefix=".new-") as name:
         new = Path(name) / work.name
-        # With the times of the files: make is to find everything up to date.
+        # Keep timestamps, so that make finds everything up to date.
         shutil.copytree(base, new, symlinks=True)
         notes = [*new.rglob(".*.cmd"), *new.rglob(".*.d"), *new.glob("*.mod")]
         for path in [*notes, new / "modules.order", new / "Module.symvers"]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Sets up what the tests of the kernel module need; cheap when everything is there.
+"""Sets up the tests of the kernel module; cheap when up to date.
 
 Debian packages that are missing are listed and installed, as by environment.py. The kernel that
 the guest boots is that of the newest installed headers: Debian's package is unpacked into
@@ -24,7 +24,7 @@ __all__ = ["IMAGE", "kernel_image", "missing_packages"]
 
 IMAGE = KERNEL_BUILD / "image"
 
-# A program that shows that a package is there, and the package.
+# A program that shows that a package is installed, and the package.
 PROGRAMS = {
     "dkms": "dkms",
     "gpg": "gnupg",
@@ -37,7 +37,7 @@ PROGRAMS = {
     "xz": "xz-utils",
     "zstd": "zstd",
 }
-# What else it takes to build a kernel with sanitizers, and to build for those of newer releases.
+# Also needed to build a kernel with sanitizers, and to build for newer releases.
 PROGRAMS_LONG = {"bc": "bc", "bison": "bison", "flex": "flex", "patchelf": "patchelf"}
 FILES_LONG = {
     "/usr/include/gelf.h": "libelf-dev",
@@ -48,15 +48,15 @@ HEADERS = "linux-headers-cloud-amd64"
 
 
 def is_static(program: str) -> bool:
-    """Whether a program needs no library: the guest has none."""
+    """True if a program is static: the guest has no libraries."""
     content = Path(program).resolve().read_bytes()
     return content[:4] == b"\x7fELF" and b"/ld-linux" not in content[:4096]
 
 
 def missing_packages(*, long: bool = False) -> list[str]:
-    """The Debian packages whose part of the system is not there."""
+    """The missing Debian packages."""
     wanted = {**PROGRAMS, **(PROGRAMS_LONG if long else {})}
-    # An ordinary user's path may lack the folders of the administrator's programs.
+    # An ordinary user's PATH may lack the sbin folders.
     path = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
     missing = [name for program, name in wanted.items() if not shutil.which(program, path=path)]
     busybox = shutil.which("busybox", path=path)
@@ -72,7 +72,7 @@ def missing_packages(*, long: bool = False) -> list[str]:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Fetches a package of the system's archives, with lists of ours where the system has none."""
+    """Fetches a package from the system's archives, with private lists if the system has none."""
     try:
         run("apt-get", "download", package, cwd=folder)
     except KernelBuildError:
@@ -84,7 +84,7 @@ def download(package: str, folder: Path) -> Path:
 
 
 def kernel_image(release: str) -> None:
-    """Puts the kernel of a release and its modules into build/kernel/image."""
+    """Unpacks a release's kernel and modules into build/kernel/image."""
     with locked(KERNEL_BUILD / ".image.lock"):
         if (IMAGE / "boot" / f"vmlinuz-{release}").is_file() and not IMAGE.is_symlink():
             return
@@ -112,8 +112,7 @@ def main() -> int:
         try:
             kernel_image(default_headers().release)
         except KernelBuildError as error:
-            # The archive keeps the newest kernel alone: headers that were installed before are too
-            # old for it.
+            # The archive has only the newest kernel: headers installed earlier are too old for it.
             say(f"{error}\nnewer headers are needed")
             install_debian_packages([HEADERS])
             kernel_image(default_headers().release)

@@ -3,8 +3,8 @@
 """Builds nvidia-uvm.ko (patched) and the software GPU's nvidia.ko; prints the folder with both.
 
 The build is incremental and happens in build/kernel/work/NAME; build/kernel/trees/NAME gets the two
-modules without debug information, each replaced in one step, and links to the headers. Two runs for
-one tree wait for each other.
+modules without debug information, each replaced atomically, and links to the headers. Concurrent
+runs for a tree wait for each other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["Tree", "build_tree", "headers_of"]
 MODULES = ("nvidia", "nvidia-uvm")
 LOCK_CLASSES = ROOT / "tests" / "kernel" / "guest" / "lockdep_classes.h"
 
-# In place of nvidia/nvidia.Kbuild: the software GPU, with the conftests that the driver asks for.
+# Replaces nvidia/nvidia.Kbuild: the software GPU, with the driver's conftests.
 SOFTGPU_KBUILD = """\
 obj-m += nvidia.o
 {objects}
@@ -54,8 +54,8 @@ NV_OBJECTS_DEPEND_ON_CONFTEST += $(SOFTGPU_OBJECTS)
 {conftests}
 """
 
-# What the software GPU asks about the interface that a version's UVM is compiled with: SG_HAS_NAME
-# is whether this text is in it. Versions of one branch differ, so their numbers do not tell.
+# Features of the interface that a version's UVM is compiled with: SG_HAS_NAME is set if it contains
+# this text. Version numbers do not tell, since versions of a branch differ.
 INTERFACE = ("nv_uvm_interface.h", "nv_uvm_types.h")
 FEATURES = {
     "ACCESS_BITS": "nvUvmInterfaceAccessBitsBufAlloc(",
@@ -73,16 +73,16 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Tree:
-    """What is to be built."""
+    """A tree to build."""
 
     version: str
     headers: KernelHeaders
     type: str = "release"
     patched: bool = True
     mutant: str | None = None
-    own_kernel: bool = False  # not the guest's usual kernel, but one that checks itself
-    suite: str = ""  # of Debian, whose kernel it is for
-    patches: int | None = None  # only the first so many, to see that each one builds
+    own_kernel: bool = False  # a self-checking kernel instead of the guest's usual kernel
+    suite: str = ""  # the Debian suite of its kernel
+    patches: int | None = None  # only the first n, to see that each builds
 
     @property
     def base(self) -> str:
@@ -103,17 +103,17 @@ class Tree:
 
     @property
     def work(self) -> Path:
-        """Where it is built."""
+        """The build folder."""
         return KERNEL_BUILD / "work" / self.base
 
     @property
     def lock(self) -> Path:
-        """What is locked while it is built."""
+        """The lock held during the build."""
         return KERNEL_BUILD / "work" / f".{self.base}.lock"
 
     @property
     def out(self) -> Path:
-        """Where the modules are put."""
+        """The output folder."""
         return KERNEL_BUILD / "trees" / self.name
 
 
@@ -123,7 +123,7 @@ def softgpu_folder() -> Path:
 
 
 def patched_source(version: str, patches: int | None) -> Path:
-    """The sources of a version with its patches, made anew when either has changed."""
+    """A version's patched sources, recreated when either has changed."""
     pristine = driver_source(version)
     wanted = f"{tree_digest(pristine, BUILD_PARTS)} {series_digest(version)} {patches}\n"
     final = KERNEL_BUILD / "patched" / (version if patches is None else f"{version}-{patches}")
@@ -170,14 +170,14 @@ def softgpu_files(version: str, source: Path) -> dict[str, bytes]:
 
 
 def features(source: Path) -> str:
-    """A line for each feature that the software GPU asks about: 1 or 0."""
+    """A line for each feature macro of the software GPU: 1 or 0."""
     headers = [source / "common" / "inc" / name for name in INTERFACE]
     text = "".join(path.read_text("utf-8", "replace") for path in headers if path.is_file())
     return "".join(f"#define SG_HAS_{name} {int(FEATURES[name] in text)}\n" for name in FEATURES)
 
 
 def exports(folder: Path, source: Path) -> str:
-    """An EXPORT_SYMBOL for each call that this version of UVM makes into nvidia.ko.
+    """An EXPORT_SYMBOL for each function that this version of UVM calls in nvidia.ko.
 
     A file exports.txt in the software GPU's folder restricts them to the names in it.
     """
@@ -192,7 +192,7 @@ def exports(folder: Path, source: Path) -> str:
 
 
 def wanted_files(tree: Tree) -> dict[str, bytes]:
-    """Path and content of each file that the work folder has to have."""
+    """Path and content of each file of the work folder."""
     if tree.patched:
         source = patched_source(tree.version, tree.patches)
     else:
@@ -200,7 +200,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
     parts = [part for part in BUILD_PARTS if (source / part).exists()]
     files = {path.as_posix(): (source / path).read_bytes() for path in tree_files(source, parts)}
     files |= edits(files, tree.headers.source)
-    # Like KCFLAGS in make(), which come before this: what is not loaded is not made.
+    # As KCFLAGS in make(), which come before this: skip debug information, which is not loaded.
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
     files["nvidia-uvm/nvidia-uvm.Kbuild"] = kbuild.replace(b"-DDEBUG -O1 -g\n", b"-DDEBUG -O1\n")
     if tree.own_kernel:
@@ -216,7 +216,7 @@ def wanted_files(tree: Tree) -> dict[str, bytes]:
 
 
 def add_lock_classes(files: dict[str, bytes]) -> None:
-    """Tells lockdep UVM's locks apart; see the header."""
+    """Gives UVM's locks separate lockdep classes; see the header."""
     files["nvidia-uvm/lockdep_classes.h"] = LOCK_CLASSES.read_bytes()
     flag = b"NVIDIA_UVM_CFLAGS += -DNVIDIA_UVM_ENABLED\n"
     kbuild = files["nvidia-uvm/nvidia-uvm.Kbuild"]
@@ -227,7 +227,7 @@ def add_lock_classes(files: dict[str, bytes]) -> None:
 
 
 def update_work(tree: Tree) -> None:
-    """Writes what has changed into the work folder and removes sources that are gone."""
+    """Writes changed files into the work folder and removes deleted sources."""
     files = wanted_files(tree)
     listing = tree.work / ".sources"
     if listing.is_file():
@@ -241,7 +241,7 @@ def update_work(tree: Tree) -> None:
 
 def make(tree: Tree, jobs: int) -> None:
     """Runs the driver's own Makefile on the work folder."""
-    # Paths in the modules would differ from machine to machine; debug information is not loaded.
+    # Paths in the modules would differ between machines; debug information is not loaded.
     flags = f"-g0 -ffile-prefix-map={tree.work}/= -ffile-prefix-map={tree.headers.source}/=linux/"
     tools = tree.headers.tools
     own = [f"CC={tree.headers.compiler()}", "LD=x86_64-linux-gnu-ld"] if tools else []
@@ -261,7 +261,7 @@ def make(tree: Tree, jobs: int) -> None:
 
 
 def publish(tree: Tree) -> None:
-    """Puts the modules into the folder that is printed."""
+    """Copies the modules into the output folder."""
     tree.out.mkdir(parents=True, exist_ok=True)
     for module in MODULES:
         built = tree.work / f"{module}.ko"
@@ -291,7 +291,7 @@ def build_tree(tree: Tree, jobs: int = 2) -> Path:
         make(tree, jobs)
         keep_conftests(tree.work, tree.headers)
         if tree.mutant:
-            # The work folder held another mutant before, maybe an older build of this one.
+            # The work folder held another mutant before, or an older build of this.
             for module in MODULES:
                 (tree.out / f"{module}.ko").unlink(missing_ok=True)
         publish(tree)
@@ -304,7 +304,7 @@ def headers_of(suite: str | None) -> KernelHeaders:
 
 
 def main() -> int:
-    """Builds what the command line asks for."""
+    """Builds the tree given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="a driver version, for example 535.261.03")
     parser.add_argument("--type", choices=("release", "debug"), default="release")

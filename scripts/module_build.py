@@ -27,7 +27,7 @@ __all__ = ["build_module", "headers_for", "module_folder"]
 
 
 def module_folder(version: str, release: str) -> Path:
-    """Where the module for a driver and a kernel is put."""
+    """The output folder of the module for a driver and a kernel."""
     return KERNEL_BUILD / "module" / f"{version}-{release}"
 
 
@@ -52,7 +52,7 @@ def headers_for(system: System, kdir: str = "") -> KernelHeaders:
 
 
 def about_versions(nvidia: KernelModule | None, modversions: bool, release: str) -> str:
-    """What is to be said about the symbol versions of nvidia.ko."""
+    """The message about the symbol versions of nvidia.ko."""
     if nvidia is not None and modversions:
         return f"linked against the symbol versions of {nvidia.path}"
     if nvidia is not None:
@@ -61,15 +61,14 @@ def about_versions(nvidia: KernelModule | None, modversions: bool, release: str)
             "differing nvidia.ko by itself; `make load` compares the drivers' versions"
         )
     return (
-        f"NO nvidia.ko of this driver is installed for kernel {release}, so the symbol versions of "
-        "the one that it will meet cannot be had. The module shows that everything compiles; it is "
-        "not one to load, and `make load` refuses it. Install the driver first, or give "
-        "NVIDIA_KO=path."
+        f"NO nvidia.ko of this driver is installed for kernel {release}, so its symbol versions "
+        "are unknown. The module only shows that everything compiles: it cannot be loaded, and "
+        "`make load` refuses it. Install the driver first, or give NVIDIA_KO=path."
     )
 
 
 def sign(module: Path, kernel: KernelHeaders, key: str, certificate: str) -> None:
-    """Signs a module for a kernel that takes no other."""
+    """Signs a module for a kernel that requires signatures."""
     tool = kernel.build / "scripts" / "sign-file"
     if not tool.is_file():
         raise KernelBuildError(f"{tool} is not there: the module cannot be signed")
@@ -86,7 +85,7 @@ def build_module(
     jobs: int,
     signer: tuple[str, str] | None = None,
 ) -> Path:
-    """Builds and returns nvidia-uvm.ko, with what it was made from beside it in module.json."""
+    """Builds and returns nvidia-uvm.ko; records its inputs in module.json beside it."""
     folder = module_folder(source.version, kernel.release)
     modversions = kernel_config(kernel.build).get("CONFIG_MODVERSIONS") == "y"
     with locked(folder.parent / f".{folder.name}.lock"):
@@ -117,7 +116,7 @@ def main() -> int:
     environment = os.environ.get
     parser.add_argument("--nv-src", default=environment("NV_SRC", ""), help="a driver source")
     parser.add_argument("--kdir", default=environment("KDIR", ""), help="a kernel's build folder")
-    parser.add_argument("--nvidia-ko", default=environment("NVIDIA_KO", ""), help="the one to meet")
+    parser.add_argument("--nvidia-ko", default=environment("NVIDIA_KO", ""), help="to build for")
     parser.add_argument("--version", default=environment("NV_VERSION", ""), help="of the driver")
     parser.add_argument("--sign-key", default=environment("SIGN_KEY", ""))
     parser.add_argument("--sign-cert", default=environment("SIGN_CERT", ""))

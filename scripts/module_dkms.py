@@ -4,7 +4,7 @@
 
 The package's module has a file name of its own, nvidia-uvm-vmem.ko; a rule for modprobe loads it
 where `modprobe nvidia-uvm` would have loaded the stock one. The stock file is never touched, so
-taking the rule and the package away is all that restoring it needs.
+removing the rule and the package restores it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROGRAM = "usr/local/libexec/vmem/load-uvm"
 
 
 def providers(tree: Path) -> list[str]:
-    """The names of the DKMS packages that build nvidia.ko; empty where DKMS has none."""
+    """The names of the DKMS packages that build nvidia.ko; empty if there are none."""
     found: set[str] = set()
     for path in tree.glob("nvidia*/*/source/dkms.conf"):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -48,10 +48,10 @@ def providers(tree: Path) -> list[str]:
 
 
 def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
-    """Makes the package's source folder out of a staged tree; returns it."""
+    """Creates the package's source folder from a staged tree; returns it."""
     version = version_of(tree)
     if version is None:
-        raise KernelBuildError(f"{tree} is no driver source")
+        raise KernelBuildError(f"{tree} is not a driver source")
     final = folder / f"{NAME}-{version}"
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as name:
@@ -70,7 +70,7 @@ def make_package(tree: Path, folder: Path, depends: list[str]) -> Path:
 
 @dataclass(frozen=True)
 class Dkms:
-    """DKMS on a machine, or in folders of a test's own.
+    """DKMS on this machine, or below a test's folders.
 
     Attributes:
         packaged: the rule for modprobe and its program are files of a distribution's package.
@@ -82,19 +82,19 @@ class Dkms:
 
     @property
     def rule(self) -> list[tuple[str, str, int]]:
-        """What makes modprobe load the module: our file, where it goes, its mode."""
+        """The files that make modprobe load the module: source, destination, mode."""
         if self.packaged:
             return []
         return [("load-uvm", PROGRAM, 0o755), ("modprobe.conf", RULE, 0o644)]
 
     @property
     def sources(self) -> Path:
-        """Where DKMS looks for packages' sources."""
+        """DKMS's folder of package sources."""
         return self.system.root / "usr/src"
 
     @property
     def tree(self) -> Path:
-        """Where DKMS keeps what it has built."""
+        """DKMS's folder of builds."""
         return self.system.root / "var/lib/dkms"
 
     def dkms(self, *words: str) -> str:
@@ -107,13 +107,13 @@ class Dkms:
             options = ["--dkmstree", str(self.tree), "--sourcetree", str(self.sources)]
             options += ["--installtree", str(modules), "--no-depmod"]
             os.environ["VMEM_MODULES_DIR"] = str(modules)
-            # The machine's own keys for signing are not made for this, nor used.
+            # Neither create nor use the machine's signing keys.
             key, certificate = self.tree / "mok.key", self.tree / "mok.pub"
             os.environ.update(mok_signing_key=str(key), mok_certificate=str(certificate))
         return run("dkms", *words, *options)
 
     def versions(self) -> list[str]:
-        """The versions of our package that DKMS knows."""
+        """The versions of our package registered in DKMS."""
         folder = self.tree / NAME
         return sorted(path.name for path in folder.glob("*") if (path / "source").exists())
 
@@ -138,13 +138,13 @@ class Dkms:
             raise
 
     def forget(self, version: str) -> None:
-        """Takes one version of the package away from DKMS, with its modules of all kernels."""
+        """Removes a version of the package from DKMS, with its modules of all kernels."""
         self.dkms("remove", "-m", NAME, "-v", version, "--all")
         shutil.rmtree(self.sources / f"{NAME}-{version}", ignore_errors=True)
 
     def uninstall(self) -> list[str]:
-        """Takes away whatever is there of an installation, and returns the versions that were."""
-        # First the rule: from here on modprobe loads the stock module.
+        """Removes all parts of an installation; returns the versions that were installed."""
+        # The rule first: from then on modprobe loads the stock module.
         for _, path, _ in reversed(self.rule):
             (self.system.root / path).unlink(missing_ok=True)
         versions = self.versions()
@@ -175,7 +175,7 @@ def package(system: System, options: argparse.Namespace) -> tuple[Path, str, Pat
 
 
 def act(system: System, dkms: Dkms, options: argparse.Namespace) -> None:
-    """Does what the command line asks for."""
+    """Runs the command."""
     if options.action != "package" and not os.access(dkms.sources, os.W_OK):
         raise KernelBuildError(f"only root may write {dkms.sources}")
     if options.action == "uninstall":

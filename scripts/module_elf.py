@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Reads kernel modules: what modinfo shows, symbol versions that one exports or asks for.
+"""Reads kernel modules: modinfo fields, exported and required symbol versions.
 
-A part of the DKMS package too, so nothing of this project is imported here.
+Also part of the DKMS package, so it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHT_NOBITS = 8
 
 
 class ModuleFileError(Exception):
-    """A file that is no kernel module, or one that cannot be read."""
+    """A file is not a kernel module, or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Export:
 
 @dataclass(frozen=True)
 class KernelModule:
-    """What a module's file says about it."""
+    """The metadata in a module's file."""
 
     path: Path
     info: dict[str, list[str]] = field(default_factory=dict)
     exports: dict[str, Export] = field(default_factory=dict)
-    # Symbols that are looked up when it is loaded, with the version that is demanded if any.
+    # Symbols resolved at load time, with the required version if any.
     imports: dict[str, int | None] = field(default_factory=dict)
     signed: bool = False
 
@@ -57,7 +57,7 @@ class KernelModule:
 
     @property
     def name(self) -> str:
-        """The name that the kernel will know it by."""
+        """The module's name in the kernel."""
         return self.first("name")
 
     @property
@@ -67,7 +67,7 @@ class KernelModule:
 
     @property
     def release(self) -> str:
-        """The kernel release that it was built for."""
+        """The kernel release it was built for."""
         return self.first("vermagic").split(" ")[0]
 
     @property
@@ -148,7 +148,7 @@ def read_symbols(sections: list[Section]) -> list[tuple[str, int, int]]:
 
 
 def read_exports(sections: list[Section], symbols: list[tuple[str, int, int]]) -> dict[str, Export]:
-    """The exported symbols, from the labels that the kernel's headers put beside the tables."""
+    """The exported symbols, from the labels that the kernel's headers emit beside the tables."""
     crcs: dict[str, int] = {}
     gpl: dict[str, bool] = {}
     for name, index, value in symbols:
@@ -163,7 +163,7 @@ def read_exports(sections: list[Section], symbols: list[tuple[str, int, int]]) -
 
 
 def read_demanded(sections: list[Section]) -> dict[str, int]:
-    """The symbol versions that the module demands: __versions, or the longer form since 6.14."""
+    """The symbol versions that the module requires: __versions, or its successor since 6.14."""
     by_name = {section.name: section.content for section in sections}
     demanded: dict[str, int] = {}
     table = by_name.get("__versions", b"")
@@ -179,7 +179,7 @@ def read_demanded(sections: list[Section]) -> dict[str, int]:
 def read_module(path: Path, name: str = "") -> KernelModule:
     """Reads a module's file, which may be compressed; with a name, only the module of that name."""
     image = plain_bytes(path)
-    # Going through a large module that is not wanted would take longer than all the rest.
+    # Parsing a large module of another name would dominate the run time.
     if name and b"\0name=" + name.encode() + b"\0" not in image:
         raise ModuleFileError(f"{path} is not the module {name}")
     try:
@@ -189,9 +189,9 @@ def read_module(path: Path, name: str = "") -> KernelModule:
         info = read_info(sections)
         exports = read_exports(sections, symbols)
     except (struct.error, ValueError, IndexError, OverflowError) as error:
-        raise ModuleFileError(f"{path} is no kernel module: {error}") from error
+        raise ModuleFileError(f"{path} is not a kernel module: {error}") from error
     if "vermagic" not in info:
-        raise ModuleFileError(f"{path} is no kernel module: it has no vermagic")
+        raise ModuleFileError(f"{path} is not a kernel module: it has no vermagic")
     undefined = [name for name, index, _value in symbols if index == SHN_UNDEF and name]
     return KernelModule(
         path=path,
@@ -203,7 +203,7 @@ def read_module(path: Path, name: str = "") -> KernelModule:
 
 
 def symvers_text(module: KernelModule) -> str:
-    """What a module exports, in the form that modpost reads (KBUILD_EXTRA_SYMBOLS)."""
+    """A module's exports in modpost's format (KBUILD_EXTRA_SYMBOLS)."""
     lines = []
     for name, export in sorted(module.exports.items()):
         kind = "EXPORT_SYMBOL_GPL" if export.gpl else "EXPORT_SYMBOL"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Builds nvidia-uvm.ko alone from a patched driver tree, for the nvidia.ko that it will meet.
+"""Builds only nvidia-uvm.ko from a patched driver tree, for use with the installed nvidia.ko.
 
-A kernel with symbol versions (CONFIG_MODVERSIONS) refuses a module whose idea of another module's
-functions differs. nvidia.ko is not built here, so the versions come from the file of the nvidia.ko
-that is installed for that kernel. A part of the DKMS package too: nothing but module_elf is used.
+A kernel with symbol versions (CONFIG_MODVERSIONS) refuses a module that was built against other
+versions of another module's symbols. nvidia.ko is not built here, so the versions are read from the
+nvidia.ko installed for that kernel. Also part of the DKMS package: imports only module_elf.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 VERSION = re.compile(r'NV_VERSION_STRING=\\"([0-9.]+)\\"')
 
 
-# MODULE_LICENSE of the nvidia.ko that is not open, and why the module cannot be used with it.
+# MODULE_LICENSE of the proprietary nvidia.ko, and why the module cannot be used with it.
 PROPRIETARY = "NVIDIA"
 NEEDS_OPEN = (
     "of NVIDIA's proprietary flavour: since Linux 5.9 a module that uses such a module's symbols "
@@ -44,11 +44,11 @@ NEEDS_OPEN = (
 
 
 class BuildError(Exception):
-    """Why there is no module; its text is for the user."""
+    """The build failed; the text is for the user."""
 
 
 def tree_version(tree: Path) -> str:
-    """The driver version of a kernel-open tree; empty if it is none."""
+    """The driver version of a kernel-open tree; empty if it is not such a tree."""
     kbuild = tree / "Kbuild"
     if not kbuild.is_file() or not (tree / "nvidia-uvm").is_dir():
         return ""
@@ -57,7 +57,7 @@ def tree_version(tree: Path) -> str:
 
 
 def kernel_config(build: Path) -> dict[str, str]:
-    """The configuration of the kernel whose build folder this is."""
+    """The configuration of the kernel with this build folder."""
     path = build / "include" / "config" / "auto.conf"
     if not path.is_file():
         raise BuildError(f"{build} is not the build folder of a configured kernel")
@@ -67,12 +67,12 @@ def kernel_config(build: Path) -> dict[str, str]:
 
 
 def installed_nvidia(modules: Path) -> list[KernelModule]:
-    """All files below /lib/modules/RELEASE that hold NVIDIA's main module, whatever their names.
+    """All files below /lib/modules/RELEASE with NVIDIA's main module, under any name.
 
     Debian renames the file (nvidia-current.ko); the module in it is `nvidia` everywhere.
     """
     found: list[KernelModule] = []
-    # Without this, a link like /lib/modules/RELEASE/build would be walked through too.
+    # Otherwise links like /lib/modules/RELEASE/build would be followed.
     for folder, _folders, names in os.walk(modules):
         for name in sorted(names):
             if not re.fullmatch(r"nvidia.*\.ko(\.(xz|zst|gz))?", name):
@@ -92,17 +92,17 @@ def find_nvidia(modules: Path, version: str, srcversion: str = "") -> KernelModu
 
 
 def flavour_refusal(nvidia: KernelModule | None) -> str:
-    """Why the module cannot be used with this nvidia.ko; empty if it is open, or not known."""
+    """Why the module cannot be used with this nvidia.ko; empty if it is open or unknown."""
     if nvidia is None or nvidia.first("license") != PROPRIETARY:
         return ""
     return f"{nvidia.path} is {NEEDS_OPEN}"
 
 
 def conftests_only(tree: Path) -> None:
-    """Leaves of nvidia.ko's build file the questions to the kernel alone.
+    """Reduces nvidia.ko's build file to its conftests.
 
-    The headers that UVM includes from nvidia/ and common/ need their answers; nvidia.ko itself
-    is not wanted (and some versions of it do not compile on every kernel that UVM compiles on).
+    The headers that UVM includes from nvidia/ and common/ need the results; nvidia.ko itself is not
+    needed (and some versions do not compile on every kernel that UVM compiles on).
     """
     path = tree / "nvidia" / "nvidia.Kbuild"
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -114,7 +114,7 @@ def run_make(tree: Path, variables: dict[str, str], jobs: int) -> None:
     """Runs the driver's own Makefile; its output goes to build.log."""
     command = ["make", f"-j{jobs}", "modules"]
     command += [f"{name}={value}" for name, value in variables.items()]
-    # DKMS, or a make that runs this, hand settings down that would change the build.
+    # Do not inherit settings of DKMS or make that would change the build.
     dropped = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "KERNELRELEASE")
     environment = {k: v for k, v in os.environ.items() if k not in dropped}
     log = tree / "build.log"
@@ -134,7 +134,7 @@ def run_make(tree: Path, variables: dict[str, str], jobs: int) -> None:
 
 
 def check_versions(built: KernelModule, nvidia: KernelModule, modversions: bool) -> None:
-    """Makes sure of what the kernel will compare when the module is loaded."""
+    """Checks what the kernel will compare when it loads the module."""
     for name, demanded in built.imports.items():
         export = nvidia.exports.get(name)
         if export is None:
@@ -155,22 +155,22 @@ def build_uvm(
 ) -> Path:
     """Builds nvidia-uvm.ko in a tree that conftests_only() was called on; returns its path.
 
-    `build` and `source` are the kernel's build folder and sources. Without an nvidia.ko the
-    module compiles and says nothing about the versions it needs: it is not one to load.
+    `build` and `source` are the kernel's build folder and sources. Without an nvidia.ko the module
+    compiles but lacks symbol versions: do not load it.
     """
     refusal = flavour_refusal(nvidia)
     if refusal:
         raise BuildError(refusal)
     modversions = kernel_config(build).get("CONFIG_MODVERSIONS") == "y"
     symvers = tree / "nvidia.symvers"
-    # Paths in the module would differ from machine to machine; nothing reads debug information.
+    # Paths in the module would differ between machines; nothing reads debug information.
     flags = f"-g0 -ffile-prefix-map={tree}/= -ffile-prefix-map={source}/=linux/"
     variables = {
         "SYSSRC": str(source),
         "SYSOUT": str(build),
         "NV_KERNEL_MODULES": "nvidia nvidia-uvm",
         "KCFLAGS": flags,
-        # BTF is made from debug information, where the headers have a vmlinux to compare it with.
+        # BTF is generated from debug information, if the headers include a vmlinux.
         "CONFIG_DEBUG_INFO_BTF_MODULES": "",
     }
     if nvidia is None:
@@ -182,7 +182,7 @@ def build_uvm(
         symvers.write_text(symvers_text(nvidia), encoding="utf-8")
         variables["KBUILD_EXTRA_SYMBOLS"] = str(symvers)
     module = tree / "nvidia-uvm.ko"
-    # modpost would not run again for other symbol versions alone.
+    # modpost would not rerun if only symbol versions changed.
     for left in (module, tree / "nvidia-uvm.mod.c", tree / "Module.symvers"):
         left.unlink(missing_ok=True)
     run_make(tree, variables, jobs)
@@ -193,7 +193,7 @@ def build_uvm(
 
 
 def main() -> int:
-    """Builds the tree beside this script: what DKMS runs."""
+    """Builds the tree beside this script; run by DKMS."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kernel", required=True, metavar="RELEASE", help="uname -r")
     parser.add_argument("--headers", required=True, type=Path, help="its build folder")

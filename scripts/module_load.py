@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Puts the patched nvidia-uvm in the stock one's place (`load`), or back (`unload`).
+"""Replaces the stock nvidia-uvm by the patched module (`load`), or restores it (`unload`).
 
-Exit status: 0 done; 1 refused, nothing was touched; 2 failed, the machine has what it had before;
-3 failed and the stock module could not be brought back.
+Exit status: 0 done; 1 refused, nothing changed; 2 failed, the previous module was restored; 3
+failed and the stock module could not be restored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ DONE, REFUSED, FAILED, NOT_RESTORED = range(4)
 
 
 class Refused(Exception):
-    """The machine is not one to do this on now."""
+    """Loading or unloading is refused on this machine now."""
 
 
 @contextmanager
 def only_one(system: System) -> Iterator[None]:
-    """Holds the lock of all loads and unloads of this machine."""
+    """Holds the machine-wide lock for loads and unloads."""
     path = system.root / LOCK
     with open(path, "a+", encoding="utf-8") as file:
         try:
@@ -54,12 +54,12 @@ def only_one(system: System) -> Iterator[None]:
 
 
 def default_module(system: System) -> Path:
-    """What `make module` builds for the loaded driver and the running kernel."""
+    """The path of the module that `make module` builds for the loaded driver and running kernel."""
     return KERNEL_BUILD / "module" / f"{system.driver_version()}-{system.release()}/nvidia-uvm.ko"
 
 
 def loaded_nvidia(system: System) -> KernelModule | None:
-    """The file of the loaded nvidia.ko, None if it was replaced since or is not there."""
+    """The file of the loaded nvidia.ko; None if it is missing or was replaced since."""
     srcversion = system.source_version("nvidia")
     modules = system.root / "lib/modules" / system.release()
     found = find_nvidia(modules, system.driver_version(), srcversion)
@@ -82,7 +82,7 @@ def read_given(system: System, given: str) -> KernelModule:
 
 
 def refuse(reasons: list[str]) -> None:
-    """Raises what speaks against it, if anything does."""
+    """Raises if there are reasons to refuse."""
     if reasons:
         raise Refused("\n  ".join(["refused; nothing was changed:", *reasons]))
 
@@ -105,7 +105,7 @@ def unload(swap: Swap) -> None:
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
-    """Turns a signal into an exception, so that what was begun is undone."""
+    """Turns a signal into an exception, so that a started swap is undone."""
     raise Interrupted(f"ended by {signal.Signals(number).name}")
 
 
@@ -117,7 +117,7 @@ def usual_selftest() -> list[str]:
 
 
 def main() -> int:
-    """Does what the command line asks for."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("load", "unload"))
     parser.add_argument("--module", default=os.environ.get("MODULE", ""), help="the file to load")

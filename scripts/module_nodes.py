@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""UVM's device nodes, which have to follow its major number when the module is swapped."""
+"""UVM's device nodes, which must follow its major number when the module is swapped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from module_system import System
 
 __all__ = ["NODES", "Access", "make_nodes", "remember_nodes"]
 
-# Names in /dev and minor numbers. Nothing in the kernel makes these nodes.
+# Names in /dev and minor numbers. The kernel does not create these nodes.
 NODES = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may open a node."""
+    """Owner and mode of a node."""
 
     mode: int = 0o666
     user: int = 0
@@ -26,7 +26,7 @@ class Access:
 
 
 def access_of(path: Path, otherwise: Access) -> Access:
-    """The permissions of a node, or others if there is none."""
+    """The permissions of a node, or a default if it does not exist."""
     try:
         status = path.stat()
     except OSError:
@@ -35,13 +35,13 @@ def access_of(path: Path, otherwise: Access) -> Access:
 
 
 def remember_nodes(system: System) -> dict[str, Access]:
-    """The permissions that UVM's nodes have, or ought to have: as those of /dev/nvidiactl."""
+    """The permissions of UVM's nodes; if missing, those of /dev/nvidiactl."""
     usual = access_of(system.root / "dev/nvidiactl", Access())
     return {name: access_of(system.root / "dev" / name, usual) for name in NODES}
 
 
 def make_nodes(system: System, access: dict[str, Access]) -> list[Path]:
-    """Makes the nodes that are missing or have another module's number; returns those."""
+    """Creates nodes that are missing or have another major number; returns them."""
     majors = {name: major for major, name in system.device_majors().items()}
     if "nvidia-uvm" not in majors:
         raise OSError("nvidia-uvm has no device number in /proc/devices")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Asks the loaded nvidia-uvm whether it is the patched one: UVM_VMEM_QUERY, with no library.
+"""Detects the patched nvidia-uvm by the ioctl UVM_VMEM_QUERY, without libvmem.
 
-The layout is read from the header that the kernel and libvmem are compiled with.
+The struct layout is read from the header that the kernel and libvmem are compiled with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUMBER = re.compile(r"^#define (UVM_VMEM_\w+)\s+(0x\w+|\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """What the patched driver says of itself."""
+    """The patched driver's answer."""
 
     abi: int
     driver: str
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of the ioctl, and its struct: names of fields and how they are packed."""
+    """The ioctl's number and its struct: field names and packing format."""
 
     request: int
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class Layout:
 
 
 def query_layout(header: str) -> Layout:
-    """UVM_VMEM_QUERY as the header has it; the struct has no gaps."""
+    """UVM_VMEM_QUERY, parsed from the header; the struct has no padding."""
     numbers = {
         name: int(value, 0)
         for name, value in re.findall(
@@ -61,7 +61,7 @@ def query_layout(header: str) -> Layout:
 
 
 def query(node: Path) -> Answer:
-    """The answer of the driver behind a device node; OSError from one that knows no QUERY."""
+    """The answer of the driver behind a device node; OSError if it does not support QUERY."""
     layout = query_layout(HEADER.read_text(encoding="utf-8"))
     buffer = bytearray(layout.packing.size)
     struct.pack_into("=I", buffer, 0, layout.packing.size)

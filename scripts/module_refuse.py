@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Why nvidia-uvm is not swapped: everything that can be known before anything is touched."""
+"""Reasons to refuse a swap of nvidia-uvm, all checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = [
     "unload_refusals",
 ]
 
-# Of the parameters that the patches add; what tells the patched module from the stock one.
+# Prefix of the parameters that the patches add, which identifies the patched module.
 PREFIX = "uvm_vmem_"
-# What a user who knows better may pass over, one by one; nothing else.
+# Reasons that the user may override, each by name.
 ALLOWABLE = ("driver", "kernel", "symbols")
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """Something that was never tried, or that cannot be checked: not known to be wrong."""
+    """A doubt: an untested or uncheckable combination, not a known fault."""
 
     word: str  # of ALLOWABLE
     text: str
@@ -59,7 +59,7 @@ def kernel_series(release: str) -> str:
 
 
 def not_allowed(system: System) -> list[str]:
-    """What keeps this process from changing the kernel's modules at all."""
+    """Reasons why this process cannot change kernel modules at all."""
     if not system.may_load():
         return ["only root may load modules (CAP_SYS_MODULE; a container's root mostly has it not)"]
     if system.modules_disabled():
@@ -68,7 +68,7 @@ def not_allowed(system: System) -> list[str]:
 
 
 def in_use(system: System) -> list[str]:
-    """Who uses a GPU, or UVM."""
+    """The users of a GPU or of UVM."""
     users = system.device_users()
     if users:
         shown = "".join(f"\n    {user}" for user in users)
@@ -88,14 +88,14 @@ def in_use(system: System) -> list[str]:
 
 
 def wrong_kernel(system: System, module: KernelModule) -> list[str]:
-    """Whether the module was built for another kernel than the running one."""
+    """Checks that the module was built for the running kernel."""
     if module.release == system.release():
         return []
     return [f"the module is for kernel {module.release}; {system.release()} is running"]
 
 
 def wrong_driver(system: System, module: KernelModule, nvidia: KernelModule | None) -> list[str]:
-    """Whether the module and the loaded nvidia.ko belong together."""
+    """Checks that the module matches the loaded nvidia.ko."""
     loaded = system.driver_version()
     if not system.loaded("nvidia"):
         return ["nvidia.ko is not loaded: start the stock driver first (modprobe nvidia)"]
@@ -111,12 +111,12 @@ def wrong_driver(system: System, module: KernelModule, nvidia: KernelModule | No
 
 
 def versioned(nvidia: KernelModule) -> bool:
-    """Whether the kernel that nvidia.ko was built for has symbol versions."""
+    """True if the kernel that nvidia.ko was built for has symbol versions."""
     return any(export.crc is not None for export in nvidia.exports.values())
 
 
 def wrong_symbols(module: KernelModule, nvidia: KernelModule) -> list[str]:
-    """Whether the module asks for the symbols that nvidia.ko has, in their versions."""
+    """Checks the symbols that the module requires, and their versions, against nvidia.ko."""
     if module.first("vermagic") != nvidia.first("vermagic"):
         return [
             f'the module was built as "{module.first("vermagic")}", nvidia.ko as '
@@ -139,7 +139,7 @@ def wrong_symbols(module: KernelModule, nvidia: KernelModule) -> list[str]:
 
 
 def untried_driver(version: str) -> list[Doubt]:
-    """Whether patches were made for a driver's version, and any of its branch was ever run."""
+    """Checks that the patches support a driver version, and that its branch was tested."""
     listed = {one for known in series_table().values() for one in known["built"] + known["applies"]}
     if version not in listed:
         return [Doubt("driver", f"driver {version} is in no list of patches/series.json")]
@@ -158,7 +158,7 @@ def untried_driver(version: str) -> list[Doubt]:
 
 
 def untried_kernel(release: str) -> list[Doubt]:
-    """Whether the module was ever run on a kernel of this series."""
+    """Checks that the module was tested on this kernel series."""
     if kernel_series(release) in tried_table():
         return []
     have = ", ".join(tried_table())
@@ -172,7 +172,7 @@ def untried_kernel(release: str) -> list[Doubt]:
 
 
 def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
-    """Whether something is left by which to see that module and nvidia.ko fit each other."""
+    """Checks that the match of module and nvidia.ko can be verified at all."""
     if not versioned(nvidia):
         return [
             Doubt(
@@ -194,16 +194,16 @@ def unknown_symbols(module: KernelModule, nvidia: KernelModule) -> list[Doubt]:
 
 
 def doubts(system: System, module: KernelModule, nvidia: KernelModule | None) -> list[Doubt]:
-    """What was never tried or cannot be checked, of a module for this machine."""
+    """The doubts about a module on this machine."""
     found = untried_driver(module.version) + untried_kernel(system.release())
-    # Whatever else is wrong with the symbols comes first.
+    # Known faults of the symbols are reported first.
     if nvidia is not None and not wrong_symbols(module, nvidia):
         found += unknown_symbols(module, nvidia)
     return found
 
 
 def not_signed(system: System, module: KernelModule) -> list[str]:
-    """Whether the kernel would reject the module for want of a signature."""
+    """Checks whether the kernel would reject the module for a missing signature."""
     reason = system.signatures_enforced()
     if not reason or module.signed:
         return []
@@ -222,28 +222,28 @@ def load_refusals(
 ) -> list[str]:
     """All reasons against loading the patched module now; empty if there is none.
 
-    `allowed`: words of ALLOWABLE whose doubts are no reason.
+    `allowed`: names in ALLOWABLE to ignore.
     """
     if not any(name.startswith(PREFIX) for name in module.parameters):
         return [f"{module.path} is not the patched module: it has no parameter {PREFIX}*"]
     reasons = not_allowed(system)
-    if reasons:  # who uses the GPU cannot be seen either
+    if reasons:  # users of the GPU cannot be determined either
         return reasons
     reasons += wrong_kernel(system, module)
     reasons += wrong_driver(system, module, nvidia)
-    if not reasons:  # of a module that is not for this machine they say nothing more
+    if not reasons:  # irrelevant if the module is not for this machine
         found = doubts(system, module, nvidia)
         reasons += [str(doubt) for doubt in found if doubt.word not in allowed]
     reasons += not_signed(system, module)
     if system.loaded(UVM) and system.uvm_is_ours():
-        reasons.append("the patched module is loaded already (make unload takes it away)")
+        reasons.append("the patched module is loaded already (make unload removes it)")
     return reasons + in_use(system)
 
 
 def unload_refusals(system: System, *, unfinished: bool = False) -> list[str]:
-    """All reasons against taking the patched module away now.
+    """All reasons against unloading the patched module now.
 
-    `unfinished`: a load was killed half-way, and the stock module is to be brought back.
+    `unfinished`: a load was killed half-way, and the stock module must be restored.
     """
     reasons = not_allowed(system)
     if reasons:
@@ -252,5 +252,5 @@ def unload_refusals(system: System, *, unfinished: bool = False) -> list[str]:
         if not unfinished:
             reasons.append("nvidia-uvm is not loaded")
     elif not system.uvm_is_ours():
-        reasons.append("the loaded nvidia-uvm is the stock module: there is nothing to take away")
+        reasons.append("the loaded nvidia-uvm is the stock module: nothing to unload")
     return reasons + in_use(system)

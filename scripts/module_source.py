@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which driver `make module` builds for, where its source comes from, and the tree to build."""
+"""Finds the driver that `make module` builds for and its source, and prepares the tree."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from module_system import System
 
 __all__ = ["DEFAULT_VERSION", "DriverSource", "choose_source", "meeting", "stage"]
 
-# What is built where no driver is installed: Debian 12's.
+# Built if no driver is installed: Debian 12's version.
 DEFAULT_VERSION = "535.261.03"
 
 
 @dataclass(frozen=True)
 class DriverSource:
-    """A kernel-open tree, its version, and words for where it was found."""
+    """A kernel-open tree, its version, and a description of its origin."""
 
     tree: Path
     version: str
@@ -31,7 +31,7 @@ class DriverSource:
 
 
 def flavour(tree: Path) -> str:
-    """Of which of NVIDIA's two kernel trees this is one; UVM's own files are open in both.
+    """The flavour of a driver's tree, open or proprietary; UVM's own files are open in both.
 
     Raises KernelBuildError for the proprietary one.
     """
@@ -44,13 +44,13 @@ def flavour(tree: Path) -> str:
 
 
 def dkms_trees(version: str, root: Path) -> list[Path]:
-    """Where an installed driver's sources may lie: distributions name the folder differently."""
+    """Candidate folders of an installed driver's sources: names differ between distributions."""
     found = sorted((root / "usr/src").glob(f"nvidia*-{version}"))
     return found + sorted((root / "var/lib/dkms").glob(f"nvidia*/{version}/source"))
 
 
 def installed_version(system: System, release: str) -> tuple[str, str]:
-    """The driver's version and how it is known; empty where no driver is installed."""
+    """The driver's version and where it was read; empty if no driver is installed."""
     loaded = system.driver_version()
     if loaded:
         return loaded, "loaded"
@@ -98,7 +98,7 @@ def choose_source(
 
 
 def meeting(system: System, release: str, version: str, given: str = "") -> KernelModule | None:
-    """The nvidia.ko that a module for this kernel and driver will meet, None if it is not here."""
+    """The installed nvidia.ko for this kernel and driver; None if it is not here."""
     if not given:
         return find_nvidia(
             system.root / "lib/modules" / release, version, system.source_version("nvidia")
@@ -117,9 +117,9 @@ def meeting(system: System, release: str, version: str, given: str = "") -> Kern
 
 
 def stage(source: DriverSource, destination: Path) -> None:
-    """Makes or updates the tree to build: the driver's UVM, the patches, our files.
+    """Creates or updates the tree to build: the driver's UVM, the patches, our files.
 
-    Only files whose content has changed are written, so that make builds no more than it must.
+    Only files with changed content are written, so that make rebuilds no more than necessary.
     """
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".stage-") as staging:
@@ -140,7 +140,7 @@ def stage(source: DriverSource, destination: Path) -> None:
 
 
 def copy_parts(tree: Path, new: Path) -> None:
-    """Copies what UVM's build needs of a driver source, without what an earlier build left."""
+    """Copies the parts of a driver source that UVM's build needs, without build products."""
     leftovers = shutil.ignore_patterns("*.o", "*.o_binary", ".*.cmd", "*.mod*", "*.ko", "conftest")
     for part in BUILD_PARTS:
         path = tree / part

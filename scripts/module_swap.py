@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Puts the patched nvidia-uvm in the stock one's place, and back.
+"""Swaps the stock and the patched nvidia-uvm.
 
-A swap that does not end well is undone: the machine is left with the module that it had. Before the
-stock module is taken away a line in /run says so; if the program is killed there, the next load or
-unload knows that there is a stock module to bring back.
+A failed swap is undone: the previous module is loaded again. Before the stock module is unloaded,
+this is recorded in /run; if the program is killed then, the next load or unload knows that the
+stock module must be restored.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from module_system import UVM, System
 __all__ = ["Interrupted", "NotRestored", "Swap", "SwapError"]
 
 STATE = "run/vmem-module.json"
-# For programs that were just ended, to give the module up.
+# Seconds for programs that were just ended to release the module.
 PATIENCE_SECONDS = 20
 
 
 class SwapError(Exception):
-    """The swap failed; the machine has what it had before."""
+    """The swap failed; the previous module was restored."""
 
 
 class NotRestored(Exception):
-    """The swap failed and so did bringing the stock module back."""
+    """The swap failed, and so did restoring the stock module."""
 
 
 class Interrupted(Exception):
@@ -69,7 +69,7 @@ class Swap:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # a key pressed at the terminal is for this program alone
+                start_new_session=True,  # keep terminal signals (Ctrl-C) to this program
                 check=False,
             )
         except OSError as error:
@@ -79,7 +79,7 @@ class Swap:
         return done.stdout
 
     def stock_arguments(self) -> list[str]:
-        """What this machine gives the stock module (modprobe.d, the kernel's command line)."""
+        """Options of the stock module on this machine (modprobe.d, kernel command line)."""
         words: list[str] = []
         for line in self.tool("modprobe", "--showconfig").splitlines():
             parts = line.split(None, 2)
@@ -90,55 +90,55 @@ class Swap:
                     words += shlex.split(parts[2])
         return words
 
-    # What was done before
+    # Recorded state
 
     @property
     def state_path(self) -> Path:
-        """Where it is noted that the stock module was taken away."""
+        """The file that records that the stock module was unloaded."""
         return self.system.root / STATE
 
     def stock_expected(self) -> bool:
-        """Whether an earlier load took a stock module away that is not back yet."""
+        """True if an earlier load unloaded a stock module that was not restored yet."""
         try:
             return bool(json.loads(self.state_path.read_text(encoding="utf-8"))["stock"])
         except (OSError, ValueError, KeyError):
             return False
 
     def note(self, stock: bool) -> None:
-        """Notes whether there is a stock module to bring back."""
+        """Records whether the stock module must be restored."""
         self.state_path.write_text(json.dumps({"stock": stock}) + "\n", encoding="utf-8")
 
     # Steps
 
     def remove(self) -> None:
-        """Takes the loaded UVM away, whichever it is."""
+        """Unloads UVM, stock or patched."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.system.uvm_references() and time.monotonic() < deadline:
             time.sleep(0.1)
         self.tool("rmmod", UVM)
 
     def try_kernel(self, module: Path) -> None:
-        """Lets the kernel judge the module while the stock one is still there.
+        """Tries to load the module while the stock module is still loaded.
 
-        It looks at the signature and at what the module was built for before it finds that a
-        module of that name is loaded.
+        The kernel checks signature and version magic before it notices that a module of that name
+        is loaded.
         """
         try:
             self.tool("insmod", str(module))
         except SwapError as error:
             if "File exists" in str(error):
                 return
-            raise SwapError(f"the kernel does not take the module: {error}") from error
+            raise SwapError(f"the kernel rejects the module: {error}") from error
         self.tool("rmmod", UVM)
-        raise SwapError("the stock module was taken away by someone else meanwhile")
+        raise SwapError("the stock module was unloaded by another process")
 
     def nodes(self, access: dict[str, Access]) -> None:
-        """Makes UVM's device nodes anew where its number has changed."""
+        """Recreates UVM's device nodes if its major number changed."""
         for path in make_nodes(self.system, access):
             self.say(f"made {path}")
 
     def bring_stock_back(self, access: dict[str, Access]) -> None:
-        """Loads what the machine loads by itself; NotRestored if that is not the stock module."""
+        """Loads UVM as the machine does by itself; NotRestored if that is not the stock module."""
         try:
             self.tool("modprobe", "nvidia-uvm")
             if not self.system.loaded(UVM):
@@ -154,19 +154,19 @@ class Swap:
             ) from error
 
     def check(self, module: KernelModule) -> None:
-        """Makes sure that what runs now is that module and answers."""
+        """Verifies that this module is loaded and answers."""
         if self.system.source_version(UVM) != module.first("srcversion"):
-            raise SwapError("another nvidia-uvm was loaded meanwhile")
+            raise SwapError("another process loaded an nvidia-uvm")
         try:
             answer = query(self.system.root / "dev/nvidia-uvm")
         except OSError as error:
             raise SwapError(f"the module does not answer UVM_VMEM_QUERY: {error}") from error
         if answer.driver != module.version:
-            raise SwapError(f"the module says it is of driver {answer.driver}")
+            raise SwapError(f"the module reports driver {answer.driver}")
         self.say(f"patched driver {answer.driver}, ABI {answer.abi}")
 
     def run_selftest(self) -> None:
-        """Runs the self test; its output is the user's to see."""
+        """Runs the self-test; its output goes to the user."""
         if not self.selftest:
             self.say("no self test was asked for")
             return
@@ -176,17 +176,17 @@ class Swap:
                 try:
                     status = process.wait(timeout=self.selftest_seconds)
                 finally:
-                    # What it leaves running would hold the module.
+                    # Processes left behind would hold the module.
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
         except subprocess.TimeoutExpired as error:
-            raise SwapError(f"no end of the self test in {self.selftest_seconds} s") from error
+            raise SwapError(f"the self-test did not end in {self.selftest_seconds} s") from error
         except OSError as error:
-            raise SwapError(f"the self test cannot be run: {error}") from error
+            raise SwapError(f"the self-test cannot be run: {error}") from error
         if status:
-            raise SwapError(f"the self test failed (exit status {status})")
+            raise SwapError(f"the self-test failed (exit status {status})")
 
-    # The two ways
+    # Swaps
 
     def load(self, module: KernelModule) -> None:
         """Swaps the patched module in; undone if anything fails."""
@@ -210,7 +210,7 @@ class Swap:
             raise SwapError(str(error) or type(error).__name__) from error
 
     def undo(self, access: dict[str, Access]) -> None:
-        """Goes back to what the machine had before load()."""
+        """Restores the state before load()."""
         expected = self.stock_expected()
         if self.system.loaded(UVM):
             if not self.system.uvm_is_ours():
@@ -221,7 +221,7 @@ class Swap:
                 self.remove()
             except SwapError as error:
                 raise NotRestored(
-                    f"the patched module cannot be taken away: {error}; restart the machine"
+                    f"the patched module cannot be unloaded: {error}; restart the machine"
                 ) from error
         if expected:
             self.bring_stock_back(access)
@@ -248,7 +248,7 @@ class Swap:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ends are put off: a swap that is half done is the worst state to be left in."""
+    """Defers termination signals: a half-done swap is the worst state to leave behind."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What a machine says about its kernel, NVIDIA's driver and who uses it.
+"""A machine's kernel, NVIDIA driver, and the driver's users.
 
-Everything is read below a root folder, so that a test can lay out any machine as plain files.
+Everything is read below a root folder, so that a test can describe any machine as plain files.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ UVM = "nvidia_uvm"
 SECURE_BOOT = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 CAP_SYS_MODULE = 16
 
-# Services that hold the driver's nodes all the time: one keeps the driver's state between programs,
-# the other looks after NVLink switches. Unless they have opened UVM they are in no one's way.
+# Services that always hold the driver's nodes: one keeps the driver's state between programs, the
+# other manages NVLink switches. They do not block a swap unless they have opened UVM.
 HARMLESS = ("nvidia-persistenced", "nv-fabricmanager")
 
-# What a program that uses a GPU has open; nodes for displays, MIG and switches are not asked about.
+# Nodes that a GPU program has open; nodes for displays, MIG and switches are ignored.
 NODE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools)")
 DEVICES = ("nvidia", "nvidia-frontend", "nvidiactl", "nvidia-uvm")
 
 
 @dataclass(frozen=True)
 class DeviceUser:
-    """A process that has one of the driver's device nodes open."""
+    """A process with a device node of the driver open."""
 
     pid: int
     command: str
@@ -37,7 +37,7 @@ class DeviceUser:
 
     @property
     def harmless(self) -> bool:
-        """Whether it is a service that a swap of UVM does not touch."""
+        """True if it is a service that a swap of UVM does not affect."""
         return self.command in HARMLESS and not any("uvm" in node for node in self.nodes)
 
     def __str__(self) -> str:
@@ -46,12 +46,12 @@ class DeviceUser:
 
 @dataclass(frozen=True)
 class System:
-    """A machine whose files lie below `root`."""
+    """A machine with its files below `root`."""
 
     root: Path = Path("/")
 
     def text(self, path: str) -> str:
-        """A file's content without white space around it; empty where it cannot be read."""
+        """A file's stripped content; empty if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0 \n")
         except OSError:
@@ -64,16 +64,16 @@ class System:
         return self.text("proc/sys/kernel/osrelease")
 
     def may_load(self) -> bool:
-        """Whether this process may load modules: root, and not a container's that may not."""
+        """True if this process may load modules (CAP_SYS_MODULE)."""
         found = re.search(r"^CapEff:\s*([0-9a-f]+)", self.text("proc/self/status"), re.MULTILINE)
         return bool(found and int(found.group(1), 16) >> CAP_SYS_MODULE & 1)
 
     def modules_disabled(self) -> bool:
-        """Whether the kernel takes no module any more until it is restarted."""
+        """True if module loading is disabled until reboot."""
         return self.text("proc/sys/kernel/modules_disabled") == "1"
 
     def signatures_enforced(self) -> str:
-        """Why an unsigned module would be rejected; empty if it would not."""
+        """The reason why an unsigned module would be rejected; empty if it is accepted."""
         if self.text("sys/module/module/parameters/sig_enforce") == "Y":
             return "the kernel takes signed modules only (module.sig_enforce)"
         lockdown = re.search(r"\[(\w+)\]", self.text("sys/kernel/security/lockdown"))
@@ -86,7 +86,7 @@ class System:
         return ""
 
     def secure_boot(self) -> bool:
-        """Whether the firmware started this kernel under Secure Boot."""
+        """True if this kernel was booted under Secure Boot."""
         try:
             # Four bytes of attributes, then the value.
             return (self.root / SECURE_BOOT).read_bytes()[4:5] == b"\x01"
@@ -96,7 +96,7 @@ class System:
     # Modules
 
     def loaded(self, module: str) -> bool:
-        """Whether a module is loaded (or built in and with parameters, which NVIDIA's are not)."""
+        """True if a module is loaded (or built in with parameters, which NVIDIA's are not)."""
         return (self.root / "sys/module" / module / "refcnt").exists()
 
     def source_version(self, module: str) -> str:
@@ -116,23 +116,23 @@ class System:
         return version
 
     def uvm_is_ours(self) -> bool:
-        """Whether the loaded UVM is the patched one: it alone has parameters of our prefix."""
+        """True if the loaded UVM is patched: only then has it parameters with our prefix."""
         folder = self.root / "sys/module" / UVM / "parameters"
         return any(folder.glob("uvm_vmem_*"))
 
     def uvm_references(self) -> int:
-        """How many users the kernel counts for the loaded UVM."""
+        """The kernel's reference count of the loaded UVM."""
         return int(self.text(f"sys/module/{UVM}/refcnt") or 0)
 
     def uvm_holders(self) -> list[str]:
-        """Modules that are built on the loaded UVM."""
+        """Modules that depend on the loaded UVM."""
         folder = self.root / "sys/module" / UVM / "holders"
         return sorted(path.name for path in folder.glob("*"))
 
     # Device nodes
 
     def device_majors(self) -> dict[int, str]:
-        """The major numbers of the character devices that GPUs are used through."""
+        """The major numbers of the driver's character devices."""
         majors: dict[int, str] = {}
         for line in self.text("proc/devices").split("Block devices:")[0].splitlines():
             number, _space, name = line.strip().partition(" ")
@@ -141,7 +141,7 @@ class System:
         return majors
 
     def device_users(self) -> list[DeviceUser]:
-        """The processes that have one of the driver's nodes open, under whatever path."""
+        """The processes with a node of the driver open, under any path."""
         majors = self.device_majors()
         users: list[DeviceUser] = []
         folders = (self.root / "proc").glob("[0-9]*")

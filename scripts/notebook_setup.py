@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes build/notebook: a notebook's kernel with its debugger, on build/venv.
+"""Creates build/notebook: a notebook kernel with its debugger, on top of build/venv.
 
-Exit status 77: it cannot be had here.
+Exit status 77: unavailable here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from extra_environment import make
 
 
 def requirements() -> list[str]:
-    """What the extra ``notebook`` of pyproject.toml asks for."""
+    """The requirements of the extra ``notebook`` in pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.search(r"^notebook = \[(.*?)\]", text, re.M)
     if extra is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The table of driver branches that `stock` knows, and how, from libvmem's own table in abi.h."""
+"""The table of driver branches that `stock` supports, from libvmem's own table in abi.h."""
 
 from __future__ import annotations
 

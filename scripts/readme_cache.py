@@ -37,7 +37,7 @@ SLOTS = {"slots": "a cache's calls", "layered": "the same, layers in one tensor"
 
 
 def runs(name: str) -> Iterator[Result]:
-    """The full runs of a benchmark that are kept."""
+    """A benchmark's kept full runs."""
     for path in sorted(RESULTS.glob("*.json")):
         result = load_run(path, ROOT)
         if result.get("format") == f"vmem-bench-{name}/1" and not result["options"]["quick"]:
@@ -51,14 +51,14 @@ def page_words(run: Result) -> str:
 
 
 def over(row: Result | None, base: Result | None, field: str = "median") -> str:
-    """One row's number over another's; nothing where one was not run."""
+    """A row's number over another's; empty if either was not run."""
     if row is None or base is None or row is base:
         return ""
     return f"{row[field] / base[field]:.3f}"
 
 
 def part_overlap(_: list[Result]) -> list[str]:
-    """Iterations of decoding, by when their memory is mapped."""
+    """Decode iterations, by when their memory is mapped."""
     lines: list[str] = []
     for run in runs("overlap"):
         found, body = rows(run), []
@@ -108,7 +108,7 @@ def part_deferred(_: list[Result]) -> list[str]:
 
 
 def part_kernels(_: list[Result]) -> list[str]:
-    """One kernel contiguous and paged: times over those of contiguous 64 KB pages."""
+    """A kernel on contiguous and paged memory: times relative to contiguous 64 KB pages."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" in run["options"]:
@@ -157,7 +157,7 @@ def _one_kernel(found: dict[str, Result], run: Result, kernel: str, name: str) -
 
 
 def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
-    """By layout and case, each footprint's time through one kind of memory over cudaMalloc's."""
+    """By layout and case, each footprint's time on a kind of memory relative to cudaMalloc's."""
     found, times = rows(run), dict[str, dict[str, float]]()
     for name, row in found.items():
         kernel, size, layout, case, memory = name.split("/")
@@ -168,7 +168,7 @@ def footprint_times(run: Result, kind: str) -> dict[str, dict[str, float]]:
 
 
 def part_footprint(_: list[Result]) -> list[str]:
-    """Attention by the size of the cache: each kind of memory over cudaMalloc's."""
+    """Attention by cache size: each kind of memory relative to cudaMalloc's."""
     lines: list[str] = []
     for run in runs("kernels"):
         if "footprint" not in run["options"]:
@@ -214,7 +214,7 @@ def _case_words(case: str) -> str:
 
 
 def part_prefix_map(_: list[Result]) -> list[str]:
-    """How long a request takes to begin with a recorded prefix."""
+    """The time a request takes to start on a cached prefix."""
     lines: list[str] = []
     for run in runs("prefix-map"):
         found, body = rows(run), []
@@ -238,9 +238,9 @@ def part_prefix_map(_: list[Result]) -> list[str]:
 
 
 def part_kernel_times(_: list[Result]) -> list[str]:
-    """Each kernel by phase, head size and type, with what it reads beyond a request's rows.
+    """Each kernel by phase, head size and type, with its over-read.
 
-    Of the kept runs, the one of the most kernels.
+    From the kept run with the most kernels.
     """
 
     def timed(run: Result) -> list[Any]:
@@ -278,7 +278,7 @@ WAYS = {
 
 
 def part_models(_: list[Result]) -> list[str]:
-    """Kinds of models on transformers' cache and on ours: time and memory."""
+    """Model kinds on transformers' cache and on ours: time and memory."""
     lines: list[str] = []
     for run in runs("models"):
         body = []
@@ -310,7 +310,7 @@ def part_models(_: list[Result]) -> list[str]:
 
 
 def part_swap(_: list[Result]) -> list[str]:
-    """Out to host memory and back, over computing again."""
+    """Swapping to host memory and back, relative to recomputing."""
     lines: list[str] = []
     for run in runs("swap"):
         found, body = rows(run), []

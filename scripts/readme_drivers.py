@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The tables of driver versions and of long runs, from what suite.py --driver and --runs kept.
+"""The tables of driver versions and long runs, from the records of suite.py --driver and --runs.
 
-patches/kernels.json, by which `make load` refuses what was never tried, is made from them too.
+Also generates patches/kernels.json, by which `make load` refuses untested combinations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from readme_format import RESULTS, ROOT, table
 
 __all__ = ["KERNELS", "RUNS", "kernels_text", "part", "part_kernels", "part_runs"]
 
-# What a version has to pass on an architecture to count as run there.
+# Tests that a version must pass on an architecture to count as run there.
 WHOLE = ("basic", "gap", "builtin", "model", "fuzz", "kill")
 ARCHITECTURES = {
     "ampere": "Ampere",
@@ -58,12 +58,12 @@ def load() -> list[Record]:
 
 
 def series_of(record: Record) -> list[int]:
-    """The series of the kernel that a record is of, as numbers."""
+    """A record's kernel series, as numbers."""
     return version_key(kernel_series(record["sources"]["kernel"]))
 
 
 def run_on(record: Record, build: str) -> str:
-    """The architectures of a build; what has not passed of those that were not run whole."""
+    """The architectures of a build, and the failures of incomplete ones."""
     words = []
     for architecture, name in ARCHITECTURES.items():
         tests = [
@@ -81,7 +81,7 @@ def run_on(record: Record, build: str) -> str:
 
 
 def part() -> list[str]:
-    """A row for each version, and what failed, if anything did."""
+    """A row for each version, and the failures."""
     body = []
     failed = []
     for record in load():
@@ -106,13 +106,13 @@ def part() -> list[str]:
 
 
 def tried(record: Record) -> bool:
-    """Whether a version passed all that a version has to, on one architecture at least."""
+    """True if a version passed all required tests on at least one architecture."""
     whole = set(run_on(record, "release").split("; ")) & set(ARCHITECTURES.values())
     return bool(whole) and all(test["result"] != "FAIL" for test in record["tests"])
 
 
 def by_kernel() -> dict[str, list[Record]]:
-    """The records of such versions by the series of the kernel that they ran on."""
+    """The records of such versions, by kernel series."""
     found: dict[str, list[Record]] = {}
     for record in filter(tried, load()):
         found.setdefault(kernel_series(record["sources"]["kernel"]), []).append(record)
@@ -120,7 +120,7 @@ def by_kernel() -> dict[str, list[Record]]:
 
 
 def kernels_text() -> str:
-    """patches/kernels.json: which drivers ran on which series of kernels, and the record."""
+    """patches/kernels.json: the drivers run on each kernel series, with the record."""
     table_of = {
         name: {record["sources"]["driver"]: record["file"] for record in records}
         for name, records in by_kernel().items()
@@ -141,7 +141,7 @@ def part_kernels() -> list[str]:
 
 
 def done_in(runs: list[Record]) -> str:
-    """What runs have done in sum, in the unit that says most of it."""
+    """The total work of runs, in a suitable unit."""
     for count, unit in UNITS.items():
         if total := sum(one["counts"].get(count, 0) for one in runs):
             return f"{total:,} {unit}"
@@ -149,7 +149,7 @@ def done_in(runs: list[Record]) -> str:
 
 
 def part_runs() -> list[str]:
-    """A row for each entry of the manifest: the sum of its runs, a repeated one counted once."""
+    """A row for each entry of the manifest: the sum of its runs; repeats count once."""
     lines = [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for one in lines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of whole engines: the serving loop's arms, and vLLM on the pool beside stock vLLM."""
+"""The tables of whole engines: the serving loop's arms, and vLLM on the pool and stock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arrivals(options: Result) -> str:
 
 
 def on_ranks(options: Result) -> str:
-    """The number of ranks and of layers in a tensor, where not 1; the pages, where unusual."""
+    """Ranks and layers per tensor, if not 1; page size, if unusual."""
     ranks, group = options.get("ranks", 1), options.get("group", 1)
     words = f" on each of {ranks} ranks" if ranks > 1 else ""
     words += f", {group} layers in a tensor" if group > 1 else ""
@@ -38,7 +38,7 @@ def on_ranks(options: Result) -> str:
 
 
 def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
-    """What the driver did for one rank."""
+    """The driver's work for a rank."""
 
     def value(what: str) -> float:
         return float(found[f"{part}/{what}/{arm}"]["value"])
@@ -52,7 +52,7 @@ def driver_line(found: dict[str, Result], part: str, arm: str) -> str:
 
 
 def serving_row(found: dict[str, Result], part: str, arm: str) -> list[str]:
-    """What one arm did; blank where it was not seen."""
+    """The driver's work in an arm; blank if not recorded."""
 
     def cell(key: str, form: str, per: float = 1) -> str:
         row = found.get(f"{part}/{key}/{arm}")
@@ -157,7 +157,7 @@ def load_table(run: Result) -> Iterator[str]:
 
 
 def heading(run: Result) -> str:
-    """What was run, where, and which commit; the first line above a table."""
+    """The line above a table: command, machine and commit."""
     options = run["options"]
     return (
         f"vLLM {options['vllm']}, {options['shape']}'s shape, {title(run)}, "
@@ -166,7 +166,7 @@ def heading(run: Result) -> str:
 
 
 def idle_table(run: Result) -> Iterator[str]:
-    """What an engine at rest keeps from others."""
+    """Memory that an idle engine withholds from others."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
 
     def times(row: str) -> list[str]:
@@ -240,12 +240,12 @@ def share_table(run: Result) -> Iterator[str]:
 
 
 def picture_of(run: Result) -> str:
-    """Where the picture of a run with engines that share lies."""
+    """The path of a sharing run's picture."""
     return f"benchmarks/vllm/{Path(run['file']).stem}.svg"
 
 
 def pictures() -> dict[Path, Result]:
-    """The pictures of kept runs with engines that share, and the runs that they show."""
+    """The pictures of kept sharing runs, with their runs."""
     return {ROOT / picture_of(run): run for run in runs("vllm") if "share" in run["parts"]}
 
 
@@ -297,7 +297,7 @@ def rough_table(run: Result) -> Iterator[str]:
 
 
 def sleep_table(run: Result) -> Iterator[str]:
-    """What sleeping and waking take."""
+    """The cost of sleeping and waking."""
     found = rows(run)
     body = []
     for engine in ("elastic", "stock"):
@@ -381,7 +381,7 @@ def full_table(run: Result) -> Iterator[str]:
 
 
 def first_table(run: Result) -> Iterator[str]:
-    """The first token of an engine at rest."""
+    """Time to first token of an idle engine."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     arms = list(dict.fromkeys(name.partition("/")[2] for name in found if name[0].isdigit()))
     sizes = list(dict.fromkeys(name.partition("/")[0] for name in found if name[0].isdigit()))
@@ -399,7 +399,7 @@ def first_table(run: Result) -> Iterator[str]:
 
 
 def cost_table(run: Result) -> Iterator[str]:
-    """The host's time in the pool's code."""
+    """Host time spent in the pool's code."""
     found = {name.partition("/")[2]: row for name, row in rows(run).items()}
     body = [
         [name.partition("/")[0], *(number(row[one], 3) for one in ("median", "mean", "p99"))]

@@ -43,7 +43,7 @@ def rank(record: Record) -> tuple[int, str]:
 
 
 def cell(feature: Feature, record: Record | None) -> str:
-    """Whether the feature works on a back end, and what is missing where not."""
+    """A feature's support on a back end, with what is missing if unsupported."""
     if record is None:
         return "not probed"
     info = Probed.of(record)
@@ -59,7 +59,7 @@ def code(text: str) -> str:
 
 
 def source(name: str, record: Record | None) -> str:
-    """Where a column comes from."""
+    """The source of a column."""
     if record is None:
         return f"`{name}`: not probed"
     driver = f", driver {record['driver']}" if record["driver"] else ""

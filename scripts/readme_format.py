@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the generators of the tables have in common."""
+"""Shared by the generators of the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = dict[str, Any]
 
 
 def load_run(path: Path, root: Path = ROOT) -> Result:
-    """A kept run; `file` is where it lies below `root`, for links."""
+    """A kept run; `file` is its path below `root`, for links."""
     result: Result = json.loads(path.read_text(encoding="utf-8"))
     result["file"] = path.relative_to(root).as_posix()
     return result
@@ -26,19 +26,19 @@ def rows(result: Result) -> dict[str, Result]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """So many significant digits, without an exponent."""
+    """Formats with `digits` significant digits, without an exponent."""
     text = f"{value:.{digits}g}"
     return f"{float(text):,.0f}" if "e+" in text else text
 
 
 def title(result: Result) -> str:
-    """What was measured on, and where the numbers are kept."""
+    """The machine measured on, and the file of the numbers."""
     machine = result["machine"]
     return f"{machine['gpu']}, driver {machine['driver']} ([raw]({result['file']}))"
 
 
 def table(head: list[str], body: list[list[str]]) -> list[str]:
-    """A table in Markdown; text is on the left: the first column, and those without a digit."""
+    """A table in Markdown; the first column, and columns without digits, are left-aligned."""
     columns = zip(*body, strict=True)
     counts = [any(character.isdigit() for character in "".join(column)) for column in columns]
     rule = ["---"] + ["---:" if count else "---" for count in counts[1:]]

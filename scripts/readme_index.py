@@ -14,7 +14,7 @@ from readme_format import RESULTS, ROOT
 __all__ = ["part"]
 
 LOGS = RESULTS / "logs"
-# Of the logs, which have no other heading: the machines that their names begin with.
+# Machines by prefix of a log's name: logs have no other heading.
 MACHINES = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h100x2": "2 x NVIDIA H100 80GB HBM3",
@@ -50,14 +50,14 @@ def origin_of(path: Path, said: Origin) -> tuple[str, str, str]:
     """
     if missing := [one for one in ("commit", "command") if one not in said]:
         name = path.relative_to(RESULTS).as_posix()
-        raise ValueError(f"{name} says no {missing[0]}: see benchmarks/README.md for a log's head")
+        raise ValueError(f"{name} names no {missing[0]}: see benchmarks/README.md for a log's head")
     command = said["command"].replace("|", "\\|")
-    ticks = "" if "`" in command else "`"  # one that is described in words has its own
+    ticks = "" if "`" in command else "`"  # a run described in words has its own
     return said["commit"], said.get("date", ""), f"{ticks}{command}{ticks}"
 
 
 def describe(record: Record) -> tuple[str, Origin]:
-    """Machine, and what a record says of its origin, by its kind.
+    """A record's machine and origin, by its kind.
 
     Raises:
         ValueError: a kind that is not known.
@@ -84,15 +84,15 @@ def describe(record: Record) -> tuple[str, Origin]:
 
 
 def gaps(record: Record) -> str:
-    """What of a record was not measured and why, or failed; nothing if it is complete.
+    """The parts of a record not measured or failed, with reasons; empty if complete.
 
     Raises:
-        ValueError: a part that was broken off or failed: it is run again, or the file goes.
+        ValueError: a part was aborted or failed: run it again, or delete the file.
     """
     words = []
     for what, part in record.get("parts", {}).items():
         reasons = dict.fromkeys(one["why"] for one in part.get("missing") or [])
-        broken_off = part.get("status") == "not run" and part.get("rows")  # written as it went
+        broken_off = part.get("status") == "not run" and part.get("rows")  # written incrementally
         if broken_off or part.get("status") == "failed":
             raise ValueError(f"part {what} {'was broken off' if broken_off else 'failed'}")
         if part.get("status") == "partial":
@@ -104,7 +104,7 @@ def gaps(record: Record) -> str:
 
 
 def failures(runs: list[Record]) -> str:
-    """The tests among runs, oldest first, that failed, and whether they passed when run again."""
+    """The tests that failed in runs (oldest first), and whether they passed later."""
     words = []
     for number, one in enumerate(runs):
         if one["result"] == "FAIL":
@@ -150,7 +150,7 @@ def log_row(path: Path) -> str:
     """A row for one log: its machine, its origin, and how it ended.
 
     Raises:
-        ValueError: a log of something that failed: it is run again, or goes.
+        ValueError: a log of a failure: run it again, or delete it.
     """
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix != ".json" and (failed := FAILED.search(text)):
@@ -174,8 +174,7 @@ def part() -> list[str]:
     """The table of results.
 
     Raises:
-        ValueError: a file that neither table has a place for, or that does not say where it comes
-            from.
+        ValueError: a file that fits neither table, or does not state its origin.
     """
     if strange := unlisted():
         raise ValueError(f"{strange[0]}: results are *.json, *.jsonl and logs/*")
@@ -190,7 +189,7 @@ def part_logs() -> list[str]:
     """The table of logs.
 
     Raises:
-        ValueError: a log that does not say where it comes from, or of a failure.
+        ValueError: a log that does not state its origin, or of a failure.
     """
     return [
         "| log | machine | commit | date | command | ended with | notes |",
@@ -210,6 +209,6 @@ def logs() -> list[Path]:
 
 
 def unlisted() -> list[Path]:
-    """Files below the results that no table has; those of raw/, which are not kept, apart."""
+    """Files below the results that no table lists, except raw/, which is not kept."""
     listed = {*results(), *logs(), *(RESULTS / "raw").glob("*.json")}
     return sorted(path for path in RESULTS.rglob("*") if path.is_file() and path not in listed)

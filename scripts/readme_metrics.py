@@ -26,7 +26,7 @@ def zeros(kind: Any) -> dict[str, Any]:
 
 
 class Idle:
-    """A cache in which nothing ever happened."""
+    """A cache without activity."""
 
     context = SimpleNamespace(
         info=SimpleNamespace(**zeros(ContextInfo)),
@@ -41,7 +41,7 @@ class Idle:
 
 
 def families() -> tuple[Family, ...]:
-    """What one cache exports."""
+    """The metric families of a cache."""
     telemetry, cache = Telemetry(), Idle()
     telemetry.add(cache)
     return telemetry.families()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The README's measured tables: three numbers at its top, and a row for each question."""
+"""The README's measured tables: three headline numbers, and a row for each question."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NOT_MEASURED = "not measured yet"
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """One number, or the least and the greatest of several."""
+    """A number, or the range of several."""
     shown = [format(value, form) for value in sorted(values)]
     return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
 
 
 def aims(results: list[Result], wanted: Callable[[str], bool]) -> list[float]:
-    """The values of all aims of some ids, of all machines."""
+    """The values of the aims with some ids, on all machines."""
     return [
         aim["value"]
         for result in results
@@ -37,7 +37,7 @@ def machines(results: list[Result]) -> str:
 
 
 def capacity() -> tuple[str, str]:
-    """Requests at a time on Azure's trace, 64 KB pages over 2 MB pages."""
+    """Concurrent requests on Azure's trace, 64 KB pages relative to 2 MB pages."""
     run: Result = json.loads((RESULTS / "capacity.json").read_text(encoding="utf-8"))
     found = [
         aim["value"]
@@ -63,7 +63,7 @@ def overlap() -> tuple[str, str]:
 
 
 def full_card(kind: str, form: str) -> tuple[str, str]:
-    """Decoding over one kind of memory at each run's largest footprint, over cudaMalloc memory."""
+    """Decode time on a kind of memory relative to cudaMalloc's, at each run's largest footprint."""
     found: list[float] = []
     where: list[Result] = []
     for run in runs("kernels"):
@@ -80,7 +80,7 @@ def full_card(kind: str, form: str) -> tuple[str, str]:
 
 
 def shorter() -> tuple[list[float], list[Result]]:
-    """How many times shorter sharing makes the 99th percentile of the time to the first token."""
+    """The factor by which sharing shortens p99 time to first token."""
     found = []
     where: list[Result] = []
     for run in runs("vllm"):
@@ -149,7 +149,7 @@ def vllm_full() -> tuple[str, str]:
 
 
 def headline() -> list[str]:
-    """Three numbers: what sharing wins, what an idle server gives back, what it costs."""
+    """Three numbers: the gain of sharing, the memory an idle server frees, and the cost."""
     found, shared = shorter()
     peak, rest, seconds, idle = at_rest()
     full = full_runs()
@@ -171,7 +171,7 @@ def headline() -> list[str]:
 
 
 def counts() -> tuple[str, str]:
-    """Driver calls for a page more in each of 64 tensors, patched and stock."""
+    """Driver calls to add a page to each of 64 tensors, patched and stock."""
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}

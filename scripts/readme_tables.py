@@ -7,7 +7,7 @@ by hand, nor after `<!-- features -->` and `<!-- metrics -->`, which come from t
 Every part is in one file, the headline also on the site's home; links are made relative to that.
 The table of branches comes from libvmem. patches/kernels.json is made too, and the pictures of
 benchmarks/vllm. `--check` changes nothing and fails where a file does not show what the results
-say. The parts of readme_cache.py are only asked for when there is a result for them.
+say. Parts of readme_cache.py are required only if a result for them exists.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ SLOT_COUNTS = (256, 1024, 4096)
 
 
 def part_slots(_: list[Result]) -> list[str]:
-    """What calls of the cache cost by the number of slots."""
+    """The cost of cache calls by number of slots."""
     lines: list[str] = []
     for result in newest_with("slots"):
         found = rows(result)
@@ -149,7 +149,7 @@ def part_slots(_: list[Result]) -> list[str]:
 
 
 def part_aims(results: list[Result]) -> list[str]:
-    """What the project set out to reach, and what was measured."""
+    """The project's aims, and the measured values."""
     names: dict[str, str] = {}
     for result in results:
         names |= {aim["id"]: aim["what"] for aim in result["aims"] if aim["applies"]}
@@ -175,7 +175,7 @@ def unit_of(aim: Result) -> str:
 
 
 def aim_value(aim: Result | None) -> str:
-    """The measured value, and whether it misses the aim."""
+    """The measured value, marked if it misses the aim."""
     if aim is None or aim["value"] is None:
         return "not run"
     digits = 4 if aim["unit"] == "x" else 3
@@ -222,7 +222,7 @@ COUNTED = [
 
 
 def part_counts(_: list[Result]) -> list[str]:
-    """What the patched driver does for one request, counted by the software GPU."""
+    """The patched driver's work for a request, counted by the software GPU."""
     path = RESULTS / "softgpu-counts.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     cases = {line["case"]: line for line in lines[1:]}
@@ -299,7 +299,7 @@ def layout_name(layout: str) -> str:
 
 
 def part_capacity(_: list[Result]) -> list[str]:
-    """Requests at a time, and what each wastes, by layout."""
+    """Concurrent requests, and the waste of each, by layout."""
     run = load_run(RESULTS / "capacity.json")
     found = rows(run)
     body = []
@@ -319,7 +319,7 @@ def part_capacity(_: list[Result]) -> list[str]:
 
 
 def part_prefixes(_: list[Result]) -> list[str]:
-    """What the tree of prefixes finds for each budget, beside hashed blocks."""
+    """Hit rates of the prefix tree for each budget, beside hashed blocks."""
     run = load_run(RESULTS / "prefixes.json")
     found = rows(run)
     hits = [row for row in run["parts"]["hits"]["rows"] if "budget_bytes" in row]
@@ -366,7 +366,7 @@ def part_sharing(_: list[Result]) -> list[str]:
 
 
 def part_turns(_: list[Result]) -> list[str]:
-    """How many prefix hits were mapped already, for each budget."""
+    """The share of prefix hits that were already mapped, for each budget."""
     run = load_run(RESULTS / "prefix-turns.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
@@ -390,7 +390,7 @@ def part_turns(_: list[Result]) -> list[str]:
 
 
 def part_windows(_: list[Result]) -> list[str]:
-    """What a model with sliding layers finds for each budget, with windows and with all rows."""
+    """Hit rates of a model with sliding layers for each budget, with windows and with all rows."""
     run = load_run(RESULTS / "prefix-windows.json")
     found = rows(run)
     budgets = list(dict.fromkeys(name.rpartition("/")[2] for name in found))
@@ -432,13 +432,13 @@ PARTS: dict[str, Callable[[list[Result]], list[str]]] = {
 }
 
 
-OF_PACKAGE = {"features", "metrics"}  # from what the package says of itself
-OF_GPU = {"calls", "aims", "verified"}  # the other parts have results of their own
+OF_PACKAGE = {"features", "metrics"}  # generated from the package
+OF_GPU = {"calls", "aims", "verified"}  # the other parts use other results
 MARKER = re.compile(r"<!-- (measured [a-z-]+|features|metrics) -->.*?<!-- /\1 -->", re.S)
 
 
 def files() -> list[Path]:
-    """Where parts may stand."""
+    """The files that may contain parts."""
     return [README, *sorted(path for folder in FOLDERS for path in ROOT.glob(folder))]
 
 
@@ -468,7 +468,7 @@ def render(texts: dict[Path, str], results: list[Result]) -> dict[Path, str]:
     def written(path: Path, match: re.Match[str]) -> str:
         label = match[1]
         if label not in parts:
-            return match[0]  # of a benchmark without a result
+            return match[0]  # its benchmark has no result
         name, part = parts[label]
         lines = part(results) if results or name not in OF_GPU else [NOTHING]
         shown = [relative(line, path) for line in lines]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Records `vmem top` on a terminal while three engines take turns, and draws it as an animation.
+"""Records `vmem top` while three engines take turns, and draws an animation.
 
     scripts/record_top.py docs/operations/top.svg
 
-The engines are caches of pyvmem in processes of their own, on the back end `host`, which share a
-ledger in a folder of this run. The picture is what the command wrote to a terminal. Run by the
-interpreter of an environment with pyvmem.
+The engines are pyvmem caches in separate processes, on the back end `host`, which share a ledger in
+a temporary folder. The picture shows what the command wrote to a terminal. Run by the interpreter
+of an environment with pyvmem.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Screen:
         self.colour = ""
 
     def feed(self, text: str) -> None:
-        """Takes what a program wrote."""
+        """Processes a program's output."""
         at = 0
         for found in ESCAPE.finditer(text):
             self._put(text[at : found.start()])
@@ -90,7 +90,7 @@ class Screen:
 
 
 def engine(name: str, folder: Path) -> None:
-    """Serves requests that only grow, more of them in its turn."""
+    """Serves requests that only grow; more of them during its turn."""
     from pyvmem import Context, KVCache, KVCacheConfig
     from pyvmem.kvcache import Budget
     from pyvmem.ledger import Ledger
@@ -112,7 +112,7 @@ def engine(name: str, folder: Path) -> None:
                 running.append(slot)
             for slot in running:
                 lengths[slot] += TOKENS_A_STEP
-            while cache.step(lengths) != 0:  # memory is short: the youngest waits for its turn
+            while cache.step(lengths) != 0:  # out of memory: the youngest request waits
                 lengths[running[-1]] = 0
                 cache.free_reqid(running.pop())
             for slot in [slot for slot in running if lengths[slot] >= MOST_TOKENS]:
@@ -157,7 +157,7 @@ def record(folder: Path) -> list[tuple[float, Frame]]:
 
 
 def line_of(cells: tuple[Cell, ...], y: float) -> str:
-    """A line as text of SVG; spaces between pieces are made by their places."""
+    """A line as SVG text; gaps come from positions."""
     parts, column = [], 0
     for colour, group in groupby(cells, key=lambda cell: cell[1]):
         text = "".join(char for char, _ in group)
@@ -171,7 +171,7 @@ def line_of(cells: tuple[Cell, ...], y: float) -> str:
 
 
 def drawing(frames: list[tuple[float, Frame]]) -> str:
-    """The animation: frames below each other behind a window that jumps from one to the next."""
+    """The animation: stacked frames behind a window that jumps from frame to frame."""
     lines: dict[tuple[Cell, ...], str] = {}
     shown, steps = [], []
     height = MARGIN * 2 + HEIGHT * CELL_H

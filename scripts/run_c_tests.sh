@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: MIT
 #
 # usage: run_c_tests.sh SECONDS WRAPPER PROGRAM...
-#
-# Runs each program with a time limit, under WRAPPER (may be empty), as many at once as there are processors (JOBS=n:
-# so many); each one's output comes when it has ended. Exit status of a program: 0 passed, 77 could not be run here (it
-# says why), anything else failed. Status of this script: 1 if any failed.
-# A test says itself how many checks passed and failed; with COUNT=1 the programs are counted instead.
+# Runs each program with a time limit, under WRAPPER (may be empty), one per processor at a time
+# (JOBS=n overrides); prints a program's output when it ends. Exit status of a program: 0 passed, 77
+# could not be run here (it says why), anything else failed. Status of this script: 1 if any failed.
+# A test prints its own counts of passed and failed checks; with COUNT=1 programs are counted
+# instead.
 
-# One program: a file in $results when it has passed or failed. Two that end at once do not mix what they say.
+# Run one program: leaves a file in $results, and keeps the output of concurrent programs apart.
 run_one() {
   name=${program##*/}
   said=$results/$name.out
   echo "== $name" >"$said"
-  # The wrapper is a command with arguments, or nothing: it has to be split.
+  # The wrapper is a command with arguments, or empty: let the shell split it.
   # shellcheck disable=SC2086
   timeout -k 5 "$limit" $wrapper "$program" </dev/null >>"$said" 2>&1
   status=$?

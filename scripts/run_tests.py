@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Runs every test this machine can run, stage by stage, and says at the end what was not run.
+"""Runs all tests possible on this machine, stage by stage; reports at the end what was not run.
 
-The lines of the runners (pytest's last one, "N passed, N failed" of the C programs) appear as they
-come. Each stage's time is kept in build/, so that the next run can tell how long it has to go; a
-run that failed or was interrupted names the stage to go on from. Exit status 0: no stage failed.
+Summaries of the runners (pytest's last line, "N passed, N failed" of the C programs) are printed
+immediately. Each stage's duration is kept in build/, so that the next run can estimate the time
+left; a run that failed or was interrupted names the stage to resume from. Exit status 0: no stage
+failed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 import extra_environment
 import vllm_setup
 from environment import PYTHONS as SERVED
-from extra_environment import CANNOT  # of a script too: this machine lacks what it needs
+from extra_environment import CANNOT  # also of scripts: this machine lacks a prerequisite
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -34,24 +35,24 @@ VENV = BUILD / "venv" / "bin"
 PYTHON = VENV / "python"
 PYTHONS = tuple(f"{major}.{minor}" for major, minor in SERVED)
 VERSION = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-# What build/venv is made of, but for what checks and packs the sources.
+# Requirements of build/venv, without those of linting and packaging.
 TESTED_WITH = ("torch", "build", "serve", "server", "model", "cuda", "test")
 NO_TOOLS = 3  # docs_site.py's exit status without MkDocs
-# A minute of tests that see most mistakes: each layer, and the cache's usual calls.
+# A minute of tests that catch most mistakes: each layer, and the cache's usual calls.
 EVERYDAY = (
     *("bad_input", "columns", "context", "errors", "order", "parts", "structure", "tensor"),
     *("tickets", "turns", "bench", "docs", "layouts", "logs", "run_tests", "bug_report"),
     *("kvcache", "kvcache_budget", "kvcache_config", "kvcache_prefix", "kvcache_rows"),
     *("kvcache_share", "kvcache_swap", "prefix_tree", "serve_scheduler", "slot_index"),
 )
-# What the back end cuda is tried with on a software CUDA driver; the others take long in its pages.
+# Tests of the back end cuda on a software CUDA driver; others are slow with its page size.
 ON_CUDA = (
     *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
     *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
     *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
     *("kvcache_waits", "kvcache_window", "parallel", "vllm_memory"),
 )
-# What the back end stock is tried with on software in the place of CUDA and of the kernel modules.
+# Tests of the back end stock on software replacements of CUDA and of the kernel modules.
 ON_STOCK = (
     *("calls", "context", "errors", "features", "kvcache", "kvcache_budget", "kvcache_share"),
     *("kvcache_swap", "selftest"),
@@ -73,25 +74,25 @@ TIMES = BUILD / "test-times.json"
 
 
 class Failed(Exception):
-    """A stage found something wrong."""
+    """A stage failed."""
 
 
 @dataclass
 class Session:
-    """What the stages share: the options, and notes on what could not be run."""
+    """Shared by the stages: options, and a list of skipped tests."""
 
     long: bool = False
     backends: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
 
     def skip(self, text: str) -> None:
-        """Notes a test that this machine cannot run."""
+        """Records a test that this machine cannot run."""
         print(f"not run: {text}", flush=True)
         self.not_run.append(text)
 
 
 def shown(command: Sequence[str | Path]) -> str:
-    """A command in a line: the tool, its options, and the first of many files."""
+    """A command shortened to a line: the tool, its options, and the first of many files."""
     words = [str(word) for word in command]
     if len(words) > 2 and words[1] == "-m":
         words = words[2:]
@@ -103,7 +104,7 @@ def shown(command: Sequence[str | Path]) -> str:
 
 
 def call(*command: str | Path, cwd: Path = ROOT, **env: str) -> None:
-    """Runs a command with no standard input; Failed unless it succeeds."""
+    """Runs a command without standard input; Failed unless it succeeds."""
     done = subprocess.run(
         [str(c) for c in command],
         stdin=subprocess.DEVNULL,
@@ -159,19 +160,19 @@ def examples(session: Session) -> None:
 
 
 def library(session: Session) -> None:
-    """Public names, man pages, and an installation used as a stranger would."""
+    """Public symbols, man pages, and use of an installed copy."""
     quiet(*make("all"))
     call(PYTHON, ROOT / "scripts" / "check_library.py")
 
 
 def docs(session: Session) -> None:
-    """The code in the documentation is run; the site is built, without warnings or dead links."""
+    """Runs the documentation's code; builds the site without warnings or dead links."""
     quiet(*make("all"))
     call(PYTHON, ROOT / "scripts" / "check_docs.py")
     command = [str(PYTHON), str(ROOT / "scripts" / "docs_site.py")]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status == NO_TOOLS:
-        session.skip("the documentation's site: its tools cannot be had here")
+        session.skip("the documentation's site: its tools are not available here")
     elif status:
         raise Failed(f"scripts/docs_site.py: exit status {status}")
 
@@ -201,7 +202,7 @@ def lint(session: Session) -> None:
         [PYTHON, ROOT / "scripts" / "check_text.py"],
     ]
     failed = []
-    # Where the programs of tests/kernel find the scripts that they build with.
+    # The path by which the programs of tests/kernel import scripts/.
     path = f"{ROOT / 'scripts'}:{ROOT / 'benchmarks' / 'src'}"
     for command in commands:
         try:
@@ -223,8 +224,8 @@ def pytest_on(
 ) -> None:
     """pytest on a back end: a process for each processor, each with whole files.
 
-    `libraries`: the folder in which shared libraries are looked for first. `preload`: the one that
-    comes before all others. `told`: how much is printed.
+    `libraries`: the folder searched first for shared libraries. `preload`: LD_PRELOAD. `told`:
+    pytest's verbosity.
     """
     workers = len(os.sched_getaffinity(0))
     if backend != "host":
@@ -243,7 +244,7 @@ def python_tests(session: Session) -> None:
 
 
 def other_pythons(session: Session) -> None:
-    """pytest on the back end host with each other Python that is here, but for what is long."""
+    """pytest on the back end host with every other installed Python, without long tests."""
     own = answer(str(PYTHON), "-c", VERSION)
     found, absent = interpreters()
     for version in absent:
@@ -257,7 +258,7 @@ def other_pythons(session: Session) -> None:
         size = "2 GB, with PyPI's torch 5 GB"
         status = extra_environment.make(venv, TESTED_WITH, python=python, size=size)
         if status == CANNOT:
-            session.skip(f"the Python tests on {version}: what they need cannot be had (see above)")
+            session.skip(f"the Python tests on {version}: requirements unavailable (see above)")
             continue
         if status:
             raise Failed(f"no environment of Python {version} could be made")
@@ -271,7 +272,7 @@ def other_pythons(session: Session) -> None:
 
 
 def can(script: str, *words: str) -> bool:
-    """Runs a script that sets something up, or checks it; False: this machine cannot."""
+    """Runs a set-up or check script; False: not possible on this machine."""
     command = [str(PYTHON), str(ROOT / "scripts" / script), *words]
     status = subprocess.run(command, stdin=subprocess.DEVNULL, cwd=ROOT, check=False).returncode
     if status not in (0, CANNOT):
@@ -282,7 +283,7 @@ def can(script: str, *words: str) -> bool:
 def transformers(session: Session) -> None:
     """The tests that use transformers, with the oldest version that pyproject.toml asks for."""
     if not can("transformers_setup.py"):
-        session.skip("the oldest transformers: its environment cannot be had here (see above)")
+        session.skip("the oldest transformers: its environment is not available here (see above)")
         return
     python = BUILD / "transformers" / "bin" / "python"
     version = quiet(python, "-c", "import transformers; print(transformers.__version__)").strip()
@@ -295,16 +296,16 @@ def transformers(session: Session) -> None:
 def notebook(session: Session) -> None:
     """A cache in a notebook's kernel and under its debugger."""
     if not can("notebook_setup.py"):
-        session.skip("a notebook's kernel: it cannot be had here (see above)")
+        session.skip("a notebook's kernel: not available here (see above)")
         return
     python = BUILD / "notebook" / "bin" / "python"
     pytest_on("host", python, "long", "tests/python/test_notebook.py")
 
 
 def sglang(session: Session) -> None:
-    """SGLang's CPU engine on pages that come and go, beside stock."""
+    """SGLang's CPU engine on the elastic pool, beside stock."""
     if not can("sglang_setup.py"):
-        session.skip("sglang: its environment cannot be had here (see above)")
+        session.skip("sglang: its environment is not available here (see above)")
         return
     # Warnings are SGLang's own.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings"]
@@ -319,20 +320,20 @@ def vllm(session: Session) -> None:
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings", "-m", marks]
     python = Path("bin") / "python"
     if not can("vllm_setup.py"):
-        session.skip("vllm: its environment cannot be had here (see above)")
+        session.skip("vllm: its environment is not available here (see above)")
         return
     path = f"{ROOT}:{ROOT / 'benchmarks' / 'src'}"
     call(BUILD / "vllm" / python, "-m", "pytest", *options, "tests/vllm", PYTHONPATH=path)
     if session.long and not can("vllm_setup.py", "ray"):
-        session.skip("vllm with Ray: its environment cannot be had here (see above)")
+        session.skip("vllm with Ray: its environment is not available here (see above)")
     elif session.long:
         tests = ["tests/vllm/test_parallel.py", "-k", "ray"]
         call(vllm_setup.RAY / python, "-m", "pytest", *options, *tests, PYTHONPATH=path)
     if session.long and not can("vllm_tests.py"):
-        session.skip("vLLM's own tests over the pool: they cannot be had here (see above)")
+        session.skip("vLLM's own tests over the pool: not available here (see above)")
     for requirement in vllm_setup.versions() if session.long else []:
         if not can("vllm_setup.py", requirement):
-            session.skip(f"{requirement}: its environment cannot be had here (see above)")
+            session.skip(f"{requirement}: its environment is not available here (see above)")
             continue
         newest = requirement.startswith("vllm==")
         # The benchmark's engines and the example are the same; of older versions, what is a hook.
@@ -350,7 +351,7 @@ def python_fast(session: Session) -> None:
 
 
 def kernel_scripts(session: Session) -> None:
-    """What builds, loads and tests the driver, as far as no driver is needed for it."""
+    """The driver's build, load and test scripts, as far as they need no driver."""
     call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
     call(PYTHON, "-m", "pytest", "-q", "tests/kernel")
 
@@ -363,7 +364,7 @@ def kernel(session: Session) -> None:
 
 
 def kernel_checks(session: Session) -> None:
-    """The patches on every version; sparse and all warnings; with --long, builds that repeat."""
+    """The patches on every version; sparse and all warnings; with --long, reproducible builds."""
     long = ["--long"] if session.long else []
     call(PYTHON, ROOT / "scripts" / "kernel_setup.py", *long)
     call(PYTHON, ROOT / "scripts" / "check_patches.py", *(["--build"] if session.long else []))
@@ -383,14 +384,14 @@ def gpu_checks(session: Session) -> None:
 
 
 def softcuda() -> Path:
-    """The folder with the software in the place of CUDA and of the kernel modules, built."""
+    """Builds the software replacements of CUDA and the kernel modules; returns their folder."""
     build = BUILD / "softcuda"
     quiet("make", "-s", "--no-print-directory", "-C", "tests/softcuda", f"OUT={build}")
     return build
 
 
 def on_software(session: Session, backend: str, names: Sequence[str], preload: str = "") -> None:
-    """Files of tests/python on a back end of a GPU, with tests/softcuda in its place."""
+    """Runs files of tests/python on a GPU back end, over tests/softcuda."""
     build = softcuda()
     files = [f"tests/python/test_{name}.py" for name in names]
     marks = "not long" if session.long else "not slow and not long"
@@ -419,7 +420,7 @@ def stock(session: Session) -> None:
 
 
 def usable_gpu_backends() -> list[str]:
-    """Those of stock and cuda that their probe proves."""
+    """The back ends, of stock and cuda, whose probe succeeds."""
     found = json.loads(quiet(VENV / "vmem", "probe", "--json"))
     return [one["backend"] for one in found if one["usable"] and one["backend"] != "host"]
 
@@ -430,15 +431,15 @@ def gpu_tests(session: Session) -> None:
     backends = session.backends or usable_gpu_backends()
     if not backends:
         raise Failed("no back end of a GPU can be used on this machine")
-    # With -v each test is named as it ends, so a run that is cut short tells what failed by then.
-    # Beside a -q it would not.
+    # -v names each test as it ends, so that an aborted run shows its failures. Not combined with
+    # -q, which would cancel it.
     told, failed = "-v", []
     for backend in backends:
         try:
             pytest_on(backend, PYTHON, "not long", "tests/python", told=told)
         except Failed:
             failed.append(f"tests/python on {backend}")
-    try:  # one after the other: they look at the device's memory from outside
+    try:  # serially: they observe the device's memory from outside
         call(PYTHON, "-m", "pytest", told, "tests/gpu", VMEM_TEST_BACKEND=",".join(backends))
     except Failed:
         failed.append("tests/gpu")
@@ -447,7 +448,7 @@ def gpu_tests(session: Session) -> None:
 
 
 def interpreters() -> tuple[dict[str, str], list[str]]:
-    """Executables of the Pythons that are here, by version, and the versions that are not."""
+    """Executables of installed Pythons by version, and the missing versions."""
     found: dict[str, str] = {}
     for version in PYTHONS:
         for path in (shutil.which(f"python{version}"), *map(str, pyenv_pythons(version))):
@@ -464,13 +465,13 @@ def pyenv_pythons(version: str) -> list[Path]:
 
 
 def answer(*command: str) -> str | None:
-    """What a command prints, None when it fails."""
+    """A command's output; None if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def wheel(session: Session) -> None:
-    """What `make dist` makes, installed in new environments; with --long, made twice."""
+    """The products of `make dist`, installed in new environments; with --long, built twice."""
     found, absent = interpreters()
     for version in absent:
         session.skip(f"the wheel on Python {version}: no such interpreter here")
@@ -490,13 +491,13 @@ def wheel(session: Session) -> None:
                 continue
             said = quiet(environment / "bin/python", check, cwd=folder)
             print(f"Python {version}: {said}", end="", flush=True)
-            # The benchmarks alone: what they need is imported when they run.
+            # Only the benchmarks: their requirements are imported when they run.
             quiet(environment / "bin/python", *pip, "install", "-q", "--no-deps", bench)
             quiet(environment / "bin/vmem", "bench", "capacity", "--help", cwd=folder)
 
 
 def in_new_systems(session: Session, script: str, what: str) -> None:
-    """Runs a check that makes Debian systems of its own, which not every machine can."""
+    """Runs a check that creates Debian systems, which is not possible on every machine."""
     if not can(script):
         session.skip(f"{what} in a new Debian system: it cannot be made here (see above)")
 
@@ -544,12 +545,12 @@ LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb")
 
 
 def minutes(seconds: float) -> str:
-    """A time for a person."""
+    """Formats a duration for humans."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 class Times:
-    """Seconds that each stage took when it last passed; a long run's apart from a short one's."""
+    """Seconds that each stage took when it last passed; long runs are kept separately."""
 
     def __init__(self, path: Path, *, long: bool) -> None:
         self._path = path
@@ -559,7 +560,7 @@ class Times:
             self._all = json.loads(path.read_text(encoding="utf-8"))
 
     def left(self, names: Sequence[str]) -> str:
-        """What stages are expected to take, as far as an earlier run tells."""
+        """The expected duration of stages, from earlier runs."""
         known = self._all.get(self._mode, {})
         seconds = [known[name] for name in names if name in known]
         if not seconds:
@@ -569,7 +570,7 @@ class Times:
         return f"about {minutes(sum(seconds))} left{more}"
 
     def note(self, name: str, seconds: float) -> None:
-        """Keeps a stage's time."""
+        """Stores a stage's duration."""
         self._all.setdefault(self._mode, {})[name] = round(seconds, 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
@@ -580,10 +581,10 @@ class Times:
 def run_stages(
     names: Sequence[str], session: Session, times: Times, *, chosen: bool = False
 ) -> int:
-    """Runs them, then prints what became of each; the exit status.
+    """Runs stages and prints a summary; returns the exit status.
 
     Args:
-        chosen: they were named one by one: `make check`, or a person.
+        chosen: the stages were named explicitly, by `make check` or a user.
     """
     results: dict[str, str] = {}
     start = time.monotonic()

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes build/sglang: SGLang's Python, on top of build/vllm. Exit status 77: it cannot be had here.
+"""Creates build/sglang: SGLang's Python, on top of build/vllm.
 
-SGLang's wheel holds its Python; its kernels are a package of their own, of which there is no build
-for CPUs. What its CPU engine imports of that and of torchvision stands in tests/sglang/stand_ins.
+Exit status 77: unavailable here. SGLang's wheel contains its Python; its kernels are a separate
+package without a build for CPUs. Stubs for what its CPU engine imports of that package and of
+torchvision are in tests/sglang/stand_ins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The parts of the system that set-up needs, and the packages that have them.
+"""The parts of the system that set-up needs, and the packages that provide them.
 
-Each package manager is a row: how it installs, and its distributions' names for each part. The
-first one that is here is used. What it installs from is never changed: no source is added, no key.
+Each package manager is a row: its install command, and its names for each part. The first available
+manager is used. Its sources and keys are never changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "say",
 ]
 
-# Every part that a package can supply, in words.
+# Descriptions of the parts that packages provide.
 PARTS = {
     "compiler": "gcc",
     "make": "make",
@@ -55,7 +55,7 @@ def fail(text: str) -> NoReturn:
 
 
 def quiet(command: Sequence[str], *, show: bool) -> bool:
-    """Whether a command succeeds; what it says is shown when it does not, if `show`."""
+    """True if a command succeeds; `show`: prints its output if it fails."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -78,7 +78,7 @@ class Manager:
         install: the command before the packages' names.
         names: a package for each part; {python} is "python3", or "python3.12" where that is not
             the system's python3; {minor} is 12.
-        refresh: what fetches package lists where installing does not.
+        refresh: the command that fetches package lists, if installing does not.
     """
 
     install: tuple[str, ...]
@@ -145,12 +145,12 @@ MANAGERS = (
 
 
 def manager() -> Manager | None:
-    """The package manager of this system; None: there is none that is known here."""
+    """The package manager of this system; None: no known manager was found."""
     return next((one for one in MANAGERS if shutil.which(one.install[0])), None)
 
 
 def missing() -> list[str]:
-    """The parts that are not here and without which nothing can be built."""
+    """The missing parts without which nothing can be built."""
     found = [] if shutil.which("gcc") else ["compiler"]
     found += [] if shutil.which("make") else ["make"]
     found += [] if Path("/usr/include/stdio.h").exists() else ["libc"]
@@ -168,13 +168,13 @@ def missing() -> list[str]:
 
 
 def has_probes() -> bool:
-    """Whether the header of USDT probes is here; without it the library is built without them."""
+    """True if the header of USDT probes exists; the library is built without probes otherwise."""
     folders = (Path("/usr/include"), *Path("/usr/include").glob("*-linux-gnu"))
     return any((folder / "sys" / "sdt.h").exists() for folder in folders)
 
 
 def privileged(command: Sequence[str], *, ask: bool) -> list[str] | None:
-    """The command as root; None where that cannot be had (`ask`: a password may be asked for)."""
+    """The command as root; None if impossible (`ask`: may ask for a password)."""
     if os.geteuid() == 0:
         return list(command)
     if not shutil.which("sudo"):
@@ -186,11 +186,11 @@ def privileged(command: Sequence[str], *, ask: bool) -> list[str] | None:
 
 
 def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = False) -> bool:
-    """Installs packages; whether they are there.
+    """Installs packages; returns True on success.
 
     Args:
-        useful: nothing needs them: no password is asked for, and False is returned where they
-            cannot be installed. Else the program ends with the command that would do it.
+        useful: the packages are optional: no password is asked for, and False is returned if they
+            cannot be installed. Otherwise a failure ends the program with the command to run.
     """
     say(f"missing packages: {' '.join(packages)}")
     wanted = [*tool.install, *packages]
@@ -213,7 +213,7 @@ def install_packages(tool: Manager, packages: Sequence[str], *, useful: bool = F
 
 
 def install(parts: Sequence[str], *, useful: bool = False) -> bool:
-    """Installs the packages that have parts of the system, as `install_packages` does."""
+    """Installs the packages that provide parts of the system, as `install_packages` does."""
     tool = manager()
     if tool is not None:
         return install_packages(tool, tool.packages(parts), useful=useful)
@@ -225,7 +225,7 @@ def install(parts: Sequence[str], *, useful: bool = False) -> bool:
 
 
 def install_debian_packages(packages: Sequence[str]) -> None:
-    """Installs what only Debian's names are known of here: tools of tests and of packaging."""
+    """Installs tools for tests and packaging, known only by Debian's names."""
     if not shutil.which(APT.install[0]):
         names = " ".join(packages)
         fail(f"no apt-get here: install what Debian calls {names}, then run this again")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes build/transformers: the oldest transformers that pyproject.toml asks for, on build/venv.
+"""Creates build/transformers: the oldest supported transformers, on top of build/venv.
 
-Exit status 77: it cannot be had here. What that version asks for in a version other than
-build/venv's (huggingface-hub) comes with it; all else is build/venv's.
+Exit status 77: unavailable here. Dependencies with another version than build/venv's
+(huggingface-hub) are installed with it; everything else is build/venv's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Whether UVM's page tables are written as they were when the kernel module was.
+"""Checks the functions of UVM's page tables that the kernel module relies on.
 
-The module does two things with them that uvm_mmu.h asks its callers not to do;
-kernel_module/README.md says which, and why they are harmless. That rests on a few functions of
-uvm_mmu.c, each of which has had few texts: patches/contracts.json has a digest of every one.
+The module does two things that uvm_mmu.h forbids to callers; kernel_module/README.md lists them and
+explains why they are harmless. That depends on a few functions of uvm_mmu.c, of which few variants
+exist: patches/contracts.json has a digest of each reviewed variant.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FILE = "kernel-open/nvidia-uvm/uvm_mmu.c"
 
 @functools.cache
 def known_texts() -> dict[str, dict[str, str]]:
-    """The functions; for each the digests of its texts, and the versions that have them."""
+    """For each function, the digests of its variants, and the versions with them."""
     table: dict[str, dict[str, str]]
     table = json.loads((PATCHES / "contracts.json").read_text(encoding="utf-8"))
     return table
 
 
 def digest(source: str, function: str) -> str | None:
-    """Of a function's text without comments and white space; None if there is no such function."""
+    """The digest of a function without comments and white space; None if it does not exist."""
     pattern = rf"^\w[^;{{}}\n]*\b{re.escape(function)}\([^;{{}}]*\)\n\{{\n.*?^\}}\n"
     found = re.search(pattern, source, re.MULTILINE | re.DOTALL)
     if not found:
@@ -40,7 +40,7 @@ def digest(source: str, function: str) -> str | None:
 
 
 def contract_problems(version: str, source: str) -> list[str]:
-    """What in a version's uvm_mmu.c is not as in any version that was read."""
+    """The functions in a version's uvm_mmu.c that match no reviewed variant."""
     return [
         f"{version}: {function} of uvm_mmu.c is not as in any version that was read; see "
         "kernel_module/README.md, Beyond the contract, then add its digest to contracts.json"

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""What a version of vLLM changed where pyvmem uses it.
+"""Lists changes between vLLM versions in what pyvmem uses.
 
     python scripts/vllm_hooks.py 0.32.0 0.33.0          # downloads both wheels
     python scripts/vllm_hooks.py 0.32.0 vllm.whl --diff
 
-A version is a number, a wheel, or the folder of the package. Exit status 1: the second one lacks
-something, and pyvmem refuses it.
+A version is a number, a wheel, or the folder of the package. Exit status 1: the second version
+lacks a hook, so pyvmem refuses it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["changes", "main", "open_source"]
 
 
 def open_source(version: str, folder: Path) -> Source:
-    """The source of a version; a wheel that has to be downloaded comes into `folder`."""
+    """The source of a version; wheels are downloaded to `folder`."""
     path = Path(version)
     if path.is_dir():
         return Source(path, "vllm")
@@ -41,20 +41,20 @@ def open_source(version: str, folder: Path) -> Source:
         target.mkdir(exist_ok=True)
         wheel = vllm_setup.download(f"vllm=={version}", target)
         if wheel is None:
-            raise SystemExit(f"vllm {version} cannot be had")
+            raise SystemExit(f"vllm {version} is not available")
         path = wheel
     return Source(zipfile.Path(path, "vllm/"), "vllm")
 
 
 def parameters(node: ast.AST) -> str:
-    """Of a function, as they are written."""
+    """The source lines of a function."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return f"({ast.unparse(node.args)})"
     return ""
 
 
 def changes(hook: Hook, before: Source, after: Source, *, diff: bool = False) -> Iterator[str]:
-    """What differs between two versions in what a hook names, in lines."""
+    """A diff of what a hook names, between two versions."""
     old, new = (source.find(hook.module, hook.name) for source in (before, after))
     if old is None or new is None:
         if (old is None) != (new is None):

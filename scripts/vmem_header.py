@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reads the public functions and the version out of libvmem/include/vmem.h."""
+"""Reads the public functions and the version from libvmem/include/vmem.h."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADER = ROOT / "libvmem" / "include" / "vmem.h"
 
 
 def normal(declaration: str) -> str:
-    """The declaration with one way of writing blanks and pointers."""
+    """Normalizes blanks and pointers in a declaration."""
     text = re.sub(r"\s+", " ", declaration.strip())
     text = re.sub(r" ?\* ?", " *", text)
     return re.sub(r"\s*([(),])\s*", r"\1", text).replace(",", ", ")

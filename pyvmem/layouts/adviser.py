@@ -5,10 +5,10 @@ The rule, in order:
 
 1. Mapping must be hidden: at the layout's own batch, the map calls of an iteration take at most
    half of an iteration, in which they run in the background.
-2. Of these, the layouts within 1 % of the largest worth: the batch divided by attention's time
-   once the memory is full (`pyvmem.layouts.entries`): what of a request is no whole block of 2 MB
-   is slow on a full card where layers share a tensor and pages are smaller.
-3. Of these, the one with the fewest map calls, then the smallest group, then the smallest page.
+2. Of these, the layouts within 1 % of the best score: batch size divided by attention time once the
+   memory is full (`pyvmem.layouts.entries`). On a full card, whatever of a request does not fill
+   2 MB blocks is slow to read where layers share a tensor and pages are smaller.
+3. Of these, the fewest map calls, then the smallest group, then the smallest page.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HIDDEN = 0.5  # of an iteration
 
 
 def call_us(backend: str, ranks: int = 1) -> float:
-    """`CALL_US`, at most, on so many ranks; a back end without a number has that of `stock`."""
+    """Upper bound of `CALL_US` on this many ranks; an unmeasured back end counts as `stock`."""
     return ranks * CALL_US.get(backend, CALL_US["stock"])
 
 
@@ -71,11 +71,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Advice:
-    """What `advise` found.
+    """The result of `advise`.
 
     Attributes:
-        best: the layout to take.
-        costs: all that were considered, in the order given.
+        best: the recommended layout.
+        costs: of every layout considered, in the order given.
         why: one sentence.
     """
 
@@ -92,7 +92,7 @@ def choices(
 ) -> list[Choice]:
     """All layouts: every divisor of the layers (up to `max_group`; 0: all) x page x run.
 
-    Of layers that differ, the common divisors of how many there are of each kind.
+    With several kinds of layers: common divisors of the number of layers of each kind.
     """
     layers, sizes, lengths = shape.largest_group, list(page_sizes), list(runs)
     groups = [
@@ -155,7 +155,7 @@ def _trouble(one: Cost) -> tuple[float, int, int]:
 
 
 def name(choice: Choice) -> str:
-    """The layout in words."""
+    """Describes the layout in words."""
     size = choice.page_size
     page = f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
     group = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``vmem layouts``: what each layout costs a model and a workload, and which one to take."""
+"""``vmem layouts``: the cost of each layout for a model and a workload, and the best layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Activations, the CUDA context and libraries: what engines leave by default (vLLM
 
 
 def budget(shape: ModelShape, memory: int, reserve: float = RESERVE) -> int:
-    """Bytes for keys and values on each rank: the memory less `reserve` of it and the weights.
+    """Bytes for keys and values on each rank: memory minus the `reserve` fraction and weights.
 
     Raises:
         InvalidArgument: nothing is left.
@@ -97,10 +97,10 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command.
+    """Runs the command.
 
     Raises:
-        BadUsage: no such model, not a trace, or a combination for which there is no layout.
+        BadUsage: no such model, not a trace, or no layout exists for the combination.
     """
     try:
         return _run(args)
@@ -153,7 +153,7 @@ def _document(
 
 
 def _kinds(shape: ModelShape) -> str:
-    """The groups of equal layers, in words."""
+    """Describes the groups of equal layers in words."""
     words = []
     for config in shape.configs():
         if config.state:

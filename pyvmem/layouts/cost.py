@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""What a layout costs: how many layers share a tensor, the page, and the pages mapped at a time.
+"""The cost of a layout: layers per tensor, page size, and pages mapped per call.
 
-A request that runs holds its prompt and what it generated before: in its iteration k (from 0),
+A running request holds its prompt and the tokens generated so far: in iteration k (from 0),
 ``context + k`` tokens. Means are over all iterations of all requests of the workload, so that a
-request counts for as long as it holds memory. With M bytes for keys and values, and m bytes held
-by a request on average, M / m requests run at a time in the long run (Little's law).
+request counts for as long as it holds memory. With M bytes for keys and values, and m bytes held by
+a request on average, M / m requests run concurrently in the long run (Little's law).
 
-The groups of layers that differ are summed up. Layers with a window hold the whole prompt in the
-first iteration, as of a prefill in one step; then the window at the end of the last whole sharing
-unit, `KVCacheConfig.window_tile` rows before it, and what of their first page lies before those.
-Layers with a state hold that from the first iteration to the last.
+Costs are summed over the groups of equal layers. Layers with a window hold the whole prompt in the
+first iteration, as after a prefill in one step; then the window at the end of the last whole block,
+`KVCacheConfig.window_tile` rows before it, and the part of their first page before those. Layers
+with a state hold it from the first iteration to the last.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Choice:
     """A layout.
 
     Attributes:
-        group_size: layers that share one K and one V tensor; divides the model's layers, and those
-            of each kind.
+        group_size: layers that share one K and one V tensor; divides the number of layers of each
+            kind.
         page_size: bytes, a power of two.
         run: pages mapped with one call when a request grows, and wasted until it fills them; a
             power of two. 1: as `KVCache` grows, by up to `KVCacheConfig.growth_fraction` of what a
@@ -68,13 +68,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Held:
-    """What a request holds on average; bytes.
+    """Memory of a request, averaged; bytes.
 
     Attributes:
         mapped: physical memory.
-        used: rows that hold tokens, of a window those that the next token sees.
-        large: of what is mapped, whole blocks of 2 MB, which entries of that size map. A window
-            has none that last.
+        used: rows that hold tokens; for a window, the rows visible to the next token.
+        large: the part of `mapped` in whole 2 MB blocks, mapped by entries of that size; 0 for a
+            window, whose blocks do not stay whole.
     """
 
     mapped: float
@@ -84,28 +84,28 @@ class Held:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layout costs a model with a workload. Bytes, tokens and calls are of one rank.
+    """The cost of a layout for a model and a workload. Bytes, tokens and calls are per rank.
 
     Attributes:
         choice: the layout.
-        tensors: virtual tensors, and pieces that a growth consists of.
-        held: by a running request on average.
+        tensors: virtual tensors; each growth maps in every one.
+        held: average memory of a running request.
         waste_bound: a request wastes less than this: the bytes of one growth, and of the rows that
             a kernel may read past its length; with a window also of a page, the rows before it and
             a sharing unit.
-        tokens_per_growth: tokens that a growth has room for, on average.
-        calls_per_token: map calls for a generated token, of a back end that maps a run with a call
-            (`stock`, `cuda`, `host`), without those that unmap what left a window. `uvm` maps all
-            that a step needs with one.
-        sharing_unit: tokens; requests can share whole multiples of it, because only there a row and
-            a page end together. 0: none, since no prefix has a state.
-        page_table_bytes: of the GPU's last level, for what a request holds on average.
+        tokens_per_growth: tokens that fit into a growth, on average.
+        calls_per_token: map calls of a back end that maps a run with a call (`stock`, `cuda`,
+            `host`), without the unmaps behind a window. `uvm` maps everything a step needs with one
+            call.
+        sharing_unit: tokens per block, the granularity of sharing: only there do a row and a page
+            end together. 0: nothing is shared, since states are not.
+        page_table_bytes: of the GPU's last level, for an average request.
         books_bytes: kernel memory that `stock` needs for it at most, when every growth was mapped
             by itself; much less where a prompt was mapped in runs. `uvm` needs about 28 bytes a
             page.
-        batch: requests at a time in the memory given.
-        attention: time of decode attention once that memory is full, over that from cudaMalloc
-            memory with a tensor per layer, whole blocks of 2 MB mapped by large entries; see
+        batch: concurrent requests in the given memory.
+        attention: decode attention time once that memory is full, whole blocks of 2 MB mapped by
+            large entries, relative to cudaMalloc memory with a tensor per layer; see
             `pyvmem.layouts.entries`.
     """
 
@@ -123,12 +123,12 @@ class Cost:
 
     @property
     def waste(self) -> float:
-        """Bytes that a running request wastes on average."""
+        """Average bytes that a running request wastes."""
         return self.held.mapped - self.held.used
 
     @property
     def calls_per_growth(self) -> int:
-        """Map calls at once when a request outgrows its pages, as `calls_per_token`."""
+        """Map calls when a request outgrows its pages; counted as in `calls_per_token`."""
         return self.tensors
 
 
@@ -146,9 +146,9 @@ def page_table_bytes(page_size: int) -> int:
 def layouts_of(
     shape: ModelShape, choice: Choice, longest: int, overread_rows: int = 0
 ) -> list[Layout]:
-    """The cache's own arithmetic for a request of up to `longest` tokens, by group of equal layers.
+    """The cache's own page arithmetic for a request of up to `longest` tokens, per layer group.
 
-    A run counts as a page: that is how the request grows. `overread_rows` are mapped past its
+    A run counts as a page, because the request grows by runs. `overread_rows` are mapped past its
     prompt.
     """
     configs = shape.configs(
@@ -161,12 +161,12 @@ def layouts_of(
 
 
 def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Request]) -> Held:
-    """What a running request holds on average; see the top of this file.
+    """Average memory of a running request; see the top of this file.
 
     Args:
-        layout: whose pages are what the request grows by.
-        page_size: of the pages that a window lets go.
-        unit: tokens that prefixes are shared in, at whose ends the window stays.
+        layout: its pages are the growth steps of the request.
+        page_size: of the pages unmapped behind a window.
+        unit: tokens per block; the window advances by whole blocks.
         requests: the workload.
     """
     each = list(map(layout.pages_for, range(layout.max_rows + 1)))
@@ -179,7 +179,7 @@ def held_by(layout: Layout, page_size: int, unit: int, requests: Sequence[Reques
     grown = large = left = iterations = tokens = 0
     for request in requests:
         begun = layout.pages_for_step(0, request.context)
-        full = min(layout.capacity(begun), request.longest)  # the pages of the prompt last so long
+        full = min(layout.capacity(begun), request.longest)  # then its pages are full
         grown += begun * (full - request.context + 1) + pages[request.longest] - pages[full]
         large += _whole(begun, block) * (full - request.context + 1)
         large += full_blocks[request.longest] - full_blocks[full]
@@ -201,7 +201,7 @@ def _whole(pages: int, block: int) -> int:
 
 
 def _gone(layout: Layout, page_size: int, unit: int, tokens: int) -> int:
-    """Pages that a window has let go when a request decodes its last of so many tokens."""
+    """Pages unmapped behind the window when a request decodes the last of `tokens`."""
     config = layout.config
     if not config.window:
         return 0
@@ -258,14 +258,14 @@ def cost(
     memory_bytes: int,
     overread_rows: int = 0,
 ) -> Cost:
-    """What `choice` costs.
+    """Computes the cost of `choice`.
 
     Args:
         shape: the model, on one rank.
         choice: the layout.
         requests: the workload, at least one request.
         memory_bytes: for keys and values, on this rank.
-        overread_rows: as in `KVCacheConfig`; a request wastes what it has not grown into.
+        overread_rows: as in `KVCacheConfig`; a request wastes what its tokens have not reached.
 
     Raises:
         InvalidArgument: a group size that does not divide the layers, no request, no memory.
@@ -279,7 +279,7 @@ def cost(
     grows = [layout for layout in layouts if not layout.state]
     units = [choice.page_size // gcd(choice.page_size, layout.row_bytes) for layout in grows]
     unit = lcm(*units)
-    kept = unit if grows == layouts else 1  # beside a state nothing is recorded
+    kept = unit if grows == layouts else 1  # prefixes are not cached for models with a state
     each = [held_by(layout, choice.page_size, kept, requests) for layout in layouts]
     held = Held(
         mapped=sum(one.mapped for one in each),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Attention's time by the size of page-table entries, the cache's size and layers in a tensor.
+"""Attention time by page-table entry size, cache size and layers per tensor.
 
 A decode step reads every page of a layer's tensors once a layer. A tensor that g layers share is
 swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 GiB of entries of
@@ -23,7 +23,7 @@ LARGE_ENTRY = 2 << 20
 
 _Curve = tuple[tuple[float, float], ...]
 
-# Layers in a tensor: GiB that a layer's attention sweeps, and the time over that from cudaMalloc
+# By layers in a tensor: GiB swept by a layer's attention, and its time relative to cudaMalloc
 # memory with a tensor per layer.
 _SMALL: dict[int, _Curve] = {
     1: ((0.25, 1.00), (0.5, 1.01), (0.75, 1.01), (1.5, 1.02), (2.0, 1.02)),
@@ -41,7 +41,7 @@ MEASURED_GROUPS = max(_SMALL)
 def attention_time(
     page_size: int, group_size: int, num_layers: int, footprint: int, large: float = 0.0
 ) -> float:
-    """Decode attention's time over that from cudaMalloc memory with a tensor per layer.
+    """Decode attention time relative to cudaMalloc memory with a tensor per layer.
 
     Args:
         page_size: bytes; 2 MB and more are mapped by large entries, less by entries of 64 KB.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Command-line options that the commands about layouts and traces share."""
+"""Command-line options shared by the commands about layouts and traces."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def counts(text: str, all_is: int | None = None) -> list[int]:
 
 
 def model_shape(model: str, dtype: str = "") -> ModelShape:
-    """`shape_of` what ``--model`` names.
+    """The shape of the model that ``--model`` names.
 
     Raises:
-        BadUsage: it names no model, or one whose layers keep something else.
+        BadUsage: no such model, or its layers keep something else.
     """
     try:
         return shape_of(model, dtype)
@@ -141,14 +141,14 @@ def page_name(page_size: int) -> str:
 
 
 def add_workload(parser: Any, trace: str, what: str, requests: int, **how: Any) -> None:
-    """Adds ``--trace``, or else so many made-up `what` of a seed.
+    """Adds ``--trace``, and options for synthetic `what` from a seed instead.
 
     Args:
         parser: gets the arguments.
-        trace: which traces are read.
+        trace: help text: the traces that can be read.
         what: "requests" or "prompts".
         requests: the default.
-        **how: more for ``--trace``.
+        **how: further arguments of ``--trace``.
     """
     add = parser.add_argument
     add("--trace", type=existing_file, help=trace, **how)

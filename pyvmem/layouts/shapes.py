@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Models by the memory that their keys, values and weights need."""
+"""Model shapes: the memory of keys, values and weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["SHAPES", "ModelShape", "shape_of"]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides a model's memory, on one rank.
+    """A model's memory-relevant shape, on one rank.
 
     Attributes:
         name: for people.
-        num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, heads and
-            their size are the first one's.
+        num_layers, num_kv_heads, head_dim, dtype: as in `KVCacheConfig`; with `layers`, those of
+            the first layer.
         weight_bytes: of the weights; 0: not known.
         ranks: GPUs that share the heads and the weights (tensor parallelism).
-        layers: what every layer keeps, where they differ, slide, or keep a latent or a state; ():
-            all keep keys and values of every token.
+        layers: the specification of every layer, if layers differ, slide, or keep a latent or a
+            state; (): all keep keys and values of every token.
     """
 
     name: str
@@ -70,21 +70,21 @@ class ModelShape:
 
     @property
     def largest_group(self) -> int:
-        """Most layers that can share a tensor, in every group of equal ones."""
+        """The most layers that can share a tensor, in every group of equal layers."""
         return gcd(*(config.num_layers for config in self.configs()))
 
     @property
     def token_bytes(self) -> int:
-        """What one token adds in all layers, on one rank."""
+        """Bytes that a token adds in all layers, on one rank."""
         return sum(_bytes(config) for config in self.configs() if not config.state)
 
     @property
     def state_bytes(self) -> int:
-        """What a request has whatever its length, in all layers, on one rank."""
+        """Bytes of a request at any length (states), in all layers, on one rank."""
         return sum(_bytes(config) for config in self.configs() if config.state)
 
     def stored_as(self, dtype: str) -> ModelShape:
-        """The same with keys and values of another type, such as 8 bits; "": as it is.
+        """The shape with keys and values of another type, such as 8 bits; "": unchanged.
 
         States keep theirs.
         """
@@ -97,7 +97,7 @@ class ModelShape:
         return replace(self, name=f"{self.name} in {dtype}", dtype=dtype, layers=layers)
 
     def on_ranks(self, ranks: int) -> ModelShape:
-        """One rank's part; a latent is whole on each.
+        """The shape on one rank; latents are replicated.
 
         InvalidArgument: the heads cannot be shared out evenly.
         """
@@ -148,7 +148,7 @@ def _llama(
     *,
     tied: bool = False,
 ) -> ModelShape:
-    """A model of Llama's kind from its public configuration; the weights are counted."""
+    """A Llama-like model from its public configuration; computes the weights' size."""
     dim = hidden // heads
     attention = 2 * hidden * hidden + 2 * hidden * kv_heads * dim
     layer = attention + 3 * hidden * inner + 2 * hidden
@@ -176,7 +176,7 @@ def shape_of(model: str, dtype: str = "") -> ModelShape:
         dtype: of its keys and values, where such a file has none.
 
     Raises:
-        InvalidArgument: neither, or a configuration without what is needed.
+        InvalidArgument: neither, or a configuration that lacks a needed value.
     """
     for name, shape in SHAPES.items():
         if name.lower() == model.lower():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Requests by length: read from public traces, or made from a seed.
 
-Formats, known by their columns:
+Formats, recognized by their columns:
 
     Azure LLM inference (CSV)    TIMESTAMP,ContextTokens,GeneratedTokens
     vAttention's artifact (CSV)  num_prefill_tokens,num_decode_tokens,...
@@ -38,18 +38,15 @@ class Request(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Tokens whose keys and values it holds in its last iteration.
-
-        Those of the last token that it generates are never needed.
-        """
+        """Tokens whose keys and values it holds in its last iteration: all but the last token."""
         return self.context + self.output - 1
 
 
 class Arrival(NamedTuple):
-    """A request, and when it comes.
+    """A request and its arrival time.
 
     Attributes:
-        at: seconds after the first.
+        at: seconds after the first request.
         content: an id for each 512 tokens of its prompt, equal ones for equal prefixes;
             empty: the prompt shares nothing.
     """
@@ -69,7 +66,7 @@ def read_trace(path: Path | str) -> list[Request]:
 
 
 def read_arrivals(path: Path | str) -> list[Arrival]:
-    """`read_trace` with what else the traces say; without times, all come at 0."""
+    """`read_trace` with arrival times and contents; without times, all arrive at 0."""
     found = _read(Path(path))
     try:
         times = [_time(row) for _, row in found]
@@ -104,7 +101,7 @@ def _read(path: Path) -> list[tuple[Request, Mapping[str, Any]]]:
 
 
 def _time(row: Mapping[str, Any]) -> float:
-    """Seconds, from any moment on."""
+    """Seconds since an arbitrary moment."""
     if row.get("timestamp") is not None:
         return float(row["timestamp"]) / 1e3
     if row.get("TIMESTAMP"):

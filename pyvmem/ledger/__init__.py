@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The ledger: how much of a device each engine of one user has, across processes and containers."""
+"""The ledger: each engine's share of a device, across one user's processes and containers."""
 
 from pyvmem.ledger.accounts import (
     Account,

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""The ledger: how much of a device each engine of one user has, across processes and containers.
+"""The ledger: each engine's share of a device, across one user's processes and containers.
 
-A file of fixed size in a folder of the user's own, mapped by every engine; no daemon. An engine has
-a slot, and a lock on the slot's byte that the kernel drops when the process ends, however it ends:
-a process that can take that lock knows that the owner is dead and clears the slot. Process ids mean
-nothing across containers, so none is used for that.
+A file of fixed size in a private folder of the user, mapped by every engine; no daemon. An engine
+has a slot and a lock on the slot's byte, which the kernel drops when the process ends for any
+reason: a process that can take that lock knows that the owner is dead and clears the slot. Process
+ids mean nothing across containers, so they are not used for that.
 
     header   magic, version, capacity
-    slot     an engine: limit, floor, used, pending, ... ; words of eight bytes that the engine
-             itself writes, but for what it is ordered: `order`, the limit, `floor` and `asleep`
+    slot     an engine: limit, floor, used, pending, ...; 8-byte words written by the engine itself,
+             except for orders to it: `order`, the limit, `floor` and `asleep`
 
-All bytes are of one device. What an engine may take, under the lock of the file's first byte:
+All bytes are of one device. An engine may take, under the lock of the file's first byte:
 
     room = min(limit - used,
                capacity - the sum over others of max(used, floor) - used,
                free memory of the device - the sum over others of max(pending, floor - used))
 
-`pending` is what was granted and is not mapped yet, so the free memory still shows it. A process
+`pending` is memory granted but not mapped yet, so it still shows as free. A process
 killed between two words leaves an unowned slot; there is no other state to repair.
 """
 
@@ -75,14 +75,14 @@ _SLOT = 512
 _SLOTS = 64
 _SIZE = _HEADER + _SLOTS * _SLOT
 _LOCKS = 1 << 40  # lock bytes lie far past the contents
-_STALE_NS = 2_000_000_000  # a shortage not posted again for this long is over
+_STALE_NS = 2_000_000_000  # seconds after which a shortage that was not posted again is over
 _TICK_S = 0.05  # of a participant's thread
 _REPORT_S = 0.25
 _PATIENCE_S = 2.0  # for a lock that is held for microseconds
 
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, slots, capacity
 _CAPACITY_AT = 16
-_HOLDER_AT = 24  # the process that had the lock last, and its slot, from 1
+_HOLDER_AT = 24  # the last holder of the lock: process, and slot from 1
 _HOLDER = struct.Struct("<QQ")
 _WORD = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
@@ -125,7 +125,7 @@ class LedgerError(VMemError):
 
 
 class LedgerHeld(LedgerError):
-    """A process has the ledger's lock and stands still: it was stopped, or is being debugged."""
+    """A process holds the ledger's lock and does not run: stopped, or in a debugger."""
 
 
 def is_off(environment: Mapping[str, str] = os.environ) -> bool:
@@ -134,7 +134,7 @@ def is_off(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def named_folder() -> Path | None:
-    """The folder that ``VMEM_LEDGER`` names. Raises InvalidArgument for a home that is nobody's."""
+    """The folder that ``VMEM_LEDGER`` names. InvalidArgument for an unknown user's home."""
     return None if is_off() else folder_in("VMEM_LEDGER")
 
 
@@ -144,7 +144,7 @@ def default_folder() -> Path:
 
 
 def private(folder: Path) -> Path:
-    """Makes a folder if need be, and checks that it is this user's alone.
+    """Creates a folder if needed, and checks that it is private to this user.
 
     Raises:
         AccessDenied: another user owns it or may write there.
@@ -181,7 +181,7 @@ def device_of(name: str, uuid: str) -> str:
 
 
 def devices(folder: Path) -> list[str]:
-    """Devices that have a ledger in a folder; none where there is no such folder.
+    """Devices that have a ledger in a folder; none if the folder does not exist.
 
     Raises:
         VMemError: as `private`.
@@ -217,28 +217,28 @@ def engine_name(text: str, end: str = "") -> str:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """An engine of a ledger, as it is now. Bytes are of one device.
+    """A snapshot of an engine in the ledger. Bytes are of one device.
 
     Attributes:
         name: chosen by its user; unique.
         identity: a number below 2**63 that no other engine has.
         pid: in its own namespace.
-        here: whether that is this process's namespace.
-        limit, floor: the most it may have, and what others leave to it.
-        least: what it needs to run: of vLLM, for one of its longest requests; of a cache of
-            pyvmem, a page in every tensor. A limit below makes no sense.
+        here: its namespace is this process's.
+        limit, floor: the most it may have, and the amount that others leave to it.
+        least: the memory it needs to run: for vLLM, one request of the greatest length; for a cache
+            of pyvmem, a page in every tensor. A lower limit is refused.
         used: mapped, or granted.
-        pending: the part not mapped yet.
-        in_use: of `used`, what requests hold.
-        cached: of `used`, prefixes that no request holds.
-        virtual: what it could map at most.
-        handles: mappings of the driver.
-        want: bytes that a request is short of.
+        pending: the part of `used` not mapped yet.
+        in_use: the part of `used` held by requests.
+        cached: the part of `used` in prefixes that no request holds.
+        virtual: the most it could map.
+        handles: driver mappings.
+        want: bytes that a request lacks.
         maps: calls that mapped, since the start; `waits`: steps that waited for one.
-        hits, queries: tokens found among prefixes, and looked for.
-        sleeps: 1: it can be put to sleep by an order; `asleep`: 1: it was.
-        host: host memory that it has for KV offloading; `host_cached`: the prefixes in it.
-        age: seconds since it last wrote these.
+        hits, queries: tokens found in the prefix cache, and looked up.
+        sleeps: 1: it accepts an order to sleep; `asleep`: 1: it was ordered to.
+        host: its host memory for KV offloading; `host_cached`: the prefixes in it.
+        age: seconds since its last report.
     """
 
     name: str
@@ -266,9 +266,9 @@ class EngineInfo:
     age: float
 
     def record(self) -> dict[str, Any]:
-        """Its numbers under the names of the table of `vmem top`, which JSON can hold.
+        """JSON-compatible numbers, under the column names of `vmem top`.
 
-        `hits` is their share of `queries`, None without a query; `hit_tokens` how many there were.
+        `hits` is the hit rate, None without queries; `hit_tokens` the number of tokens hit.
         """
         renamed = {"name": "engine", "used": "mapped", "want": "short", "hits": "hit_tokens"}
         found = {renamed.get(key, key): value for key, value in asdict(self).items()}
@@ -280,10 +280,10 @@ class Ledger(Closable):
 
     Args:
         device: its name, as `ContextInfo.uuid` says it, or ``"host"``.
-        capacity: bytes for all engines together; 0: what the ledger says, or, if this call makes
-            it, as much as the device has. While engines run it cannot change.
+        capacity: bytes for all engines together; 0: the ledger's value, or, if this call creates
+            the ledger, all of the device's memory. Fixed while engines run.
         folder: None: `default_folder`.
-        create: else a ledger that does not exist is an error.
+        create: if false, a missing ledger is an error.
 
     Raises:
         AccessDenied: the folder or the file is another user's.
@@ -298,8 +298,8 @@ class Ledger(Closable):
             raise InvalidArgument(f"device {device!r}: not a device's name", errno=errno.EINVAL)
         self.path = private(folder or default_folder()) / f"{device}.ledger"
         self._thread_lock = threading.RLock()
-        self._held = False  # a process has stood still with the lock, last time
-        self._beside: dict[str, Ledger] = {}  # of other devices, by the file's name
+        self._held = False  # at the last attempt, a stopped process held the lock
+        self._beside: dict[str, Ledger] = {}  # ledgers of other devices, by file name
         if create and not self.path.exists():
             self._make(capacity)
         try:
@@ -389,7 +389,7 @@ class Ledger(Closable):
             self._let_go()
 
     def __del__(self) -> None:
-        """Of a ledger that nobody has: a budget that was refused, say."""
+        """Closes a ledger whose owner was never built, for example a refused budget."""
         if hasattr(self, "_map"):
             self._let_go()
 
@@ -402,13 +402,13 @@ class Ledger(Closable):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or this is a forked child of the process that opened it."""
+        """True after `close`, and in a forked child of the process that opened it."""
         return self._map.closed
 
     def _forked(self) -> None:
-        """In a child: closes the open file, whose locks would outlive the parent here.
+        """In a forked child: closes the file, so that the parent's locks do not outlive it.
 
-        A mapping also holds the file. Another thread may have had the lock at the fork.
+        A mapping also holds the file. Another thread may have held the lock at the fork.
         """
         self._thread_lock = threading.RLock()
         if not self._map.closed:
@@ -418,7 +418,7 @@ class Ledger(Closable):
     # ---- the file --------------------------------------------------------------------------------
 
     def _lock_byte(self, byte: int, kind: int, command: int) -> int:
-        """The type of lock that is there, for F_OFD_GETLK; else the call's own."""
+        """F_OFD_GETLK: the type of the conflicting lock; other calls: the type passed in."""
         request = _FLOCK.pack(kind, os.SEEK_SET, _LOCKS + byte, 1, 0)
         return int(_FLOCK.unpack(fcntl.fcntl(self._fd, command, request))[0])
 
@@ -428,7 +428,7 @@ class Ledger(Closable):
 
         Raises:
             ForkedProcess: the ledger belongs to the parent process. BadHandle: it is closed.
-            LedgerHeld: another process does not let it go; the text says which one.
+            LedgerHeld: another process, named in the message, does not release it.
         """
         with self._thread_lock:
             if self._map.closed:
@@ -444,7 +444,10 @@ class Ledger(Closable):
                 self._lock_byte(0, fcntl.F_UNLCK, fcntl.F_OFD_SETLK)
 
     def _wait_for_lock(self) -> None:
-        """Takes the file's lock; who has found it held for long waits no more until it is free."""
+        """Takes the file's lock.
+
+        After one timeout, later calls do not wait until it is free again.
+        """
         end = time.monotonic() + (0 if self._held else _PATIENCE_S)
         pause = 20e-6
         while True:
@@ -472,7 +475,7 @@ class Ledger(Closable):
         return f"engine {name!r} (process {pid})" if name else f"process {pid}"
 
     def total(self, word: str) -> int:
-        """A word's sum over all its living engines. The caller has the lock, if it can be had."""
+        """Sums a word over all living engines. The caller holds the lock, unless it is stuck."""
         taken = [slot for slot in range(_SLOTS) if self.word(slot, "state") == _TAKEN]
         return sum(
             self.word(slot, word) for slot in taken if slot == self._mine or self._owned(slot)
@@ -481,7 +484,8 @@ class Ledger(Closable):
     def total_beside(self, word: str, but: str = "") -> int:
         """The same over the engines of other devices, which have ledgers in the same folder.
 
-        Two devices' engines may both count before either one adds to it. `but`: a device left out.
+        Engines of two devices may both read the sum before either adds to it. `but`: a device to
+        leave out.
         """
         total = 0
         for path in self.path.parent.glob("*.ledger"):
@@ -501,7 +505,7 @@ class Ledger(Closable):
 
     @property
     def capacity(self) -> int:
-        """Bytes for all engines together; 0: as much as the device has."""
+        """Bytes for all engines together; 0: all of the device's memory."""
         return int(_WORD.unpack_from(self._map, _CAPACITY_AT)[0])
 
     def word(self, slot: int, name: str) -> int:
@@ -517,11 +521,14 @@ class Ledger(Closable):
         return bytes(self._map[at : at + _NAME_SIZE]).split(b"\0")[0].decode(errors="replace")
 
     def _owned(self, slot: int) -> bool:
-        """Whether a living process holds the slot. One's own lock does not show: see `mine`."""
+        """True if another living process holds the slot.
+
+        This process's lock does not show: see `mine`.
+        """
         return self._lock_byte(1 + slot, fcntl.F_WRLCK, fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
 
     def live(self, mine: int = -1) -> list[int]:
-        """Slots of living engines; those of dead ones are cleared. The caller has the lock."""
+        """Slots of living engines; clears those of dead engines. The caller holds the lock."""
         found = []
         for slot in range(_SLOTS):
             if self.word(slot, "state") == _FREE:
@@ -577,14 +584,13 @@ class Ledger(Closable):
 
         Args:
             name: shown to people; unique among living engines. Up to 63 bytes, printable.
-            floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: a random
-                one.
+            floor, limit, least, virtual, host, identity: as in `EngineInfo`; identity 0: random.
             host_limit: the most of `host` for the engines of all devices together; 0: any.
 
         Raises:
-            InvalidArgument: the name is taken or not printable; the limit is below the
-                floor; floors, or what it needs to run beside them, exceed the capacity; the
-                engines' host memory exceeds its limit.
+            InvalidArgument: the name is in use or not printable; the limit is below the floor; the
+                floors, or `least` beside them, exceed the capacity; the engines' host memory
+                exceeds its limit.
             LedgerError: all slots are taken.
         """
         if not name.isprintable() or not 0 < len(name.encode()) < _NAME_SIZE:
@@ -663,7 +669,7 @@ class Ledger(Closable):
 
     @contextlib.contextmanager
     def _joining(self, host: int) -> Iterator[int]:
-        """The host memory of other devices' engines, to which none adds meanwhile."""
+        """The host memory of other devices' engines; none can add to it inside the block."""
         if not host:
             yield 0
             return
@@ -681,14 +687,14 @@ class Ledger(Closable):
             self._mine = -1
 
     def find(self, who: str) -> EngineInfo | None:
-        """The engine of a name, or of a process id; None: there is none, or there are several."""
+        """The engine with a name or process id; None unless there is exactly one."""
         engines = self.engines()
         found = [e for e in engines if e.name == who]
         found = found or [e for e in engines if who.isdigit() and e.pid == int(who) and e.here]
         return found[0] if len(found) == 1 else None
 
     def put_order(self, one: EngineInfo, words: Mapping[str, int]) -> None:
-        """Writes words into an engine's slot, unless it has ended."""
+        """Writes words into an engine's slot, unless the engine has ended."""
         with self.locked():
             for slot in self.live(self._mine):
                 if self.word(slot, "identity") == one.identity:
@@ -713,7 +719,7 @@ class Account:
     def __init__(self, ledger: Ledger, slot: int) -> None:
         self.ledger = ledger
         self.slot = slot
-        self._owed: list[Callable[[], None]] = []  # changes that wait for the lock
+        self._owed: list[Callable[[], None]] = []  # changes waiting for the lock
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -723,9 +729,9 @@ class Account:
             yield
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Makes a change of the slot: now, or before the next that gets the lock.
+        """Changes the slot now, or together with the next change that gets the lock.
 
-        An engine does not stop because another one stands still with it.
+        So an engine never blocks because a stopped engine holds it.
         """
         try:
             with self._locked():
@@ -742,7 +748,7 @@ class Account:
 
     @property
     def limit(self) -> int:
-        """The most bytes, as the last order says."""
+        """The limit in bytes, after the last order."""
         try:
             with self._locked():
                 return self._limit()
@@ -758,7 +764,7 @@ class Account:
         return bool(self._get("asleep"))
 
     def decline(self) -> None:
-        """Drops the last order: the engine keeps the limit that it joined with."""
+        """Drops the last order: the limit is again the one given to `join`."""
         self._change(lambda: self.ledger.put(self.slot, "order", 0))
 
     @property
@@ -791,9 +797,9 @@ class Account:
         return max(0, room)
 
     def take(self, nbytes: int, handles: int = 0, free: int | None = None) -> bool:
-        """Whether the engine may have this many more bytes; they are pending until `mapped`.
+        """Requests more bytes; true if granted.
 
-        None, while another process stands still with the ledger's lock.
+        They are pending until `mapped`. None while a stopped process holds the ledger's lock.
         """
         ledger = self.ledger
         on_gpu = ledger.path.stem != "host"
@@ -813,15 +819,15 @@ class Account:
             return False
 
     def mapped(self, nbytes: int) -> None:
-        """What `take` granted is mapped, or failed and comes back by `give`."""
+        """Reports memory granted by `take` as mapped, or as failed, to be returned by `give`."""
         self._change(lambda: self._add("pending", -nbytes))
 
     def settle(self, mapped: int) -> None:
-        """Sets how much of what was granted is mapped; the rest is pending."""
+        """Sets the mapped part of the granted memory; the rest is pending."""
         self._change(lambda: self.ledger.put(self.slot, "pending", self._get("used") - mapped))
 
     def give(self, nbytes: int, handles: int = 0) -> None:
-        """Returns bytes whose pages are unmapped."""
+        """Returns the bytes of unmapped pages."""
 
         def change() -> None:
             self._add("used", -nbytes)
@@ -830,14 +836,14 @@ class Account:
         self._change(change)
 
     def want(self, nbytes: int) -> None:
-        """Posts that a request is short of so many bytes; 0: no longer short."""
+        """Posts the bytes that a request lacks; 0: none."""
         self.report(want=nbytes, want_ns=time.monotonic_ns())
 
     def excess(self, free: int | None = None) -> int:
-        """Bytes to give back: above the limit, or that another engine is short of.
+        """Bytes to give back: above the limit, or because another engine lacks memory.
 
-        An engine is asked for no more than it has above its floor, and asks for nothing itself
-        while there is room for it.
+        Never more than the engine has above its floor. An engine with room for its wants does not
+        count as short.
         """
         used, asked = self._get("used"), 0
         with contextlib.suppress(LedgerHeld), self._locked():
@@ -847,12 +853,12 @@ class Account:
         return max(0, used - self._limit(), asked)
 
     def has_more(self, free: int | None = None) -> bool:
-        """Whether another engine is short while this one has more than its fair share.
+        """True if another engine is short while this engine exceeds its fair share.
 
         An engine is short if it wants more than there is room for, and more than its own idle
-        prefixes hold. The fair share: what this engine, those that are short and those that have
-        more than this one hold, and what is free, divided equally, but for none more than its
-        limit or less than its floor.
+        prefixes hold. The fair share: free memory plus the memory of this engine, of the short
+        engines and of those that hold more than this engine, divided equally among them, within
+        each engine's floor and limit.
         """
         with contextlib.suppress(LedgerHeld), self._locked():
             return self._has_more(free)
@@ -880,7 +886,7 @@ class Account:
         return used > max(part // parts, self._get("floor"))
 
     def _short_of(self, slot: int, live: list[int], free: int | None) -> int:
-        """Bytes that another engine has lately wanted without room for them."""
+        """Bytes that another engine recently wanted and had no room for."""
         word = self.ledger.word
         if slot == self.slot or time.monotonic_ns() - word(slot, "want_ns") >= _STALE_NS:
             return 0
@@ -903,7 +909,10 @@ class Account:
         return max(0, room)
 
     def report(self, **values: int) -> None:
-        """Writes what `vmem top` shows: names of `EngineInfo`. Left out while the lock is held."""
+        """Writes the numbers of `vmem top`: names of `EngineInfo`.
+
+        Skipped while the lock is held.
+        """
         with contextlib.suppress(LedgerHeld), self._locked():
             for name, value in values.items():
                 self.ledger.put(self.slot, name, value)
@@ -912,7 +921,7 @@ class Account:
     def close(self) -> None:
         """Leaves the ledger. Does nothing when called again or in a forked child."""
         if not self.ledger.closed:
-            with contextlib.suppress(LedgerHeld):  # closing gives up the slot's lock, too
+            with contextlib.suppress(LedgerHeld):  # closing also releases the slot's lock
                 self.ledger.leave(self.slot)
             self.ledger.close()
 
@@ -925,7 +934,7 @@ def _pid_namespace() -> int:
 
 
 def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
-    """A bound method that does not keep its object alive, and returns False once that is gone."""
+    """A bound method that holds its object weakly, and returns False once that is gone."""
     known = weakref.WeakMethod(method)
 
     def call() -> bool:
@@ -936,10 +945,10 @@ def weakly(method: Callable[[], bool]) -> Callable[[], bool]:
 
 
 class Participant(Closable):
-    """An account, and a thread that tends it: it reports numbers, follows `vmem limit`, and leaves.
+    """An account and its thread, which reports numbers and applies `vmem limit`.
 
-    A cache that is only announced (`pyvmem.ledger.presence`) has nothing else. The owner serializes
-    all calls but `start`.
+    An announced cache (`pyvmem.ledger.presence`) has no other tie to the ledger. The owner
+    serializes all calls but `start`.
 
     Args:
         ledger: of the device; closed by `close`.
@@ -968,19 +977,19 @@ class Participant(Closable):
     def start(self, tend: Callable[[], bool]) -> None:
         """Calls `tend` every 50 ms in a thread, until `close` or until it returns False.
 
-        An error is logged, and it is called again.
+        Errors are logged, and the calls continue.
         """
         start_new_thread(_run, (tend, self._ended))
 
     def report(self, numbers: Callable[[], dict[str, int]], *, now: bool = False) -> None:
-        """What `vmem top` shows, four times a second or `now`: names of `EngineInfo`."""
+        """Reports `EngineInfo` numbers for `vmem top`, four times a second or `now`."""
         at = time.monotonic()
         if now or at >= self._reported + _REPORT_S:
             self._reported = at
             self.account.report(**numbers())
 
     def close(self) -> None:
-        """Leaves the ledger; its memory counts as free from here on. Idempotent."""
+        """Leaves the ledger; its memory counts as free from then on. Idempotent."""
         self._ended.set()
         self.account.close()
 

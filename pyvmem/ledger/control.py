@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""The engines of a machine over HTTP: what `vmem top` shows, and what `vmem limit` sets.
+"""A machine's engines over HTTP: the numbers of `vmem top`, and the limits of `vmem limit`.
 
     GET   /v1/engines             the engines of each device, as `vmem top --json` has them
-    GET   /v1/engines/NAME        the same of one engine, on every device that it runs on
+    GET   /v1/engines/NAME        the same for an engine, on every device that it runs on
     PATCH /v1/engines/NAME        {"limit": "20G", "floor": 0, "asleep": true}; any of them
     GET   /metrics                the same numbers for Prometheus
 
-Everything goes by the ledger: the server knows no engine, holds nothing, and may end at any time. A
-router or an operator's controller that runs as the engines' user can do without it, with `order`.
+Everything goes through the ledger: the server talks to no engine, has no state, and may end at any
+time. A router or controller that runs as the engines' user can call `order` instead.
 
-What is refused is a JSON object ``error`` with a ``message``, and, where it is about a number, its
-``field``, ``value`` and ``limit``.
+A refusal is a JSON object ``error`` with a ``message`` and, if a number caused it, its ``field``,
+``value`` and ``limit``.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _NO_BYTES = ("handles", "asleep")
 
 
 def unit_of(name: str) -> str:
-    """The end of a metric's name."""
+    """The suffix of a metric's name."""
     return "_bytes" if name in GAUGES and name not in _NO_BYTES else ""
 
 
 def answer(folder: Path, request: Request) -> Reply:
-    """Answers a request to the engines with ledgers in a folder."""
+    """Answers a request about the engines with ledgers in a folder."""
     try:
         return _route(folder, request)
     except _Refused as error:
@@ -88,7 +88,7 @@ def _route(folder: Path, request: Request) -> Reply:
     elif parts[:2] == [REVISION, "engines"] and len(parts) == 2:
         routes = {"GET": lambda: Reply.of(as_json(engines_in(folder)))}
     elif parts[:2] == [REVISION, "engines"] and parts[2]:
-        name = "/".join(parts[2:])  # a model's name may have a slash
+        name = "/".join(parts[2:])  # a model's name may contain a slash
         routes = {
             "GET": lambda: Reply.of(_one(folder, name)),
             "PATCH": lambda: _change(folder, name, request.body),
@@ -104,7 +104,7 @@ def _route(folder: Path, request: Request) -> Reply:
 
 
 def as_json(reading: Mapping[str, list[EngineInfo]]) -> dict[str, list[dict[str, Any]]]:
-    """A reading as JSON can hold it."""
+    """Converts a reading to JSON-compatible values."""
     return {device: [one.record() for one in some] for device, some in reading.items()}
 
 
@@ -132,7 +132,7 @@ def _change(folder: Path, name: str, body: bytes) -> Reply:
         try:
             order_on_all(there, name, **words)
         except InvalidArgument as error:
-            if not error.op:  # it has ended meanwhile
+            if not error.op:  # it has ended since
                 raise _Refused(404, str(error)) from error
             numbers = {"value": error.bytes, "limit": error.limit}
             raise _Refused(400, str(error), field=error.op, **numbers) from error
@@ -142,7 +142,7 @@ def _change(folder: Path, name: str, body: bytes) -> Reply:
 
 
 def _words(body: bytes) -> dict[str, Any]:
-    """The arguments of `order` in a body."""
+    """Parses the arguments of `order` from a request body."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -200,7 +200,7 @@ def _metrics(reading: Mapping[str, list[EngineInfo]]) -> str:
 
 
 class Control(HTTPServer):
-    """Serves `answer` until it is closed; a context manager, which closes it.
+    """Serves `answer` until closed; a context manager.
 
     Args:
         folder: of the ledgers.

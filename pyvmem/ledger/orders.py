@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Orders to running engines: what they may have of a device, and whether they sleep.
+"""Orders to running engines: limits, floors, and sleep.
 
-An order is words of the engine's slot in the ledger, which it reads within a second. So anybody
-with the user's rights may give one, whatever kind of engine it is.
+An order is written into the engine's slot in the ledger, and the engine reads it within a second.
+So any process of the same user can give orders to any kind of engine.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def order(
     asleep: bool | None = None,
     only_check: bool = False,
 ) -> EngineInfo:
-    """Changes what an engine may have; returns what was.
+    """Changes an engine's limits or sleep; returns the previous state.
 
     Args:
         ledger: of the device.
         who: the engine's name, or its process id.
-        limit, floor: bytes; None: as it is.
-        asleep: an engine that sleeps admits no request, and once none runs has no memory; None: as
-            it is.
-        only_check: refuses what it would refuse, and changes nothing.
+        limit, floor: bytes; None: unchanged.
+        asleep: a sleeping engine admits no request, and frees its memory once none runs; None:
+            unchanged.
+        only_check: validates and raises, but changes nothing.
 
     Raises:
-        InvalidArgument: no such engine; a limit below the floor or what it needs to run, or above
-            what the device has; floors that the device has not. `op` says which of them.
+        InvalidArgument: no such engine; a limit below the floor or `least`, or above the device's
+            memory; floors that exceed the device's memory. `op` says which.
         NotSupported: it cannot sleep.
     """
     one = ledger.find(who)
@@ -60,7 +60,7 @@ def order(
 
 
 def order_on_all(ledgers: Mapping[str, Ledger], who: str, **words: Any) -> dict[str, EngineInfo]:
-    """`order` on every device of an engine, all checked before one changes; what was on each.
+    """`order` on every device of an engine, all or nothing; returns the previous states.
 
     Raises:
         InvalidArgument, NotSupported: as `order`; nothing has changed.
@@ -82,7 +82,7 @@ def _check_limit(ledger: Ledger, one: EngineInfo, limit: int, floor: int) -> Non
 
 
 def _check_floor(ledger: Ledger, one: EngineInfo, floor: int, limit: int) -> None:
-    """Beside all floors, each engine must have what it needs to run."""
+    """Checks that each engine's `least` fits beside the floors of the others."""
     if floor > limit:
         raise _refused("floor", one, floor, "its limit is", limit)
     if ledger.capacity:

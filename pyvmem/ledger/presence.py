@@ -3,12 +3,12 @@
 
     announced = pyvmem.announce(cache, "my-engine")     # from now on, until the cache is closed
 
-No cache joins by itself: a library should write no file unasked. The ledger is that of vLLM's
-engines (`pyvmem.ledger`), which then count the cache's memory as another's. A thread writes the
-numbers four times a second; it holds the cache weakly, and ends with it.
+No cache joins by itself: a library should not write files unasked. The ledger is shared with vLLM's
+engines (`pyvmem.ledger`), which then count the cache's memory as another engine's. A thread writes
+the numbers four times a second; it holds the cache weakly, and ends with it.
 
-An announced cache takes its memory without asking. A `Budget` that is made with a ledger asks for
-it, and is in `vmem top` from then on.
+An announced cache takes its memory without asking. A `Budget` created with a ledger asks first, and
+is in `vmem top` without `announce`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 class Announced(Closable):
-    """A cache's or budget's place in the ledger; a context manager, which ends it.
+    """The entry of a cache or budget in the ledger; a context manager, which removes it.
 
     Attributes:
-        name: what `vmem top` calls it.
+        name: as `vmem top` shows it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Announced(Closable):
         participant.start(partial(self._tend, now=False))
 
     def report(self) -> bool:
-        """Writes the numbers, and takes a new limit; False once the cache is closed or gone."""
+        """Writes the numbers, and applies a new limit; False once the cache is closed or gone."""
         return self._tend(now=True)
 
     def _tend(self, *, now: bool) -> bool:
@@ -70,13 +70,13 @@ class Announced(Closable):
                     self._follow(what)
                     self._participant.report(partial(_numbers, what), now=now)
                     return True
-            except (BadHandle, ForkedProcess):  # closed, or of the process that forked this one
+            except (BadHandle, ForkedProcess):  # closed, or this is a forked child
                 pass
             self._leave()
             return False
 
     def _follow(self, what: KVCache | ParallelKVCache | Budget) -> None:
-        """Takes a new limit, or says why the one that it has stays."""
+        """Applies a new limit, or logs why the old limit stays."""
         account = self._participant.account
         limit = account.limit
         if limit == self._followed:
@@ -99,10 +99,10 @@ class Announced(Closable):
 
 
 def _follow(what: KVCache | ParallelKVCache | Budget, limit: int) -> bool:
-    """Sets a limit; where requests hold more, gives back the rest and lets nothing grow meanwhile.
+    """Sets a limit; if requests hold more, frees the rest and blocks growth until they end.
 
     Returns:
-        Whether the limit is set; otherwise it is to be tried again, as requests end.
+        True if the limit is set; otherwise the caller retries as requests end.
     """
     if isinstance(what, Budget):
         if what.stats().used_bytes > limit:
@@ -115,18 +115,18 @@ def _follow(what: KVCache | ParallelKVCache | Budget, limit: int) -> bool:
 
 
 def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
-    """Sets a limit, or the lowest that can be had now; whether it is the one that is wanted."""
+    """Sets a limit, or the lowest possible now; true if it is the requested limit."""
     try:
         set_limit(wanted)
         return True
     except InvalidArgument as error:
-        with contextlib.suppress(InvalidArgument):  # more was taken since
+        with contextlib.suppress(InvalidArgument):  # the cache grew in between
             set_limit(error.limit)
         return False
 
 
 def _numbers(what: KVCache | ParallelKVCache | Budget) -> dict[str, int]:
-    """What `vmem top` shows: names of `EngineInfo`."""
+    """The numbers of `vmem top`: names of `EngineInfo`."""
     if isinstance(what, Budget):
         return what.numbers() | {"used": what.stats().used_bytes}
     stats, page = what.stats(), what.layout.page_size
@@ -147,17 +147,17 @@ def announce(
 ) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
-    A limit below what requests hold is taken when they end; until then none of them grows. Ranks of
-    a `ParallelKVCache` have agreed on their limit: they warn, and keep it. Caches that share a
+    A limit below what requests hold is applied when they end; until then none of them grows. Ranks
+    of a `ParallelKVCache` have agreed on their limit: they warn, and keep it. Caches that share a
     `Budget` are one row, the budget's: announce that.
 
     Args:
         what: a `KVCache` of one device, a rank's, or a `Budget`, such as a `LayeredCache`'s.
-        name: unique among the living of a device; "": the program's name and process.
+        name: unique among the device's living engines; "": the program's name and process id.
         folder: of the ledgers; None: ``VMEM_LEDGER``, else ``/dev/shm/vmem-UID``.
 
     Raises:
-        InvalidArgument: the name is taken; the cache shares a budget, or the budget has a ledger
+        InvalidArgument: the name is in use; the cache shares a budget, or the budget has a ledger
             already.
         AccessDenied: the folder is another user's.
         LedgerError: the ledger cannot be made or used.

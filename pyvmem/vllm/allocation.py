@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""vLLM's KV tensors on memory of ours, without a function of vLLM's replaced.
+"""vLLM's KV tensors on the pool's memory, without replacing a function of vLLM.
 
-vLLM's worker allocates its KV tensors inside a context that it asks its own method
-`_maybe_get_memory_pool_context` for, each by one `torch.zeros` of bytes. The worker of the pool
-answers with `Answers`, a mode of torch that gives tensors of ours for those calls. How many there
-are depends on the version:
+vLLM's worker allocates each KV tensor by one `torch.zeros` of bytes, in the context returned by its
+method `_maybe_get_memory_pool_context`. The pool's worker returns `Answers`, a torch mode that
+answers those calls with the pool's tensors. Their number depends on the version:
 
     0.26 to 0.28   one a layer, or one for a few layers that share it (`KVCacheTensor.shared_by`)
     from 0.29 on   one for all layers, placed in it by strides (`KVCacheTensor.layer_stride`)
@@ -29,9 +28,9 @@ OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
 
 
 class Answers(TorchFunctionMode):
-    """While it is entered, `torch.zeros` of bytes gives `tensors`, one after the other.
+    """While active, `torch.zeros` of bytes returns `tensors`, one after the other.
 
-    Calls for other sizes or types are torch's own.
+    Calls for other sizes or types go to torch.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
@@ -49,10 +48,10 @@ class Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def check(self) -> None:
-        """Compares what was asked for with what there was.
+        """Checks that every tensor was used exactly as planned.
 
         Raises:
-            RuntimeError: vLLM allocates in another way, and uses memory of its own.
+            RuntimeError: vLLM allocates in another way, from its own memory.
         """
         if self._left:
             raise RuntimeError(
@@ -65,10 +64,10 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
     """Memory for the KV tensors of a `KVCacheConfig`.
 
     Returns:
-        The configuration, in which layers may have moved apart, and what answers vLLM.
+        The configuration, in which layers may have moved apart, and the `Answers`.
 
     Raises:
-        NotImplementedError: an arrangement in which a block's bytes are not together.
+        NotImplementedError: an arrangement in which a block's bytes are not contiguous.
     """
     tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
     if not tensors:
@@ -97,11 +96,11 @@ def place(kv_cache_config: Any, open_memory: OpenMemory) -> tuple[Any, Answers]:
 def _regions(
     tensors: Sequence[Any], blocks: int, open_memory: OpenMemory
 ) -> tuple[KVMemory, list[Any]]:
-    """A region for each layer; they move apart, so that each begins at a page boundary.
+    """A region for each layer, spread out so that each begins at a page boundary.
 
-    Layers of different groups may be in one region: a block is of one group at a time.
+    Layers of different groups may share a region: a block belongs to one group at a time.
     """
-    regions: dict[int, int] = {}  # bytes of a block, by where vLLM has the region begin
+    regions: dict[int, int] = {}  # bytes of a block, by the offset at which vLLM begins the region
     together = True
     for one in tensors:
         together &= one.block_stride * blocks == one.layer_stride
@@ -121,7 +120,7 @@ def _regions(
     memory = open_memory(blocks, [regions[begin] * blocks for begin in begins])
     kinds = [kind.block_bytes for kind in memory.geometry.classes]
     count = [0] * len(kinds)
-    moved: dict[int, tuple[int, int]] = {}  # to where, and how far apart
+    moved: dict[int, tuple[int, int]] = {}  # new offset and stride
     for begin in begins:
         kind = kinds.index(regions[begin])
         moved[begin] = memory.begin(kind, count[kind]), memory.span(kind)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""How the scheduler reaches the memory of a rank in another process.
+"""Calls from the scheduler to the memory of a rank in another process.
 
 Growth needs an answer before vLLM may use a block, and an idle engine runs no step that could carry
-an order. vLLM's own calls to its workers wait behind the steps in flight. So both are calls of ours
-over a Unix socket that only the engine's user can reach, or over TCP to a rank of another machine
-(`reach`). Releases of a busy engine travel with vLLM's `SchedulerOutput`.
+a message. vLLM's own calls to its workers queue behind the steps in flight. So both go over a Unix
+socket that only the engine's user can open, or over TCP to a rank on another machine (`reach`).
+Releases of a busy engine travel with vLLM's `SchedulerOutput`.
 
 A message is four bytes of length and JSON: ``[operation, argument]`` to the rank,
 ``[failure, result]`` back.
@@ -42,16 +42,16 @@ __all__ = ["LocalRank", "Rank", "RankLost", "Ranks", "Server", "SocketRank", "ne
 _LENGTH = struct.Struct("!I")
 _SWITCH = 0.0005  # seconds
 _TIMEOUT = 120.0  # seconds without an answer before a rank counts as lost
-_GREETING = 10.0  # seconds for the word
-_CLOSING = 10.0  # seconds for what a rank was asked before its end
+_GREETING = 10.0  # seconds to present the secret
+_CLOSING = 10.0  # seconds for calls in progress when a rank shuts down
 
 
 class RankLost(RuntimeError):
-    """A rank that does not answer: its process has ended."""
+    """A rank does not answer: its process has ended."""
 
 
 def new_address(settings: Settings) -> str:
-    """A path for a rank's socket, in a folder of this user alone.
+    """A path for a rank's socket, in a folder private to this user.
 
     Raises:
         AccessDenied: the folder is another user's, or others may write there.
@@ -93,9 +93,9 @@ def _remove_dead(folder: Path) -> None:
                 one.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
-            except OSError:  # busy, or gone meanwhile
+            except OSError:  # busy, or already gone
                 continue
-    for path in folder.glob(f"*.sock{UNHEARD}"):  # of a rank that was killed as it started
+    for path in folder.glob(f"*.sock{UNHEARD}"):  # left by a rank that was killed during start-up
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _TIMEOUT:
                 path.unlink()
@@ -113,20 +113,20 @@ def _knows(peer: socket.socket, word: str) -> bool:
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
-    """Waits until threads end, but for this one, in which a finalizer may run."""
+    """Joins threads, except the current thread: a finalizer may run in it."""
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(_CLOSING)
 
 
 class Server:
-    """Gives the scheduler access to the memory of a rank, until that is gone."""
+    """Serves the memory of a rank to the scheduler, as long as that memory exists."""
 
     def __init__(self, address: str, memory: KVMemory) -> None:
         self.address = address
         self._memory = weakref.ref(memory)
-        # A call waits until the thread that launches steps lets go of the interpreter: by default,
-        # where that runs Python, after 5 ms.
+        # A call waits until the thread that launches steps releases the GIL: by default up to 5 ms
+        # while that thread runs Python.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH))
         _remove_dead(Path(address).parent)
         self._socket = listen(address)
@@ -137,10 +137,10 @@ class Server:
         self._start(self._socket, is_this_user)
 
     def listen(self, host: str) -> tuple[str, int, str]:
-        """Serves on a port of this machine as well, who knows a word.
+        """Also serves on a TCP port, to clients that know the secret.
 
         Returns:
-            Host, port and the word.
+            Host, port and the secret.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._port = socket.create_server((host, 0), family=family)
@@ -186,7 +186,7 @@ class Server:
                 _send(peer, [failure, result])
 
     def close(self) -> None:
-        """Stops serving, once what was asked is done."""
+        """Stops serving, after calls in progress are answered."""
         for one in (self._socket, self._port):
             if one is not None:
                 with contextlib.suppress(OSError):
@@ -203,10 +203,10 @@ class Server:
 
 
 class Rank(Protocol):
-    """The memory of a rank, as the scheduler sees it. Operations return what failed, or None.
+    """The scheduler's view of a rank's memory. Operations return what failed, or None.
 
     Attributes:
-        machine: that has its ledger; ``""``: this one.
+        machine: where its ledger is; ``""``: this machine.
     """
 
     machine: str
@@ -215,9 +215,9 @@ class Rank(Protocol):
         """Of its tensors."""
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
-        """Starts one of the operations below; what it returns waits for the answer.
+        """Starts one of the operations below; returns a function that waits for the answer.
 
-        It must be called, by the same thread.
+        The same thread must call that function.
         """
 
     def device(self) -> str:
@@ -234,7 +234,7 @@ class Rank(Protocol):
 
 
 class LocalRank:
-    """A rank in this process, or the process itself as a scheduler elsewhere sees it."""
+    """A rank in this process; also the serving side for a scheduler elsewhere."""
 
     machine = ""
 
@@ -253,7 +253,7 @@ class LocalRank:
         return None
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
-        """Does it at once."""
+        """Runs the operation at once."""
         try:
             result = _OPERATIONS[name](self, argument)
         except BadHandle as error:  # vLLM ends its workers before the scheduler
@@ -261,11 +261,11 @@ class LocalRank:
         return lambda: result
 
     def grow(self, runs: list[Run]) -> tuple[str | None, int | None]:
-        """Calls `KVMemory.grow`; returns what failed, and what is free then."""
+        """Calls `KVMemory.grow`; returns what failed, and the memory free afterwards."""
         return self._try(lambda: self.memory.grow(runs)), self.memory.free()
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
-        """Keeps the account of this rank's device, for a scheduler of another machine."""
+        """Joins the ledger of this rank's device, for a scheduler on another machine."""
         folder = Settings.read().ledger
         self.memory.account = join_device(
             self.device(), Path(folder) if folder else None, name, unique=unique, **terms
@@ -280,9 +280,9 @@ class LocalRank:
         self.memory.release(number, runs, after_step)
 
     def poll(self) -> tuple[list[tuple[int, str]], int | None, int, bool]:
-        """Answers what the scheduler asks again and again.
+        """Answers the scheduler's periodic questions.
 
-        The releases that ended since (`KVMemory.finished`), the bytes that are free, the driver's
+        The releases finished since the last poll (`KVMemory.finished`), free bytes, driver
         mappings, and whether the rank waits for `rested`.
         """
         memory = self.memory
@@ -298,7 +298,7 @@ class LocalRank:
         return self.memory.move(copies, step)
 
     def compact(self, nbytes: int, step: int) -> int:
-        """`KVMemory.compact`; 0 where it failed, which changes nothing."""
+        """`KVMemory.compact`; 0 if it failed and changed nothing."""
         try:
             return self.memory.compact(nbytes, step)
         except VMemError:
@@ -351,7 +351,7 @@ class SocketRank:
     """A rank in another process. Thread-safe.
 
     Args:
-        address: the path of its socket, or what `Server.listen` returned.
+        address: the path of its socket, or the result of `Server.listen`.
         machine: as in `Rank`.
     """
 
@@ -373,7 +373,7 @@ class SocketRank:
             raise RankLost(f"{where}: {error}") from error
 
     def ask(self, name: str, argument: Any = None) -> Callable[[], Any]:
-        """Sends the order; the rank is this thread's until the answer is there."""
+        """Sends the call; this thread owns the connection until the answer arrives."""
         self._lock.acquire()
         try:
             _send(self._socket, [name, argument])
@@ -421,20 +421,20 @@ class SocketRank:
 
 
 class Ranks:
-    """All ranks of an engine as one: a growth is all or nothing, a release ends with the last.
+    """All ranks of an engine: a growth is all or nothing, a release ends with the last rank.
 
-    Every rank is asked before any is waited for: a rank whose Python is busy lets others wait for
-    the interpreter for milliseconds.
+    Calls go to every rank before waiting for any: a rank busy in Python may take milliseconds to
+    answer.
 
     Attributes:
-        mappings: of the driver, of the rank that had most of them when it was last asked.
-        resting: a rank slept when it was last asked, and waits for `rested`.
+        mappings: driver mappings of the rank with the most, at the last poll.
+        resting: a rank slept at the last poll, and waits for `rested`.
     """
 
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
         self.mappings, self.resting = 0, False
-        self._lock = threading.Lock()  # of what `poll` has heard
+        self._lock = threading.Lock()  # protects the results of `poll`
         self._free: int | None = None
         self._heard, self._growths = False, 0
         self._answers: dict[int, list[str]] = {}
@@ -463,7 +463,7 @@ class Ranks:
         return found
 
     def geometry(self) -> Geometry:
-        """Of the rank with most tensors: a stage of a pipeline may have fewer layers than another.
+        """The rank with the most tensors: pipeline stages may differ in layers.
 
         Raises:
             RuntimeError: they differ in more than that.
@@ -501,34 +501,34 @@ class Ranks:
         return str(failures[0])
 
     def release(self, number: int, runs: list[Run], after_step: int) -> None:
-        """Sends a release that no step carries."""
+        """Sends a release outside a step."""
         self._all("release", [number, runs, after_step])
 
     def move(self, copies: list[tuple[int, int]], step: int) -> bool:
-        """`KVMemory.move` on every rank; false: one of them has a step yet to launch."""
+        """`KVMemory.move` on every rank; false: a rank has a step yet to launch."""
         return all(self._all("move", [copies, step]))
 
     def poll(self) -> None:
-        """Asks all ranks what `finished`, `free` and `mappings` then say."""
+        """Polls all ranks; updates `finished`, `free` and `mappings`."""
         growths = self._growths
         answers = self._all("poll")
         with self._lock:
             for finished, *_ in answers:
                 for number, failure in finished:
                     self._answers.setdefault(number, []).append(failure)
-            if growths == self._growths:  # otherwise the growth has the later answer
+            if growths == self._growths:  # otherwise a growth has a more recent answer
                 self._free = _least(free for _, free, *_ in answers)
             self.mappings = max(mappings for *_, mappings, _ in answers)
             self.resting = any(resting for *_, resting in answers)
             self._heard = True
 
     def rested(self) -> None:
-        """Lets ranks that sleep go on: what no request holds has been given back."""
+        """Lets sleeping ranks continue: all memory that no request holds was freed."""
         self._all("rested")
         self.resting = False
 
     def finished(self) -> dict[int, str | None]:
-        """Releases that all ranks had confirmed at the last `poll`, and what failed; each once."""
+        """Releases confirmed by all ranks at the last `poll`, and failures; each returned once."""
         done: dict[int, str | None] = {}
         with self._lock:
             for number, answers in list(self._answers.items()):
@@ -538,7 +538,7 @@ class Ranks:
         return done
 
     def compact(self, nbytes: int, step: int) -> int:
-        """Gives back slabs on every rank; returns the most bytes that one gave back."""
+        """Frees slabs on every rank; returns the bytes of the rank that freed most."""
         return max(map(int, self._all("compact", [nbytes, step])))
 
     def free(self) -> int | None:
@@ -551,7 +551,7 @@ class Ranks:
         return self._free
 
     def total(self) -> int:
-        """Bytes that every rank could have of its device if nobody else used it."""
+        """Bytes that every rank could have if it were alone on its device."""
         devices = [rank.device() for rank in self.ranks]
         return min(
             rank.total() // devices.count(device)

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""What vLLM is about to take, seen before vLLM compares it with what is free.
+"""Computes how many blocks vLLM is about to take, before vLLM compares that with the free ones.
 
-In most steps most requests take nothing, and one call of ours for each would be most of what the
-pool costs. A request that computes its next token takes `most` blocks or fewer: while so many are
-free, vLLM's comparison cannot fail, and blocks are backed when they are taken. So a step begins
+In most steps most requests take nothing, and a call for each would be most of the pool's overhead.
+A request that computes its next token takes at most `most` blocks: while that many are free, vLLM's
+comparison cannot fail, and blocks are backed when taken. So a step begins
 
     unwatched    with `most` blocks free for every running request
-    checked      with fewer: vLLM's question how many are free is answered here
+    checked      with fewer: vLLM's query for the number of free blocks is answered here
     watched      with fewer than `most`, while a running request has more to compute than its next
-                 token, and after a step that left a request waiting without a look at it
+                 token, and after a step that did not reach a waiting request
 
-and becomes a watched one where the check finds fewer than `most`, and where vLLM looks a request up
-among the prefixes in order to admit it. In a watched step, each demand is counted before vLLM
-compares.
+and becomes watched when the check finds fewer than `most`, and when vLLM looks up a request's
+prefix in order to admit it. In a watched step, each demand is computed before vLLM compares.
 
-vLLM admits a request if its whole prompt fits, and then computes that in chunks. Here, too, there
-must be memory for all of it; but only the chunk is backed, as a long prompt would hold up the step.
+vLLM admits a request if its whole prompt fits, and then computes that in chunks. The pool, too,
+requires memory for the whole prompt, but backs only the chunk, since backing a long prompt would
+delay the step.
 
-What vLLM calls is replaced once. What that leads to changes from step to step: a `partial` costs a
-call that is vLLM's own next to nothing, and nothing of another tool's is in the way.
+vLLM's functions are replaced once; only the target of the replacement changes from step to step. A
+`partial` adds almost nothing to a call, and does not conflict with other tools' patches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["Demand"]
 
 
 def _lead(call: partial[Any], to: Callable[..., Any]) -> None:
-    """Makes `call` a call of `to`."""
+    """Redirects the partial `call` to `to`."""
     call.__setstate__((to, (), {}, None))  # type: ignore[attr-defined]
 
 
 def _copies(spec: Any) -> int:
-    """Blocks that a group takes besides where its layers have a state that is also a prefix.
+    """Extra blocks that a group takes if its layers' states are cached as prefixes.
 
-    One to copy the state to before it changes, and where vLLM writes it in the midst of a prompt.
+    One to copy the state to before it changes, and those that vLLM writes within a prompt.
     """
     if getattr(spec, "mamba_cache_mode", "none") != "align":
         return 0
@@ -69,7 +69,7 @@ class Demand:
         speculative = scheduler.vllm_config.speculative_config
         tokens = 1 + 2 * (speculative.num_speculative_tokens if speculative else 0)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-        # In context parallelism a block has so many tokens on each rank.
+        # Context parallelism splits a block's tokens over the ranks.
         managers = manager.coordinator.single_type_managers
         self._block_sizes = [one.block_size for one in managers]
         self.most = self._blocks(tokens) + sum(map(_copies, specs))
@@ -79,7 +79,7 @@ class Demand:
         self._get_num_free_blocks = self.pool.get_num_free_blocks
         self._look_up = manager.get_computed_blocks
         self._get_new_blocks = self.pool.get_new_blocks
-        self._margin = 0  # blocks that have to be free besides, for the request being admitted
+        self._margin = 0  # further blocks that must be free for the request being admitted
         self._checking = self._watching = self._looked = self._overlooked = False
         self._computing: dict[str, Any] = {}  # running, with more to compute than the next token
         manager.get_computed_blocks = self._look
@@ -108,7 +108,7 @@ class Demand:
         return blocks
 
     def begin(self) -> None:
-        """A step is scheduled from here on."""
+        """Called before a step is scheduled."""
         self._looked = False
         free = self.pool.free_block_queue.num_free_blocks
         if free < self.most or self._computing or self._overlooked:
@@ -118,7 +118,7 @@ class Demand:
             _lead(self._frees, self._check)
 
     def end(self) -> None:
-        """The step is scheduled, or could not be."""
+        """Called after a step was scheduled, or scheduling failed."""
         self._checking = False
         _lead(self._frees, self._get_num_free_blocks)
         if self._watching:
@@ -165,7 +165,7 @@ class Demand:
 
     def _check(self) -> int:
         free: int = self.pool.free_block_queue.num_free_blocks
-        if free < self.most:  # the request may need them all: it has been counted already
+        if free < self.most:  # the request may need all of them, and is already counted
             self._watch()
             self.elastic.prepare(self.most)
             free = self.pool.free_block_queue.num_free_blocks
@@ -178,7 +178,7 @@ class Demand:
 
     def _count(self, *args: Any, **kwargs: Any) -> int:
         count: int = self._count_blocks(*args, **kwargs)
-        if count > self.pool.num_gpu_blocks:  # so says vLLM of a state that this step computes
+        if count > self.pool.num_gpu_blocks:  # vLLM's value for a state computed in this step
             return count
         if count or self._margin:  # otherwise it takes nothing
             # Prefixes that are hit and unused leave the free queue too, and have memory.
@@ -190,7 +190,7 @@ class Demand:
         return count
 
     def _fits(self, count: int) -> bool:
-        """True if so many blocks are free, or could be backed; if so, vLLM hears that once."""
+        """True if `blocks` are free or could be backed; the next query of vLLM is then told so."""
         free: int = self.pool.free_block_queue.num_free_blocks
         if free >= count:
             return True

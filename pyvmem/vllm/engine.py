@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""An engine's memory, on the scheduler's side: which blocks are backed, why, and how long.
+"""An engine's memory, on the scheduler's side: decides which blocks are backed.
 
     used           requests hold it
     cached         free, a prefix that the next request may hit        | vLLM's free queue,
     idle           free, nothing in it                                 | idle blocks first
-    bare           without memory
+    unbacked       without memory
 
-A demand takes idle blocks first, then backs bare ones, then lets vLLM evict cached ones. The
-keeper, a thread, does the rest: it backs blocks ahead of need, so that a step seldom waits for a
-driver, and takes idle ones back when they have not been needed for a while, or at once when the
-engine's limit falls or another engine on the GPU is short. Prefixes go last.
+A demand takes idle blocks first, then backs unbacked blocks, then lets vLLM evict cached blocks.
+The keeper thread does the rest: it backs blocks ahead of need, so that a step seldom waits for the
+driver, and unbacks idle blocks after a while without use, or at once when the engine's limit falls
+or another engine on the GPU is short. Prefixes are evicted last.
 
-Where blocks share pages, a page goes when nothing is left on it. Idle blocks of the fullest pages
-are handed out first; and where pages that hold only prefixes are nearly empty, while memory is
-wanted elsewhere, the prefixes move to other pages: `Mover` says which.
+Where blocks share pages, a page is freed once it is empty. Idle blocks of the fullest pages are
+handed out first; and if another engine wants memory, prefixes move off nearly empty pages
+(`Mover`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from pyvmem.vllm.remote import join_ledgers
 
 __all__ = ["ElasticEngine"]
 
-_TICK = 0.05  # s between looks at what is idle
+_TICK = 0.05  # s between scans for idle blocks
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
 _REPORT = 0.25  # s between reports to the ledger, and checks of what a busy engine could give back
-_BACKOFF = 0.02  # s that a refusal is believed for while a request waits for the memory
-_PATIENCE = 0.25  # s that it is believed for otherwise
+_BACKOFF = 0.02  # s for which a refusal is cached while a request waits for the memory
+_PATIENCE = 0.25  # s for which it is cached otherwise
 _START_PATIENCE = 30.0  # s for other engines to leave room for the null block
 _RESERVE = 256 << 20
-_RECENT = 5.0  # s for which the step that took most says how much is backed ahead of need
+_RECENT = 5.0  # s: window over which the largest step sets how much is backed ahead
 _MOST_RESERVE = 1024  # blocks
 _SPREAD, _SPREAD_FOR = 1.25, 1.0  # mapped over live, and for how many seconds, to move prefixes
-_ROUNDS = 4  # of evicting, in one look at what other engines need
+_ROUNDS = 4  # of evicting, per check of other engines' needs
 
 log = logging.getLogger("vllm.vmem")
 
@@ -66,13 +66,13 @@ class ElasticEngine:
     Args:
         config: vLLM's.
         kv_cache_config: vLLM's.
-        pool: its block pool, none of whose blocks is used yet.
+        pool: its block pool, with no block in use yet.
         connector: its KV connector, or None.
 
     Attributes:
-        count_waiting: blocks that the requests in the queue may take in a step.
-        publish_events: tells who listens to vLLM's KV events what was evicted since the last step.
-        may_gather: a request ran since `gather` last let blocks go.
+        count_waiting: returns the blocks that queued requests may take in a step.
+        publish_events: publishes evictions since the last step as vLLM KV events.
+        may_gather: a request ran since `gather` last freed blocks.
         asleep: at the last check it was ordered to sleep: no request is admitted.
     """
 
@@ -100,18 +100,18 @@ class ElasticEngine:
             )
         self.least = least
         self.quota = self._join(config, min(limit, virtual), virtual)
-        self._limit = self.quota.limit  # as it was when the keeper last looked
+        self._limit = self.quota.limit  # at the keeper's last round
         self.backing = Backing(geometry, self.quota)
         self.waits = self.hits = self.queries = 0
         reserve = self.settings.reserve if self.settings.reserve is not None else _RESERVE
         reserve = min(reserve, limit // 8)
         self.reserve_blocks = min(reserve // geometry.block_bytes, _MOST_RESERVE)
         self._most_ahead = min(limit // 8 // geometry.block_bytes, _MOST_RESERVE)
-        self._ahead = self.reserve_blocks  # idle blocks that the keeper sees to
-        self._batch = self.reserve_blocks // 2  # when so many of them lack
-        self._largest, self._largest_at = 0, 0.0  # blocks that a step took, and when
+        self._ahead = self.reserve_blocks  # idle blocks that the keeper maintains
+        self._batch = self.reserve_blocks // 2  # refill when this many of them are missing
+        self._largest, self._largest_at = 0, 0.0  # blocks taken by a step, and its time
         self._taken, self._waited, self._lacked = 0, False, False  # of the step being scheduled
-        self._denied = False  # in it, memory was asked for in vain
+        self._denied = False  # a request for memory failed in this step
         self.may_gather, self.asleep = True, False
         self.idle = IdleBlocks(geometry.group_unit)
         self.holds = Holds(connector, len(self.ranks.ranks))
@@ -119,7 +119,7 @@ class ElasticEngine:
         self._watch_pool()
         self.count_waiting: Callable[[], int] = lambda: 0
         self.publish_events: Callable[[], None] = lambda: None
-        self._refused = -math.inf  # when less was mapped than was asked for
+        self._refused = -math.inf  # time of the last partial growth
         self._step = self._ended = 0
         self._peak = Peak(self.settings.idle)  # of blocks with contents
         self._busy_until = 0.0
@@ -129,7 +129,7 @@ class ElasticEngine:
         self._stopped = False
         self._tidy = self._short = self._resting = self._has_more = self._pressed = False
         self._reported = self._dense_at = 0.0
-        self._seen: tuple[int, ...] | None = None  # at rest, when there was nothing to give back
+        self._seen: tuple[int, ...] | None = None  # at the last idle check
         self._thread = threading.Thread(
             target=_keep, args=(weakref.ref(self), self._wake), name="vmem-keeper", daemon=True
         )
@@ -137,7 +137,7 @@ class ElasticEngine:
 
     @staticmethod
     def _least(config: Any, groups: Any, geometry: Geometry) -> int:
-        """Bytes for one request of the greatest length: with less, it would wait forever."""
+        """Bytes for a request of the greatest length: with less, it would wait forever."""
         blocks = 1
         for group in groups:
             spec = group.kv_cache_spec
@@ -158,7 +158,7 @@ class ElasticEngine:
             Path(settings.ledger) if settings.ledger else None,
             name,
             unique=bool(settings.name),
-            floor=min(settings.floor, limit),  # it cannot use more, others can
+            floor=min(settings.floor, limit),  # it cannot use more, other engines can
             limit=limit,
             least=self.least,
             virtual=virtual,
@@ -170,14 +170,14 @@ class ElasticEngine:
         )
 
     def _take_over(self) -> None:
-        """Empties vLLM's free queue: all blocks but the null block are bare."""
+        """Empties vLLM's free queue: all blocks but the null block are unbacked."""
         queue = self.pool.free_block_queue
         while queue.num_free_blocks:
             queue.popleft()
         self.backing.back_null(_START_PATIENCE)
 
     def _watch_pool(self) -> None:
-        """Learns of blocks that become idle. Methods of vLLM's pool are replaced, not its class."""
+        """Tracks blocks that become idle. Replaces methods of vLLM's pool, not its class."""
         pool = self.pool
         free, reset, evict = pool.free_blocks, pool.reset_prefix_cache, pool.evict_blocks
 
@@ -210,7 +210,7 @@ class ElasticEngine:
         pool.evict_blocks = evict_blocks
 
     def _find_idle(self) -> None:
-        """Looks for idle blocks in all of vLLM's queue, after prefixes were forgotten."""
+        """Rescans vLLM's free queue for idle blocks, after prefixes were reset."""
         self.idle.add(
             block.block_id
             for block in self._free()
@@ -261,23 +261,23 @@ class ElasticEngine:
         return self._step, self.backing.send()
 
     def end_step(self, step: int) -> None:
-        """The output of a step has been taken."""
+        """Called when the output of a step was processed."""
         self._ended = step
 
     def order_transfers(self, metadata: Any) -> list[int]:
-        """Notes the KV transfers of the step that was numbered last; returns those dropped."""
+        """Records the KV transfers of the last numbered step; returns those dropped."""
         if self.holds.on:
             self._let_idle(self.holds.order(self._step, metadata))
         return self.holds.take_dropped()
 
     def end_transfers(self, output: Any) -> None:
-        """Notes what the ranks have transferred."""
+        """Records the transfers that ranks finished."""
         done = getattr(getattr(output, "kv_connector_worker_meta", None), "completed_jobs", None)
         if done:
             self._let_idle(self.holds.report(done))
 
     def _let_idle(self, blocks: Iterable[int]) -> None:
-        """Blocks are held no longer: those without contents are idle."""
+        """Drops the hold on blocks: those without contents become idle."""
         every = (self.pool.blocks[one] for one in blocks if self.backing.is_backed(one))
         self.idle.add(
             block.block_id
@@ -286,12 +286,12 @@ class ElasticEngine:
         )
 
     def rest(self, resting: bool) -> None:
-        """The scheduler is paused, or resumed; while it is paused, idle memory goes at once."""
+        """Called on pause and resume; while paused, idle memory is freed at once."""
         self._resting = resting
         self._wake.set()
 
     def give_back_at_rest(self) -> None:
-        """Returns when a paused engine's memory is the device's again, all but the prefixes'."""
+        """Waits until a paused engine has freed all memory except that of prefixes."""
         with self.lock:
             if not self._resting or self.used_blocks():
                 return
@@ -302,10 +302,10 @@ class ElasticEngine:
         self._compact()
 
     def _let_go(self) -> None:
-        """Gives back all but the null block, if no request holds anything.
+        """Frees all but the null block, if no request holds anything.
 
-        The engine was ordered to sleep; or ranks do, of which vLLM's scheduler knows nothing. Stock
-        vLLM's KV cache is lost then.
+        For an engine ordered to sleep, or ranks that sleep without the scheduler's knowledge. Stock
+        vLLM loses its KV cache then, too.
         """
         try:
             with self.lock:
@@ -323,13 +323,13 @@ class ElasticEngine:
     # ---- demand ----------------------------------------------------------------------------------
 
     def take(self, count: int) -> None:
-        """vLLM takes `count` free blocks next: idle ones, as far as they can be had."""
+        """Prepares for vLLM to take `count` free blocks: idle blocks as far as possible."""
         self._taken += count
         self.prepare(count)
         self._put_first(self.idle.take(count))
 
     def prepare(self, count: int) -> None:
-        """Makes `count` blocks idle for vLLM to take, or as many as can be had."""
+        """Makes `count` blocks idle for vLLM to take, or as many as possible."""
         if len(self.idle) >= count:
             return
         if self._background is not None:
@@ -337,7 +337,7 @@ class ElasticEngine:
             self._grown.wait()
             self._finish_background()
         self._collect()
-        # Where evicting would serve as well, another try can wait for longer.
+        # If evicting would also do, retry growth less often.
         evicting = self.pool.free_block_queue.num_free_blocks >= count
         patience = _PATIENCE if evicting else _BACKOFF
         if len(self.idle) < count and time.monotonic() >= self._refused + patience:
@@ -345,7 +345,7 @@ class ElasticEngine:
             if not self._back(wanted - len(self.idle)) and wanted > count:
                 self._back(count - len(self.idle))
             if len(self.idle) < count and self.backing.unconfirmed:
-                self.ranks.poll()  # pages that are leaving may have left
+                self.ranks.poll()  # pending releases may have finished
                 self._collect()
                 self._back(count - len(self.idle))
             if len(self.idle) < count:
@@ -354,15 +354,15 @@ class ElasticEngine:
         self._lacked |= len(self.idle) < count
 
     def could_back(self, count: int) -> bool:
-        """True if so many bare blocks could get memory now, as far as can be told without trying.
+        """True if `count` unbacked blocks could get memory now; an estimate.
 
-        Nothing is set aside: another engine may be faster, and then a request is preempted.
+        Nothing is reserved: if another engine is faster, a request is preempted.
         """
         needed = self.backing.geometry.scattered_bytes(count)
         return self.backing.bare >= count and self.quota.room() >= needed
 
     def _back(self, count: int) -> bool:
-        """Backs up to `count` bare blocks while the step waits; false: a driver refused."""
+        """Backs up to `count` unbacked blocks while the step waits; false: a driver refused."""
         growth = self.backing.begin(count)
         if growth is None:
             return True
@@ -372,20 +372,20 @@ class ElasticEngine:
         return growth.failure is None
 
     def _count_next(self, count: int) -> int:
-        """Blocks to back where a step must wait anyway: others in it would wait for a call each."""
+        """Blocks to back in one call when a step must wait, to save later requests a call each."""
         if not self._ahead or self._pressed:
             return 0
         return min(max(count + self._batch, self.count_waiting()), self._most_ahead)
 
     def gather(self, count: int) -> None:
-        """Lets all free blocks go if a request was refused some, and has enough if they go.
+        """Unbacks all free blocks if a refused request would then have enough.
 
-        Scattered blocks fill their pages only in part: what the engine has may be enough for the
-        next request, and yet never be, as none runs that could end. Blocks of requests are never
-        moved.
+        Scattered blocks fill their pages only in part: the engine's memory may suffice for the next
+        request but never become usable, as no running request could end. Blocks of requests are
+        never moved.
 
         Args:
-            count: blocks that the next request needs in all.
+            count: total blocks that the next request needs.
         """
         together = self.backing.geometry.first_bytes(1 + count)
         enough = together <= self.quota.used + self.quota.room()
@@ -395,16 +395,16 @@ class ElasticEngine:
             self._retire(list(self.idle))
 
     def _ask_others(self, blocks: int) -> None:
-        """Posts how much memory a request lacks, up to the limit, for other engines to see."""
+        """Posts to the ledger how much memory a request lacks, up to the limit."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
-        need -= need % max(1, self.backing.geometry.block_bytes)  # no block fits in the rest
+        need -= need % max(1, self.backing.geometry.block_bytes)  # not enough left for a block
         if need or self._short:
             self.quota.want(need)
             self._short = need > 0
 
     def _put_first(self, blocks: Iterable[int]) -> None:
-        """Moves free blocks to the head of vLLM's queue: it takes them next."""
+        """Moves free blocks to the head of vLLM's queue, to be taken next."""
         queue, found = self.pool.free_block_queue, list(map(self.pool.blocks.__getitem__, blocks))
         for block in found:
             queue.remove(block)
@@ -427,17 +427,17 @@ class ElasticEngine:
     # ---- questions -------------------------------------------------------------------------------
 
     def backed_blocks(self) -> int:
-        """Blocks with memory, the null block included, as vLLM's pool knows them."""
+        """Number of backed blocks, including the null block."""
         growing = len(self._background.blocks) if self._background else 0
         return int(self.pool.num_gpu_blocks) - self.backing.bare - growing
 
     @property
     def has_more(self) -> bool:
-        """Whether, at the last check, another engine waited while this one had more than its share.
+        """True if, at the last check, another engine waited while this engine exceeded its share.
 
         No request is admitted then. Otherwise an engine with a queue would never give anything
-        back, since each finished request makes room for the next one. If none runs, idle memory
-        is released anyway.
+        back, since each finished request makes room for the next. If none runs, idle memory is
+        released anyway.
         """
         return self._has_more
 
@@ -452,7 +452,7 @@ class ElasticEngine:
         return min(1.0, self.used_blocks() / max(1, most))
 
     def live_bytes(self) -> int:
-        """Memory of the pages that hold something: of requests, of prefixes, the null block."""
+        """Memory of nonempty pages: requests, prefixes, the null block."""
         every = range(self.pool.num_gpu_blocks)
         return self.backing.live_bytes(
             b for b in every if self.backing.is_backed(b) and b not in self.idle
@@ -461,7 +461,7 @@ class ElasticEngine:
     # ---- the keeper ------------------------------------------------------------------------------
 
     def _kept(self) -> bool:
-        """A round of the keeper's thread; false: its last one."""
+        """A round of the keeper's thread; false: it was the last."""
         if self._stopped:
             return False
         try:
@@ -478,13 +478,16 @@ class ElasticEngine:
         return True
 
     def tick(self, force: bool = False) -> None:
-        """One round: gives back, backs ahead. `force`: as if nothing had been needed for long."""
+        """One round: frees idle memory, backs ahead.
+
+        `force`: ignores how recently it was needed.
+        """
         if force or self.backing.unconfirmed or time.monotonic() > self._reported + _REPORT:
-            self.ranks.poll()  # without the lock: steps go on meanwhile
+            self.ranks.poll()  # without the lock: steps continue
         with self.lock:
             self._collect()
             now = time.monotonic()
-            # An engine that runs ahead may never take the output of its last step.
+            # An engine that schedules ahead may never process the output of its last step.
             quiet = self._ended == self._step or force or now > self._busy_until
             at_rest = quiet and not self.used_blocks()
             long_idle = at_rest and (force or self._resting or now > self._busy_until)
@@ -502,7 +505,7 @@ class ElasticEngine:
                 self._move_by_call()  # otherwise the next step does
             if quiet:
                 self._send_by_call()
-                self.publish_events()  # no step may come for long that would
+                self.publish_events()  # the next step may be far off
             growth = None if at_rest else self._begin_ahead(now)
             tidy = long_idle and not self.backing.unconfirmed and not self.backing.outbox
         if growth is not None:
@@ -535,10 +538,10 @@ class ElasticEngine:
         return self.backed_blocks() - len(self.idle)
 
     def _give_back(self, long_idle: bool) -> None:
-        # What is evicted is kept for as long as what requests leave: the next request takes it.
+        # Evicted blocks stay backed as long as freed ones: the next request takes them.
         most = self.settings.prefix
         if most is None and long_idle and self.holds.on:
-            most = 0  # what is stored comes back from host memory
+            most = 0  # stored prefixes can be loaded from host memory again
         if most is not None:
             self._evict(self._count_for(self._cached_bytes() - most))
         excess, self._has_more = self.quota.pressure()
@@ -558,7 +561,7 @@ class ElasticEngine:
             self._shrink(excess - self.backing.leaving_bytes)
 
     def _is_spread(self, now: float) -> bool:
-        """True if what is mapped has been much more than what is live, for long."""
+        """True if mapped memory has far exceeded live memory for long."""
         mapped = self.backing.mapped_bytes - self.backing.leaving_bytes
         live = self._live_blocks() * self.backing.geometry.block_bytes
         if mapped <= _SPREAD * live:
@@ -566,16 +569,16 @@ class ElasticEngine:
         return now > self._dense_at + _SPREAD_FOR
 
     def _retire_pages(self, blocks: int, at_least: bool = False) -> int:
-        """Gives back pages without contents, of at most so many idle blocks; returns their bytes.
+        """Frees empty pages, of at most `most` idle blocks; returns their bytes.
 
         `at_least`: see `Backing.emptied_first`.
         """
         return self._retire(self.backing.emptied_first(self.idle, blocks, at_least=at_least))
 
     def _shrink(self, nbytes: int) -> None:
-        """Gives back up to this many bytes: idle blocks, then least recently used prefixes.
+        """Frees up to this many bytes: idle blocks, then least recently used prefixes.
 
-        Where moving prefixes is enough, none is evicted.
+        If moving prefixes is enough, none is evicted.
         """
         unit = self.backing.geometry.group_bytes
         for _ in range(_ROUNDS):
@@ -592,7 +595,7 @@ class ElasticEngine:
         return int(cached) * self.backing.geometry.block_bytes
 
     def _evict(self, count: int) -> int:
-        """Evicts up to so many prefix blocks, least recently used first; they are idle now."""
+        """Evicts up to `count` prefix blocks, least recently used first; they become idle."""
         cached = (
             block
             for block in self._free()
@@ -607,7 +610,7 @@ class ElasticEngine:
         return len(found)
 
     def _retire(self, blocks: list[int]) -> int:
-        """Takes idle blocks from vLLM, and gives their pages back; returns the bytes of these."""
+        """Takes idle blocks from vLLM and frees their pages; returns the bytes freed."""
         self.idle.remove(blocks)
         self.holds.overwrite(blocks)
         for one in blocks:
@@ -618,16 +621,16 @@ class ElasticEngine:
     # ---- moving ----------------------------------------------------------------------------------
 
     def moves(self) -> list[tuple[int, int]]:
-        """Copies for the step that was numbered last: blocks from and to.
+        """Copies for the last numbered step: source and destination blocks.
 
-        The pages that run empty are given back with the next step at the earliest.
+        The emptied pages are freed with the next step at the earliest.
         """
         found = self.mover.pick() if self.mover.victims else []
         self.mover.done(found)
         return found
 
     def _move_by_call(self) -> None:
-        """Moves at once, since no step may come for long."""
+        """Moves prefixes at once, since the next step may be far off."""
         found = self.mover.pick()
         if self.ranks.move(found, self._step):
             self.mover.done(found)
@@ -636,7 +639,10 @@ class ElasticEngine:
             self.mover.undo(found)
 
     def _send_by_call(self) -> None:
-        """Sends releases at once, since no step may come for long. They wait for the last step."""
+        """Sends releases at once, since the next step may be far off.
+
+        They wait for the last step.
+        """
         for one in self.backing.send():
             self.ranks.release(one.number, one.runs, self._step)
 
@@ -650,7 +656,7 @@ class ElasticEngine:
                     log.warning("vmem: pages cannot be unmapped, tried again: %s", str(failure))
 
     def _may_back_ahead(self, now: float) -> bool:
-        """Whether too few blocks are idle, and more can be asked for."""
+        """True if too few blocks are idle, and more may be requested."""
         if self._background is not None or now < self._refused + _PATIENCE:
             return False
         return len(self.idle) < self._ahead - self._batch
@@ -667,7 +673,7 @@ class ElasticEngine:
         return growth
 
     def _compact(self) -> None:
-        """Empties slabs piece by piece, while the engine has nothing to do."""
+        """Empties slabs piece by piece while the engine is idle."""
         while True:
             with self.lock:
                 under_way = self._ended != self._step and time.monotonic() < self._busy_until
@@ -676,10 +682,10 @@ class ElasticEngine:
                 if not self.ranks.compact(_PIECE, self._step):
                     self._tidy = False
                     return
-            time.sleep(0.001)  # so that a waiting scheduler gets the lock
+            time.sleep(0.001)  # lets a waiting scheduler take the lock
 
     def settle(self, timeout: float = 30.0) -> None:
-        """Gives back all that is idle, now, and waits for it; for tests and `sleep`.
+        """Frees all idle memory now, and waits for it; for tests and `sleep`.
 
         Raises:
             TimeoutError: a rank did not answer in time.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""All that the pool uses of vLLM beside its options: names, how they are used, and why.
+"""Everything of vLLM that the pool uses besides options: names, how they are used, and why.
 
-    replaced     a function of vLLM's, or of an object of vLLM's, gives way to one of ours
+    replaced     a function of vLLM, or a method of a vLLM object, is replaced by ours
     overridden   by a method of our worker or scheduler, which calls vLLM's
-    called       by us
+    called       by the pool
     read         an attribute
 
 `pyvmem.elastic.hooks` looks for them in vLLM's source, so that an unknown version can be tried;
-`scripts/vllm_hooks.py` compares a release with the one before.
+`scripts/vllm_hooks.py` compares a release with the previous release.
 """
 
 from __future__ import annotations

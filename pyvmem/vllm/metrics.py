@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What `vmem top` shows, on vLLM's own ``/metrics``.
+"""The numbers of `vmem top`, on vLLM's own ``/metrics``.
 
-The engine's core and the server that answers there are different processes; both read the ledger.
+The engine core and the API server are different processes; the server reads the ledger.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def identity_of(instance: str, replica: int = 0) -> int:
 
     Args:
         instance: `instance_id` of its configuration.
-        replica: its rank in data parallelism, where each has this configuration.
+        replica: its data-parallel rank, since replicas share a configuration.
     """
     digest = hashlib.sha256(f"{instance}/{replica}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1 | 1
@@ -54,7 +54,7 @@ class _Collector:
 
 
 def _engines() -> Iterator[tuple[str, EngineInfo]]:
-    """The engines of this process, or none where the ledger cannot be read."""
+    """The engines of this process; none if the ledger cannot be read."""
     try:
         for device, some in engines_in(default_folder()).items():
             yield from ((device, one) for one in some if one.identity in _identities)
@@ -63,7 +63,7 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
 
 
 def _add_to(of_files: Any) -> None:
-    """Adds the metrics to those of files, which several API servers show instead of their own."""
+    """Adds the metrics to the multiprocess registry, which several API servers show instead."""
     collect = of_files.collect
 
     def collect_all(self: Any) -> Iterator[Any]:

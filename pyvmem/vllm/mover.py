@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Which prefixes move, so that pages run empty.
+"""Chooses prefixes to move, so that pages become empty.
 
-Pages that hold few prefixes and nothing that a request uses are *victims*. What they hold moves to
-idle blocks of fuller pages: the ranks copy it before a step, or at once when none comes. The prefix
-then has another block, at the same place in the order of eviction, and a request that hits it
-notices nothing.
+Pages that hold few prefixes and nothing that a request uses are *victims*. Their contents move to
+idle blocks of fuller pages: the ranks copy them before a step, or at once when no step is due. The
+prefix then has another block, at the same place in the eviction order, transparently to requests
+that hit it.
 
     choose          names victims that fit elsewhere, those with least to copy first
-    pick, done      the next copies, and their record in vLLM's pool; or `undo`
+    pick, done      the next copies, and recording them in vLLM's pool; or `undo`
 
-The pages of a victim are idle blocks' from then on, and go as all idle ones do.
+The victim's pages then hold only idle blocks, and are freed like others.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Mover:
         pool: vLLM's.
         backing: which blocks have memory.
         idle: which of them are idle.
-        holds: which of them a store needs.
+        holds: which of them an offload store still reads.
 
     Attributes:
         victims: groups to be emptied, the next one first.
-        moved: prefixes so far.
+        moved: prefixes moved so far.
     """
 
     def __init__(self, pool: Any, backing: Backing, idle: IdleBlocks, holds: Holds) -> None:
@@ -46,10 +46,10 @@ class Mover:
         self.holds = holds
         self.victims: list[int] = []
         self.moved = 0
-        self._spare: set[int] = set()  # groups in which nothing is put
+        self._spare: set[int] = set()  # groups that receive no copies
 
     def _contents(self, group: int) -> list[int]:
-        """The blocks that keep a group's page."""
+        """The blocks that keep a group's page in use."""
         idle, backed = self.idle, self.backing.is_backed
         return [b for b in self.backing.geometry.touching(group) if backed(b) and b not in idle]
 
@@ -60,13 +60,13 @@ class Mover:
         return all(one.block_hash is not None and not one.ref_cnt for one in found)
 
     def forget(self) -> None:
-        """Nothing is to be moved any more."""
+        """Cancels all moves."""
         self.victims, self._spare = [], set()
 
     def choose(self, groups: int) -> int:
-        """Names up to so many victims; returns the bytes that they will give back.
+        """Selects up to `count` victims; returns the bytes that they will free.
 
-        Full groups, and empty ones, take no part.
+        Full and empty groups are not considered.
         """
         self.forget()
         if self.idle.one_block:
@@ -98,7 +98,7 @@ class Mover:
             if self._may_move(contents):
                 sources = contents[: MOST - len(found)]
                 places = self.idle.take(len(sources), self._spare)
-                if len(places) < len(sources):  # handed out since
+                if len(places) < len(sources):  # allocated since
                     self.idle.add(places)
                     self.victims.clear()
                     break
@@ -110,12 +110,12 @@ class Mover:
         return found
 
     def done(self, copies: list[tuple[int, int]]) -> None:
-        """The copies are under way, before anything that reads or writes these blocks."""
+        """Records copies that are in flight, ordered before any other access to these blocks."""
         queue, blocks = self.pool.free_block_queue, self.pool.blocks
         for source, place in copies:
             src, dst = blocks[source], blocks[place]
             queue.remove(dst)
-            # It takes the other's place in the order of eviction.
+            # It takes over the source's place in the eviction order.
             dst.prev_free_block, dst.next_free_block = src.prev_free_block, src.next_free_block
             dst.prev_free_block.next_free_block = dst
             dst.next_free_block.prev_free_block = dst
@@ -126,6 +126,6 @@ class Mover:
         self.moved += len(copies)
 
     def undo(self, copies: list[tuple[int, int]]) -> None:
-        """The copies were not made."""
+        """Reverts `pick`: the copies were not made."""
         self.idle.add(place for _, place in copies)
         self.forget()

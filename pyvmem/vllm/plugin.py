@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""How vLLM comes to use the pool: its entry point ``vllm.general_plugins``.
+"""The entry point ``vllm.general_plugins``, which makes vLLM use the pool.
 
-vLLM calls `register` in every process, before it makes a configuration. With ``VMEM_VLLM=1`` each
-configuration that `EngineArgs.create_engine_config` makes is checked and given our worker and
-scheduler, as ``--worker-cls`` and ``--scheduler-cls`` would. One that a program made by hand is
-seen when an executor starts with it.
+vLLM calls `register` in every process, before it creates a configuration. With ``VMEM_VLLM=1`` each
+configuration from `EngineArgs.create_engine_config` is checked and given our worker and scheduler,
+as ``--worker-cls`` and ``--scheduler-cls`` would. A configuration made by hand is checked when an
+executor starts with it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _SCHEDULERS = {
 
 
 _INSTANCE = "_VMEM_INSTANCE"  # the engine's, for its API servers
-_SLEEP = ("cumem", "vmem")  # vLLM's default, and what takes its place
+_SLEEP = ("cumem", "vmem")  # vLLM's default, and its replacement
 
 
 class CannotWork(ValueError):
-    """A configuration of vLLM that the pool does not work with."""
+    """The pool does not support this vLLM configuration."""
 
 
 def register() -> None:
-    """The entry point. Without ``VMEM_VLLM=1`` it does nothing.
+    """The entry point.
 
-    The variable is read when a configuration is made.
+    Does nothing without ``VMEM_VLLM=1``. The variable is read when a configuration is created.
 
     Raises:
-        UnknownVersion: a version of vLLM that lacks what the pool uses.
+        UnknownVersion: this version of vLLM lacks something that the pool uses.
         ValueError: a malformed variable.
     """
     if not Settings.asked("VMEM_VLLM"):
@@ -68,7 +68,7 @@ def register() -> None:
 
 
 def _replace(owner: type, name: str, instead: Callable[..., Any]) -> None:
-    """Has `instead` called in place of a method, with the method first; once."""
+    """Replaces a method by `instead`, which gets the original as its first argument. Idempotent."""
     original = getattr(owner, name)
     if getattr(original, "_vmem", False):
         return
@@ -89,7 +89,7 @@ def _after_it_is_made(create: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _before_it_is_used(start: Callable[..., Any], executor: Any, vllm_config: Any) -> Any:
     _configure_if_asked(vllm_config)
-    EXECUTORS[vllm_config.instance_id] = executor  # the scheduler, which is made later, finds it
+    EXECUTORS[vllm_config.instance_id] = executor  # for the scheduler, which is created later
     return start(executor, vllm_config)
 
 
@@ -102,10 +102,10 @@ def _configure_if_asked(config: Any) -> None:
 
 
 def configure(config: Any) -> None:
-    """Makes a `VllmConfig` use the pool; one that does already stays as it is.
+    """Makes a `VllmConfig` use the pool. Idempotent.
 
     Raises:
-        CannotWork: options in it exclude the pool; all of them are named.
+        CannotWork: options in it exclude the pool; the message names all of them.
     """
     against = list(reasons_against(config))
     if against:
@@ -125,10 +125,10 @@ def configure(config: Any) -> None:
 
 
 def _instance_of(config: Any) -> str:
-    """vLLM's own has five digits, which two engines of one machine may share.
+    """A unique instance id: vLLM's own has five digits, so two engines on a machine may collide.
 
-    Where there are several API servers, each of them makes the configuration again. They are
-    processes that the one with the engine's configuration starts.
+    Each API server creates the configuration again, in processes started by the one that has the
+    engine's configuration.
     """
     rank = getattr(config.parallel_config, "_api_process_rank", 0)
     count = getattr(config.parallel_config, "_api_process_count", 1)
@@ -141,7 +141,7 @@ def _instance_of(config: Any) -> str:
 
 
 def reasons_against(config: Any) -> Iterator[str]:
-    """What in a configuration excludes the pool, each with the option's name."""
+    """Lists the options in a configuration that exclude the pool."""
     parallel, model = config.parallel_config, config.model_config
     if parallel.worker_cls not in (*_WORKERS, *_WORKERS.values()):
         yield f"worker_cls={parallel.worker_cls} (the pool brings its own worker)"

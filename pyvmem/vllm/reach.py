@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""How the scheduler finds its ranks: it asks them, by vLLM's own call to all workers.
+"""Finds the scheduler's ranks, by vLLM's own call to all workers.
 
-At that time no step is in flight. A rank says where its socket is and which folder of ledgers it
-uses. One with the scheduler's folder is on its machine, for us: a Unix socket reaches it, and its
-device's ledger is here. Any other one (another machine, or a container with a folder of its own)
-listens on a port of the address that vLLM uses between machines, and keeps its device's account in
-its own process. The word that lets the scheduler in comes back by vLLM's call.
+No step is in flight at that time. A rank returns the path of its socket and its folder of ledgers.
+A rank with the scheduler's folder counts as local: it is reached by a Unix socket, and its device's
+ledger is here. Any other rank (another machine, or a container with its own folder) listens on a
+port of the address that vLLM uses between machines, and keeps its device's account in its own
+process. vLLM's call also returns the secret that admits the scheduler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOCAL: weakref.WeakValueDictionary[str, KVMemory] = weakref.WeakValueDictionary(
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The location of a rank.
 
     Attributes:
         machine: `machine` of its process.
@@ -52,7 +52,7 @@ class Place:
 
 
 def ranks_of(parallel: Any) -> int:
-    """How many ranks an engine has, by vLLM's `ParallelConfig`."""
+    """The number of an engine's ranks, from vLLM's `ParallelConfig`."""
     sizes = ("tensor", "pipeline")
     return math.prod(getattr(parallel, f"{one}_parallel_size", 1) for one in sizes)
 
@@ -63,7 +63,7 @@ def _boot() -> str:
 
 
 def machine(settings: Settings) -> str:
-    """Equal in processes that share a folder of ledgers."""
+    """An identity of this machine: equal in processes that share a folder of ledgers."""
     folder = private(Path(settings.ledger) if settings.ledger else default_folder())
     found = folder.stat()
     return f"{_boot()}/{found.st_dev}/{found.st_ino}"
@@ -73,7 +73,7 @@ def connect(config: Any, settings: Settings) -> list[Rank]:
     """The ranks of an engine that have KV tensors, in vLLM's order.
 
     Raises:
-        RuntimeError: a worker is not one of ours, or is not called by this executor.
+        RuntimeError: a worker is not an `ElasticWorker`, or the executor cannot call it.
     """
     executor = EXECUTORS.get(config.instance_id)
     if executor is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The accounts of an engine's devices. On another machine a rank keeps it, and ends with it."""
+"""Ledger accounts of an engine's devices. On another machine the rank holds the account."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _NUMBERS = frozenset(("limit", "used", "asleep"))
 
 
 def on_account(account: Account | None, name: str, args: list[Any], named: dict[str, int]) -> Any:
-    """On the rank's side: reads a number of its account, or calls it.
+    """On the rank's side: reads an attribute of its account, or calls a method.
 
     Raises:
-        InvalidArgument: it keeps none, or that is no operation.
+        InvalidArgument: it has no account, or no such operation exists.
     """
     if account is None or name not in _CALLS | _NUMBERS:
         raise InvalidArgument(f"account: {name}")
@@ -36,7 +36,7 @@ def on_account(account: Account | None, name: str, args: list[Any], named: dict[
 
 
 class RemoteAccount:
-    """`Account`, of a rank that `join` was asked of."""
+    """A proxy of the `Account` that a rank holds."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -119,7 +119,7 @@ def join_ledgers(
 
     Raises:
         VMemError: as `join_device`.
-        RankLost: the same on another machine.
+        RankLost: a rank on another machine has ended.
     """
     on_device: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """The scheduler: vLLM's own, over blocks that may have no memory.
 
-vLLM's pool works as always, but its free queue holds only those free blocks that are backed. Before
-vLLM compares what a request needs with what is free, `Demand` has as much of it backed as can be
-had; so a shortage of memory is vLLM's own "cannot allocate", and it waits or preempts as always.
+vLLM's pool works as usual, but its free queue holds only backed free blocks. Before vLLM compares a
+request's demand with the free blocks, `Demand` backs as many as it can; so a shortage of memory is
+vLLM's own "cannot allocate", and vLLM waits or preempts as usual.
 
-`ElasticEngine.lock` is held wherever vLLM's scheduler runs; the engine's keeper takes it too.
+`ElasticEngine.lock` is held whenever vLLM's scheduler runs; the engine's keeper takes it, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["ElasticAsyncScheduler", "ElasticScheduler", "StepOrders"]
 
 @dataclass
 class StepOrders:
-    """What a `SchedulerOutput` carries to the workers as its attribute ``vmem``.
+    """The attribute ``vmem`` of a `SchedulerOutput`, sent to the workers.
 
     Attributes:
         step: its number; 1 is the first.
-        releases: numbers and runs of pages that no step from this one on touches.
+        releases: numbers and runs of pages that this and later steps do not touch.
         dropped: stores to host memory that must not begin.
         moves: blocks to copy before the step, from and to.
     """
@@ -43,7 +43,7 @@ class StepOrders:
 
 
 def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
-    """Tells vLLM's pool of blocks that are neither used nor in its free queue.
+    """Makes vLLM's pool account for blocks that are neither used nor in its free queue.
 
     Methods of the object are replaced, not its class: Python looks attributes up more slowly in an
     object whose class was changed, and vLLM does so for every request of every step.
@@ -62,12 +62,12 @@ def _let_blocks_be_bare(pool: Any, elastic: ElasticEngine) -> None:
 
 
 class _Elastic:
-    """The methods that override those of a vLLM scheduler, the next class in the order of bases."""
+    """Overrides for a vLLM scheduler, the next class in the MRO."""
 
     elastic: ElasticEngine
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own scheduler for a model that has no KV cache: an encoder, say."""
+        """vLLM's own scheduler, for a model without a KV cache, such as an encoder."""
         kv_cache_config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[1]
         if kv_cache_config.kv_cache_groups:
             return super().__new__(cls)
@@ -108,7 +108,7 @@ class _Elastic:
             result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
             self.elastic.end_transfers(model_runner_output.kv_connector_output)
             orders = getattr(scheduler_output, "vmem", None)
-            if orders is not None:  # else a step that this scheduler did not make: vLLM's empty one
+            if orders is not None:  # else an empty step of vLLM's own
                 self.elastic.end_step(orders.step)
             return result
 
@@ -125,7 +125,7 @@ class _Elastic:
             return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, which it also calls before it sleeps: then memory has gone back at the end."""
+        """vLLM's; also called before sleep: memory is freed when it returns."""
         with self.elastic.lock:
             result = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         self.elastic.give_back_at_rest()

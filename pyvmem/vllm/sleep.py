@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Sleep mode: weights on pages that go to sleep, by vLLM's own interface for sleep back ends.
+"""Sleep mode: weights on pages that can sleep, through vLLM's interface for sleep back ends.
 
-The KV cache needs none of this: when the scheduler is paused, `ElasticEngine.rest` gives back all
-that no request and no prefix holds, and vLLM resets the prefixes before it sleeps. The weights are
-placed in a `VMemPool` while they are loaded. Their addresses stay, so CUDA graphs may be replayed.
+The KV cache does not need this: when the scheduler is paused, `ElasticEngine.rest` frees all that
+no request and no prefix holds, and vLLM resets the prefixes before it sleeps. The weights are
+loaded into a `VMemPool`. Their addresses do not change, so CUDA graphs can be replayed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _pools: list[VMemPool] = []  # of this process: torch has one allocator a device
 
 
 def use_pool(pool: VMemPool) -> None:
-    """Makes `pool` the one of this process's weights; its owner closes it."""
+    """Sets the pool of this process's weights; its owner closes it."""
     _pools[:] = [pool]
 
 
 def loading_weights(settings: Settings, device: int) -> AbstractContextManager[Any]:
-    """A context manager in which torch's tensors lie on pages that can sleep.
+    """A context manager in which torch allocates tensors on pages that can sleep.
 
     Raises:
         RuntimeError: the back end has no memory that CUDA's copies accept, which loaders use.
@@ -52,10 +52,10 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
     """The back end ``vmem``: level 1 keeps the weights in host memory, level 2 drops them."""
 
     def suspend(self, level: int = 1) -> None:
-        """Gives the weights' memory back to the device; a further call, memory added since.
+        """Frees the weights' device memory; a further call frees memory added since.
 
         Raises:
-            VMemError: nothing changed, for want of host memory, or the driver refused.
+            VMemError: out of host memory, or the driver refused; nothing changed.
         """
         for pool in _pools:
             pool.pause(_TAG, keep=level == 1)
@@ -75,7 +75,7 @@ class VMemSleepBackend(SleepModeBackend):  # type: ignore[misc]
         self._state = "SUSPENDED" if any(_TAG in pool.paused for pool in _pools) else "RUNNING"
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Drops what has these tags; the KV cache's memory went back when prefixes were reset."""
+        """Drops memory with these tags; the KV cache's was freed when prefixes were reset."""
         if _TAG in tags:
             self.suspend(level=2)
         self._state = "SUSPENDED"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The worker: KV tensors on pages that come and go, and the last step that uses each page.
+"""The worker: KV tensors on elastic memory, and the last step that uses each page.
 
-`ElasticGPUWorker` and `ElasticCPUWorker` are vLLM's workers with the methods of `ElasticWorker`
-before theirs. They are made on first use, since importing one breaks the other's platform.
+`ElasticGPUWorker` and `ElasticCPUWorker` are vLLM's workers with `ElasticWorker` mixed in. They are
+created on first use, since importing one breaks the other's platform.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ElasticWorker:
     # ---- start -----------------------------------------------------------------------------------
 
     def init_device(self) -> None:
-        """vLLM's, without the demand that the memory of the whole cache be free now."""
+        """vLLM's, without requiring that the memory of the whole cache be free now."""
         self._settings = Settings.read()
         cache = self.cache_config
         asked, cache.gpu_memory_utilization = cache.gpu_memory_utilization, 1e-6
@@ -80,7 +80,7 @@ class ElasticWorker:
         return loading_weights(self._settings, self.device.index or 0)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """vLLM's, with KV tensors of ours."""
+        """vLLM's, with the pool's KV tensors."""
         from pyvmem.vllm.allocation import place
 
         kv_cache_config, self._answers = place(kv_cache_config, self._open)
@@ -101,7 +101,7 @@ class ElasticWorker:
                 )
 
     def _open(self, num_blocks: int, sizes: Sequence[int]) -> KVMemory:
-        """The memory of this many blocks for tensors of these sizes; the null block is mapped."""
+        """Memory for this many blocks, in tensors of these sizes; maps the null block."""
         settings, gpu = self._settings, self.device.type == "cuda"
         device = self.device.index or 0 if gpu else None
         most = min(sum(sizes), settings.limit or sum(sizes), device_total(device))
@@ -111,11 +111,11 @@ class ElasticWorker:
         context = open_context(
             settings.backend or ("auto" if gpu else "host"),
             device or 0,
-            page if page != SMALL or settings.page_size else 0,  # the least that the back end has
+            page if page != SMALL or settings.page_size else 0,  # the back end's smallest
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
         memory = self._memory = KVMemory(context, num_blocks, sizes)
-        # Of a worker that nobody shuts down: ``del llm``.
+        # For a worker that is never shut down: ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(
             runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))])
@@ -123,7 +123,7 @@ class ElasticWorker:
         return memory
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's; blocks that it uses to warm up have memory meanwhile."""
+        """vLLM's; the blocks used for warm-up are backed during the call."""
         memory = self._memory
         with ExitStack() as stack:
             if memory is not None:
@@ -141,7 +141,7 @@ class ElasticWorker:
         return result
 
     def vmem_place(self) -> Place | None:
-        """Where the scheduler finds this rank's KV tensors; None: it has none."""
+        """The location of this rank for the scheduler; None: it has no KV tensors."""
         if self._server is None:
             return None
         return Place(machine(self._settings), self._server.address)
@@ -155,7 +155,7 @@ class ElasticWorker:
         return self._server.listen(get_ip())
 
     def _headroom(self) -> int:
-        """Memory that torch may still ask the device for: the peak so far, and a margin."""
+        """Memory that torch may still allocate: the peak so far, and a margin."""
         if self.device.type != "cuda":
             return 0
         import torch
@@ -166,7 +166,7 @@ class ElasticWorker:
     # ---- steps -----------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """vLLM's, after the step's pages are in place and before it is marked as launched."""
+        """vLLM's, after the step's pages are mapped and before it is marked as launched."""
         memory = self._memory
         if memory is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -205,9 +205,9 @@ class ElasticWorker:
         return output
 
     def execute_dummy_batch(self) -> None:
-        """vLLM's: a rank without requests computes along with the others, on the null block.
+        """vLLM's: a rank without requests runs a dummy batch on the null block.
 
-        The runner V2 of 0.26 leaves in its tables the blocks of requests that have ended.
+        The V2 runner of 0.26 leaves blocks of finished requests in its tables.
         """
         tables = getattr(self.model_runner, "block_tables", None)
         for table in tables.input_block_tables if tables is not None else ():
@@ -215,15 +215,15 @@ class ElasticWorker:
         super().execute_dummy_batch()  # type: ignore[misc]
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's, and the KV cache's memory goes back.
+        """vLLM's; also frees the KV cache's memory.
 
-        It has gone already, unless somebody called this past the scheduler, as verl does.
+        It is already free unless the caller bypassed the scheduler, as verl does.
         """
         super().sleep(level)  # type: ignore[misc]
         self._rest()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """vLLM's, of what sleeps by its back end, and the KV cache's memory goes back."""
+        """vLLM's, for memory that its back end puts to sleep; also frees the KV cache's memory."""
         if tags != ("kv_cache",) or self.vllm_config.model_config.enable_sleep_mode:
             super().discard(tags)  # type: ignore[misc]
         self._rest()
@@ -233,7 +233,7 @@ class ElasticWorker:
             log.warning("vmem: a sleeping worker still has the memory of its KV cache")
 
     def shutdown(self) -> None:
-        """vLLM's, then the memory goes back."""
+        """vLLM's, then frees the memory."""
         server, self._server = self._server, None
         if server is not None:
             LOCAL.pop(server.address, None)
@@ -246,9 +246,9 @@ class ElasticWorker:
 
 @contextmanager
 def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator[None]:
-    """Has memory lent to blocks that the runner V2 names in a run that is no step.
+    """Backs, for the duration of a call, blocks that the V2 runner uses outside a step.
 
-    From 0.31 on, it warms up kernels of layers with a state so.
+    Since 0.31 it warms up the kernels of layers with a state that way.
     """
     prepare = getattr(runner, "prepare_dummy_attn", None)
     if prepare is None:
@@ -269,13 +269,13 @@ def _states_lent(runner: Any, lend: Callable[[Sequence[int]], None]) -> Iterator
 
 
 def _views(kv_caches: Iterable[Any]) -> Iterator[Any]:
-    """The tensors of all layers; before 0.28 a layer with a state has a list of them."""
+    """The tensors of all layers; before 0.28 a layer with a state has a list of tensors."""
     for one in kv_caches:
         yield from one if isinstance(one, list | tuple) else (one,)
 
 
 def _blocks_named(scheduler_output: Any) -> list[int]:
-    """Every block that a step writes or reads for the first time."""
+    """All blocks that a step accesses for the first time."""
     named: list[int] = []
     for request in scheduler_output.scheduled_new_reqs:
         for group in request.block_ids:

@@ -54,7 +54,7 @@ vmem_t open_vm(uint64_t granule);
 vmem_t open_host(uint64_t granule); /* whatever the back end under test is */
 int get_byte(vmem_t vm, uint64_t addr);
 bool put_byte(vmem_t vm, uint64_t addr, int value);
-/* Whether CUDA reads and writes it: then there are streams, and an access to what is not mapped is the program's end. */
+/* True if CUDA accesses the memory: then streams exist, and an access to an unmapped page ends the program. */
 bool with_cuda(vmem_t vm);
 /* A byte read, or 1 written, past the library's checks: < 0 where the device faults. Not with CUDA. */
 int touch(vmem_t vm, uint64_t addr, bool write);

@@ -90,7 +90,7 @@ static void too_much_to_warm(void) {
   OK(vmem_close(vm));
 }
 
-/* What was warmed outlives calls that fail. */
+/* Prepared pages survive failing calls. */
 static void failed_calls_keep_the_pool(void) {
   vmem_t vm = open_vm(0);
   uint64_t va;
@@ -155,7 +155,7 @@ static void empty_slabs_too_small(void) {
   OK(vmem_close(vm));
 }
 
-/* What is there already is not exchanged for less. */
+/* Existing memory is not exchanged for less. */
 static void warm_at_the_limit(void) {
   vmem_t vm = open_with(PAGE, 3 * PAGE, 0, VMEM_KEEP_ALL);
   OK(vmem_warm(vm, 3 * PAGE));
@@ -177,7 +177,7 @@ static void low_watermark(void) {
   OK(vmem_close(vm));
 }
 
-/* Where the driver maps pages whole only, a handle to a part of a page is not mapped in parts. */
+/* If the driver maps only whole pages, a handle to a part of a page is not mapped in parts. */
 static void parts_of_pages_that_are_mapped_whole(void) {
   ONLY_HOST(); /* made to look like a driver that does so */
   vmem_t vm = open_vm(0);
@@ -219,7 +219,7 @@ static void rubbish_sizes(void) {
   OK(vmem_close(vm));
 }
 
-/* What is left under the context's limit, and in which locations. */
+/* Memory left under the context's limit, by location. */
 static void memory_that_is_left(void) {
   struct vmem_open_opts o = {.size = sizeof(o), .mem_limit = MIB(256)};
   struct vmem_memory_info m = {.size = sizeof(m)}, rubbish = {.size = SIZE_MAX / 2};

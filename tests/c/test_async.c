@@ -217,7 +217,7 @@ static void late(void) {
   PUT(va + PAGE, 1);
   PUT(va + MIB(8), 1);
   EQ(stats_of(vm).mapped_bytes, 3 * PAGE);
-  /* What is in the way, and what is short: nothing has changed then. */
+  /* Conflicts and shortages change nothing. */
   before = stats_of(vm);
   ops[0] = populate(va + MIB(16), PAGE);
   ops[1] = populate(va + PAGE, PAGE);

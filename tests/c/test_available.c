@@ -83,7 +83,7 @@ static bool begin(const char *cgroup, const char *mounts) {
 #define CPU1 "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
 #define MACHINE GIB(64)
 
-/* What is left for pages of so much in a group with such a limit. */
+/* Memory left for pages in a cgroup with this limit and usage. */
 static uint64_t pages_of(uint64_t left, uint64_t limit) {
   uint64_t heap = limit / 16 < MIB(16) ? limit / 16 : MIB(16), tables;
   if (left <= heap) return 0;

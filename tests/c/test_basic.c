@@ -115,7 +115,7 @@ static void stale_handles(void) {
     OK(vmem_drop(vm, h));
   }
   OK(vMemCreate(vm, PAGE, NULL, &first));
-  for (int i = 0; i < 200; i++) { /* without heap memory for the table a place is used earlier, and that is no error */
+  for (int i = 0; i < 200; i++) { /* out of heap memory, the table reuses an entry sooner: not an error */
     vmem_handle more;
     struct vmem_error e = {.size = sizeof(e)};
     OK(vmem_inject(vm, VMEM_INJECT_HEAP, i % 3, 1, ENOMEM));
@@ -207,7 +207,7 @@ static void on_fault(int sig) {
   siglongjmp(jump, 1);
 }
 
-/* Whether touching the address faults, where that can be tried; else `otherwise`. */
+/* True if touching the address faults; `otherwise` if that cannot be tried. */
 static bool faults(vmem_t vm, uint64_t addr, bool write, bool otherwise) {
   struct sigaction sa = {.sa_handler = on_fault}, old_segv, old_bus;
   volatile bool hit = true;
@@ -290,7 +290,7 @@ __attribute__((no_sanitize("thread"))) static void *read_on(void *arg) {
   return NULL;
 }
 
-/* Who reads a sparse range while pages appear and vanish there meets zeros or the page, and no fault. */
+/* A reader of a sparse range sees zeros or the page, never a fault, while pages are mapped and unmapped there. */
 static void sparse_is_atomic(void) {
   vmem_t vm = open_vm(0);
   struct vmem_info info = {.size = sizeof(info)};

@@ -238,7 +238,7 @@ static void nth_call_fails(void) {
       }
 }
 
-/* What the failing driver call held is quarantined, and only that. */
+/* Only the pages of the failing driver call are quarantined. */
 static void unknown_state(void) {
   for (int nth = 0; nth < 7; nth++) {
     struct scene s;
@@ -312,7 +312,7 @@ static void heap_runs_out(void) {
   }
 }
 
-/* What is given to the worker has all the heap memory that it needs, or is refused at once. */
+/* A batch for the worker has all its heap memory allocated on submission, or is refused. */
 static void heap_runs_out_at_submit(void) {
   for (uint64_t nth = 0;; nth++) {
     struct scene s;

@@ -44,7 +44,7 @@ static bool signed_with(uint64_t page, uint64_t word) {
 }
 
 /* n pages of which each k-th stays: slabs of 16 pages that are nearly empty. */
-/* What was given back is zeroed in the background, on a GPU; until then pages are moved to others first. */
+/* On a GPU freed pages are zeroed in the background; until then moves prefer other pages. */
 static void wait_until_clean(void) {
   for (int i = 0; i < 20000 && stats_of(vm).dirty_bytes; i++) usleep(1000);
 }
@@ -398,7 +398,7 @@ static void each_call_fails(void) {
       }
 }
 
-/* Where the undo fails too, what is lost is quarantined and named, and the rest goes on. */
+/* If the undo fails, too, lost pages are quarantined and reported, and the rest continues. */
 static void undo_fails(void) {
   for (uint64_t nth = 0; nth < 12; nth++) {
     vmem_handle h;

@@ -141,7 +141,7 @@ static bool marked(uint64_t offset, uint64_t bytes) {
   return true;
 }
 
-/* Whether the driver has a large entry there: it unmaps no part of one. What it unmaps is mapped again. */
+/* True if the driver has a large entry there, of which it unmaps no part. Maps again what it unmapped. */
 static bool driver_has_large(uint64_t offset) {
   uint64_t at = va + offset + PAGE;
   struct vm_pte pte;
@@ -207,7 +207,7 @@ static void whole_blocks_get_them(void) {
   end();
 }
 
-/* What the records say is so. */
+/* The records match the driver. */
 static void as_recorded(void) {
   two_blocks();
   CHECK(driver_has_large(0) && driver_has_large(BLOCK));
@@ -314,7 +314,7 @@ static void never_cut_without_it(void) {
   OK(vmem_close(vm));
 }
 
-/* What a handle maps becomes part of an entry that others share. */
+/* Pages mapped by a handle become part of a shared entry. */
 static void release_splits_nothing(void) {
   vmem_handle whole, half[2];
   open_entries(0, 0);
@@ -480,7 +480,8 @@ static void grown_and_joined(void) {
   end();
 }
 
-/* What goes from a block and comes again gets its old pages, whichever they were, though others are free before. */
+/* Pages unmapped from a block and mapped again get their old memory, though other memory comes first in the free list.
+ * */
 static void holes_are_filled(void) {
   static const struct {
     unsigned first, n;
@@ -546,7 +547,7 @@ static void split_and_joined(void) {
   end();
 }
 
-/* What a batch fills of a block that it splits, or a call reads, is in the way. */
+/* Fills of a block that a batch splits, and reads by other calls, are conflicts. */
 static void in_the_way(void) {
   struct vmem_op ops[2] = {{.op = VMEM_OP_FILL, .bytes = PAGE, .value = 3},
                            {.op = VMEM_OP_UNMAP, .flags = VMEM_OP_SPLIT, .bytes = PAGE}};
@@ -743,7 +744,7 @@ static void compaction(void) {
   OK(vmem_close(vm));
 }
 
-/* Where no chunk is free for an entry, slabs of small pages alone are emptied all the same. */
+/* If no chunk is free for an entry, slabs of small pages are emptied all the same. */
 static void compaction_without_chunks(void) {
   static const unsigned keep[] = {17, 13}; /* pages of each block: the first slab is too full to be emptied */
   struct vmem_open_opts o = {.size = sizeof(o),
@@ -844,7 +845,7 @@ static void each_call_fails(void) {
   CHECK(failed > 20);
 }
 
-/* Where the undo fails too: what it names is lost, and nothing else. */
+/* If the undo fails, too, only what it reports is lost. */
 static void undo_fails(void) {
   unsigned lost = 0;
   if (one_call) return; /* nothing is to be undone */
@@ -872,7 +873,7 @@ static void undo_fails(void) {
   CHECK(lost > 5);
 }
 
-/* What a batch over two reservations does in each: splits, joins, replaces and unmaps. */
+/* A batch over two reservations splits, joins, replaces and unmaps in each. */
 static void two_reservations(uint64_t other, struct vmem_op ops[8]) {
   static const uint64_t at[] = {4 * PAGE, 4 * BLOCK, BLOCK - PAGE, 10 * BLOCK};
   struct vmem_op page = {.op = VMEM_OP_POPULATE, .flags = VMEM_OP_SPREAD, .addr = other + 4 * BLOCK, .bytes = PAGE};
@@ -1038,7 +1039,7 @@ static bool empty(const struct model *m, unsigned first, unsigned n) {
   return true;
 }
 
-/* Whether a large entry is cut at an end of the range. */
+/* True if a large entry crosses an end of the range. */
 static bool cut(unsigned first, unsigned n) {
   return (first % PAGES && entry_at((uint64_t)first * PAGE) == BLOCK) ||
          ((first + n) % PAGES && entry_at((uint64_t)(first + n) * PAGE) == BLOCK);

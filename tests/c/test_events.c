@@ -234,7 +234,7 @@ static void *finish_later(void *arg) {
   return NULL;
 }
 
-/* What a fill may be writing is neither unmapped nor read before the fill is over. */
+/* Memory under a fill is neither unmapped nor read before the fill completes. */
 static void unmap_waits_for_fills(void) {
   vmem_t vm = open_fake();
   uint64_t va;
@@ -335,7 +335,7 @@ static void join_waits_for_fills(void) {
   OK(vmem_close(vm));
 }
 
-/* What stays of a block that is split vanishes for a moment: not while a fill writes to it. */
+/* Splitting a block unmaps the remainder for a moment: not while a fill writes to it. */
 static void split_waits_for_fills(void) {
   vmem_t vm = open_fake_with(VMEM_OPEN_LARGE_ENTRIES);
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = MIB(2)};
@@ -510,7 +510,7 @@ static void copies_hold_their_source(void) {
   }
 }
 
-/* What a fill may be writing is not replaced before the fill is over. */
+/* Memory under a fill is not replaced before the fill completes. */
 static void replace_waits_for_fills(void) {
   for (int one_call = 0; one_call < 2; one_call++) {
     vmem_t vm = open_fake();

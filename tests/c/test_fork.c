@@ -80,7 +80,7 @@ static int mappings_of(const char *name) {
   return n;
 }
 
-/* What a child keeps open or mapped stays when the parent is killed. */
+/* Files and mappings of a child survive when the parent is killed. */
 static void child_holds_no_memory(vmem_t vm, uint64_t va) {
   (void)vm;
   (void)va;

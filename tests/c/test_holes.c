@@ -62,7 +62,7 @@ static void a_hole_reads_as_zeros_until_it_is_concealed(void) {
   EQ(BYTE(va + GIB(6)), 0);
   EQ(faults, 5);
 
-  /* What is mapped in a hole that was read is memory, and a hole again when it is unmapped. */
+  /* Mapping into a hole that was read makes it memory; unmapping makes it a hole again. */
   OK(vMemUnmap(vm, va + GIB(1), PAGE));
   OK(vMemMap(vm, va + GIB(3), PAGE, h, 0, 0));
   EQ(BYTE(va + GIB(3)), 7);

@@ -111,7 +111,7 @@ static int fake_read(void *be, void *dst, uint64_t addr, uint64_t bytes) {
   return vm_backend_host.read(be, dst, addr, bytes);
 }
 
-/* What another call is reading is left alone. */
+/* Pages that another call reads are left alone. */
 static void beside_a_read(void) {
   char b;
   grow();

@@ -26,7 +26,7 @@ static bool scene_open(struct scene *s) {
   if (vmem_batch(s->vm, ops, 2, NULL, 0, 0)) return false;
   for (uint64_t a = 0; a < 2 * LARGE + 3 * PAGE; a += PAGE)
     if (!put_byte(s->vm, s->va + a, 1 + (int)(a / PAGE))) return false;
-  /* What is zeroed in the background takes a mapping of its own, which is not to be counted with those of a batch. */
+  /* Background zeroing uses its own mapping, which must not count as the batch's. */
   for (int i = 0; i < 20000 && stats_of(s->vm).dirty_bytes; i++) usleep(1000);
   return !stats_of(s->vm).dirty_bytes;
 }

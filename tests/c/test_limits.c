@@ -6,7 +6,7 @@
 
 #include "check.h"
 
-/* What a file of /proc begins with, after `label`; 0 where it does not. */
+/* The number after `label` at the start of a file in /proc; 0 if there is none. */
 static uint64_t number_in(const char *path, const char *label) {
   FILE *f = fopen(path, "re");
   char line[64] = "";
@@ -196,7 +196,7 @@ static void more_memory_than_there_is(void) {
   OK(vmem_close(vm));
 }
 
-/* What one context was promised is not promised to another. */
+/* Memory promised to one context is not promised to another. */
 static void memory_of_two_contexts(void) {
   vmem_t vm[2] = {open_host(0), open_host(0)};
   uint64_t most = (number_in("/proc/meminfo", "MemTotal:") << 10) / 8 * 5 / MIB(2) * MIB(2);

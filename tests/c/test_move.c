@@ -517,7 +517,7 @@ static int fake_unmap(void *be, uint64_t addr, uint64_t bytes, bool sparse) {
 static bool shown[2 * MIB(8) / PAGE], violated;
 static uint64_t shown_from[2];
 
-/* As a driver that maps over nothing and unmaps nothing that is not mapped. */
+/* Behaves like a driver that refuses to map over a mapping or to unmap an unmapped page. */
 static int strict(uint64_t addr, uint64_t bytes, bool map) {
   for (uint64_t a = addr; a < addr + bytes; a += PAGE) {
     int which = a - shown_from[1] < MIB(8);
@@ -587,7 +587,7 @@ static void replace_fails_within_a_piece(void) {
   }
 }
 
-/* What is in an unknown state is quarantined, with the pages on both sides; the rest is as it was. */
+/* Ranges in an unknown state are quarantined with the pages on both sides; the rest is unchanged. */
 static void unknown_state(void) {
   ONLY_HOST();
   for (int map = 0; map < 2; map++)
@@ -687,7 +687,7 @@ static void copies_into_dirty_pages(void) {
   end(&s);
 }
 
-/* What another batch is changing gets no second handle, nor does what lies before it. */
+/* No second handle for pages that another batch is changing, nor for those before them. */
 static void gathers_beside_a_batch(void) {
   struct scene s;
   struct vmem_after after;

@@ -24,7 +24,7 @@ static int odd_reserve(void *be, uint64_t bytes, uint64_t align, uint32_t flags,
   return err;
 }
 
-/* What vMemFree meets: the reservation goes, its addresses do not. */
+/* Failure in vMemFree: the reservation is freed, its addresses are not. */
 static bool keeps_addresses;
 
 static int odd_unreserve(void *be, uint64_t addr, uint64_t bytes, uint64_t priv, bool *gone) {

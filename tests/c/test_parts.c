@@ -81,7 +81,7 @@ static void parts_given_back(void) {
   OK(vMemMap(vm, va + 6 * PAGE, 2 * PAGE, h, 6 * PAGE, 0));
   for (int i = 0; i < 8; i++)
     if (i != 1 && i != 5) EQ(GET(va + (uint64_t)i * PAGE), 10 + i);
-  /* What is mapped stays, and goes with its mapping. */
+  /* Mapped memory stays, and is freed with its mapping. */
   OK(vmem_drop_range(vm, h, 0, PAGE, 1, 0));
   OK(vmem_drop_range(vm, h, 2 * PAGE, 3 * PAGE, 1, 0));
   OK(vmem_drop_range(vm, h, 6 * PAGE, 2 * PAGE, 1, 0));

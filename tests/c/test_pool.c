@@ -357,7 +357,7 @@ static void a_surplus_is_of_the_pool_that_does_not_need_it(void) {
   }
 }
 
-/* What pool_low keeps on the device is not given back for memory of the host. */
+/* Device memory kept by pool_low is not freed for a shortage of host memory. */
 static void a_low_watermark_is_of_the_device(void) {
   struct vm_ctx *c;
   vmem_t vm = open_watching(MIB(8), 0, &c);

@@ -56,7 +56,7 @@ static int fake_remap(void *be, uint64_t addr, uint64_t bytes, uint64_t slab, ui
 static unsigned pick(struct worker *w, unsigned n) { return (unsigned)rand_r(&w->seed) % n; }
 static uint64_t at(const struct worker *w, unsigned page) { return w->base + (uint64_t)page * G; }
 
-/* What a call may answer while others inject failures: nothing that means the caller was wrong. */
+/* Allowed results while others inject failures: none that means a caller's error. */
 static bool injected(int err) { return err == -EIO || err == -ENOMEM || err == -ENOTRECOVERABLE; }
 
 /* After a failure: each page is as it was, or lost. */
@@ -120,7 +120,7 @@ static unsigned count(struct worker *w, unsigned first, unsigned n, enum what wh
   return found;
 }
 
-/* Where n pages are of a kind, or anywhere when that is not found soon. */
+/* The position of n pages of a kind, or a random position if not found soon. */
 static unsigned find(struct worker *w, unsigned n, enum what what) {
   unsigned first = pick(w, OWN - 8);
   for (int i = 0; i < 32 && count(w, first, n, what) < n; i++) first = pick(w, OWN - 8);
@@ -201,7 +201,7 @@ static bool alias(struct worker *w, unsigned a, unsigned b) {
   if (err) {
     if (!unchanged(w)) return false;
     MUST(!vmem_drop(w->s->vm, h));
-    /* No page stays at two addresses, or a write to one would be a surprise at the other. */
+    /* Leave no page mapped twice, or a write through one address would show at the other. */
     while (w->pages[b].what == LIVE) {
       if (!vMemUnmap(w->s->vm, at(w, b), G))
         w->pages[b] = (struct page){NOTHING, 0};

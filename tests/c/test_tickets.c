@@ -296,7 +296,7 @@ static void detached_batches(void) {
   EQ(vMemUnmap(vm, va + MIB(1), PAGE), -EBUSY);
   OK(vmem_submit(vm, NULL, 0, NULL, 0, 0, &u));
   OK(vmem_wait(vm, u, -1));
-  /* Where pages are zeroed first, the detached batch may end after the empty one. */
+  /* If pages are zeroed first, the detached batch may end after the empty batch. */
   for (int i = 0; i < 5000 && stats_of(vm).pending > 1; i++) usleep(1000);
   EQ(stats_of(vm).pending, 1);
   fire(fd);

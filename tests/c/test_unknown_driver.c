@@ -72,7 +72,7 @@ static void the_environment_says_whether_to_try(void) {
 #define UNTOUCHED "left the status as it was"
 #define IDLE "the driver does not do what its answers say"
 
-/* What is said of each way to differ. */
+/* The message for each kind of difference. */
 static const struct {
   const char *how, *text;
 } ways[] = {

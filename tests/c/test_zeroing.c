@@ -282,7 +282,7 @@ static bool cleaned(uint64_t dirty) {
 
 static void taint(uint64_t addr, uint64_t bytes) { memset((void *)(uintptr_t)addr, 0xdd, bytes); }
 
-/* What comes back is zeroed in the background, and then is handed out without another fill. */
+/* Freed pages are zeroed in the background, and then handed out without another fill. */
 static void in_the_background(void) {
   uint64_t fills;
   CHECK(open_gpu(true, MIB(1)));
@@ -406,7 +406,7 @@ static void suspended(void) {
   OK(close_gpu());
 }
 
-/* What a submitted batch needs so that its pages can be zeroed is there, or missing, when the call returns. */
+/* Resources to zero a submitted batch's pages are allocated, or refused, before the call returns. */
 static void short_at_submit(void) {
   struct vmem_op op = {.op = VMEM_OP_POPULATE, .bytes = PAGE};
   struct vmem_stats before, after;
@@ -540,7 +540,7 @@ static void failures(void) {
     }
 }
 
-/* What is being zeroed goes back to the driver when it is asked for. */
+/* Pages being zeroed return to the driver on request. */
 static void trimmed(void) {
   uint64_t freed;
   CHECK(open_gpu(true, 0));

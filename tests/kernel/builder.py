@@ -100,7 +100,7 @@ class Builder:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints; BuildError with the end of it when it fails."""
+    """A command's output; BuildError with the end of the output if it fails."""
     with child(command, stderr=subprocess.PIPE) as process:
         out, errors = (data.decode(errors="replace") for data in process.communicate())
     if process.returncode:

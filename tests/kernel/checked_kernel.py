@@ -32,7 +32,7 @@ JOBS = os.cpu_count() or 1
 
 
 def fetched_archive(folder: Path) -> Path:
-    """The archive in Debian's package, which need not be installed for that."""
+    """The source archive, fetched from Debian's package without installing it."""
     area = AptArea(None)
     if not area.versions(PACKAGE):
         area.update()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is kept of tests, as benchmarks/results has it and docs/driver shows it.
+"""Records of tests, stored in benchmarks/results and shown in docs/driver.
 
 The record of a driver grows: the tests of a later run are added to those of an earlier one, as long
 as both are of the same sources. With other sources it begins anew. A list of runs has a line for
@@ -44,7 +44,7 @@ COUNTS = {
 
 
 def counts_of(output: str) -> dict[str, int]:
-    """How much a test has done, as far as it says so."""
+    """The work that a test reports."""
     found = {}
     for name, pattern in COUNTS.items():
         lines = list(re.finditer(pattern, output, re.MULTILINE))
@@ -54,7 +54,7 @@ def counts_of(output: str) -> dict[str, int]:
 
 
 def entry_of(test: Test, word: str, output: str) -> dict[str, Any]:
-    """What is kept of a test: what ran on which GPU, what came of it, and all that it printed."""
+    """The record of a test: program, GPU, result, and output."""
     # How long things took is of the machine, and differs from run to run.
     of_time = re.compile(r"exit status | +[\d.]+ s$")
     lines = [line for line in output.splitlines() if not of_time.match(line)]
@@ -94,7 +94,7 @@ def today() -> str:
 def run_of(
     test: Test, word: str, output: str, seconds: float, processor_seconds: float
 ) -> dict[str, Any]:
-    """What a list of runs keeps of one: what ran on what, how long, and how much it did."""
+    """A run's entry in a list: program, machine, duration, and work done."""
     return {
         "entry": test.name,
         "driver": test.version,

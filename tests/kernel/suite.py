@@ -57,7 +57,7 @@ CHECKED_MEMORY = 4096
 
 
 def patience(test: Test) -> float:
-    """How many seconds a test may take."""
+    """The time limit of a test, in seconds."""
     return test.timeout * PATIENCE
 
 
@@ -88,7 +88,7 @@ def guest_command(test: Test, builder: Builder) -> list[str]:
 
 @dataclass
 class Result:
-    """What came of a test."""
+    """The result of a test."""
 
     test: Test
     word: str
@@ -143,7 +143,7 @@ def run_test(test: Test, builder: Builder, show: bool) -> Result:
 
 
 def verdict(test: Test, status: int, report: dict[str, Any], output: str) -> str:
-    """What the exit status of the runner and its report mean for a test."""
+    """Derives a test's result from the runner's exit status and report."""
     if test.caught:
         ran = report.get("loaded") and not report.get("late")
         failed = status not in (0, SKIPPED) and re.search(test.caught, output)
@@ -163,7 +163,7 @@ def select(tests: list[Test], patterns: list[str], long: bool) -> list[Test]:
 
 
 def with_parameters(tests: list[Test], given: list[str]) -> list[Test]:
-    """The tests with some parameters (NAME=VALUE) of their programs in the place of their own."""
+    """The tests, with parameters (NAME=VALUE) of their programs overridden."""
     for word in given:
         if not re.fullmatch(r"[A-Z_]+=\d+", word):
             sys.exit(f"suite.py: --set {word!r} is no parameter, as SEED=7 is")
@@ -240,7 +240,7 @@ def build_first(builder: Builder, test: Test) -> None:
 
 
 def tests_of(driver: str, suite: str | None) -> list[Test]:
-    """What a driver has to pass, on the kernel of a Debian suite where one is named."""
+    """The required tests of a driver, optionally on the kernel of a Debian suite."""
     return kernel_tests(suite, driver) if suite else branch_tests(driver)
 
 

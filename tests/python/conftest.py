@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def has_cuda() -> bool:
-    """Whether a GPU's memory can become a torch tensor here."""
+    """True if a GPU's memory can become a torch tensor here."""
     import torch
 
     return bool(torch.cuda.is_available())
@@ -91,7 +91,7 @@ def short_collections() -> None:
 
 @pytest.fixture
 def points(request: pytest.FixtureRequest) -> int | None:
-    """What ``--points`` asks for; 0: all, None: what the test takes by itself."""
+    """The value of ``--points``; 0: all, None: the test's default."""
     asked = request.config.getoption("--points")
     return 0 if asked == "all" else int(asked) if asked else None
 

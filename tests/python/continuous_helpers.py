@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What continuous batching of the transformers that is here has, and how it is called there."""
+"""Features of the installed transformers' continuous batching, and how to call it."""
 
 from __future__ import annotations
 

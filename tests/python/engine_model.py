@@ -79,7 +79,7 @@ class EngineModel:
         return [self.tag(space, ids[: n + 1]) for n in range(len(ids))]
 
     def holds(self, life: Life) -> bool:
-        """Whether its rows are there, but for those that have left a window."""
+        """True if its rows are intact, except those outside a window."""
         slot = life.request.slot
         return all(
             read_rows(one, slot, low, life.tags[low:])
@@ -327,7 +327,7 @@ class EngineModel:
         self.spaces.append(self.engine.namespace(self.random.choice("ab")))
 
     def behind(self) -> None:
-        """What somebody else does with the cache."""
+        """Actions of another user of the cache."""
         pick = self.random.random()
         if pick < 0.5:
             self.cache.trim(prefixes=self.random.random() < 0.3)

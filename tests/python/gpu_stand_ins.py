@@ -18,7 +18,7 @@ CURRENT, DEFAULT, TORCH, CORE, OTHER, LEGACY = 0x10, 0, 0x20, 0x30, 0x40, 1
 
 
 class Gpu:
-    """What was asked of it, in order: (stream, "waits for", event) or ("cpu", ..., event)."""
+    """Calls in order: (stream, "waits for", event) or ("cpu", ..., event)."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, str, int]] = []
@@ -128,7 +128,7 @@ def stand_ins(gpu: Gpu) -> types.SimpleNamespace:
 
 
 class Driver:
-    """What of libcuda is asked for."""
+    """The libcuda calls in use."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu

@@ -68,7 +68,7 @@ PACKAGE = str(Path(pyvmem.__file__).parent) + "/"
 
 
 class Interrupted(BaseException):
-    """What a signal handler raises."""
+    """Raised by the signal handler."""
 
 
 class Stuck(BaseException):
@@ -83,7 +83,7 @@ class NotHere(Exception):
 
 
 def _checked(name: str) -> bool:
-    """Whether some CPython looks at its eval breaker after this instruction."""
+    """True if some CPython checks its eval breaker after this instruction."""
     if name.startswith("CALL") and not name.startswith("CALL_INTRINSIC"):
         return True
     if name == "JUMP_ABSOLUTE" or "JUMP_BACKWARD" in name or name == "RESUME":
@@ -92,7 +92,7 @@ def _checked(name: str) -> bool:
 
 
 class Instructions:
-    """What the tracer wants to know of a code object, by the offset of an instruction."""
+    """A code object's data for the tracer, by the offset of an instruction."""
 
     def __init__(self, code: CodeType, package: str) -> None:
         self.file = code.co_filename.removeprefix(package)
@@ -352,7 +352,7 @@ Cache = KVCache
 
 
 def is_over(cache: Cache) -> bool:
-    """Whether a cache is closed, or so far that only its close may be called."""
+    """True if a cache is closed, or only its close may be called."""
     return cache._closed or cache._manager._closing
 
 
@@ -476,7 +476,7 @@ class Engine:
             assert holds(cache, reqid, tags), f"rows of reqid {reqid}"
 
     def check_lock(self) -> None:
-        """Whether another thread gets its turn."""
+        """True if another thread gets to run."""
         for cache in self.caches:
             if is_over(cache):
                 continue
@@ -560,7 +560,7 @@ def parts(cache: Cache) -> tuple[GroupView, ...]:
 
 
 def holds(cache: Cache, reqid: int, tags: list[int]) -> bool:
-    """Whether a request has these rows in every part, but for those that have left a window."""
+    """True if a request has these rows in every part, except those outside a window."""
     return all(
         read_rows(part, reqid, low, tags[low:])
         for part in parts(cache)
@@ -569,7 +569,7 @@ def holds(cache: Cache, reqid: int, tags: list[int]) -> bool:
 
 
 def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:
-    """What the slots hold by the last step, but for some."""
+    """Contents of the slots after the last step, except some."""
     out = [slot.seq_len for slot in parts(cache)[0].snapshot()]
     for reqid, rows in (more or {}).items():
         out[reqid] = rows

@@ -68,7 +68,7 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def has_tensors(cache: KVCache) -> bool:
-    """Whether torch can see the cache's memory; where not, rows are read and written as bytes."""
+    """True if torch can access the cache's memory; otherwise rows are accessed as bytes."""
     return cache.context.cuda_device is None or torch.cuda.is_available()
 
 
@@ -119,7 +119,7 @@ def stamp(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> None:
 
 
 def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> bool:
-    """Whether `stamp`'s rows are there, every element of them."""
+    """True if the rows that `stamp` wrote are intact, in every element."""
     return all(
         _are(cache, layer, 0, reqid, range(low, high), tag + layer / 16)
         and _are(cache, layer, 1, reqid, range(low, high), -tag - layer / 16)
@@ -128,7 +128,7 @@ def rows_are(cache: KVCache, reqid: int, low: int, high: int, tag: float) -> boo
 
 
 def rows_are_zero(cache: KVCache, reqid: int, low: int, high: int) -> bool:
-    """Whether every element of the rows is zero (NaN is not)."""
+    """True if every element of the rows is zero (NaN is not)."""
     return all(
         _are(cache, layer, which, reqid, range(low, high), 0.0)
         for layer in range(cache.config.num_layers)
@@ -169,7 +169,7 @@ def wrap_methods(monkeypatch: pytest.MonkeyPatch, *owners: type) -> None:
 
 
 def at_the_gate(turns: Any) -> bool:
-    """Whether a thread waits for a budget's lock; not for the thread that waits."""
+    """True if a thread waits for a budget's lock; not callable by that thread."""
     if turns._gate.acquire(blocking=False):
         turns._gate.release()
         return False
@@ -221,7 +221,7 @@ def _allow_descriptors(count: int) -> None:
 
 @contextlib.contextmanager
 def full_queue(context: pyvmem.Context) -> Iterator[None]:
-    """As many unfinished batches as a context has place for."""
+    """The most unfinished batches that a context can hold."""
     nothing = pyvmem.OpBatch(1)
     _allow_descriptors(8192)  # each batch has its own
     with FdEvent.create() as gate:
@@ -237,7 +237,7 @@ def full_queue(context: pyvmem.Context) -> Iterator[None]:
 
 
 def state(cache: KVCache) -> tuple[Any, ...]:
-    """What a call that changed nothing leaves as it was."""
+    """State that a call without effect must not change."""
     now = cache.stats()
     return (
         cache.snapshot(),

@@ -34,7 +34,7 @@ class Handle:
 
 @dataclass
 class Pte:
-    """What lies at one granule of a reservation."""
+    """The state of a granule of a reservation."""
 
     phys: Phys
     handle: Handle | None
@@ -138,7 +138,7 @@ class Model:
                 going.add(id(op.handle))
 
     def _check_arguments(self, op: Op) -> None:
-        """What is looked at before any page: the handle, then the ends of the operation."""
+        """Checks made before any page: the handle, then the bounds of the operation."""
         if op.kind == "map":
             self._check_handle(op)
         if max(op.pieces()) + op.size > self.sizes[op.space]:

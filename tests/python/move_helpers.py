@@ -81,7 +81,7 @@ def in_slabs(backend: str, **options: Any) -> Context:
 
 
 def lens(cache: KVCache) -> list[int]:
-    """What every slot holds."""
+    """The contents of every slot."""
     return [slot.seq_len for slot in cache.snapshot()]
 
 

@@ -45,7 +45,7 @@ TENSORS = 2 * LAYERS
 
 
 class Rank:
-    """What a scenario knows of its process."""
+    """A scenario's view of its process."""
 
     def __init__(self, index: int, size: int, backend: str) -> None:
         self.index, self.size = index, size

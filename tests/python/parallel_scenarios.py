@@ -214,7 +214,7 @@ def crowded(rank: Any) -> Any:
 
 
 def windows(rank: Any) -> Any:
-    """What slides out of a window counts as the calls say, not as the unmapping proceeds."""
+    """Pages that leave a window are counted per call, not as the unmapping proceeds."""
     same = random.Random(5)
     answers: list[Any] = []
     with rank.cache(pages=8, window=4, window_tile=4) as cache:
@@ -243,7 +243,7 @@ def windows(rank: Any) -> Any:
 
 
 def shared_windows(rank: Any) -> Any:
-    """What windows share, record and find is the same on all ranks, short of memory or not."""
+    """Windows share, cache and find the same on all ranks, short of memory or not."""
     same = random.Random(6)
     answers: list[Any] = []
     with rank.cache(pages=12, window=4, window_tile=4, max_batch=SLOTS) as cache:

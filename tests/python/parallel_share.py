@@ -22,7 +22,7 @@ __all__ = ["RankModel"]
 
 
 class Request:
-    """What a request has: ids and tags of its rows, and the numbers of its pages."""
+    """A request's rows by id and tag, and the numbers of its pages."""
 
     def __init__(self, ids: list[int], tags: list[int], pages: list[int]) -> None:
         self.ids = ids
@@ -194,7 +194,7 @@ class RankModel:
             self.enter(child, Request(one.ids[:length], one.tags[:length], own))
 
     def note_record(self, reqid: int, ids: list[int]) -> None:
-        """What is new of it lies in the request's pages."""
+        """New rows lie in the request's own pages."""
         with self.cache.match(ids, leave=0) as found:
             before = self.said("match", found.length)
         for end in range(before + self.rows, len(ids) + 1, self.rows):

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("parallel_ranks.py")
 def run_ranks(
     backend: str, folder: Path, size: int = 2, *calls: int, seconds: float = 240
 ) -> dict[str, Any]:
-    """What every scenario, or that of `calls`, returned: the same on all ranks."""
+    """Results of every scenario, or those in `calls`: the same on all ranks."""
     words = [str(size), str(folder / "store"), backend, *map(str, calls)]
     with ExitStack() as stack:
         ranks = []

@@ -69,6 +69,6 @@ def make_requests(
 
 
 def expected(loaded: LoadedModel, requests: list[Job]) -> dict[int, Reference]:
-    """What ``generate`` answers, by request id."""
+    """Answers of ``generate``, by request id."""
     found = references(loaded, requests)
     return {request.request_id: item for request, item in zip(requests, found, strict=True)}

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def row_bytes(cache: KVCache, tensor: int, tag: int) -> bytes:
-    """What a row with this tag holds in a tensor: different in each of its first bytes."""
+    """The bytes of a row with this tag in a tensor; its first bytes all differ."""
     pattern = (tag * 64 + tensor + 1).to_bytes(4, "little")
     size = cache.layout.row_bytes
     return (pattern * (size // 4 + 1))[:size]
@@ -46,7 +46,7 @@ def write_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> None:
 
 
 def read_rows(cache: KVCache, reqid: int, low: int, tags: list[int]) -> bool:
-    """Whether the rows from `low` on are those, byte by byte, in every tensor."""
+    """True if the rows from `low` on match, byte by byte, in every tensor."""
     size = cache.layout.row_bytes
     return all(
         cache.reservation.read(cache.layout.offset(reqid, 0, tensor) + low * size, len(tags) * size)
@@ -74,12 +74,12 @@ def grow(cache: KVCache, reqid: int, low: int, rows: int, first: int = 1, by: in
 
 
 def whole(cache: KVCache, reqid: int, rows: int, first: int = 1) -> bool:
-    """Whether the rows are those of `start`."""
+    """True if the rows are those of `start`."""
     return read_rows(cache, reqid, 0, list(range(first, first + rows)))
 
 
 def is_zero(cache: KVCache, reqid: int, low: int, rows: int) -> bool:
-    """Whether so many rows from `low` on are zero in every tensor."""
+    """True if `count` rows from `low` on are zero in every tensor."""
     size = cache.layout.row_bytes
     return not any(
         any(cache.reservation.read(cache.layout.offset(reqid, 0, t) + low * size, rows * size))
@@ -123,7 +123,7 @@ class ShareModel:
         return tokens, None
 
     def length_of(self, tokens: list[int], leave: int = 1) -> int:
-        """How much of a prompt is recorded."""
+        """The cached length of a prompt."""
         ids, space = self.named(tokens)
         return self.cache.match(ids, leave, space).length
 
@@ -165,7 +165,7 @@ class ShareModel:
             write_rows(one, reqid, low, tags[low:])
 
     def holds(self, reqid: int) -> bool:
-        """Whether a request has its rows, all of them, in every class."""
+        """True if a request has all its rows, in every class."""
         return all(read_rows(one, reqid, 0, self.tags[reqid]) for one in self.parts)
 
     def grow(self, more: dict[int, list[int]]) -> None:
@@ -212,7 +212,7 @@ class ShareModel:
         assert self.running() == self.running(before[0])
 
     def running(self, slots: list[SlotInfo] | None = None) -> list[tuple[int, int, int]]:
-        """What requests hold, and have."""
+        """Pages that requests hold, and their rows."""
         slots = self.first.snapshot() if slots is None else slots
         return [(s.reqid, s.seq_len, s.granted_pages) for s in slots if s.state == "active"]
 
@@ -355,7 +355,7 @@ class WindowModel(ShareModel):
     """The same where layers have a window: rows that have left it are not there."""
 
     def holds(self, reqid: int) -> bool:
-        """Whether a request has its rows in every class, but for those that left a window."""
+        """True if a request has its rows in every class, except those outside a window."""
         tags = self.tags[reqid]
         return all(
             read_rows(one, reqid, low, tags[low:])
@@ -364,7 +364,7 @@ class WindowModel(ShareModel):
         )
 
     def sees(self, reqid: int) -> bool:
-        """Whether all that the next token attends to, and its kernel reads, is there."""
+        """True if all rows that the next token attends to, and its kernel reads, are intact."""
         length = len(self.tags[reqid])
         kept = [one.config.window + one.config.window_tile for one in self.parts]
         windows = zip(self.parts, kept, strict=True)

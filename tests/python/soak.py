@@ -352,15 +352,15 @@ class Endless:
 
 
 class SoakModel(Endless, MixedModel):
-    """Of one cache."""
+    """A soak of a single cache."""
 
 
 class SoakLayers(Endless, LayeredModel):
-    """Of several classes of layers."""
+    """A soak of several classes of layers."""
 
 
 class SoakWindows(Endless, WindowModel):
-    """Of sliding layers beside full ones: prompts often go on where a request ended."""
+    """A soak of sliding and full layers: prompts often continue a finished request."""
 
     def free(self, reqid: int, record: bool) -> None:
         if record:

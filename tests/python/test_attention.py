@@ -102,7 +102,7 @@ def _requests(case: Case) -> list[tuple[int, int, int]]:
 
 
 def test_a_batch_advances_in_its_own_tensors(context: pyvmem.Context) -> None:
-    """As a new one would be; what was wrong changes nothing."""
+    """A changed batch equals a new batch; invalid arguments change nothing."""
     with filled(context, MIXED) as cache:
         attend = Attention(cache)
         batch = attend.batch((5, 0), (1, 2), (9, 9))
@@ -144,7 +144,7 @@ def test_an_advanced_batch_has_a_mask_of_its_own(host: pyvmem.Context) -> None:
 def test_a_chunk_that_torchs_decoding_kernel_cannot_hold(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch, rows: int, sharing: int, forced: bool
 ) -> None:
-    """What a GPU compiles, uncompiled: its options are those that torch has a kernel for."""
+    """The GPU's code, uncompiled: its options are those that torch has a kernel for."""
     from torch.nn.attention.flex_attention import flex_attention
 
     given = []

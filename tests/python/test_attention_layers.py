@@ -114,7 +114,7 @@ def test_layers_with_a_state_and_those_that_keep_nothing_are_left_out(host: pyvm
 
 
 def test_the_block_mask_of_a_window_has_the_blocks_that_are_seen(host: pyvmem.Context) -> None:
-    """As the compiled call takes it: each row's columns by its blocks and its mask, counted."""
+    """As in the compiled call: counts each row's columns by its blocks and its mask."""
     from pyvmem.attention import flex
 
     config = KVCacheConfig(1, 1, 16, "float32", max_batch=6, max_seq_len=1024)
@@ -278,7 +278,7 @@ def test_no_kernel_of_a_cpu_reads_8_bits(host: pyvmem.Context) -> None:
 def test_8_bit_rows_are_written_by_their_scales(
     host: pyvmem.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the kernel is given: rows by the layer's scales, queries by their own, descales."""
+    """The kernel's inputs: rows in the layer's scales, queries in their own, descales."""
     got: dict[str, Any] = {}
 
     def run(q: Any, k: Any, v: Any, batch: Any, scale: float, window: int = 0, scales: Any = None):  # type: ignore[no-untyped-def]

@@ -267,7 +267,7 @@ def test_readonly_where_there_is_none(
 
 
 class Fraction:
-    """As numpy's float32 or a Decimal: `int` takes it, and would cut it off."""
+    """Like numpy's float32 or a Decimal: `int` accepts it, and would truncate."""
 
     def __int__(self) -> int:
         return 4096

@@ -624,7 +624,7 @@ def test_flashinfer_is_told_the_right_shapes() -> None:
 
 
 def test_flashinfer_takes_a_call_for_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prompt, however far apart its rows are; the paged call decodes."""
+    """For a prompt with rows at any stride; the paged call decodes."""
     flashinfer = object.__new__(FlashInfer)
     flashinfer._device = torch.device("cpu")
     flashinfer._why = {"fa2": "", "fa3": "", "single": "no compiler"}

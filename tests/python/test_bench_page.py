@@ -41,7 +41,7 @@ def document() -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """What the page would load or run, its texts, and whether its elements are closed."""
+    """A page's loaded resources, scripts and texts; checks that elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

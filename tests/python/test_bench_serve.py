@@ -116,7 +116,7 @@ def run(
 
 
 def answers(found: dict[tuple[int, int], Any], requests: Sequence[Request]) -> set[Any]:
-    """What followed whole prompts: where a prompt is cut hangs on when its memory is there."""
+    """Results after whole prompts: where a prompt is split depends on when it gets memory."""
     return {(number, rows) for number, rows in found if rows >= requests[number].context}
 
 
@@ -229,7 +229,7 @@ def fake_capture(graph: FakeGraph, **options: Any) -> Iterator[None]:
 
 
 def like_fa3(q: Any, k: Any, v: Any, batch: Any, scale: float, table: Any = None) -> torch.Tensor:
-    """What FlashAttention-3 does with the tensors that it gets, and nothing else."""
+    """A model of FlashAttention-3's use of its tensors."""
     out = torch.zeros(q.shape, dtype=q.dtype)
     assert len(batch.starts) == len(batch.used) + 1
     assert batch.starts[-1] == len(q)
@@ -340,7 +340,7 @@ def test_prompts_by_flashinfer(model: Decoder, kind: str, monkeypatch: pytest.Mo
 
 
 def test_what_a_store_is_told_ahead(model: Decoder) -> None:
-    """Of decoding in parts of half of what is looked ahead, and never less than that."""
+    """The look-ahead of decoding, in steps of half of it, and never below that."""
     told: list[tuple[int, int]] = []
     ended: list[tuple[int, int]] = []
 
@@ -936,7 +936,7 @@ def test_a_rank_that_answers_otherwise_is_seen() -> None:
 
 
 def test_other_ranks_are_told_at_once_what_is_needed_next() -> None:
-    """Where there is memory to make: a store that makes none ahead costs no message."""
+    """A store that maps nothing ahead costs no message."""
     told: list[ranks.Step] = []
     group: Any = SimpleNamespace(tell=told.append)
     for store, steps in (
@@ -994,7 +994,7 @@ def test_slots_keep_memory_that_no_request_needs() -> None:
 
 
 def test_two_processes_serve_as_one(tmp_path: Path) -> None:
-    """As torchrun starts them, on the CPU: every arm, caches that answer alike, one result."""
+    """Ranks as started by torchrun, on the CPU: every arm, equal answers, a single result."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

@@ -109,7 +109,7 @@ def outputs() -> list[list[str]]:
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said of a command line that is refused before anything runs."""
+    """The message for a command line refused before anything runs."""
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
     assert caught.value.code == 2
@@ -189,7 +189,7 @@ def test_what_would_be_gone_is_not_replaced(
 
 @pytest.mark.parametrize("words", [["probe"], ["limit"]])
 def test_without_standard_output(words: list[str]) -> None:
-    """As a shell's `>&-`."""
+    """Closes standard output, like a shell's `>&-`."""
     line = f'exec "$0" -m pyvmem {words[0]} >&-'
     found = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True)
     assert "Traceback" not in found.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a step does for every slot in C, against the same in Python."""
+"""A step's per-slot work in C, compared with the same in Python."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def common(page: int, blocks: int, **how: Any) -> list[torch.Tensor]:
 
 
 def test_a_page_is_given_to_every_id(page: int) -> None:
-    """What the artifact's function is there to show, by its own words."""
+    """The artifact's function shows what it documents."""
     tensors = common(page, 4)
     rows = 2 * page // ROW
     assert held() == 2 * 2 * LAYERS

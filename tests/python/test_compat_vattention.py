@@ -192,7 +192,7 @@ def test_deferred_reclamation_keeps_idle_pages(page: int, deferred: bool) -> Non
 
 
 class CacheEngine:
-    """What a serving engine keeps beside the module: ids of its sequences, and their lengths."""
+    """A serving engine's own state: ids of its sequences, and their lengths."""
 
     def __init__(self, page: int, blocks: int, background: bool, megacache: bool) -> None:
         self.background = background

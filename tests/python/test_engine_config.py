@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """What transformers says of Llama-3-8B's shape."""
+    """Llama-3-8B's shape from transformers."""
     values = {
         "num_hidden_layers": 32,
         "num_key_value_heads": 8,
@@ -97,7 +97,7 @@ def test_a_policy_keeps_plain_numbers() -> None:
 
 
 def test_the_layout_is_the_advisers(host: Context) -> None:
-    """Of the sizes that engines use."""
+    """Tests the sizes that engines use."""
     model, policy = Model.of(config()), Policy(max_seq_len=2048)
     requests = [one for one in generate(200, 1) if one.longest <= 2048]
     shape = ModelShape("x", 32, 8, 128)

@@ -555,7 +555,7 @@ def test_every_stream_is_checked(host: Context, recorded: bool) -> None:
     "name", ["extend", "release", "swap_out", "fork", "swap_out_async", "close"]
 )
 def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str) -> None:
-    """As after `ParallelKVCache.recover`: the slot is another's, and stays that."""
+    """As after `ParallelKVCache.recover`: the slot belongs to another request, and stays so."""
     with requests(host, max_batch=1) as cache:
         first = computed(cache, PROMPT[:10])
         cache.cache.free_reqid(first.slot)
@@ -958,7 +958,7 @@ def test_admission_in_the_background(host: Context) -> None:
 
 
 def test_the_callers_descriptor_may_be_closed_meanwhile(host: Context) -> None:
-    """As every call takes it: what a background call waits for is held by the call."""
+    """As in every call: a call holds what its background work waits for."""
     with requests(host) as cache:
         first, second = computed(cache, PROMPT), computed(cache, PROMPT[:5])
         third = computed(cache, PROMPT[:6])

@@ -284,7 +284,7 @@ USES: dict[str, Callable[[Context], None]] = {
 
 
 def held(context: Context) -> tuple[int, ...]:
-    """What a call that was refused has not taken."""
+    """State that a refused call must not change."""
     now = context.stats()
     return now.reserved_bytes, now.mapped_bytes, now.used_bytes, now.handles, now.reservations
 

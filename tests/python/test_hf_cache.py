@@ -306,7 +306,7 @@ def test_flags_and_sizes(model: Any, host: pyvmem.Context) -> None:
 
 
 def test_the_past_is_never_copied(model: Any, host: pyvmem.Context) -> None:
-    """What `update` returns is the slots' own memory, and stays where it is."""
+    """`update` returns the slots' own memory, at a fixed address."""
     with make(host, model.config) as cache:
         states = torch.ones(2, HEADS, 1, DIM)
         places = set()

@@ -62,7 +62,7 @@ def test_generate_gives_the_tokens_of_dynamic_cache(host: pyvmem.Context, kind: 
 
 
 def holds(layer: Any) -> bool:
-    """Whether a layer of transformers' own cache keeps anything after a pass."""
+    """True if a layer of transformers' own cache keeps anything after a pass."""
     return any(
         one is not None
         for one in (getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values())
@@ -235,7 +235,7 @@ def test_what_is_taken_back_beyond_the_tile_is_refused_while_it_is_still_mapped(
 def test_rows_before_the_window_go_along_with_the_others(
     host: pyvmem.Context, kind: str, page: int
 ) -> None:
-    """What may be taken back is there in a copy and after a reorder, and no row that is gone."""
+    """Rows that can be cropped survive a copy and a reorder; dropped rows do not return."""
     model, ids = model_of(kind), prompts(2, 256)["input_ids"]
     how: dict[str, Any] = {"context": host, "window_tile": TILE, "page_size": page}
     for length, back in product((231, 232), (1, TILE, TILE + 9)):  # 232: a page ends there

@@ -155,7 +155,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def words(self, prompt: str) -> list[str]:
-        """What `generate` answers to a prompt: `NEW` words."""
+        """The answer of `generate` to a prompt: `NEW` words."""
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = self.model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :]

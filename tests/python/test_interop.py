@@ -177,7 +177,7 @@ def test_a_buffer_whose_end_was_interrupted_is_given_back_later(
 
 
 class Event:
-    """What after_items sees of cuda.core's Event: the name of its module and its handle."""
+    """cuda.core's Event as seen by after_items: its module's name and its handle."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -187,7 +187,7 @@ Event.__module__ = "cuda.core._event"
 
 
 class TorchEvent:
-    """What it sees of torch.cuda.Event: `cuda_event`, 0 until it is recorded."""
+    """torch.cuda.Event as seen by after_items: `cuda_event`, 0 until it is recorded."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_event = handle

@@ -41,7 +41,7 @@ def record(engine: RequestCache, tokens: list[int], namespace: Namespace) -> Non
 
 
 class Router:
-    """What a router knows by the events alone: hash to parent."""
+    """A router's view from events alone: hash to parent."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int | None] = {}

@@ -687,7 +687,7 @@ def test_close_while_the_worker_maps(context: Context) -> None:
 
 
 def test_an_engine_that_fails_between_step_and_forward(context: Context) -> None:
-    """What the step mapped is the request's; it can be freed, and the next one finds zeros."""
+    """A request owns the pages its step mapped; once freed, the next request finds zeros."""
     with small_cache(context) as cache:
         assert [cache.alloc_reqid(), cache.alloc_reqid()] == [0, 1]
         assert cache.step(lens(cache, r0=ROWS, r1=ROWS)) == 0

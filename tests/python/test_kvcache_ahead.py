@@ -260,7 +260,7 @@ def test_a_request_that_ends_meanwhile(context: Context, monkeypatch: pytest.Mon
 
 
 def test_of_windows_and_states(context: Context) -> None:
-    """What slides grows, too; a state does not grow."""
+    """Sliding layers grow, too; a state does not."""
     page = context.info.granule
     rows = page // (64 * 4)
     shapes = [

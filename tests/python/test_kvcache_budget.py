@@ -325,7 +325,7 @@ class BudgetModel:
         return sum(pages for key, pages in self.pages.items() if key[0] == which)
 
     def fits(self, which: str, pages: int) -> bool:
-        """Whether the requests of a cache can have so many pages; floors are whole columns."""
+        """True if the requests of a cache can have `pages`; floors are whole columns."""
         page = self.caches[which].layout.page_size
         kept = sum(
             max(self.active(other), cache.config.memory_floor // page)

@@ -115,7 +115,7 @@ def rest(cache: KVCache, stream: Any = None) -> None:
 
 
 def device_bytes(backend: str) -> int | None:
-    """What the system, not the library, says is taken; None: it says nothing of this process."""
+    """Memory used according to the system, not the library; None: unknown for this process."""
     if backend != "host":
         import torch
 

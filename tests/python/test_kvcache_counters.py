@@ -77,7 +77,7 @@ class Trace:
         return True, answer
 
     def prompt(self) -> list[int]:
-        """Of few kinds, so that some begin alike."""
+        """A prompt of few kinds, so that some share a prefix."""
         kind = self.dice.randrange(3)
         return [kind * 100 + n for n in range(self.dice.randrange(1, 5 * ROWS))]
 

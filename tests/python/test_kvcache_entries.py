@@ -68,7 +68,7 @@ def lens(cache: KVCache, **by_reqid: int) -> list[int]:
 
 
 def entries(cache: KVCache, reqid: int) -> list[int]:
-    """Of a slot's blocks in the first tensor: how many bytes an entry of theirs maps; 0: none."""
+    """Bytes mapped by the page-table entry of each block in the first tensor; 0: none."""
     at = cache.layout.offset(reqid)
     return [cache.reservation.query(at + block * BLOCK).entry_bytes for block in range(4)]
 
@@ -311,7 +311,7 @@ def test_a_move_of_a_part_of_a_block(cache: KVCache) -> None:
 
 
 def test_joins_for_want_of_mappings_are_noted(backend: str) -> None:
-    """Where mappings are scarce a step joins pages; what it joined stays while work reads it."""
+    """If mappings are scarce a step consolidates pages; old pages stay while work reads them."""
     limit = 2 * TENSORS * (PAGES + 4)
     with Context(backend, granule=PAGE, large_entries=True, max_mappings=limit) as context:
         if Caps.LARGE_ENTRIES not in context.info.caps or context.info.max_mappings != limit:

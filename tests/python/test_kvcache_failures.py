@@ -290,7 +290,7 @@ def test_a_close_that_waits_can_be_interrupted_and_repeated(backend: str) -> Non
 
 
 def test_a_full_queue_is_not_a_lack_of_memory(context: Context) -> None:
-    """What must come back at once is unmapped in the calling thread where no batch fits."""
+    """Memory needed at once is unmapped in the calling thread if no batch fits."""
     limit = 4 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_batch=3) as cache:
         cache.alloc_reqid()

@@ -69,7 +69,7 @@ def holds(cache: LayeredCache, reqid: int, tags: list[int]) -> bool:
 
 
 def state(cache: LayeredCache) -> list[Any]:
-    """What requests see."""
+    """The requests' view."""
     return [
         [(slot.reqid, slot.seq_len, slot.granted_pages) for slot in one.snapshot()]
         for one in cache.caches
@@ -429,7 +429,7 @@ def away(cache: LayeredCache) -> list[int]:
 
 
 def at_rest(cache: LayeredCache, want: list[int]) -> bool:
-    """Whether, after a step, nothing is under way and so many pages of request 0 are away."""
+    """True if, after a step, nothing is in flight and `pages` of request 0 are off-device."""
     assert cache.step([slot.seq_len for slot in cache.caches[0].snapshot()]) == 0
     slots = [one.snapshot()[0] for one in cache.caches]
     return away(cache) == want and not any(slot.moving_pages or slot.in_flight for slot in slots)
@@ -461,7 +461,7 @@ def test_a_move_is_of_all_layers_or_of_none(backend: str, wait: bool) -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_move_that_finds_no_memory_for_some_layers(backend: str, wait: bool) -> None:
-    """What the machine has is enough for new pages of the narrow ones alone."""
+    """Memory suffices only for new pages of the narrow layers."""
     with with_tiers(backend) as probe:
         slab = 4 * probe.info.granule
     with open_context(backend, slab_size=slab, mem_limit=5 * slab) as context:

@@ -119,7 +119,7 @@ def cache_of(context: Context, policy: dict[str, Any]) -> KVCache:
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if each cache were large."""
+    """Removes the minimum size, so that small caches behave like large caches."""
     monkeypatch.setattr(migration, "REACH", 0)
 
 
@@ -147,7 +147,7 @@ def test_random_engine(backend: str, policy: str, seed: int) -> None:
 
 
 class LayeredModel(MixedModel):
-    """Of several classes: what is recorded ends where no class cuts a page."""
+    """With several classes, a cached prefix ends where no class splits a page."""
 
     def refused(self, before: tuple[Any, ...]) -> None:
         self.count("no memory")

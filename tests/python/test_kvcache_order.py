@@ -173,7 +173,7 @@ def test_two_owners_ago_still_counts(context: Context) -> None:
 def test_a_growth_that_another_call_finishes_leaves_nothing_to_a_stream(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That call knows no stream, and the next step may name any."""
+    """The call has no stream, and the next step may name any."""
     devices = []
     monkeypatch.setattr(growth, "order_after", lambda event, stream, on: devices.append(on))
     with (

@@ -553,7 +553,7 @@ def test_every_driver_call_of_record_and_match_may_fail(context: Context) -> Non
 
 
 def test_short_of_heap_for_a_part_given_back(context: Context) -> None:
-    """What cannot be given back now is counted as held, and goes later."""
+    """Memory that cannot be freed now counts as held, and is freed later."""
     with small_cache(context) as cache:
         recorded(cache, PROMPT[: 4 * ROWS])
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))

@@ -29,7 +29,7 @@ TURN = 3 * ROWS + 3  # rows of the first turn: three whole pages
 
 
 def settled(cache: KVCache) -> None:
-    """What was begun in the background is over."""
+    """Background work has finished."""
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
 
 
@@ -159,7 +159,7 @@ def test_a_shorter_match_is_mapped_elsewhere(host: Context) -> None:
 
 
 def test_memory_is_had_where_it_is_short(host: Context) -> None:
-    """What is kept is a recorded prefix like any other: evicted, it leaves its slot, too."""
+    """A kept prefix is a cached prefix like any other: eviction also frees its slot."""
     page = host.info.granule
     with small_cache(host, memory_limit=5 * TENSORS * page, growth_fraction=0) as cache:
         slot = turn(cache, 3 * ROWS)

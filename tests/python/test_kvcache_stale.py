@@ -30,7 +30,7 @@ WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
 
 
 def lens(cache: KVCache, **by_reqid: int) -> list[int]:
-    """What every slot holds, but for those named: r0=..., r2=..."""
+    """The contents of every slot, with overrides: r0=..., r2=..."""
     held = [slot.seq_len for slot in cache.snapshot()]
     for name, rows in by_reqid.items():
         held[int(name[1:])] = rows
@@ -289,7 +289,7 @@ def test_what_does_not_come_back_is_not_counted(backend: str, way: str, pages: i
 
 @pytest.mark.parametrize("pages", range(1, 7))
 def test_a_freed_slot_that_another_requests_growth_is_over(backend: str, pages: int) -> None:
-    """What it shared comes back when that growth, which waits for GPU work, is over."""
+    """Shared pages are returned when the growth, which waits for GPU work, is over."""
     with ExitStack() as stack:
         context = stack.enter_context(open_context(backend))
         cache = stack.enter_context(small_cache(context))

@@ -37,7 +37,7 @@ def put(cache: LayeredCache, reqid: int, number: float) -> None:
 
 
 def check(cache: LayeredCache, reqid: int, number: float | None) -> None:
-    """What `put` wrote; None: zeros."""
+    """The contents written by `put`; None: zeros."""
     for layer, shape in enumerate(LAYERS):
         if not isinstance(shape, StateShape):
             continue

@@ -47,7 +47,7 @@ def work() -> Iterator[FdEvent]:
 
 
 def promptly(call: Callable[[], T], work: FdEvent) -> T:
-    """What a call returns; a failure where it does not come back while the work goes on."""
+    """A call's result; fails if the call does not return while the work runs."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -129,7 +129,7 @@ def test_a_step_takes_idle_pages_though_busy_ones_are_to_come_back(
 
 
 def test_a_step_takes_idle_pages_though_a_window_slides(context: Context, work: FdEvent) -> None:
-    """What leaves the window waits for the work of the step that read it."""
+    """Pages that leave the window wait for the work of the step that read them."""
     limit = 12 * TENSORS * context.info.granule
     policy = {"window": ROWS, "window_tile": 0, "growth_fraction": 0.0, "max_seq_len": 12 * ROWS}
     with small_cache(context, memory_limit=limit, **policy) as cache:
@@ -371,7 +371,7 @@ def over_at_the_end(work: FdEvent) -> Iterator[None]:
 def test_who_decodes_does_not_wait_for_a_prompts_memory(
     context: Context, work: FdEvent, together: bool
 ) -> None:
-    """What is free is for those that lack least; the prompt has what comes back."""
+    """Free memory goes to those that lack least; the prompt gets reclaimed memory."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit) as cache, over_at_the_end(work):
         ended, one = started(cache, 4 * ROWS), started(cache, ROWS)
@@ -447,7 +447,7 @@ def test_a_step_ahead_evicts_what_nobody_is_at_and_grows(context: Context, work:
 def test_a_step_ahead_waits_neither_for_slots_nor_for_prefixes(
     context: Context, work: FdEvent
 ) -> None:
-    """What slots give goes first, and only what is missing then is evicted."""
+    """Slots' surplus is reclaimed first; only the remaining shortage is evicted."""
     limit = 8 * TENSORS * context.info.granule
     with small_cache(context, memory_limit=limit, max_seq_len=8 * ROWS) as cache:
         one, two, other = started(cache, 3 * ROWS), started(cache, 2 * ROWS), started(cache, ROWS)

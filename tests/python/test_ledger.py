@@ -781,7 +781,7 @@ def test_no_engine_has_run_yet(
 def test_a_home_in_the_environment(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a shell reads it, or refused: no folder is named "~"."""
+    """Expanded like a shell, or refused: no folder is named "~"."""
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("VMEM_LEDGER", "~/of-engines")
     assert ledger.default_folder() == folder / "of-engines"

@@ -126,7 +126,7 @@ def test_no_warning_is_counted_where_nobody_listens(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_others_trace_is_not_kept_with_a_test(caplog: pytest.LogCaptureFixture) -> None:
-    """As torch's compiler does, at DEBUG and whatever the root's level: 34 MB in one run."""
+    """Logs like torch's compiler, at DEBUG whatever the root's level: 34 MB in a run."""
     other = logging.getLogger("of-another-library")
     other.setLevel(logging.DEBUG)
     try:

@@ -85,7 +85,7 @@ def test_what_can_be_admitted_is_what_a_step_maps(backend: str) -> None:
 
 
 def test_defaults(backend: str) -> None:
-    """What is in the pool counts: others have taken it from the device already."""
+    """Memory in the pool counts: it is already taken from the device."""
     with open_context(backend, mem_limit=64 * MIB) as context:
         context.warm(32 * MIB)
         assert available_bytes(context) >= 32 * MIB
@@ -99,7 +99,7 @@ def test_defaults(backend: str) -> None:
 
 
 def _own_group() -> tuple[Path, str]:
-    """Where the memory of this process's group is limited, and the name of the file."""
+    """The folder and file of this process's cgroup memory limit."""
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     for _, controllers, path in lines:
         if "memory" in controllers.split(","):

@@ -126,7 +126,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def kept(config: Any) -> list[Any]:
-    """What transformers' own cache holds after a pass that computes shapes alone."""
+    """The contents of transformers' own cache after a pass that computes only shapes."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # some experts take no other
     try:
@@ -172,7 +172,7 @@ def test_the_answer_is_what_the_model_keeps(name: str) -> None:
 
 
 def test_a_nested_configuration_has_the_types_of_the_whole(tmp_path: Path) -> None:
-    """As in Gemma 3's file: what it says of the text is a part, and the type is outside."""
+    """As in Gemma 3's file: the text model is a nested section, and the type is outside it."""
     text = {"num_hidden_layers": 6, "model_type": "gemma3_text", "sliding_window": 64}
     values = {"model_type": "gemma3", "text_config": text, "torch_dtype": "float16"}
     (tmp_path / "config.json").write_text(json.dumps(values))

@@ -29,7 +29,7 @@ def expressions() -> list[str]:
 
 @pytest.fixture(scope="module")
 def exported() -> str:
-    """What a cache exports, and the names that vLLM's metrics have."""
+    """The metrics of a cache, and their names in vLLM."""
     with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
         telemetry = Telemetry()
         telemetry.add(cache, "one")

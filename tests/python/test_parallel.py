@@ -239,7 +239,7 @@ def with_spare_pages(cache: ParallelKVCache) -> None:
 
 
 def test_what_a_step_async_began_is_waited_for(cache: ParallelKVCache) -> None:
-    """Of 8 pages 2 are owned: 6 can be had, whether the growth is over or not."""
+    """2 of 8 pages are owned: 6 are available, whether or not the growth is over."""
     with_spare_pages(cache)
     assert cache.can_admit([48])
     assert not cache.can_admit([48, 1])
@@ -429,7 +429,7 @@ def test_recover_gives_up_what_was_lost(cache: ParallelKVCache) -> None:
 
 
 def test_the_budget_shrinks_by_lost_pages(cache: ParallelKVCache, monkeypatch: Any) -> None:
-    """As if all but 24 pages were quarantined."""
+    """Simulates quarantine of all but 24 pages."""
     stats, page = cache.context.stats(), cache.layout.page_size
     fewer = dataclasses.replace(stats, quarantined_bytes=stats.slab_bytes - 24 * page)
     with monkeypatch.context() as patch:
@@ -492,7 +492,7 @@ def test_rank_config() -> None:
 
 
 def state_of(cache: ParallelKVCache) -> Any:
-    """What must be the same on every rank that has not failed."""
+    """State that must be equal on every rank that has not failed."""
     slots = [(one.state == "active", one.seq_len) for one in cache.snapshot()]
     return slots, cache.available_pages, cache.status()
 
@@ -639,7 +639,7 @@ def test_what_is_no_stream_is_refused_in_a_block_too(cache: ParallelKVCache) -> 
 def test_methods_that_are_wrapped_or_overridden(
     cache: ParallelKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As tracers do; they come between the calls of the package."""
+    """Wraps calls as tracers do."""
 
     wrap_methods(monkeypatch, pyvmem.KVCache, ParallelKVCache, GroupView, RequestCache)
     assert cache.alloc_reqid() == 0

@@ -61,7 +61,7 @@ def units(*ids: int) -> list[int]:
 
 
 def length(tree: Tree, tokens: Any) -> int:
-    """What matches, after a look at the spans."""
+    """The match, after checking the spans."""
     match = tree.match(tokens)
     ends = [end for span, used in match.parts for end in span.ends[:used]]
     assert ends == [tuple(list(tokens)[:at]) for at in range(UNIT, match.length + 1, UNIT)]

@@ -104,7 +104,7 @@ def test_a_handler_that_calls_the_cache_is_refused(called: str, handler: str) ->
 
 
 def test_several_calls_as_one_may_come_through_other_functions() -> None:
-    """What is called within a section is a part of it, whoever calls it."""
+    """Any call inside a section belongs to it, whoever makes it."""
     with Context("host", granule=PAGE) as context, filled(context) as cache:
 
         @contextlib.contextmanager
@@ -258,7 +258,7 @@ def test_an_overridden_method_is_no_interruption() -> None:
 
 
 def test_wrapped_methods_are_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tracers wrap them; they come between the calls of the package."""
+    """Wraps calls as tracers do."""
 
     wrap_methods(monkeypatch, KVCache, GroupView, RequestCache, Budget)
     with Context("host", granule=PAGE) as context, Budget(context, 64 * PAGE) as budget:

@@ -39,7 +39,7 @@ def lose(make: Callable[[], Context]) -> int:
 
 @pytest.fixture(autouse=True, params=["ignore", "error"])
 def warned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is done about ResourceWarning."""
+    """The action for ResourceWarning."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the objects
     with warnings.catch_warnings():
         warnings.simplefilter(request.param, ResourceWarning)

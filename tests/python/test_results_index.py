@@ -38,8 +38,8 @@ def test_a_log_that_says_all(results: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("3 passed\n", "says no commit"),
-        ("commit 0123456\n# date 2026-11-23\n", "says no command"),
+        ("3 passed\n", "names no commit"),
+        ("commit 0123456\n# date 2026-11-23\n", "names no command"),
         (HEAD + "1 failed, 3 passed in 2.0s\n", "is the log of a failure: 1 failed"),
         (HEAD + "Traceback (most recent call last):\n", "is the log of a failure: Traceback"),
         (HEAD + "3 passed\nrc 139\n", "is the log of a failure: rc 1"),

@@ -18,7 +18,7 @@ def runner(monkeypatch, tmp_path):
 
     def stage(name, action=lambda: None):
         def run(session):
-            """What it does."""
+            """The stage's work."""
             ran.append(name)
             action()
 
@@ -49,7 +49,7 @@ def runner(monkeypatch, tmp_path):
 def test_all_stages_but_gpu(runner, capsys):
     assert runner() == (0, ["one", "two", "three"])
     said = capsys.readouterr().out
-    assert "#### one (stage 1 of 3, time left unknown): What it does." in said
+    assert "#### one (stage 1 of 3, time left unknown): The stage's work." in said
     assert "3 of 3 stages passed" in said
     assert "FROM=" not in said
     assert sorted(json.loads(runner.times.read_text())["short"]) == ["one", "three", "two"]
@@ -172,13 +172,13 @@ def test_the_other_pythons(monkeypatch, capsys):
     assert tested == ["python-3.12", "python-3.13"]
     assert session.not_run == [
         "the Python tests on 3.10: no such interpreter here",
-        "the Python tests on 3.14: what they need cannot be had (see above)",
+        "the Python tests on 3.14: requirements unavailable (see above)",
     ]
 
 
 @pytest.fixture
 def gpu_calls(monkeypatch):
-    """What the stage `gpu` calls, and with which environment; the calls in `fails` fail."""
+    """Calls of the stage `gpu` and their environment; the calls in `fails` fail."""
     calls, fails = [], set()
 
     def call(*words, **env):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Who runs, who waits, who goes back: the scheduler's decisions, without a model."""
+"""The scheduler's decisions (run, wait, preempt), without a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def names(batch: list[Sequence]) -> list[int]:
 
 
 def compute(batch: list[Sequence]) -> None:
-    """What the engine does to the sequences of a step, with token 1 for every choice."""
+    """The engine's effect on the sequences of a step, with token 1 for every choice."""
     for sequence in batch:
         sequence.cached += sequence.chunk
         sequence.chunk = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which module imports which: no circle anywhere, and the KV cache is built from below."""
+"""Imports between modules: no cycles, and the KV cache is layered."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ ABOVE = ("attention", "compat", "elastic", "engine", "hf", "serve", "sglang", "v
 
 
 def test_what_stands_on_the_cache_touches_its_public_names_alone() -> None:
-    """Of a cache none at all, also where its own objects have one that is spelled alike."""
+    """Nobody uses a cache's private attributes, even if another object has the same name."""
     private: set[str] = set()
     for path in (ROOT / "kvcache").glob("*.py"):
         private |= private_names(ast.parse(path.read_text(encoding="utf-8")))

@@ -139,7 +139,7 @@ class Primary:
 
 
 def test_a_free_in_a_thread_without_a_current_context(host: pyvmem.Context) -> None:
-    """As where a thread that calls nothing of CUDA drops the last reference to a tensor."""
+    """As if a thread without CUDA calls dropped the last reference to a tensor."""
     primary, page = Primary(), host.info.granule
     torch_alloc.open(0, host.handle, page, 0, primary)
     try:
@@ -646,7 +646,7 @@ def test_a_failed_pause_keeps_its_host_memory(
 
 
 class Libcuda:
-    """What of libcuda is asked for to lock host memory."""
+    """The libcuda calls used to lock host memory."""
 
     def __init__(self, code: int) -> None:
         self.code = code

@@ -93,7 +93,7 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def outcomes(software: dict[str, str], cases: list[Case]) -> list[dict[str, Any]]:
-    """What became of each."""
+    """The outcome for each."""
     command = [sys.executable, "-c", CHILD, json.dumps(cases)]
     done = subprocess.run(command, env=software, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ def test_an_unknown_one_is_used_with_a_warning(software: dict[str, str]) -> None
 
 
 def test_what_is_refused(software: dict[str, str]) -> None:
-    """What is too old, always; what is unknown, on request; and a wish that is none."""
+    """Too old: always; unknown: on request; and an invalid request."""
     texts = {
         ("525.147.05", "", ""): ("ENODEV", "driver 525.147.05 is too old: 530 or later is needed"),
         ("525.147.05", "", "try"): ("ENODEV", "driver 525.147.05 is too old: 530 or later"),
@@ -160,7 +160,7 @@ SEEN = [
 def test_the_report_says_what_the_proof_cannot(
     version: str, lie: str, outcome: str, text: str, software: dict[str, str], tmp_path: Path
 ) -> None:
-    """What only a kernel that faults can show: the self-test has one, in a child with CUDA."""
+    """Checks that need a faulting kernel: the self-test runs it in a child with CUDA."""
     pytest.importorskip("cuda.bindings")
     file = tmp_path / "report.md"
     command = [sys.executable, "-m", "pyvmem", "probe", "--report", str(file)]

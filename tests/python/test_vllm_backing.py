@@ -24,7 +24,7 @@ SHAPES = {
 
 
 class Memory:
-    """What ranks would have mapped; refuses what is mapped twice or is not mapped."""
+    """A model of the ranks' mappings; refuses double maps and unmaps."""
 
     def __init__(self) -> None:
         self.mapped: set[tuple[int, int]] = set()

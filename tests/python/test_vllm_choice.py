@@ -58,7 +58,7 @@ def test_what_the_variable_says_is_taken() -> None:
 
 
 class Base:
-    """As much of vLLM's worker as opens the memory."""
+    """The part of vLLM's worker that opens the memory."""
 
     rank = 0
     device = SimpleNamespace(type="cpu", index=None)

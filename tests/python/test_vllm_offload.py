@@ -287,7 +287,7 @@ def test_prefixes_in_host_memory_are_counted() -> None:
 
 
 def test_no_step_comes() -> None:
-    """What has begun ends by itself; what has not is dropped."""
+    """Started transfers finish; pending transfers are dropped."""
     one, manager = holds()
     one.hand_out(range(1, 9))
     one.order(1, ordered(manager, {10: [1]}))

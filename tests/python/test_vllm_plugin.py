@@ -275,7 +275,7 @@ def test_plug_ins_that_are_as_asked(
 
 
 def config(**changes: Any) -> Any:
-    """As much of a VllmConfig as is looked at; changes: section__field=value."""
+    """The used part of a VllmConfig; changes: section__field=value."""
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(
             worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", distributed_executor_backend="uni"
@@ -382,7 +382,7 @@ def test_each_rank_of_data_parallelism_is_on_metrics(monkeypatch: pytest.MonkeyP
 def test_api_servers_show_the_engine_whose_processes_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where there are several, each makes the configuration again; an engine here is another."""
+    """Each API server creates the configuration again; an engine in this process is another."""
     monkeypatch.setenv(plugin._INSTANCE, "of an engine before")
     sizes = {"parallel_config___api_process_count": 2}
     first, *servers = (config(**sizes, parallel_config___api_process_rank=n) for n in (-1, 0, 1))
@@ -395,7 +395,7 @@ def test_api_servers_show_the_engine_whose_processes_they_are(
 
 
 def test_metrics_of_several_api_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What these show is read from files, not from the registry of a process."""
+    """Several API servers read metrics from files, not from a process's registry."""
     client = pytest.importorskip("prometheus_client")
 
     class OfFiles:

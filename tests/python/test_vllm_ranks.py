@@ -34,7 +34,7 @@ BLOCKS, SIZE = 64, 64 * 4096
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Of a short name: a socket's path has at most 107 bytes."""
+    """A folder with a short name: a socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="vmem-") as name:
         yield Path(name)
 
@@ -123,7 +123,7 @@ def test_a_rank_lost_in_a_growth_leaves_the_others_free(folder: Path, when: str,
 
 
 def test_results_belong_to_their_ranks() -> None:
-    """Where one rank refuses, the others unmap what they have mapped."""
+    """If a rank refuses, the others unmap what they have mapped."""
     memories = [memory(), memory(), memory()]
     ranks = [LocalRank(one) for one in memories]
     memories[1].context.inject(Inject.MAP, count=1, error=12)
@@ -134,7 +134,7 @@ def test_results_belong_to_their_ranks() -> None:
 
 
 def test_a_server_ends_with_its_memory(folder: Path) -> None:
-    """Of an engine that nobody shut down."""
+    """A rank of an engine that was never shut down."""
     one = memory()
     server = Server(new_address(Settings(ledger=str(folder))), one)
     one.close()

@@ -155,7 +155,7 @@ class Pool:
         return name
 
     def _step_of(self, name: str, count: int) -> None:
-        """What the model does for a request: reads what it has computed, writes the new tokens."""
+        """The model's work for a request: reads the computed tokens, writes the new ones."""
         request = self.scheduler.requests[name]
         (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
         end = request.num_computed_tokens

@@ -24,7 +24,7 @@ Open = Callable[..., Any]
 
 
 def prompts(seed: int = 0, count: int = 10, vocabulary: int = 500) -> list[dict[str, Any]]:
-    """Of all lengths; some begin alike."""
+    """Requests of all lengths; some share a prefix."""
     rng = random.Random(seed)
     begin = [rng.randrange(3, vocabulary) for _ in range(150)]
     found = []
@@ -71,7 +71,7 @@ def check(llm: Any) -> None:
 
 
 def at_rest(llm: Any) -> None:
-    """What is mapped is live, to the byte, and little more is held."""
+    """Mapped memory is live memory, to the byte, and little more is held."""
     elastic = elastic_of(llm)
     elastic.settle()
     check(llm)
@@ -277,7 +277,7 @@ def test_aborts_and_trims_at_random(start: Open) -> None:
 
 
 def test_an_engine_rests_whose_last_output_nobody_took(start: Open) -> None:
-    """Where steps run ahead of their outputs, the last one's is there until the next request."""
+    """With async scheduling, the last step's output is pending until the next request."""
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="1M", VMEM_IDLE="0.2") as llm:
         answer(llm, prompts())
         elastic, memory = elastic_of(llm), memory_of(llm)
@@ -366,7 +366,7 @@ def test_a_model_without_a_kv_cache(start: Open, model: str, ask: str) -> None:
 def test_a_step_of_another_scheduler_and_events_while_none_comes(
     start: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What vLLM makes itself has no orders. An index hears of blocks that the keeper evicts."""
+    """vLLM's own outputs carry no orders. An index learns of blocks that the keeper evicts."""
     from vllm.config import KVEventsConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -502,7 +502,7 @@ def test_a_limit_below_what_requests_hold(start: Open, ledger: Any) -> None:
 
 
 def test_a_steady_state_maps_nothing(start: Open) -> None:
-    """What one load mapped serves the next, with no call of the driver and no step that waits."""
+    """Memory mapped for a load serves the next load, without driver calls or waiting steps."""
     off = {"enable_prefix_caching": False}
     with start("straddling", VMEM_VLLM="1", VMEM_RESERVE="4M", VMEM_IDLE="3600", **off) as llm:
         elastic, stats = elastic_of(llm), memory_of(llm).context.stats
@@ -517,7 +517,7 @@ def test_a_steady_state_maps_nothing(start: Open) -> None:
 
 
 def test_prompts_larger_than_the_reserve_wait_once(start: Open, monkeypatch: Any) -> None:
-    """What the largest step took lately is mapped ahead, however small the reserve."""
+    """Memory for the largest recent step is mapped ahead, however small the reserve."""
     with start(
         "llama",
         VMEM_VLLM="1",
@@ -582,7 +582,7 @@ def test_what_is_mapped_besides_may_fail(start: Open) -> None:
 
 
 def test_what_a_queue_may_take_in_a_step(start: Open) -> None:
-    """As many tokens as a step computes, of as many requests as there are places for."""
+    """A full step: the most tokens, of the most requests."""
     with start("llama", VMEM_VLLM="1", max_num_seqs=2) as llm:
         engine = llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -638,7 +638,7 @@ def test_nobody_is_preempted_while_there_is_memory(start: Open) -> None:
 
 
 def test_a_request_that_waits_without_a_look_among_the_prefixes(start: Open) -> None:
-    """As the next input of a session does: what it takes is counted in the step after."""
+    """As with the next input of a session: its blocks are counted in the following step."""
     from vllm.v1.request import RequestStatus
 
     with start("llama", VMEM_VLLM="1", VMEM_RESERVE="0", enable_prefix_caching=False) as llm:
@@ -779,7 +779,7 @@ def test_an_engine_with_a_queue_gives_up_what_is_beyond_its_fair_part(
         end = time.monotonic() + 60
 
         def take() -> None:
-            """As another process does, whatever this one is about."""
+            """Takes memory as another process would, at any time."""
             while not other.take(part) and time.monotonic() < end:
                 other.want(part)
                 time.sleep(0.001)

@@ -22,7 +22,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def compare(start: Open, model: str, ask: Callable[[Any], Tokens] = answer, **options: Any) -> None:
-    """What stock vLLM answers, the pool does: with blocks new, used before, hit, and new again.
+    """The pool answers as stock vLLM: with blocks new, reused, hit, and new again.
 
     With prefixes hit, a model in bfloat16 may answer otherwise than without, in stock vLLM too.
     """

@@ -31,7 +31,7 @@ def moving(elastic: Any) -> Callable[[], Any]:
 def test_moves_in_every_step(
     start: Open, expected: Callable[..., Tokens], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """As many as there are places for; holes come from prefixes that are evicted at random."""
+    """Fills all places; holes come from randomly evicted prefixes."""
     wanted = expected(model)
     with start(model, VMEM_VLLM="1", VMEM_RESERVE="256K", VMEM_IDLE="3600") as llm:
         elastic = elastic_of(llm)

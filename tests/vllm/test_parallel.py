@@ -238,7 +238,7 @@ def test_two_machines_of_ray(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As by vLLM's own executor of two machines. A rank is killed."""
+    """As with vLLM's own two-machine executor. A rank is killed."""
     other = tmp_path / "o"
     other.mkdir(mode=0o700)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -131,7 +131,7 @@ def test_options_that_change_the_blocks(
 
 
 class Client:
-    """Of a server over HTTP."""
+    """A client of an HTTP server."""
 
     def __init__(self, port: int) -> None:
         self._base = f"http://127.0.0.1:{port}"
@@ -164,7 +164,7 @@ class Client:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, and theirs."""
+    """The children of a process, recursively."""
     own = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(one) for one in own.read_text().split()] if own.exists() else []
     return [*found, *(other for one in found for other in children(one))]

@@ -95,7 +95,7 @@ _WHOLE = Shard()
 
 
 class NewTokens(Protocol):
-    """What a forward pass must know about its batch."""
+    """A batch's metadata for a forward pass."""
 
     @property
     def positions(self) -> torch.Tensor:
@@ -103,7 +103,7 @@ class NewTokens(Protocol):
 
     @property
     def starts(self) -> torch.Tensor:
-        """Where each request's new tokens start, and their end, ``[requests + 1]``."""
+        """Start offsets of each request's new tokens, and the end, ``[requests + 1]``."""
 
 
 _Batch = TypeVar("_Batch", bound=NewTokens, contravariant=True)
@@ -210,7 +210,7 @@ class Decoder:
             ids: of the new tokens, one request after the other, int64 ``[tokens]``.
             attend: stores the rows and attends to them.
             batch: which requests the tokens belong to, and where their rows lie.
-            during: called once the first layers are launched, so that a GPU is busy meanwhile.
+            during: called once the first layers are launched, while the GPU is busy.
 
         Returns:
             The logits of each request's last token, ``[requests, vocabulary]``.

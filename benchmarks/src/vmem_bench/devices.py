@@ -183,7 +183,7 @@ def _keys(cache: KVCache) -> list[torch.Tensor]:
 
 
 def _means(cache: KVCache) -> list[float]:
-    """Of some of each tensor's numbers."""
+    """The mean of samples from each tensor."""
     return [float(one.view(-1)[:: 1 << 10].float().mean()) for one in _keys(cache)]
 
 

@@ -473,7 +473,7 @@ def _measure(command: Command, part: Part, name: str, device: torch.device, left
 
 
 def largest_difference(way: str, cuda: bool, found: Mapping[str, float]) -> float:
-    """How much a way's last logits may differ from the first way's, relative to the largest logit.
+    """Tolerance of last logits against the first variant's, relative to the largest logit.
 
     0.1 in bfloat16, 0.001 in float32. An element of 8 bits has 3 bits of mantissa, one of bfloat16
     has 7: rounding is 16 times as coarse, so the difference may be 16 times that of the same

@@ -34,7 +34,7 @@ OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
 
 
 class Lengths:
-    """How many tokens each request has, at every iteration.
+    """The tokens of each request, at every iteration.
 
     Args:
         batch: requests; they start spread evenly from `low` to `high`, in whole tokens.

@@ -39,7 +39,7 @@ _TOLERANCE = 0.03  # of the largest number of a head: bfloat16 has 8 bits
 
 @dataclass
 class _Form:
-    """What is timed: one form of a kernel over one buffer."""
+    """A timed case: a form of a kernel over a buffer."""
 
     row: str
     what: str

@@ -48,7 +48,7 @@ class Case:
 
     @property
     def decodes(self) -> bool:
-        """Whether each request has one new token."""
+        """True if each request has one new token."""
         return self.q_len == 1
 
     @property

@@ -67,7 +67,7 @@ def add_parser(which: Any) -> None:
     )
     add("--parts", type=_parts, default=PARTS, help=f"of {', '.join(PARTS)} (all)")
     add("--slots", type=count, default=256, help="of the cache in the part turns (256)")
-    add("--prefixes", type=count, default=10_000, help="recorded ones in the timed match (10000)")
+    add("--prefixes", type=count, default=10_000, help="cached prefixes in the timed match (10000)")
     add("--prompt", type=count, default=_PROMPT, help="tokens of the timed prompt (100000)")
     add("--rounds", type=count, default=20, help="of the timed match (20)")
     add_output(parser, "write JSON here, raw samples in raw/")

@@ -35,7 +35,7 @@ Lengths = NDArray[np.int64]
 
 
 class Memory(Protocol):
-    """What the requests run in; a request is named by its place in order of admission."""
+    """The cache under test; requests are numbered in order of admission."""
 
     def hold(self, lengths: Lengths) -> bool:
         """Makes each request hold so many tokens; extra lengths at the end are new requests.
@@ -91,7 +91,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a replay showed, over the iterations in which memory was the limit.
+    """Results of a replay, over the iterations in which memory was the limit.
 
     Attributes:
         iterations: in the whole trace.

@@ -92,7 +92,7 @@ class Blocks:
 
 
 class _Length:
-    """The ways for requests of one length."""
+    """Measures each method for requests of one length."""
 
     def __init__(self, command: Command, part: Part, model: Decoder, tokens: int) -> None:
         self.command, self.part, self.model, self.tokens = command, part, model, tokens

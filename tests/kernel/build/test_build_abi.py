@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What uvm_vmem_ioctl.h names, the module has, and some program of tests/kernel/c.
+"""The module and tests/kernel/c cover every name in uvm_vmem_ioctl.h.
 
-Whether a sentence is true is for those programs; here it is seen that none of them was forgotten.
+Those programs test the behaviour; this test checks that no name was forgotten.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_program_expects_each_errno() -> None:
 
 @pytest.mark.parametrize("struct", [*structs()])
 def test_each_field_is_wrong_once(struct: str) -> None:
-    """What the caller gives has a row of the matrix; size has a table of its own."""
+    """Every input field has a row in the matrix; size has its own table."""
     matrix = (PROGRAMS / "abi_matrix.c").read_text(encoding="utf-8")
     rows = set(re.findall(rf"ROW\(struct {struct}, (\w+),", matrix))
     given = {field for field in structs()[struct] if not field.startswith("out_")} - {"size"}
@@ -93,7 +93,7 @@ def test_the_limits_are_the_modules_parameters() -> None:
 
 
 def test_the_library_knows_each_refusal_and_errno() -> None:
-    """What the kernel says has words of libvmem's."""
+    """Every refusal of the kernel has a message in libvmem."""
     source = (ROOT / "libvmem" / "src" / "backend" / "uvm" / "ioctl.c").read_text(encoding="utf-8")
     refusals = set(re.findall(r"\b(UVM_VMEM_GPU_\w+)\b", CODE)) - {"UVM_VMEM_GPU_OK"}
     assert refusals == set(re.findall(r"\[(UVM_VMEM_GPU_\w+)\] = ", source))

@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "driver" / "operations.md"
 
 
 def test_every_word_on_a_fault_is_explained() -> None:
-    """What the log says is there, in its table; and nothing else is in the table."""
+    """The table lists exactly the log messages that exist."""
     source = (ROOT / "kernel_module" / "uvm_vmem_debug.c").read_text(encoding="utf-8")
     function = source[source.index("\nstatic const char *entry_text(") :].split("\n}\n", 1)[0]
     said = set(re.findall(r'"([^"]+)"', function))

@@ -111,7 +111,7 @@ def test_a_version_finds_its_series(version: str, folder: str) -> None:
 
 @pytest.mark.parametrize("version", ["470.10.01", "530.41.03"])
 def test_a_version_before_all_series_is_told(version: str) -> None:
-    message = rf"no patches for driver {re.escape(version)}: the oldest with some is 535\.43\.02"
+    message = rf"no patches for driver {re.escape(version)}: the oldest supported is 535\.43\.02"
     with pytest.raises(KernelBuildError, match=message):
         series_for(version)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the set-up of the kernel tests finds missing."""
+"""Detection of missing prerequisites of the kernel tests."""
 
 from __future__ import annotations
 

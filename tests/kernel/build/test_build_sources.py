@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where a driver's source comes from: versions, places, and Debian's archive by its signatures."""
+"""Sources of the driver: versions, places, and Debian's signed archive."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What goes into a build folder, what is built anew, and what one folder takes from another."""
+"""Contents of build folders, incremental rebuilds, and reuse between folders."""
 
 from __future__ import annotations
 

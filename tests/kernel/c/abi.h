@@ -112,7 +112,7 @@ static inline int vm_stat(int fd, const uint8_t *gpu, struct uvm_vmem_stat *s) {
   return vm_call(fd, UVM_VMEM_STAT, s);
 }
 
-/* What a call that failed must have left alone. */
+/* State that a failed call must not change. */
 static inline bool stat_same(const struct uvm_vmem_stat *a, const struct uvm_vmem_stat *b) {
   return a->out_reserved_bytes == b->out_reserved_bytes && a->out_created_bytes == b->out_created_bytes &&
          a->out_mapped_bytes == b->out_mapped_bytes && a->out_host_bytes == b->out_host_bytes &&

@@ -465,7 +465,7 @@ static void bind_overlaps(void) {
   control(W.uvm, &commands[BIND]);
 }
 
-/* As many operations as QUERY says, of which the last does something. */
+/* The most operations that QUERY allows; the last has an effect. */
 static void bind_most_operations(void) {
   setup();
   const uint32_t most = limits.out_max_bind_ops;
@@ -494,7 +494,7 @@ static void bind_too_many_units(void) {
   struct uvm_vmem_bind b = {.size = sizeof(b), .start = SPARE, .ops = (uintptr_t)ops, .op_count = (uint32_t)count};
   expect(W.uvm, "MAPs of more units than the limit together", UVM_VMEM_BIND, &b, EMSGSIZE);
   EQ(b.out_failed_op, count - 1);
-  /* What is taken away counts as what is mapped does, in one operation or in several. */
+  /* Unmapped units count like mapped units, in one operation or in several. */
   const uint32_t most = limits.out_max_bind_units;
   for (unsigned sparse = 0; sparse < 2; sparse++) {
     const uint32_t flags = sparse ? UVM_VMEM_OP_SPARSE : 0;
@@ -533,7 +533,7 @@ static void stat_fields(void) {
   run_rows(W.uvm, &commands[STAT], rows, ARRAY_SIZE(rows));
 }
 
-/* What a command that fails leaves of the fields that it writes when it succeeds. */
+/* Output fields after a failed command. */
 static void left_alone(const char *what, unsigned long number, void *argument, size_t size, int want) {
   char before[256];
   memcpy(before, argument, size);
@@ -592,7 +592,7 @@ static void outputs_of_a_failure(void) {
   b.flags = UVM_VMEM_BIND_ASYNC;
   bind_ops[2].addr = RES - UNIT;
   bind_outputs("BIND whose third operation is wrong", b, ERANGE, 2, 0);
-  /* What is refused before that is not written. */
+  /* A command refused before that writes nothing. */
   bind_valid(&longer.bind);
   longer.bind.size = sizeof(longer);
   left_alone("BIND with a dirty tail", UVM_VMEM_BIND, &longer, sizeof(longer), E2BIG);

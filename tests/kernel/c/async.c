@@ -72,7 +72,7 @@ static void no_ticket(void) {
   OK(vm_create(W.uvm, W.uuid[0], 16, 4, 0, &object));
   OK(vm_map(W.uvm, RES, RES, object, 0, 4, 0));
   OK(vm_stat(W.uvm, NULL, &before));
-  /* What is mapped already, and what is not, stay so. */
+  /* Existing mappings and holes are unchanged. */
   struct uvm_vmem_op ops[2] = {op_map(RES, object, 0, 4, UVM_VMEM_OP_REPLACE), op_unmap(RES + MIB(8), 32, 0)};
   OK(vm_bind(W.uvm, RES, ops, 2, NULL, &ticket));
   EQ(ticket, 0);

@@ -93,7 +93,7 @@ static int furnish(struct world *w, uint32_t *object) {
   return result ? result : vm_create(w->uvm, w->uuid[0], 16, 64, 0, object);
 }
 
-/* What is beyond the limit changes nothing: a reservation, and a batch that fits in part. */
+/* Exceeding the limit changes nothing: a reservation, and a batch that fits in part. */
 static void refused(struct world *w, uint32_t object, unsigned bound) {
   static struct uvm_vmem_op ops[4096];
   struct uvm_vmem_stat before, after;
@@ -108,7 +108,7 @@ static void refused(struct world *w, uint32_t object, unsigned bound) {
   OK(vm_stat(w->uvm, NULL, &after));
   CHECK(stat_same(&before, &after));
   EQ(gpu_scan(w, 0, RES, GIB(64)).out_bytes, mapped);
-  /* What was bound before goes on. */
+  /* Slots bound before still work. */
   OK(vm_map(w->uvm, RES, RES, object, 1, 1, UVM_VMEM_OP_REPLACE));
 }
 
@@ -143,7 +143,7 @@ static void fill_tables(const char *limit) {
   OK(vm_map(b.uvm, RES, RES + GIB(63), in_b, 0, 1, 0));
   OK(set_parameter(limit, 1));
   EQ(vm_map(b.uvm, RES, RES + GIB(62), in_b, 0, 1, 0), -EDQUOT);
-  /* What is given back is there for others. */
+  /* Freed memory is available to others. */
   OK(vm_free(a.uvm, RES, UVM_VMEM_FREE_UNMAP));
   OK(vm_stat(a.uvm, NULL, &s));
   EQ(s.out_table_bytes, 0);
@@ -221,7 +221,7 @@ static void what_counts(void) {
   OK(vm_map(w.uvm, RES, RES + GIB(5), object, 0, 1, 0));
   EQ(table_bytes(&w), before + 3 * gib + slot);
   before = table_bytes(&w);
-  OK(vm_map(w.uvm, RES, RES + 9 * SLOT, object, 0, 1, 0)); /* no zeros alone any more */
+  OK(vm_map(w.uvm, RES, RES + 9 * SLOT, object, 0, 1, 0)); /* no longer only sparse */
   CHECK(table_bytes(&w) >= before + slot);
   before = table_bytes(&w);
   OK(vm_unmap(w.uvm, RES, RES + 9 * SLOT, 1, UVM_VMEM_OP_SPARSE));
@@ -394,7 +394,7 @@ static int takes_tables(uint64_t length) {
   return wait_for(child);
 }
 
-/* What all users pin, and what all descriptors pin of a GPU, has limits of its own. */
+/* All users together, and all descriptors on a GPU, have their own limits. */
 static void limit_of_all(void) {
   struct world a, b;
   uint32_t object, host, more;
@@ -504,7 +504,7 @@ static int reserve_in(const char *cgroup) {
   return wait_for(child);
 }
 
-/* What the cgroup refuses is not kept from the user, who has room for it. */
+/* A refusal by the cgroup charges nothing to the user, who has room. */
 static void refused_by_the_cgroup(void) {
   const uint64_t most = GIB(16384); /* of which two are nearly 1 MB */
   struct world roots, w;
@@ -598,7 +598,7 @@ static void limit_of_a_cgroup(void) {
   EQ(result, 0);
 }
 
-/* What STAT calls our own is what the memory cgroup has been charged. */
+/* The memory that STAT reports as ours is what the memory cgroup was charged. */
 static void compare_with_the_cgroup(void) {
   enum { SLOTS = 8192 };
   static struct uvm_vmem_op ops[512];
@@ -755,7 +755,7 @@ static void no_lock_while_the_gpu_works(void) {
 
 static int uvm_free_it(void) { return softgpu_uvm_free(&W.c, RES, GIB(64)); }
 
-/* Who takes a reservation away waits for the call that works with it, and for no other. */
+/* Freeing a reservation waits for the call that has claimed it, and for no other. */
 static void uvm_free_waits_for_a_bind(void) {
   struct call bind, gone, create;
   OK(furnish(&W, &the_object));
@@ -904,7 +904,7 @@ static void sparse_slots_share(void) {
     OK(make_sparse(base + MIB(32), MIB(6)));
     EQ(sparse_units(), GIB(64) / UNIT - 4);
     OK(gpu_check(&W, 0, base + MIB(32), MIB(6), 0, 0));
-    /* What fails leaves the zeros where they are. */
+    /* A failure leaves the sparse PTEs in place. */
     static struct uvm_vmem_op many[4096];
     for (unsigned i = 0; i < ARRAY_SIZE(many); i++) many[i] = op_map(base + GIB(1) + i * SLOT, page, i % 8, 1, 0);
     OK(vm_stat(W.uvm, NULL, &before));
@@ -1015,7 +1015,7 @@ static const struct killed {
     {"FREE behind a BIND", stands_and_is_taken, free_mapped, true, false, true},
 };
 
-/* What the child says about itself. */
+/* The child's report about itself. */
 struct told {
   struct softgpu_space space;
   uint64_t old_pa, new_pa; /* of the page at RES, and of the one that BIND and the ticket put there */

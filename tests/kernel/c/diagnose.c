@@ -154,7 +154,7 @@ static void fault_at_the_end(void) {
   close(log);
 }
 
-/* What the file says after `selection` was written to it: its length, or a negative errno. */
+/* Reads the file after writing `selection` to it: the length, or a negative errno. */
 static int dump(const char *selection, char *text, size_t size) {
   size_t have = 0;
   ssize_t n = 0;
@@ -182,7 +182,7 @@ static int dump_of(uint64_t address) {
 
 enum { SLOTS = 40 };
 
-/* What the dump says of each unit. */
+/* The dump's entry of each unit. */
 struct said {
   bool mapped, sparse, read_only;
   unsigned handle, object_unit;

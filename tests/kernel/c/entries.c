@@ -34,7 +34,7 @@ static int object(unsigned count, unsigned flags, uint32_t *handle) {
 
 static uint64_t entry(uint64_t va) { return gpu_xlate(&W, 0, va).out_page_size; }
 
-/* What a batch cost, by the driver's count. */
+/* A batch's cost, by the driver's counters. */
 struct cost {
   uint64_t pushes, writes, invalidates;
 };
@@ -227,7 +227,7 @@ static void split_and_joined(void) {
     OK(result);
     EQ(c.pushes + c.writes + c.invalidates, 0);
   }
-  /* What is mapped already, with CUT and without. */
+  /* Mapped pages, with and without CUT. */
   OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE));
   EQ(entry(RES), SLOT);
   OK(vm_map(W.uvm, RES, RES + 3 * UNIT, whole, 3, 2, REPLACE | UVM_VMEM_OP_CUT));

@@ -321,7 +321,7 @@ static void begin_round(struct fuzzer *f) {
   for (unsigned i = 0; i < 4; i++) vm_create(f->w.uvm, f->w.uuid[0], 16, 8, 0, &f->handle[i]);
 }
 
-/* What STAT says must agree with itself and with the page tables. */
+/* STAT must be consistent with itself and with the page tables. */
 static void end_round(struct fuzzer *f) {
   struct uvm_vmem_stat s;
   int result = vm_stat(f->w.uvm, NULL, &s);

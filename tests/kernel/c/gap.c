@@ -161,7 +161,7 @@ static int stepped_one(struct uvm_vmem_op op) {
   return stepped(&op, 1);
 }
 
-/* What was seen, and the test's verdict: no fault, nothing wrong, always a translation. */
+/* The observations and the verdict: no fault, no wrong data, always a translation. */
 static void judge(const char *what) {
   printf("%s: %llu words; walks %llu, %llu without a translation (at %llu words); reads %llu, %llu faults (at %llu "
          "words), %llu wrong, %llu as before, %llu as after\n",
@@ -216,7 +216,7 @@ static void parts_in_big(void) {
   flip(UVM_VMEM_RESERVE_BIG, 0, "BIG, the last of small pages mapped and unmapped");
 }
 
-/* What makes one entry of 2 MB: one operation that names all of the slot, over what is not sparse. */
+/* A 2 MB entry results from an operation that names the whole slot, with no sparse unit in it. */
 static void made_by_one_operation(void) {
   const uint64_t slot = RES + MIB(2);
   uint32_t object, plain, large;

@@ -136,7 +136,7 @@ static void *binds_on_both(void *unused) {
   return (void *)result;
 }
 
-/* Whether the kernel's log, from fd on, has a line with this. */
+/* True if the kernel's log, from fd on, has a line with this text. */
 static bool logged(int fd, const char *what) {
   char line[2048];
   for (unsigned tries = 0; tries < 100;) {
@@ -189,7 +189,7 @@ static void broken(void) {
            getpid(), RES, RES + MIB(64) - 1);
   CHECK(logged(log, expected));
   EQ(vm_map(W.uvm, RES, RES + MIB(2), object, 8, 8, 0), -EIO);
-  /* What the other GPU may see stays pinned, and all of it goes with the descriptor. */
+  /* Memory visible to the other GPU stays pinned, and is freed with the descriptor. */
   OK(vm_release(W.uvm, object));
   OK(vm_stat(W.uvm, NULL, &s));
   EQ(s.out_host_bytes, 32 * UNIT);

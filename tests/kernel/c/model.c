@@ -95,7 +95,7 @@ static uint64_t address(const struct area *area, unsigned unit) {
   return area->start + unit * UNIT;
 }
 
-/* What one unit reads now, as the GPU sees it. */
+/* The current content of a unit, as the GPU reads it. */
 static void check_unit(struct actor *a, struct area *area, unsigned i) {
   struct unit *u = &area->unit[i];
   uint64_t value = 0, step = 0;

@@ -137,7 +137,7 @@ static void peer_memory(void) {
   OK(vm_create(w.uvm, w.uuid[1], 17, 4, 0, &on1));
   OK(vm_map(w.uvm, RES, RES, on1, 0, 4, 0));
   OK(vm_map(w.uvm, RES + GIB(1), RES + GIB(1), on0, 0, 8, 0));
-  /* What is not the other's stays, whatever comes. */
+  /* Mappings of other memory stay in any case. */
   const uint64_t stays = RES + MIB(12), stays_on_both = RES + GIB(1) + MIB(12);
   uint32_t host;
   OK(vm_create(w.uvm, w.uuid[0], 16, 1, UVM_VMEM_CREATE_HOST, &host));

@@ -64,7 +64,7 @@ class _Staging:
         self.size = self.count = 0
 
     def place(self, path: Path) -> Path:
-        """Where a path of this machine lies in the folder; /lib is /usr/lib on merged systems."""
+        """The place in the folder of a path of this machine; /lib is /usr/lib on merged systems."""
         parts = path.parts[1:]
         if parts and parts[0] in MERGED and Path("/", parts[0]).is_symlink():
             parts = (*Path("/", parts[0]).resolve().parts[1:], *parts[1:])
@@ -165,7 +165,7 @@ def _make(found: dict[str, list[str]], folder: Path, image: Path) -> None:
 
 
 def _shared_libraries(folder: Path) -> list[Path]:
-    """What the programs and libraries below a folder are linked with, on this machine."""
+    """The libraries that the programs and libraries below a folder are linked with."""
     elf = []
     for parent, _, files in os.walk(folder):
         for path in (Path(parent, one) for one in files):

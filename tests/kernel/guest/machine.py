@@ -42,7 +42,7 @@ class GuestError(Exception):
 
 @dataclass
 class Machine:
-    """What to boot and what to run in it."""
+    """A machine to boot, and the command to run in it."""
 
     kernel: Path
     command: Sequence[str]
@@ -66,7 +66,7 @@ class Machine:
 
 @dataclass
 class Outcome:
-    """What came of a run: the command's exit status, and all that went wrong beside it."""
+    """The result of a run: the command's exit status, and all other failures."""
 
     status: int | None
     failures: list[str]
@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """What the runner exits with."""
+        """The runner's exit status."""
         return 1 if self.failures or self.status is None else self.status
 
 
@@ -114,11 +114,11 @@ class _Run:
         self._output = _Lines(lambda line: self._write(f"| {line}"))
 
     def console(self, data: bytes) -> None:
-        """What the kernel printed."""
+        """The kernel's log."""
         self._console.feed(data)
 
     def output(self, data: bytes) -> None:
-        """What the command printed."""
+        """The command's output."""
         self._show(data)
         self._output.feed(data)
 
@@ -127,7 +127,7 @@ class _Run:
         self._output.end()
 
     def failures(self) -> list[str]:
-        """What went wrong, the command's own failure aside."""
+        """Failures other than the command's own."""
         found = []
         for word in self.words:
             if word.startswith("cannot-"):
@@ -169,7 +169,7 @@ def stripped(module: Path, cache: Path) -> Path:
 
 
 def first_file_system(machine: Machine, nonce: str, cache: Path) -> Initramfs:
-    """What the guest boots into."""
+    """The guest's initial file system."""
     busybox = shutil.which("busybox")
     if busybox is None:
         raise GuestError("no busybox here (Debian: busybox-static)")

@@ -52,7 +52,7 @@ def distributions(names: list[str]) -> list[importlib.metadata.Distribution]:
 
 
 def wanted(name: str) -> bool:
-    """Whether a file of a distribution is needed to use it."""
+    """True if a file of a distribution is needed at run time."""
     if name.startswith(KEPT):
         return True
     folders = set(name.split("/")[:-1])

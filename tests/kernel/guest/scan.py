@@ -62,7 +62,7 @@ class LogScan:
         self.left_out = 0
 
     def line(self, text: str) -> bool:
-        """Whether a line is a failure; it is kept if it is."""
+        """True if a line is a failure; keeps it if so."""
         if not SUSPECT.search(text) or any(one.search(text) for one in self._allowed):
             return False
         if len(self.findings) < self.MOST:

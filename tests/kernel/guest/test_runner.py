@@ -24,7 +24,7 @@ RUN = Path(__file__).resolve().parent.parent / "run.py"
 
 @dataclass
 class Ran:
-    """What a guest came to."""
+    """The result of a guest."""
 
     status: int
     output: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the scan of a kernel's log finds, and what it lets pass."""
+"""Lines that the scan of a kernel's log reports, and lines that it ignores."""
 
 from __future__ import annotations
 

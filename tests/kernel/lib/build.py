@@ -60,7 +60,7 @@ def run(*words: str | Path) -> None:
 
 
 def stale(target: Path, sources: Iterable[Path]) -> bool:
-    """Whether a source is newer than what was made of it."""
+    """True if a source is newer than its product."""
     if not target.exists():
         return True
     return any(source.stat().st_mtime > target.stat().st_mtime for source in sources)

@@ -211,7 +211,7 @@ static void small_limits(void) {
   OK(vmem_check(vm));
   if (err)
     for (uint64_t i = 0; i < 55; i++) EQ(GET(va + i / 11 * MIB(4) + i % 11 * PAGE + 17), 1 + i);
-  /* What is taken away counts as what is mapped does. */
+  /* Unmapped units count like mapped units. */
   binds = driver_stat(vm).out_binds;
   ops[0] = (struct vmem_op){.op = VMEM_OP_UNMAP, .flags = VMEM_OP_HOLES, .addr = va, .bytes = 11 * PAGE, .count = 5,
                             .stride = MIB(4)};

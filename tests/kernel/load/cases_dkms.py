@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What modprobe loads where the DKMS package is installed."""
+"""The module that modprobe loads with the DKMS package installed."""
 
 from __future__ import annotations
 

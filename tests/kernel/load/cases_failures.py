@@ -41,7 +41,7 @@ def restored(machine: Machine) -> None:
 
 def selftest_fails(machine: Machine) -> None:
     machine.load(selftest="sh -c 'exit 7'").expect(
-        2, r"the self test failed \(exit status 7\)", "the stock module is back"
+        2, r"the self-test failed \(exit status 7\)", "the stock module is back"
     )
     restored(machine)
 
@@ -49,26 +49,26 @@ def selftest_fails(machine: Machine) -> None:
 def selftest_fails_where_no_stock_module_was(machine: Machine) -> None:
     machine.clear()
     machine.start_driver(uvm=False)
-    machine.load(selftest="false").expect(2, "the self test failed")
+    machine.load(selftest="false").expect(2, "the self-test failed")
     assert not machine.system.loaded("nvidia_uvm")
 
 
 def selftest_is_missing(machine: Machine) -> None:
-    machine.load(selftest="/no/such/program").expect(2, "the self test cannot be run")
+    machine.load(selftest="/no/such/program").expect(2, "the self-test cannot be run")
     restored(machine)
 
 
 def selftest_hangs(machine: Machine) -> None:
     test = "sh -c 'sleep 1000 </dev/nvidia-uvm'"
     outcome = machine.load("--selftest-seconds", "2", selftest=test)
-    outcome.expect(2, "no end of the self test in 2 s")
+    outcome.expect(2, "the self-test did not end in 2 s")
     restored(machine)
 
 
 def selftest_leaves_a_process(machine: Machine) -> None:
-    """What holds the module after the self test's end is ended too."""
+    """Processes that hold the module after the self-test are ended, too."""
     test = "sh -c 'sleep 1000 </dev/nvidia-uvm & exit 1'"
-    machine.load(selftest=test).expect(2, "the self test failed")
+    machine.load(selftest=test).expect(2, "the self-test failed")
     restored(machine)
 
 

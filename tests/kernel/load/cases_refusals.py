@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is refused before anything is touched: one thing is wrong, and the stock module stays."""
+"""Refusals before any change: a single fault, and the stock module stays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def modules_missing(machine: Machine) -> None:
 
 def no_module(machine: Machine) -> None:
     EDITED.write_bytes(b"\x7fELF\x02\x01 and no more")
-    machine.load(module=EDITED).expect(1, "is no kernel module")
+    machine.load(module=EDITED).expect(1, "is not a kernel module")
 
 
 def stock_module_given(machine: Machine) -> None:
@@ -91,7 +91,7 @@ def other_symbol_versions(machine: Machine) -> None:
 
 
 def kernel_refuses_other_symbol_versions(machine: Machine) -> None:
-    """What the refusal above is for: the kernel says the same, but when UVM is out already."""
+    """The reason for the refusal above: the kernel refuses, too, but only after UVM is unloaded."""
     other_crc(machine.ours, EDITED, SYMBOL)
     machine.run("rmmod", "nvidia_uvm").expect(0)
     machine.run("insmod", str(EDITED)).expect(1, "could not insert module")

@@ -26,7 +26,7 @@ def signatures(machine: Machine) -> None:
     # the stock module is still there.
     sign_badly(machine.ours)
     outcome = machine.load(module=SIGNED)
-    outcome.expect(2, "the kernel does not take the module")
+    outcome.expect(2, "the kernel rejects the module")
     assert "the stock module is out" not in outcome.output
     assert machine.system.source_version("nvidia_uvm") == source
     assert machine.is_stock()

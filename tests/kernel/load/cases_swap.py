@@ -47,7 +47,7 @@ def permissions_are_kept(machine: Machine) -> None:
 
 
 def nodes_as_those_of_the_driver(machine: Machine) -> None:
-    """Where UVM had no nodes, who may open them is taken from the driver's."""
+    """If UVM had no nodes, their permissions are those of the driver's nodes."""
     machine.clear()
     machine.start_driver(uvm=False)
     for name in ("nvidia-uvm", "nvidia-uvm-tools"):
@@ -58,7 +58,7 @@ def nodes_as_those_of_the_driver(machine: Machine) -> None:
 
 
 def there_was_no_stock_module(machine: Machine) -> None:
-    """What was not loaded before is not loaded after."""
+    """A module that was not loaded before is not loaded afterwards."""
     machine.clear()
     machine.start_driver(uvm=False)
     machine.load().expect(0)
@@ -80,7 +80,7 @@ def selftest_decides_on_the_patched_module(machine: Machine) -> None:
 
 
 def selftest_of_the_project(machine: Machine) -> None:
-    """What `make load` runs when nothing else is asked for, with the report that it leaves."""
+    """The default self-test of `make load`, and its report."""
     shutil.copy("/test/_vmem.abi3.so", ROOT / "pyvmem")
     report = ROOT / "build" / "selftest.json"
     report.unlink(missing_ok=True)

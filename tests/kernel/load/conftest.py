@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where the tests find the programs that they test, and a machine of plain files."""
+"""Paths of the programs under test, and a machine of plain files."""
 
 from __future__ import annotations
 

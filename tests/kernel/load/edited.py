@@ -12,13 +12,13 @@ __all__ = ["other_crc", "other_text", "without_crc"]
 
 
 def versions_table(image: bytes) -> int:
-    """Where the table of demanded symbol versions begins in a module's file."""
+    """Offset of the required symbol versions in a module's file."""
     table = next(s.content for s in read_sections(image) if s.name == "__versions")
     return image.index(table)
 
 
 def entry_of(image: bytes, symbol: str) -> int:
-    """Where the entry of a symbol lies in a module's file."""
+    """Offset of a symbol's entry in a module's file."""
     start = versions_table(image)
     for number in range(len(image) // VERSION.size):
         at = start + number * VERSION.size

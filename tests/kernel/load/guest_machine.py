@@ -40,7 +40,7 @@ options nvidia-uvm uvm_leak_checker=1
 
 @dataclass
 class Outcome:
-    """What a program did."""
+    """The outcome of a program."""
 
     status: int
     output: str
@@ -129,7 +129,7 @@ class Machine:
         path.chmod(mode)
 
     def reset(self) -> None:
-        """What every case begins with: the stock driver, loaded and idle."""
+        """The initial state of every case: the stock driver, loaded and idle."""
         for left in ("run/vmem-module.json", "run/vmem-module.lock"):
             Path("/", left).unlink(missing_ok=True)
         if not self.changed and self.is_stock():
@@ -180,7 +180,7 @@ class Machine:
     # What is there
 
     def kernel_log(self) -> str:
-        """What the kernel has said since it started."""
+        """The kernel's log since boot."""
         lines: list[bytes] = []
         file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -192,17 +192,17 @@ class Machine:
             os.close(file)
 
     def is_stock(self) -> bool:
-        """Whether the stock module runs, and its nodes lead to it."""
+        """True if the stock module is loaded and its nodes lead to it."""
         return self.system.loaded(UVM) and not self.system.uvm_is_ours() and self.nodes_fit()
 
     def is_ours(self) -> bool:
-        """Whether the patched module runs, answers, and its nodes lead to it."""
+        """True if the patched module is loaded and answers, and its nodes lead to it."""
         if not (self.system.loaded(UVM) and self.system.uvm_is_ours() and self.nodes_fit()):
             return False
         return query(Path("/dev/nvidia-uvm")).abi > 0
 
     def nodes_fit(self) -> bool:
-        """Whether both nodes exist and have UVM's number."""
+        """True if both nodes exist and have UVM's number."""
         majors = {name: number for number, name in self.system.device_majors().items()}
         wanted = [os.makedev(majors["nvidia-uvm"], minor) for minor in (0, 1)]
         nodes = [Path("/dev", name) for name in SWITCHED]

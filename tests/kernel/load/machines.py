@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the machines of the tests have, as files."""
+"""The tests' machines, as files."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_dkms_after_the_driver_was_upgraded(
 def test_dkms_for_another_kernel(
     machine: System, dkms: Dkms, staged: Path, headers: KernelHeaders, tmp_path: Path
 ) -> None:
-    """What a new kernel's installation calls: the driver's package is built first, then ours."""
+    """On installation of a new kernel the driver's package is built first, then ours."""
     for path in (machine.root / "lib/modules").rglob("*.ko"):
         path.unlink()
     driver = write_driver(machine.root / f"usr/src/{OTHER}-{VERSION}", patched=False)

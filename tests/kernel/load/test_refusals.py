@@ -46,7 +46,7 @@ BOOT_ON = b"\x06\0\0\0\x01"
 
 @pytest.fixture(autouse=True)
 def tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was run is this and no more, whatever the table of today says."""
+    """A fixed table of tested combinations, independent of the current one."""
     table = {"6.1": {"535.261.03": "one.json", "580.142": "two.json"}}
     monkeypatch.setattr(module_refuse, "tried_table", lambda: table)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What each branch of the driver has to pass, on each architecture that it knows, in both builds.
+"""The required tests of each driver branch, on each architecture it supports, in both builds.
 
 Debian's versions are in the long run; for one that Debian does not carry see suite.py --driver.
 """

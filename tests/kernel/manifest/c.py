@@ -80,7 +80,7 @@ TWICE = ("nvlink",)
 
 
 def short(test: Test, arch: str, kind: str) -> bool:
-    """Whether a program is a part of `make test` in this build on this architecture."""
+    """True if a program belongs to `make test` in this build on this architecture."""
     if test.name in TWICE:
         return False
     if test.name in RELEASE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is known of a test before it runs."""
+"""The description of a test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Test:
 
     @property
     def tree(self) -> tuple[str, ...]:
-        """What scripts/kernel_tree.py is to build, the kernel that checks itself aside."""
+        """The arguments of scripts/kernel_tree.py, except for the self-checking kernel."""
         words = [self.version, "--type", self.type]
         words += ["--mutant", self.mutant] if self.mutant else []
         words += ["--suite", self.suite] if self.suite else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What runs on the kernels of newer Debian releases: the short run, and what counts as run there.
+"""Tests on the kernels of newer Debian releases: the short run, and those required to count.
 
 Debian's own pair of kernel and driver is in the long run; for others see suite.py --kernel.
 """

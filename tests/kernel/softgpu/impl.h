@@ -203,7 +203,7 @@ int sg_readers_init(void);
 void sg_readers_exit(void);
 /* Is any BIND in flight? Only then units have to be shown. */
 bool sg_readers_watch(const struct sg_space *space);
-/* What is seen at va changes, because an entry of that level is written. */
+/* The translation of va changes, because an entry of this level is written. */
 void sg_readers_unit(struct sg_space *space, u8 level, u64 va, const struct sg_sight *before, const struct sg_sight *after);
 void sg_readers_counters(struct softgpu_counters *out);
 struct sg_channel;
@@ -380,7 +380,7 @@ bool sg_semaphore_read(struct sg_channel *channel, u64 va, u64 *value);
 #define SG_FAULT_LOG 256
 #define SG_WAITING_FAULTS 16
 
-/* What differs between architectures, as far as UVM can tell. */
+/* Differences between architectures that are visible to UVM. */
 struct sg_arch {
 	const char *name;    /* of the parameter arch= */
 	const char *product;

@@ -106,7 +106,7 @@ bool sg_pma_take(struct softgpu *gpu, u64 size, u64 align, bool top, bool pin, u
 	return true;
 }
 
-/* What must be true when the contents of a frame are given up; after it the frame is poison. */
+/* Checks when the contents of a frame are discarded; then the frame is poisoned. */
 static void wipe(struct softgpu *gpu, u64 frame)
 {
 	struct sg_frame *f = &gpu->frame[frame];

@@ -59,7 +59,7 @@ struct mark {
 	u64 first, fetched; /* entries of its time: from first, which is one of them, to fetched, which is not */
 };
 
-/* What has happened to a unit that is named. */
+/* The history of a named unit. */
 enum { UNTOUCHED, CHANGED, GONE_WITH_PAGE, GONE_WITH_TABLE, GONE_SPARSE };
 
 struct bind {
@@ -125,7 +125,7 @@ void sg_readers_channel_advance(struct sg_channel *channel)
 	spin_unlock(&lock);
 }
 
-/* How many entries were put into the ring since it was made. */
+/* The number of entries written to the ring since its creation. */
 static u64 filled(const struct sg_channel *channel)
 {
 	u32 put = READ_ONCE(channel->userd[SG_USERD_PUT]);

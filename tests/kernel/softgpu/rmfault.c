@@ -55,7 +55,7 @@ static volatile NvU32 *reg(struct softgpu *gpu, u32 number)
 /* NV_PFB_PRI_MMU_FAULT_BUFFER_GET_GETPTR_CORRUPTED and _OVERFLOW (dev_fb.h of gv100): written as 1 to clear, read as 0 then. */
 #define FAULT_GET_CLEAR GENMASK(31, 30)
 
-/* What hardware does at once, and memory that plays a register does not. */
+/* Done at once by hardware, but not by memory that emulates a register. */
 void sg_registers_settle(struct softgpu *gpu)
 {
 	volatile u32 *get = &gpu->registers[FAULT_GET];

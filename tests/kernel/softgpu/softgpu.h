@@ -33,7 +33,7 @@
 #define SOFTGPU_FRAME_SHIFT 16
 #define SOFTGPU_FRAME_SIZE  (1ull << SOFTGPU_FRAME_SHIFT)
 
-/* What never-written and freed video memory reads as, byte for byte. */
+/* The byte that never-written and freed video memory reads as. */
 #define SOFTGPU_POISON_BYTE 0xDBu
 #define SOFTGPU_POISON_WORD 0xDBDBDBDBDBDBDBDBull
 

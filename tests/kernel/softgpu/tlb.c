@@ -148,7 +148,7 @@ void sg_tlb_exit(struct softgpu *gpu)
 
 static const u8 page_shifts[] = { 16, 21, 12, 29 };
 
-/* How many entries [start, last] could have. */
+/* The most entries that [start, last] can have. */
 static u64 probes_for(struct softgpu *gpu, u64 start, u64 last)
 {
 	u64 probes = 0;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How long the patched driver may take: a model from counts and from the stock driver's times.
+"""Estimates the patched driver's times from operation counts and the stock driver's times.
 
 The software GPU counts what each driver does for the same work, but does not model time. On a real
 GPU only the stock driver was timed. The model combines both: a push (a call's commands for the GPU,

@@ -155,7 +155,7 @@ class _Runner:
         return self.arm(name).what + (", again" if name == AGAIN else "")
 
     def _tiles(self, arm: Arm) -> bool:
-        """Whether an arm's contiguous call reads whole tiles, past a request's length."""
+        """True if an arm's contiguous call reads whole tiles, past a request's length."""
         return self.gpu and arm.library == "fa3"
 
     def _store(self, arm: Arm, slots: int, limit: int, budget: int) -> Store:
@@ -338,7 +338,7 @@ def _check(runner: _Runner, part: Part, names: Sequence[str]) -> list[str]:
 
 
 def _attempt(runner: _Runner, part: Part, name: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns, or None if the arm cannot run; the others continue."""
+    """The result of `work`, or None if the arm cannot run; other arms continue."""
     why = ""
     try:
         return work()

@@ -30,7 +30,7 @@ _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 
 
 
 class Kernels(NamedTuple):
-    """Which call of the attention kernel each phase uses.
+    """The attention kernel's call for each phase.
 
     Attributes:
         prefill, decode: "contiguous" or "paged".
@@ -281,7 +281,7 @@ class Forward:
         return min(1 << (needed - 1).bit_length(), table.width)
 
     def _prefills(self, work: Work) -> bool:
-        """Whether it can use the kernel for prefill, which may read past the length."""
+        """True if it can use the prefill kernel, which may read past the length."""
         if len(work.ids) <= PREFILL_TOKENS:
             return False
         if self.kernels.prefill == "paged" or self.store.table is None:

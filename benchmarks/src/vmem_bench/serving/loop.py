@@ -77,7 +77,7 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """What a run measured; times in seconds from its start.
+    """Measurements of a run; times in seconds from its start.
 
     Attributes:
         finished: requests that finished. cut: whether time ran out before the last.

@@ -36,7 +36,7 @@ def count() -> int:
 
 
 class Run(NamedTuple):
-    """What a rank needs to follow a run: the arguments of `Runner.open`."""
+    """Arguments of `Runner.open`, sent to ranks that follow a run."""
 
     name: str
     slots: int
@@ -83,7 +83,7 @@ class Group:
         return box[0]
 
     def make(self, make: Callable[[], Forward]) -> Forward:
-        """What `make` returns. RuntimeError, on every rank: it failed on one of them."""
+        """The result of `make`. RuntimeError on every rank if it failed on any."""
         forward, why = None, ""
         try:
             forward = make()

@@ -35,7 +35,7 @@ _SERIES = 400  # most samples of memory over time that a row keeps
 
 
 def figures(outcome: Outcome) -> dict[str, tuple[str, float, str]]:
-    """What is reported about a run: name, words, value, unit."""
+    """The reported values of a run: name, words, value, unit."""
     seconds = outcome.seconds
     tokens = outcome.prompt_tokens + outcome.new_tokens - outcome.recomputed
     found: dict[str, tuple[str, float, str]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where a serving loop keeps keys and values: slots of a `KVCache`, paged blocks, static slots.
+"""KV stores of a serving loop: slots of a `KVCache`, paged blocks, static slots.
 
 A store is tensors of rows and a manager of their memory. All stores have the same interface, so
 that the loop, the model and the kernels do not know which one they use. The time of every call is
@@ -107,7 +107,7 @@ class Store(ABC):
 
     @abstractmethod
     def fits(self, partial: Sequence[tuple[int, int]], tokens: int) -> bool:
-        """Whether another request of `tokens` fits once the `partial` ones have grown.
+        """True if another request of `tokens` fits once the `partial` requests have grown.
 
         `partial`: slots, and the tokens that they will have. Shared rows are not relied on.
         """
@@ -125,7 +125,7 @@ class Store(ABC):
         return  # nothing to begin
 
     def ready(self, slot: int, tokens: int) -> bool:
-        """Whether a `hold` of so many tokens would need no new memory."""
+        """True if a `hold` of `tokens` would need no new memory."""
         return True
 
     def prompt_ends(self, slot: int, tokens: int) -> None:

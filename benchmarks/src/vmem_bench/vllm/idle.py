@@ -92,7 +92,7 @@ def _idle_rows(part: Part, found: dict[str, Any], cap: int) -> None:
 
 
 def _need_of_another(fleet: Fleet, capacity: int) -> dict[str, tuple[str, float, str]]:
-    """When this process, acting as another engine that needs all memory, is granted and gets it.
+    """Times at which this process, as an engine that needs all memory, is granted and gets it.
 
     `capacity`: bytes for all engines, used without a GPU.
     """

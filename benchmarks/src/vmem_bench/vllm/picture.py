@@ -37,7 +37,7 @@ def series(seen: list[list[float]]) -> dict[str, Any]:
 
 
 def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is drawn, by id.
+    """The drawn series, by id.
 
     Raises:
         ValueError: the document has no series of memory.
