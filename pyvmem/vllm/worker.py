@@ -114,7 +114,7 @@ class ElasticWorker:
             page if page != SMALL or settings.page_size else 0,  # the least that the back end has
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
-        memory = self._memory = KVMemory(context, num_blocks, sizes)
+        memory = self._memory = KVMemory(context, num_blocks, sizes, visible=settings.visible)
         # Of a worker that nobody shuts down: ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(
