@@ -40,7 +40,7 @@ _OTHERWISE = (
     "OffloadingConnector"
 )
 _IN_STEP = "vmem_copies_in_step"  # what a connector's user vouches for
-_COPY_IN_STEP = ("LMCacheConnectorV1", "ExampleConnector")
+_COPY_IN_STEP = ("LMCacheConnectorV1",)
 _LMCACHE = "0.5.6"  # whose source has been read
 
 
@@ -80,7 +80,7 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
             f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
             "VMEM_VISIBLE=1 has others)"
         )
-    elif known and name.startswith("LMCache"):
+    elif known:
         yield from _lmcache()
 
 
