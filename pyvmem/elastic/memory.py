@@ -98,10 +98,19 @@ class KVMemory:
         num_blocks: of every tensor.
         sizes: bytes of each tensor.
         multiple: that the distance of two tensors of a class is of, in bytes.
+        visible: CUDA's own copies must take the addresses.
+
+    Raises:
+        TooManyMappings: `visible` beyond the card's free memory.
     """
 
     def __init__(
-        self, context: Context, num_blocks: int, sizes: Sequence[int], multiple: int = 1
+        self,
+        context: Context,
+        num_blocks: int,
+        sizes: Sequence[int],
+        multiple: int = 1,
+        visible: bool = False,
     ) -> None:
         self.context = context
         self.geometry = Geometry.of(num_blocks, context.info.granule, sizes)
@@ -121,17 +130,18 @@ class KVMemory:
         self.resting = False  # all that no request holds is to go
         self._rested = threading.Event()
         self._next = [0] * len(self.geometry.classes)
-        # Only kernels touch these addresses, so they need not be visible to CUDA's copies: where
+        # Where only kernels touch these addresses, they need not be visible to CUDA's copies: where
         # there is a choice, visible ones together must stay below the card's free memory.
-        plain = context.cuda_device is not None and Caps.PLAIN in context.info.caps
-        visible = False if plain else None
+        on_gpu = context.cuda_device is not None
+        plain = on_gpu and Caps.PLAIN in context.info.caps
+        seen = True if visible and on_gpu else False if plain else None
         align, end = math.lcm(max(_ALIGN, context.info.granule), multiple), 0
         for kind in self.geometry.classes:
             span = -(-num_blocks * kind.block_bytes // align) * align
             self._spans.append(span)
             self._begins.append(end)
             end += span * kind.tensors
-        self._reservation: Reservation = context.reserve(end, visible=visible)
+        self._reservation: Reservation = context.reserve(end, visible=seen)
 
     def tensor(self, size: int) -> Any:
         """The next tensor of so many bytes, as int8: each one of `sizes` once."""

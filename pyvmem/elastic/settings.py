@@ -16,6 +16,8 @@
     VMEM_CAPACITY        bytes for all engines of a device together; default: the ledger's
     VMEM_HOST_LIMIT      most bytes of host memory for KV offloading, of all engines in the ledger's
                          folder together; default: any
+    VMEM_VISIBLE=1       CUDA's own copies take the KV cache's addresses, as some connectors need
+                         (vLLM); all such memory together must stay below what the card has free
 
 Sizes take K, M, G, T (powers of 1024): 20G, 1.5G, 512M.
 """
@@ -65,6 +67,7 @@ class Settings:
         capacity: 0: as much as the device has.
         host_limit: 0: any.
         ledger: folder, ``""`` for the default, None for none.
+        visible: CUDA's own copies take the addresses.
     """
 
     backend: str = ""
@@ -78,13 +81,14 @@ class Settings:
     ledger: str | None = ""
     capacity: int = 0
     host_limit: int = 0
+    visible: bool = False
 
     @staticmethod
     def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:
-        """Tells if an engine is to use the pool: the one variable that is read where it is not.
+        """Tells if a switch is on; an engine's own switch is also read where the pool is not used.
 
         Args:
-            name: of the engine's variable.
+            name: of the variable.
             env: where to look.
 
         Raises:
@@ -149,6 +153,7 @@ class Settings:
             capacity=size("VMEM_CAPACITY") or 0,
             host_limit=host_limit,
             ledger=ledger,
+            visible=cls.asked("VMEM_VISIBLE", env),
         )
 
     def check_device(self, total: int) -> None:

@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib import metadata
 from typing import Any
 
 from pyvmem.elastic.memory import KVMemory, device_total
+from pyvmem.elastic.settings import Settings
 from pyvmem.plumbing.units import format_bytes
 
 __all__ = ["begin", "drop", "host_bytes", "reasons_against", "select"]
 
 _SPEC, _MODULE = "VMemOffloadingSpec", "pyvmem.vllm.offload_spec"
 _SPECS = {None: "vLLM's", "CPUOffloadingSpec": "vLLM's", _SPEC: "ours"}
+_NETWORK = (
+    "it registers the KV cache with the network card, which refuses pages of the pool (no "
+    "GPU-direct); OffloadingConnector works"
+)
 _WHY = {
-    "SimpleCPUOffloadConnector": "it copies by cudaMemcpyBatchAsync, which refuses the pool; "
-    "without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM takes OffloadingConnector, which works",
-    "NixlConnector": "it registers the KV cache with the network card, and pages of the pool "
-    "cannot be registered; OffloadingConnector works",
+    "SimpleCPUOffloadConnector": "its copies, by cudaMemcpyBatchAsync, go on between steps, and "
+    "pages of the pool would not wait for them; without VLLM_USE_SIMPLE_KV_OFFLOAD vLLM takes "
+    "OffloadingConnector, which works",
+    "LMCacheMPConnector": "another process opens the KV cache by a CUDA IPC handle, and the pool's "
+    "addresses have none; LMCacheConnectorV1 works",
+    "MultiConnector": "which connectors it has is not looked at; OffloadingConnector works",
+    **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), _NETWORK),
+    **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector"), _NETWORK),
 }
-_OTHERWISE = "it copies by cudaMemcpy, which refuses the pool; OffloadingConnector works"
+_OTHERWISE = (
+    "nothing says how it copies; with VMEM_VISIBLE=1, and vmem_copies_in_step=true in its extra "
+    "configuration, one that copies by cudaMemcpy alone, and ends with the step, works; so does "
+    "OffloadingConnector"
+)
+_IN_STEP = "vmem_copies_in_step"  # what a connector's user vouches for
+_COPY_IN_STEP = ("LMCacheConnectorV1",)
+_LMCACHE = "0.5.6"  # whose source has been read
 
 
 def reasons_against(config: Any) -> Iterator[str]:
@@ -34,7 +51,7 @@ def reasons_against(config: Any) -> Iterator[str]:
     if name is None:
         return
     if name != "OffloadingConnector" or transfer.kv_connector_module_path:
-        yield f"kv_connector={name} ({_WHY.get(name, _OTHERWISE)})"
+        yield from _others(name, transfer)
         return
     extra = transfer.kv_connector_extra_config
     if transfer.kv_role != "kv_both":
@@ -45,6 +62,36 @@ def reasons_against(config: Any) -> Iterator[str]:
     if extra.get("canonical_layout"):
         yield "canonical_layout (host memory has the layout of the KV cache)"
     yield from _sizes(extra.get("cpu_bytes_to_use"))
+
+
+def _others(name: str, transfer: Any) -> Iterator[str]:
+    """What excludes another connector than vLLM's OffloadingConnector."""
+    own = transfer.kv_connector_module_path
+    known = name in _COPY_IN_STEP and not own
+    vouched = transfer.kv_connector_extra_config.get(_IN_STEP, False)
+    if not isinstance(vouched, bool):
+        yield f"{_IN_STEP}={vouched!r} (expected true or false)"
+    elif name in _WHY and not own:
+        yield f"kv_connector={name} ({_WHY[name]})"
+    elif not known and not vouched:
+        yield f"kv_connector={name} ({_OTHERWISE})"
+    elif not Settings.asked("VMEM_VISIBLE"):
+        yield (
+            f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
+            "VMEM_VISIBLE=1 has others)"
+        )
+    elif known:
+        yield from _lmcache()
+
+
+def _lmcache() -> Iterator[str]:
+    try:
+        found = metadata.version("lmcache")
+    except metadata.PackageNotFoundError:
+        yield f"kv_connector=LMCacheConnectorV1 (lmcache is not installed; known is {_LMCACHE})"
+        return
+    if found != _LMCACHE:
+        yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not known, {_LMCACHE} is)"
 
 
 def _sizes(asked: Any) -> Iterator[str]:

@@ -114,7 +114,7 @@ class ElasticWorker:
             page if page != SMALL or settings.page_size else 0,  # the back end's smallest
             settings.reserve if settings.reserve is not None else 256 << 20,
         )
-        memory = self._memory = KVMemory(context, num_blocks, sizes)
+        memory = self._memory = KVMemory(context, num_blocks, sizes, visible=settings.visible)
         # For a worker that is never shut down: ``del llm``.
         weakref.finalize(self, memory.close).atexit = False
         memory.grow(

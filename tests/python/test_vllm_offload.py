@@ -22,6 +22,7 @@ from pyvmem import Context
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.memory.host_copies import HostMemory, Pieces, ThreadCopies, split
+from pyvmem.vllm import offload
 from pyvmem.vllm.offload import reasons_against, select
 from pyvmem.vllm.offload_holds import Holds
 
@@ -70,7 +71,14 @@ MOST = device_total(None)
 @pytest.mark.parametrize(
     ("connector", "changes", "text"),
     [
-        ("LMCacheConnectorV1", {}, "kv_connector=LMCacheConnectorV1 .it copies by cudaMemcpy"),
+        ("LMCacheConnectorV1", {}, "kv_connector=LMCacheConnectorV1 .* VMEM_VISIBLE=1 has others"),
+        ("LMCacheMPConnector", {}, "CUDA IPC handle"),
+        ("MooncakeConnector", {}, "kv_connector=MooncakeConnector .it registers"),
+        ("MultiConnector", {}, "is not looked at"),
+        ("Mine", {"kv_connector_module_path": "mine"}, "kv_connector=Mine .nothing says how"),
+        ("Mine", {"extra": {"vmem_copies_in_step": True}}, "=Mine .* VMEM_VISIBLE=1 has others"),
+        ("Mine", {"extra": {"vmem_copies_in_step": "yes"}}, "vmem_copies_in_step='yes'"),
+        ("NixlConnector", {"extra": {"vmem_copies_in_step": True}}, "=NixlConnector .it registers"),
         ("NixlConnector", {}, "kv_connector=NixlConnector .it registers"),
         ("SimpleCPUOffloadConnector", {}, "without VLLM_USE_SIMPLE_KV_OFFLOAD"),
         ("OffloadingConnector", {"kv_connector_module_path": "mine"}, "kv_connector=Offloading"),
@@ -92,6 +100,32 @@ MOST = device_total(None)
 def test_what_cannot_work_is_named(connector: str, changes: dict[str, Any], text: str) -> None:
     (reason,) = reasons_against(config(connector, **changes))
     assert re.search(text, reason), reason
+
+
+def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need addresses that CUDA's copies take, and LMCache a version that was looked at."""
+    monkeypatch.setenv("VMEM_VISIBLE", "1")
+    vouched = config("Mine", extra={"vmem_copies_in_step": True}, kv_connector_module_path="mine")
+    assert list(reasons_against(vouched)) == []
+    select(vouched)
+    assert "spec_name" not in vouched.kv_transfer_config.kv_connector_extra_config
+    own = config("LMCacheConnectorV1", kv_connector_module_path="mine")
+    assert "nothing says how" in next(reasons_against(own))
+    lmcache = config("LMCacheConnectorV1")
+    for version, wanted in (("0.5.6", []), ("0.6.0", ["lmcache 0.6.0 is not known, 0.5.6 is"])):
+        monkeypatch.setattr(offload.metadata, "version", lambda _, v=version: v)
+        found = list(reasons_against(lmcache))
+        assert len(found) == len(wanted)
+        assert all(text in one for text, one in zip(wanted, found, strict=True))
+
+    def missing(name: str) -> str:
+        raise offload.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(offload.metadata, "version", missing)
+    assert "lmcache is not installed" in next(reasons_against(lmcache))
+    monkeypatch.setenv("VMEM_VISIBLE", "yes")
+    with pytest.raises(ValueError, match="VMEM_VISIBLE='yes': expected 1 or 0"):
+        list(reasons_against(lmcache))
 
 
 # ---- copies --------------------------------------------------------------------------------------
