@@ -598,16 +598,21 @@ static void fragmented(void) {
   OK(vmem_close(vm));
 }
 
-/* A whole chunk that must be zeroed first is better than pieces that need not: for blocks, and for growth. */
-static void dirty_chunks(void) {
+/* A context whose memory is one slab of four chunks. */
+static int open_four_chunks(void) {
   struct vmem_open_opts o = {.size = sizeof(o),
                              .granule = PAGE,
                              .flags = VMEM_OPEN_LARGE_ENTRIES,
                              .slab_size = 4 * BLOCK,
                              .mem_limit = 4 * BLOCK,
                              .pool_high = VMEM_KEEP_ALL};
+  return open_it(&o);
+}
+
+/* A whole chunk that must be zeroed first is better than pieces that need not: for blocks, and for growth. */
+static void dirty_chunks(void) {
   ONLY_HOST();
-  OK(open_it(&o));
+  OK(open_four_chunks());
   keep_contents(false);
   OK(vMemReserve(vm, 16 * BLOCK, NULL, &va));
   OK(populate_at(0, 2 * BLOCK, 0));
@@ -639,14 +644,8 @@ static void dirty_chunks(void) {
 /* If no chunk is empty, all that begins goes into one chunk. What has pages there leaves a chunk that is empty again
  * to what may get an entry of it. */
 static void strays_share_a_chunk(void) {
-  struct vmem_open_opts o = {.size = sizeof(o),
-                             .granule = PAGE,
-                             .flags = VMEM_OPEN_LARGE_ENTRIES,
-                             .slab_size = 4 * BLOCK,
-                             .mem_limit = 4 * BLOCK,
-                             .pool_high = VMEM_KEEP_ALL};
   ONLY_HOST();
-  OK(open_it(&o));
+  OK(open_four_chunks());
   OK(vMemReserve(vm, 16 * BLOCK, NULL, &va));
   for (uint64_t k = 0; k < 4; k++) OK(populate_at(2 * k * BLOCK, PAGE, VMEM_OP_SPREAD));
   for (uint64_t i = 0; i < 12; i++)
