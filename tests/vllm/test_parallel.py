@@ -26,6 +26,7 @@ from test_server import free_port, wait_for
 
 from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import EngineInfo, Ledger
+from pyvmem.ledger.orders import order
 from pyvmem.vllm import plugin
 from pyvmem.vllm.reach import machine
 
@@ -202,7 +203,7 @@ def test_two_machines(
         assert [one.machine for one in elastic.ranks.ranks] == ["", there]
         check_ranks(llm, [ledger, other], wanted)
         with Ledger("host", folder=other) as book:
-            book.order_limit("two", 8 << 20)
+            order(book, "two", limit=8 << 20)
         assert wait_for(lambda: elastic.quota.limit == 8 << 20, 10)
         assert answer(llm, prompts()) == wanted
         os.killpg(node.pid, signal.SIGKILL)
