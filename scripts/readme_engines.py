@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The tables of whole engines: the serving loop's arms, and vLLM on the pool and stock."""
+"""The tables of whole engines: the serving loop's arms, vLLM and SGLang on the pool and stock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from readme_cache import runs
 from readme_format import ROOT, Result, number, rows, table, title
+
+from vmem_bench.sglang import tables as sglang
 
 # As benchmarks/serve/README.md names the arms.
 ARMS = (
@@ -432,4 +434,30 @@ def part_vllm(_: list[Result]) -> list[str]:
     return lines[:-1]
 
 
-PARTS = {"serving": part_serving, "vllm": part_vllm}
+def part_sglang(_: list[Result]) -> list[str]:
+    """Each kept run of SGLang."""
+    lines: list[str] = []
+    for run in runs("sglang"):
+        found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+        options = run["options"]
+        lines += [
+            f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
+            f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
+            f"{options['page_size']}`, attention by {options['engine']['attention_backend']}, "
+            f"{title(run)}, commit {run['machine']['commit'][:7]}:",
+            "",
+            *table(sglang.HEAD, sglang.body(found)),
+            "",
+        ]
+        skipped = [f"{one['id'].partition('/')[2]} ({one['why']})" for one in missing(run)]
+        if skipped:
+            lines += [f"Not run: {', '.join(skipped)}.", ""]
+    return lines[:-1]
+
+
+def missing(run: Result) -> list[Result]:
+    """The rows of a run that were not run."""
+    return [one for part in run["parts"].values() for one in part["missing"]]
+
+
+PARTS = {"serving": part_serving, "vllm": part_vllm, "sglang": part_sglang}

@@ -20,13 +20,14 @@ from vmem_bench import (
 )
 from vmem_bench.paper import command as paper
 from vmem_bench.serving import command as serve
+from vmem_bench.sglang import command as sglang
 from vmem_bench.vllm import command as vllm
 
 __all__ = ["add_parsers"]
 
 _BENCHMARKS = (
     *(capacity, prefixes, overlap, paged, deferred, prefix_map, fill, devices, serve, sharing),
-    *(swapping, vllm, models, paper),
+    *(swapping, vllm, sglang, models, paper),
 )
 
 

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: MIT
+"""`vmem bench sglang`: SGLang on the elastic pool beside stock SGLang, on one device.
+
+One engine at a time, in a process of its own: stock and elastic in turns there and back, so that a
+drift of the machine meets both alike. A ratio is the mean over neighbouring turns, with its
+confidence interval. The result file is written after each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pyvmem.bench import report
+from pyvmem.bench.record import Part
+from pyvmem.bench.running import conducted, said
+from pyvmem.commands.tables import table
+from pyvmem.layouts.options import count, natural, positive, size
+from vmem_bench.command import Command, WrongResult, add_common, open_command
+from vmem_bench.sglang.engine import STEPS
+from vmem_bench.sglang.tables import HEAD, body
+from vmem_bench.sglang.turns import SHAPES, Found, Turns
+from vmem_bench.vllm.full import interval, there_and_back
+
+__all__ = ["ARMS", "add_parser", "run"]
+
+ARMS = ("stock", "elastic")
+
+_METHOD = {
+    "engines": "one at a time, each in a process of its own; turns stock, elastic, elastic, "
+    "stock; random weights, greedy; half_width is of a 95 % interval: of a ratio over turns, else "
+    "over rounds",
+    "same": "one request at a time: of stock's first turn; again, with prefixes from the cache; "
+    "all at once; after sleep",
+    "rate": "new tokens a second of requests that are all there at once; the cache is flushed "
+    "before each round, so an elastic engine begins with page 0 mapped; the first is left out",
+    "first": "one request for one token: after a rest without prefixes, and at once after it",
+    "device": "bytes of the device in use (cuMemGetInfo) less those before the engine; highest: "
+    "every 50 ms in the first round of the most requests",
+    "mapped": "of keys and values, by the ledger",
+    "sleep": "release_memory_occupation and resume_memory_occupation, kv_cache",
+}
+
+Turn = Mapping[str, list[Found]]
+
+
+def measure(command: Command, part: Part) -> None:
+    """Runs the turns."""
+    args, slowest = command.args, 0.0
+    requests = [4] if command.quick else sorted(args.requests)
+    turns: dict[str, list[Found]] = {arm: [] for arm in ARMS}
+    with tempfile.TemporaryDirectory(prefix="vmem-sglang-") as name:
+        engines = Turns(command, Path(name), requests)
+        command.record.options |= {"engine": _shown(engines.options())}
+        for number, arm in enumerate(there_and_back(ARMS, args.turns)):
+            if not command.deadline.allows(max(slowest, 30.0)):
+                part.not_run(f"turn/{number}", f"{arm}: the deadline came")
+                continue
+            began = command.deadline.used
+            found = engines.run(arm, number)
+            for step in STEPS[: len(STEPS) - (arm == "stock")]:
+                if step not in found:
+                    part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline came")
+            slowest = max(slowest, command.deadline.used - began)
+            turns[arm].append(found)
+            part.rows.clear()
+            _rows(part, turns)
+            command.write()
+            command.show(f"{arm}: {_said(found)}")
+    if not part.rows:
+        raise WrongResult("no engine had started at the deadline")
+    _check(turns)
+
+
+def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "model_path"}
+
+
+def _said(found: Found) -> str:
+    rates = (
+        f"{statistics.median(r):,.0f} tokens/s of {n}" for n, r in found.get("rate", {}).items()
+    )
+    return ", ".join(rates) or "stopped before its first load had ended"
+
+
+def _check(turns: Turn) -> None:
+    """WrongResult: an elastic engine's answers are none of stock's, to requests one at a time."""
+    stock, mine = (
+        [one["tokens"]["alone"] for one in turns[arm] if "tokens" in one] for arm in ARMS
+    )
+    if stock and any(one not in stock for one in mine):
+        raise WrongResult("answers to requests one at a time differ from stock's")
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _rows(part: Part, turns: Turn) -> None:
+    for number in _counts(turns):
+        _add(part, turns, ("rate", number), "new tokens a second", "tokens/s")
+    for when, what in (("rest", "after a rest"), ("again", "at once")):
+        _add(part, turns, ("first", when), f"time to the first token {what}", "ms")
+    for arm in ARMS:
+        _memory(part, arm, turns[arm])
+        for name in ("release", "resume"):
+            found = [one["sleep"][name] for one in turns[arm] if "sleep" in one]
+            _value(part, f"sleep/{name}/{arm}", "time of the call", arm, "ms", found)
+        found = [one["start"]["seconds"] for one in turns[arm] if "start" in one]
+        _value(part, f"start/{arm}", "time to start", arm, "s", found)
+        for name in ("maps", "waits", "handles"):
+            found = [one["sleep"][name] for one in turns[arm] if "sleep" in one]
+            _value(part, f"{name}/{arm}", "at the end, by the ledger", arm, name, found)
+        _same(part, arm, turns)
+
+
+def _counts(turns: Turn) -> list[int]:
+    return sorted({number for arm in ARMS for one in turns[arm] for number in one.get("rate", {})})
+
+
+def _value(part: Part, row: str, what: str, arm: str, unit: str, found: list[float]) -> None:
+    """The median of what the turns found."""
+    if found:
+        part.value(row, what, arm, statistics.median(found), unit)
+
+
+def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: str) -> None:
+    """Rows of both arms, and of the ratio of their turns' medians."""
+    step, name = key
+    row = f"{step}/{name}"
+    medians = []
+    for arm in ARMS:
+        each: list[list[float]] = [one.get(step, {}).get(name, []) for one in turns[arm]]
+        medians.append([statistics.median(one) for one in each if one])
+        if rounds := [value for one in each for value in one]:
+            middle = statistics.median(rounds)
+            part.value(f"{row}/{arm}", what, arm, middle, unit, **_spread(rounds))
+    stock, elastic = medians
+    ratios = [mine / other for mine, other in zip(elastic, stock, strict=False)]
+    if ratios:
+        mean = statistics.fmean(ratios)
+        part.value(f"over/{row}", f"{what} over", "elastic", mean, "x", **_spread(ratios))
+
+
+def _spread(found: list[float]) -> dict[str, Any]:
+    """What was found, and half its interval where it has more than a value."""
+    rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
+    return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
+
+
+def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
+    seen: dict[str, list[float]] = {}
+    for one in found:
+        looks = {**one.get("memory", {})}
+        for when, step in (("start", "start"), ("asleep", "sleep")):
+            looks |= {when: one[step]["memory"]} if step in one else {}
+        for when, look in looks.items():
+            for kind, value in look.items():
+                seen.setdefault(f"{kind}/{when}", []).append(value)
+    for name, values in seen.items():
+        part.value(f"{name}/{arm}", "bytes", arm, statistics.median(values), "bytes")
+
+
+def _same(part: Part, arm: str, turns: Turn) -> None:
+    """Answers that are equal to others; stock's first turn has nothing to be compared with."""
+    of = {"alone": "stock's first turn", "again": "before", "batch": "stock's first turn"}
+    stock = [one["tokens"] for one in turns["stock"] if "tokens" in one]
+    mine = [one for one in turns[arm] if "tokens" in one]
+    if not mine:
+        return
+    pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in (*of, "slept")}
+    for one in mine:
+        tokens = one["tokens"]
+        pairs["again"].append((tokens["again"], tokens["alone"]))
+        for name in ("alone", "batch") if stock and tokens is not stock[0] else ():
+            pairs[name].append((tokens[name], stock[0][name]))
+        if "sleep" in one:
+            pairs["slept"].append((one["sleep"]["tokens"], tokens["alone"]))
+    for name, found in pairs.items():
+        equal = [a == b for mine_, other in found for a, b in zip(mine_, other, strict=True)]
+        if equal:
+            what = f"answers as {of.get(name, 'before')}"
+            part.value(f"same/{name}/{arm}", what, arm, sum(equal), "answers", of=len(equal))
+    tokens = mine[0]["tokens"]
+    distinct = len({token for answer in tokens["alone"] for token in answer})
+    part.value(f"distinct/{arm}", "different tokens in the answers", arm, distinct, "tokens")
+    part.value(f"hits/{arm}", "prompts' tokens found in the cache", arm, tokens["hits"], "tokens")
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def _report(command: Command, part: Part) -> str:
+    if not part.rows:
+        return report.document(command.record)
+    rows = {row["id"].partition("/")[2]: row for row in part.rows}
+    head = f"== sglang {command.record.options['sglang']}: {part.status}, {part.seconds:.0f} s"
+    rest = [part.why] if part.why else []
+    rest += [f"not run: {one['id']}: {one['why']}" for one in part.missing]
+    return "\n".join([report.head(command.record), "", head, table(HEAD, body(rows), 1), *rest])
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. 0, 1 if it failed, 2 without a back end, 3 where SGLang is not here."""
+    if args.quick:
+        args.prompt, args.answer, args.repeats, args.idle = 48, 8, 1, 0.5
+    names = ("turns", "prompt", "answer", "page_size", "idle", "repeats")
+    command = open_command(
+        args,
+        "sglang",
+        _METHOD,
+        shape="tiny" if args.quick else args.shape,
+        requests=args.requests,
+        env=dict(args.env),
+        **{name: getattr(args, name) for name in names},
+    )
+    if command is None:
+        return 2
+    part = command.record.part("sglang", "the elastic pool beside stock SGLang")
+    with conducted(part):
+        try:
+            import sglang
+        except ImportError as error:
+            part.not_run("*", f"SGLang cannot be imported: {error}")
+        else:
+            command.record.options["sglang"] = sglang.__version__
+            measure(command, part)
+    command.write()
+    return said(command.record, args, lambda: _report(command, part))
+
+
+def _requests(text: str) -> list[int]:
+    found = [count(one) for one in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected different numbers")
+    return found
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equal, value = text.partition("=")
+    if not name or not equal:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, value = _named(text)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: {value!r} is not JSON") from None
+
+
+def add_parser(which: Any) -> None:
+    """Adds `sglang` to the benchmarks."""
+    parser = which.add_parser(
+        "sglang",
+        help="SGLang on the elastic pool, beside stock SGLang",
+        description="Runs SGLang engines of one shape with random weights, one at a time, with and "
+        "without the elastic pool in turns, and compares tokens, time, and memory. Needs SGLang.",
+    )
+    add_common(parser, 450)
+    add = parser.add_argument
+    add("--shape", choices=list(SHAPES), default="8b", help="of the model (8b)")
+    add("--turns", type=count, default=2, metavar="N", help="of each engine (2)")
+    add("--requests", type=_requests, default=[64, 256], metavar="N,...",
+        help="at once (64,256)")  # fmt: skip
+    add("--prompt", type=count, default=1024, metavar="N", help="tokens (1024)")
+    add("--answer", type=count, default=128, metavar="N", help="tokens (128)")
+    add("--repeats", type=count, default=3, metavar="N", help="rounds in a turn (3)")
+    add("--idle", type=positive, default=3.0, metavar="S", help="of a rest (3)")
+    add("--page-size", type=count, default=16, metavar="N", help="SGLang's, in tokens (16)")
+    add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (its choice)")
+    add("--tokens", type=natural, default=0, metavar="N",
+        help="of the KV cache (as the most requests need)")  # fmt: skip
+    add("--attention", default="", metavar="NAME", help="back end (triton; CPU: torch_native)")
+    add("--option", type=_option, action="append", default=[], metavar="NAME=JSON",
+        help="any option of sglang.Engine")  # fmt: skip
+    add("--env", type=_named, action="append", default=[], metavar="NAME=VALUE",
+        help="of the elastic engines, as VMEM_LIMIT=8G")  # fmt: skip
+    parser.set_defaults(run=run)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: MIT
+"""One engine of `vmem bench sglang`, in a process: ``python -m vmem_bench.sglang.engine PLAN``.
+
+PLAN is a file of JSON, made by `command`. Whenever a step has ended, a line with its result is
+added to the file that the plan names, so that a process stopped at the deadline leaves the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STEPS", "main"]
+
+STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
+"""The steps, in their order; sleep is the elastic engine's."""
+
+_NEW = 48  # tokens of an answer that is compared
+_LOOK = 0.05  # s between looks at the memory under load
+_EMPTY = 1.5  # s that memory may take to come back after a flush
+
+Ids = list[list[int]]
+
+
+def _greedy(new: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+
+
+class _Engine:
+    """A running engine and what is asked of it."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan, self.count = plan, 0
+        self.before = self._device()
+        from sglang.srt.entrypoints.engine import Engine
+
+        self.sglang = Engine(**plan["options"])
+
+    def _device(self) -> int:
+        """Bytes of the device that are in use; 0 without a GPU."""
+        import torch
+
+        if not self.plan["gpu"]:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.plan["device"])
+        return int(total - free)
+
+    def account(self) -> Any:
+        """The engine's entry in the ledger; None of stock SGLang."""
+        from pyvmem.ledger.accounts import engines_in
+
+        found = engines_in(Path(self.plan["ledger"])).values()
+        return next((one for engines in found for one in engines), None)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: `device`, taken since before the start; `mapped`, by the ledger."""
+        account = self.account() if self.plan["elastic"] else None
+        found = {"mapped": account.used} if account is not None else {}
+        return found | ({"device": self._device() - self.before} if self.plan["gpu"] else {})
+
+    def prompts(self, count: int, length: int) -> Ids:
+        """New prompts: the same in each engine, and none twice."""
+        self.count += 1
+        draw = random.Random(self.count)
+        tokens = range(3, self.plan["vocabulary"])
+        return [draw.choices(tokens, k=length) for _ in range(count)]
+
+    def ask(self, ids: Ids, new: int) -> Ids:
+        """Greedy answers of so many tokens, to prompts that are all there at once."""
+        found = self.sglang.generate(input_ids=ids, sampling_params=_greedy(new))
+        answers = [one["output_ids"] for one in found]
+        if any(len(one) != new for one in answers):
+            raise RuntimeError(f"answers of {sorted(map(len, answers))} tokens instead of {new}")
+        return answers
+
+    def alone(self, ids: Ids) -> Ids:
+        """The same, one request at a time: no batch decides the order of a sum."""
+        return [self.ask([one], _NEW)[0] for one in ids]
+
+    def highest(self, ids: Ids, new: int) -> dict[str, int]:
+        """The most memory while the engine answers."""
+        most, done = self.memory(), threading.Event()
+
+        def look() -> None:
+            while not done.wait(_LOOK):
+                for key, value in self.memory().items():
+                    most[key] = max(most.get(key, 0), value)
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            self.ask(ids, new)
+        finally:
+            done.set()
+            thread.join()
+        return most
+
+
+def _tokens(engine: _Engine, few: Ids) -> dict[str, Any]:
+    alone = engine.alone(few)
+    again = engine.alone(few)  # with the prefixes of the first time
+    hits = engine.sglang.generate(input_ids=few, sampling_params=_greedy(1))
+    return {
+        "alone": alone,
+        "again": again,
+        "batch": engine.ask(few, _NEW),
+        "hits": sum(one["meta_info"]["cached_tokens"] for one in hits),
+    }
+
+
+def _measure(plan: dict[str, Any], add: Any) -> None:
+    began = time.perf_counter()
+    engine = _Engine(plan)
+    try:
+        took = time.perf_counter() - began
+        add("start", seconds=took, memory=engine.memory())
+        shared = engine.prompts(1, 100)[0]
+        few = [shared + own for own in engine.prompts(6, 60)] + engine.prompts(2, 7)
+        engine.ask(engine.prompts(8, plan["prompt"]), 8)  # what is done once
+        engine.sglang.flush_cache()
+        compared = _tokens(engine, few)
+        add("tokens", **compared)
+        memory = {}
+        for count in plan["requests"]:
+            rates = []
+            for turn in range(plan["repeats"] + 1):
+                engine.sglang.flush_cache()
+                ids = engine.prompts(count, plan["prompt"])
+                start = time.perf_counter()
+                if turn:
+                    engine.ask(ids, plan["answer"])
+                    rates.append(count * plan["answer"] / (time.perf_counter() - start))
+                else:  # left out, so memory may be looked at
+                    memory["highest"] = engine.highest(ids, plan["answer"])
+            add("rate", count=count, rates=rates)
+        time.sleep(1)
+        memory["after"] = engine.memory()
+        for key, value in memory["after"].items():  # a short load ends between two looks
+            memory["highest"][key] = max(memory["highest"][key], value)
+        time.sleep(plan["idle"])
+        memory["rest"] = engine.memory()
+        engine.sglang.flush_cache()
+        time.sleep(_EMPTY)
+        memory["flushed"] = engine.memory()
+        add("memory", **memory)
+        rest: list[float] = []
+        again: list[float] = []
+        for _ in range(plan["repeats"]):
+            engine.sglang.flush_cache()
+            time.sleep(plan["idle"])
+            for times in (rest, again):
+                ids = engine.prompts(1, plan["prompt"])
+                start = time.perf_counter()
+                engine.ask(ids, 1)
+                times.append(1000 * (time.perf_counter() - start))
+        add("first", rest=rest, again=again)
+        if plan["elastic"]:
+            add("sleep", **_sleep(engine, few), **_kept(engine))
+    finally:
+        engine.sglang.shutdown()
+
+
+def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
+    time.sleep(1)  # SGLang ends where it is not idle
+    start = time.perf_counter()
+    engine.sglang.release_memory_occupation(tags=["kv_cache"])
+    slept = time.perf_counter()
+    memory = engine.memory()
+    woken = time.perf_counter()
+    engine.sglang.resume_memory_occupation(tags=["kv_cache"])
+    times = {"release": 1000 * (slept - start), "resume": 1000 * (time.perf_counter() - woken)}
+    return {**times, "memory": memory, "tokens": engine.alone(few)}
+
+
+def _kept(engine: _Engine) -> dict[str, int]:
+    account = engine.account()
+    if account is None:
+        raise RuntimeError("the elastic engine has no account in the ledger")
+    return {name: getattr(account, name) for name in ("maps", "waits", "handles")}
+
+
+def main() -> None:
+    """Measures; the exit status is 1 where that failed."""
+    plan = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    with Path(plan["out"]).open("a", encoding="utf-8") as out:
+
+        def add(step: str, **found: Any) -> None:
+            print(json.dumps({"step": step, **found}), file=out, flush=True)
+
+        try:
+            _measure(plan, add)
+        except BaseException as error:
+            traceback.print_exc()
+            add("failed", why=f"{type(error).__name__}: {error}")
+            sys.stderr.flush()
+            os._exit(1)
+    os._exit(0)  # what SGLang leaves running is ended with the process group
+
+
+if __name__ == "__main__":
+    main()

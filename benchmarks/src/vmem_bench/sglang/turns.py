@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: MIT
+"""The engines of `vmem bench sglang`: their model and options, and a process for each turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyvmem
+import vmem_bench
+from vmem_bench.command import Command, WrongResult
+from vmem_bench.vllm.engines import SHAPES as VLLM_SHAPES
+
+__all__ = ["SHAPES", "Turns"]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": VLLM_SHAPES["Llama-3-8B"],
+    "1b": {
+        **VLLM_SHAPES["Llama-3-8B"],
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "mla": VLLM_SHAPES["DeepSeek-V2-Lite"],
+    "tiny": {**VLLM_SHAPES["tiny"], "num_hidden_layers": 4},
+}
+"""Models by name, as vLLM's benchmark has them; mla has latent attention."""
+
+_ENDING = 5.0  # s that ending an engine's processes may take
+_LEAST = 2048  # tokens of the KV cache, and of the longest request
+
+Found = dict[str, Any]
+
+
+class Turns:
+    """Engines of one model, one at a time on the device.
+
+    Args:
+        command: of the run.
+        folder: for the model, the ledger, and what engines say.
+        requests: so many at once, ascending.
+    """
+
+    def __init__(self, command: Command, folder: Path, requests: list[int]) -> None:
+        self.command, self.folder, self.requests = command, folder, requests
+        self.gpu = command.backend != "host"
+        args = command.args
+        self.shape = SHAPES["tiny" if command.quick else args.shape]
+        self.longest = max(_LEAST, args.prompt + args.answer + 64)
+        pages = -(-(args.prompt + args.answer) // args.page_size) + 1
+        self.tokens = args.tokens or max(_LEAST, requests[-1] * pages * args.page_size)
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir(mode=0o700)
+        config = {
+            "max_position_embeddings": self.longest,
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16" if self.gpu else "float32",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **self.shape,
+        }
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        info = folder / "site" / "vmem_bench_sglang-0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: vmem-bench-sglang\nVersion: 0\n"
+        )
+        (info / "entry_points.txt").write_text(_entry_points(), encoding="utf-8")
+
+    def options(self) -> dict[str, Any]:
+        """The options of `sglang.Engine`."""
+        args = self.command.args
+        given: dict[str, Any] = {
+            "model_path": str(self.folder / "model"),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "page_size": args.page_size,
+            "context_length": self.longest,
+            "max_total_tokens": self.tokens,
+            "max_running_requests": max(8, self.requests[-1]),
+            "grammar_backend": "none",
+            "sampling_backend": "pytorch",
+            "random_seed": 1,
+            "log_level": "info",
+        }
+        if self.gpu:
+            given |= {
+                "dtype": "bfloat16",
+                "attention_backend": args.attention or "triton",
+                "chunked_prefill_size": 8192,
+                "cuda_graph_max_bs_decode": self.requests[-1],
+                "mem_fraction_static": 0.8,
+                "base_gpu_id": args.device,
+            }
+        else:
+            given |= {
+                "dtype": "float32",
+                "attention_backend": args.attention or "torch_native",
+                "device": "cpu",
+                "disable_cuda_graph": True,
+                "disable_overlap_schedule": True,
+                "mem_fraction_static": 0.2,
+            }
+        return given | dict(args.option)
+
+    def _environment(self, elastic: bool) -> dict[str, str]:
+        args = self.command.args
+        env = {name: value for name, value in os.environ.items() if not name.startswith("VMEM_")}
+        env.pop("SGLANG_PLUGINS", None)
+        roots = [Path(one.__path__[0]).parent for one in (pyvmem, vmem_bench)]
+        paths = [self.folder / "site", *filter(None, [env.get("PYTHONPATH")]), *roots]
+        env |= {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if not self.gpu:
+            env["SGLANG_USE_CPU_ENGINE"] = "1"
+        if elastic:
+            env |= {"VMEM_SGLANG": "1", "VMEM_LEDGER": str(self.ledger)}
+            env |= {"VMEM_BACKEND": self.command.backend}
+            page = args.page or (self.command.page if self.command.quick else 0)
+            env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
+            env |= dict(args.env)
+        return env
+
+    def run(self, arm: str, number: int) -> Found:
+        """Runs an engine to its end, or to the deadline's; returns what it found, by step.
+
+        Raises:
+            WrongResult: it failed.
+        """
+        args, elastic = self.command.args, arm == "elastic"
+        out, log = (self.folder / f"{number}.{end}" for end in ("jsonl", "log"))
+        plan = {
+            "options": self.options(),
+            "elastic": elastic,
+            "ledger": str(self.ledger),
+            "out": str(out),
+            "gpu": self.gpu,
+            "device": args.device,
+            "vocabulary": self.shape["vocab_size"],
+            "requests": self.requests,
+            **{name: getattr(args, name) for name in ("prompt", "answer", "idle", "repeats")},
+        }
+        path = self.folder / f"{number}.json"
+        path.write_text(json.dumps(plan), encoding="utf-8")
+        words = [sys.executable, "-m", "vmem_bench.sglang.engine", str(path)]
+        with log.open("w") as said:
+            process = subprocess.Popen(
+                words,
+                env=self._environment(elastic),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+            try:
+                process.wait(max(0.0, self.command.deadline.left - _ENDING))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                cut = process.poll() is None
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        found = _read(out)
+        if "failed" in found or (process.returncode and not cut):
+            end = log.read_text(errors="replace").strip().splitlines()[-40:]
+            why = found.get("failed", {}).get("why", f"status {process.returncode}")
+            raise WrongResult(f"the {arm} engine failed: {why}: " + " | ".join(end))
+        time.sleep(0.0 if not self.gpu else 2.0)  # the device's memory comes back
+        return found
+
+
+def _read(out: Path) -> Found:
+    """The steps that ended: one dictionary each, and for rate one of each number of requests."""
+    found: Found = {}
+    text = out.read_text(encoding="utf-8") if out.exists() else ""
+    for line in text.splitlines():
+        step = json.loads(line)
+        name = step.pop("step")
+        if name == "rate":
+            found.setdefault("rate", {})[step["count"]] = step["rates"]
+        else:
+            found[name] = step
+    return found
+
+
+def _entry_points() -> str:
+    """Our plug-in of SGLang, and pyvmem's where that was not installed."""
+    groups: Mapping[str, list[str]] = {
+        "sglang.srt.plugins": ["vmem_bench = vmem_bench.sglang.weights:register"],
+        "torch.backends": [],
+    }
+    if not any(one.name == "vmem" for one in metadata.entry_points(group="sglang.srt.plugins")):
+        groups["sglang.srt.plugins"].append("vmem = pyvmem_sglang:register")
+        groups["torch.backends"].append("vmem_sglang = pyvmem_sglang:check_plugins")
+    return "".join(
+        f"[{group}]\n" + "".join(f"{line}\n" for line in lines) for group, lines in groups.items()
+    )
