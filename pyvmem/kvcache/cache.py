@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pyvmem._native import backend_names
 from pyvmem.errors import Busy, NotSupported
@@ -163,8 +163,6 @@ class GroupView:
         return self.tensors[per_layer * group + which][:, :, member]
 
     def _make(self, index: int) -> torch.Tensor:
-        import torch
-
         layout, config = self.layout, self.config
         item = config.itemsize
         strides = (
@@ -174,19 +172,17 @@ class GroupView:
             config.head_dim * item,
             item,
         )
-        tensor: torch.Tensor = self.reservation.tensor(
-            (
-                config.max_batch,
-                1 if config.state else config.max_seq_len,
-                config.group_size,
-                config.num_kv_heads,
-                config.head_dim,
-            ),
-            getattr(torch, str(config.dtype)),
-            strides=tuple(stride // item for stride in strides),
-            offset=layout.offset(0, 0, index),
+        shape = (
+            config.max_batch,
+            1 if config.state else config.max_seq_len,
+            config.group_size,
+            config.num_kv_heads,
+            config.head_dim,
         )
-        return tensor
+        elements = tuple(stride // item for stride in strides)
+        offset = layout.offset(0, 0, index)
+        # No local holds the tensor: `Reservation.tensor` may import torch, which keeps this frame.
+        return cast("torch.Tensor", self.reservation.tensor(shape, config.dtype, elements, offset))
 
 
 class KVCache(MustClose):
