@@ -58,6 +58,7 @@ from pyvmem.memory.streams import check, work_of
 from pyvmem.models.shapes import LayerShape, Place, Shape, StateShape, classes_of
 from pyvmem.plumbing.closing import MustClose
 from pyvmem.plumbing.reentry import call_part
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
@@ -283,8 +284,8 @@ class KVCache(MustClose):
         config, state = self.config, "closed" if self._closed else "open"
         layers = sum(view.config.num_layers for view in self.caches)
         return (
-            f"<{type(self).__name__} on {self.context.info.backend}: {layers} layers, "
-            f"{config.max_batch} slots of {config.max_seq_len} tokens, {state}>"
+            f"<{type(self).__name__} on {self.context.info.backend}: {counted(layers, 'layer')}, "
+            f"{counted(config.max_batch, 'slot')} of {config.max_seq_len} tokens, {state}>"
         )
 
     def _gone(self) -> bool:
@@ -1212,6 +1213,9 @@ class KVCache(MustClose):
         Pages that the GPU may touch cannot be unmapped, so if the work never ends, this waits until
         a signal (Ctrl-C) ends the wait; the call may then be repeated.
 
+        A `pyvmem.engine.RequestCache` without requests does not keep the cache open; its next call
+        raises BadHandle.
+
         Args:
             stream: the last work on slots that are still taken, as in `free_reqid`.
 
@@ -1224,10 +1228,11 @@ class KVCache(MustClose):
         with self.lock, self.journal:
             if self._closed:
                 return
-            count = sum(len(user.requests) for user in list(self.users))
-            if count:
+            living = [request for user in list(self.users) for request in user.requests]
+            if living:
                 raise Busy(
-                    f"{count} requests of a RequestCache live; close that first",
+                    f"a RequestCache has {counted(len(living), 'open request')}, such as "
+                    f"{living[0]!r}; close it first",
                     errno=errno.EBUSY,
                     op="KVCache.close",
                 )
