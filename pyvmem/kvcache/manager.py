@@ -169,7 +169,8 @@ class Manager:
             reservation = living[0].parts.reservation
             count = sum(one.parts.reservation.live_arrays for one in living)
             raise Busy(
-                f"the cache has {counted(count, 'live tensor')}; delete them, then close it",
+                f"the cache has {counted(count, 'live tensor')}: drop every tensor and view, then "
+                "close it (a notebook keeps what a cell displayed)",
                 errno=errno.EBUSY,
                 op=f"{self._name}.close",
                 addr=reservation.addr,

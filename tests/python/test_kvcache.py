@@ -638,7 +638,7 @@ def test_close_under_a_living_tensor(context: Context) -> None:
         stamp(cache, 0, 0, 1, 3.0)
         view = cache.k(0)[0, :1]
         before = state(cache)
-        with pytest.raises(Busy, match="the cache has 1 live tensor; delete them"):
+        with pytest.raises(Busy, match="the cache has 1 live tensor: drop every"):
             cache.close()
         assert state(cache) == before
         assert rows_are(cache, 0, 0, 1, 3.0)
