@@ -63,7 +63,7 @@ test-gpu: setup ## the tests that need a GPU: the suite on the back ends stock a
 bench: setup ## the benchmarks; a machine without a GPU measures only the back end host
 	$(VENV)/bin/vmem bench api $(ARGS)
 
-lint: setup ## ruff, mypy --strict, shellcheck, clang-format, generated tables
+lint: setup ## ruff, mypy --strict, shellcheck, hadolint, clang-format, generated tables
 	@$(VPY) scripts/run_tests.py lint
 
 docs: ## the documentation site: build/site/index.html

@@ -146,16 +146,17 @@ def main() -> int:
         for turn in range(args.turns):
             one = engines[turn % len(engines)]
             print(f"\n{one.name} answers {args.requests} requests", flush=True)
-            thread, shown = one.burst(), 0.0
+            thread, shown, last = one.burst(), 0.0, ""
             while thread.is_alive():
                 thread.join(0.1)
                 reading = read(folder)
                 for device in reading.values():
                     for row in device.engines:
                         most[row["engine"]] = max(most[row["engine"]], row["mapped"])
-                if time.monotonic() - shown >= 2:
-                    shown = time.monotonic()
-                    print(drawn(reading, columns(), has_colour()), flush=True)
+                table = drawn(reading, columns(), has_colour())
+                if table != last and time.monotonic() - shown >= 2:
+                    shown, last = time.monotonic(), table
+                    print(table, flush=True)
             said = one.said
             assert isinstance(said, dict)
             rate = said["tokens"] / said["seconds"]

@@ -68,7 +68,7 @@ class DebianSystem:
         kind = "ext2" if self.image else "null"
         return [
             *("mmdebstrap", f"--mode={mode}", "--variant=minbase", f"--format={kind}", "--quiet"),
-            f"--include={','.join(self.include)}",
+            *([f"--include={','.join(self.include)}"] if self.include else []),
             *(f"--customize-hook={hook}" for hook in self.hooks),
             *(self.suite, str(self.image or "/dev/null")),
             f"deb {signed}{source.uri} {self.suite} {' '.join(self.components)}",

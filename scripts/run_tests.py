@@ -71,6 +71,7 @@ LINTED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks", "scripts", "te
 TYPED = ("pyvmem", "pyvmem_sglang", "pyvmem_vllm", "benchmarks/src", "scripts")
 WORDS = 12  # of a command that are shown
 TIMES = BUILD / "test-times.json"
+DOCKERFILE = ROOT / "packaging" / "containers" / "Dockerfile"
 
 
 class Failed(Exception):
@@ -185,7 +186,7 @@ def c_sources() -> list[Path]:
 
 
 def lint(session: Session) -> None:
-    """ruff, mypy --strict, shellcheck, clang-format, and tables that are generated."""
+    """ruff, mypy --strict, shellcheck, hadolint, clang-format, and tables that are generated."""
     scripts: list[Path] = [*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"]
     scripts += [ROOT / "tests" / "kernel" / "guest" / name for name in ("init", "image")]
     scripts += [ROOT / "kernel_module" / "dkms" / name for name in ("load-uvm", "vmem-dkms")]
@@ -197,6 +198,8 @@ def lint(session: Session) -> None:
         [PYTHON, "-m", "mypy", *TYPED],
         [PYTHON, "-m", "mypy", *sorted(ROOT.glob("tests/kernel/*.py"))],
         [VENV / "shellcheck", *scripts],
+        # Versions of Debian's packages and of what the wheel requires are not pinned.
+        [VENV / "hadolint", "--ignore=DL3008", "--ignore=DL3013", DOCKERFILE],
         [VENV / "clang-format", "--dry-run", "-Werror", *c_sources()],
         [PYTHON, ROOT / "scripts" / "readme_tables.py", "--check"],
         [PYTHON, ROOT / "scripts" / "check_text.py"],
@@ -507,6 +510,11 @@ def wheel_debian(session: Session) -> None:
     in_new_systems(session, "check_wheel_debian.py", "the wheel")
 
 
+def containers(session: Session) -> None:
+    """The container images, built by buildah in a new Debian system and run."""
+    in_new_systems(session, "check_containers.py", "the container images")
+
+
 def deb(session: Session) -> None:
     """The Debian packages: lintian; installed, used and purged in a new system and a guest."""
     call(PYTHON, ROOT / "scripts" / "kernel_setup.py")
@@ -536,12 +544,13 @@ STAGES: dict[str, Callable[[Session], None]] = {
     "wheel": wheel,
     "wheel-debian": wheel_debian,
     "deb": deb,
+    "containers": containers,
     "python-fast": python_fast,
     "gpu": gpu_tests,
 }
 ASKED_FOR = ("python-fast", "gpu")  # run only where they are named
 # Run where they are named and by --long.
-LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb")
+LONG = ("pythons", "sglang", "transformers", "notebook", "wheel-debian", "deb", "containers")
 
 
 def minutes(seconds: float) -> str:

@@ -15,6 +15,7 @@ import torch
 from pyvmem.attention.reads import EXACT, Blocks, Reads
 from pyvmem.compiled import ticket
 from pyvmem.errors import InvalidArgument
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class Batch:
     """
 
     def __repr__(self) -> str:
-        return f"<Batch of {self.tokens} tokens, {len(self.reqids)} requests, by {self.kernel}>"
+        requests = counted(len(self.reqids), "request")
+        return f"<Batch of {counted(self.tokens, 'token')}, {requests}, by {self.kernel}>"
 
     def __init__(
         self,

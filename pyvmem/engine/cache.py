@@ -22,6 +22,7 @@ from pyvmem.kvcache.events import PriorWork
 from pyvmem.memory.streams import check, work_of
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import call_part, reentrant_lock
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class RequestCache(Closable):
         cache.users.add(self)
 
     def __repr__(self) -> str:
-        return f"<RequestCache of {len(self._requests)} requests in {self.cache!r}>"
+        return f"<RequestCache of {counted(len(self._requests), 'request')} in {self.cache!r}>"
 
     @classmethod
     def open(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyvmem.errors import BadHandle, Busy, VMemError
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import invalid
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class Request:
 
     def refusal(self, now: State, state: State) -> VMemError:
         """The exception for a request in state `now` where `state` is required."""
-        text = f"request {self.number} of {self.length} tokens is {now.value}, not {state.value}"
+        tokens = counted(self.length, "token")
+        text = f"request {self.number} of {tokens} is {now.value}, not {state.value}"
         if now is State.ENDED:
             return BadHandle(text, errno=errno.EBADF, op="Request")
         if now is State.BUSY:
@@ -99,4 +101,4 @@ class Request:
         return invalid(text, op="Request")
 
     def __repr__(self) -> str:
-        return f"<Request {self.number}: {self.length} tokens, {self.state.value}>"
+        return f"<Request {self.number}: {counted(self.length, 'token')}, {self.state.value}>"

@@ -53,7 +53,10 @@ def _matches(
     for place, one in enumerate(found):
         expect(f"matches[{place}]", one, PrefixMatch, optional=True)
     if len(found) != len(lengths):
-        raise invalid(f"{len(found)} matches for {len(lengths)} requests", limit=len(lengths))
+        raise invalid(
+            f"len(matches) is {len(found)}; it must be len(seq_lens), {len(lengths)}",
+            limit=len(lengths),
+        )
     for place, (match, length) in enumerate(zip(found, lengths, strict=True)):
         if match is not None and group.prefixes.own(match).length > length:
             raise invalid(

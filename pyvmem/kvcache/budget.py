@@ -43,6 +43,7 @@ from pyvmem.ledger.accounts import Ledger, Participant, device_of, weakly
 from pyvmem.memory.context import Context
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import RLock, free_in_children, reentrant_lock, when_collected
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Budget(Closable):
         with self.lock, self.journal:
             if self._shares and self.context.is_open:
                 raise Busy(
-                    f"{len(self._shares)} caches of the budget are open",
+                    f"the budget has {counted(len(self._shares), 'open cache')}; close them first",
                     errno=errno.EBUSY,
                     op="Budget.close",
                 )

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pyvmem._native import backend_names
 from pyvmem.errors import Busy, NotSupported
@@ -58,6 +58,7 @@ from pyvmem.memory.streams import check, work_of
 from pyvmem.models.shapes import LayerShape, Place, Shape, StateShape, classes_of
 from pyvmem.plumbing.closing import MustClose
 from pyvmem.plumbing.reentry import call_part
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
@@ -163,8 +164,6 @@ class GroupView:
         return self.tensors[per_layer * group + which][:, :, member]
 
     def _make(self, index: int) -> torch.Tensor:
-        import torch
-
         layout, config = self.layout, self.config
         item = config.itemsize
         strides = (
@@ -174,19 +173,17 @@ class GroupView:
             config.head_dim * item,
             item,
         )
-        tensor: torch.Tensor = self.reservation.tensor(
-            (
-                config.max_batch,
-                1 if config.state else config.max_seq_len,
-                config.group_size,
-                config.num_kv_heads,
-                config.head_dim,
-            ),
-            getattr(torch, str(config.dtype)),
-            strides=tuple(stride // item for stride in strides),
-            offset=layout.offset(0, 0, index),
+        shape = (
+            config.max_batch,
+            1 if config.state else config.max_seq_len,
+            config.group_size,
+            config.num_kv_heads,
+            config.head_dim,
         )
-        return tensor
+        elements = tuple(stride // item for stride in strides)
+        offset = layout.offset(0, 0, index)
+        # No local holds the tensor: `Reservation.tensor` may import torch, which keeps this frame.
+        return cast("torch.Tensor", self.reservation.tensor(shape, config.dtype, elements, offset))
 
 
 class KVCache(MustClose):
@@ -287,8 +284,8 @@ class KVCache(MustClose):
         config, state = self.config, "closed" if self._closed else "open"
         layers = sum(view.config.num_layers for view in self.caches)
         return (
-            f"<{type(self).__name__} on {self.context.info.backend}: {layers} layers, "
-            f"{config.max_batch} slots of {config.max_seq_len} tokens, {state}>"
+            f"<{type(self).__name__} on {self.context.info.backend}: {counted(layers, 'layer')}, "
+            f"{counted(config.max_batch, 'slot')} of {config.max_seq_len} tokens, {state}>"
         )
 
     def _gone(self) -> bool:
@@ -1216,6 +1213,9 @@ class KVCache(MustClose):
         Pages that the GPU may touch cannot be unmapped, so if the work never ends, this waits until
         a signal (Ctrl-C) ends the wait; the call may then be repeated.
 
+        A `pyvmem.engine.RequestCache` without requests does not keep the cache open; its next call
+        raises BadHandle.
+
         Args:
             stream: the last work on slots that are still taken, as in `free_reqid`.
 
@@ -1228,10 +1228,11 @@ class KVCache(MustClose):
         with self.lock, self.journal:
             if self._closed:
                 return
-            count = sum(len(user.requests) for user in list(self.users))
-            if count:
+            living = [request for user in list(self.users) for request in user.requests]
+            if living:
                 raise Busy(
-                    f"{count} requests of a RequestCache live; close that first",
+                    f"a RequestCache has {counted(len(living), 'open request')}, such as "
+                    f"{living[0]!r}; close it first",
                     errno=errno.EBUSY,
                     op="KVCache.close",
                 )

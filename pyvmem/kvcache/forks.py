@@ -352,7 +352,7 @@ def _chosen(group: Group, count: int, into: Sequence[int]) -> list[Slot]:
     """The free slots that the caller named."""
     slots = [group.free_slot(index) for index in into]
     if len(slots) != count:
-        raise invalid(f"into names {len(slots)} slots for {count} requests", limit=count)
+        raise invalid(f"len(into) is {len(slots)}; it must be count, {count}", limit=count)
     if len(set(slots)) != count:
         raise invalid(f"into names a slot twice: {[slot.index for slot in slots]}")
     return slots

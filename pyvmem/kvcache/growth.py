@@ -249,7 +249,7 @@ class Pager(Journaled):
         count = len(table.slots)
         if len(lens) != count:
             raise invalid(
-                f"seq_lens has {len(lens)} entries; the cache has {count} slots", limit=count
+                f"len(seq_lens) is {len(lens)}; it must be max_batch, {count}", limit=count
             )
         columns = table.index.columns if table.touched else self.columns
         found = columns.scan(lens)

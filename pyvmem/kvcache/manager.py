@@ -26,6 +26,7 @@ from pyvmem.kvcache.slots import SlotTable
 from pyvmem.memory.context import Context
 from pyvmem.memory.ops import OpBatch
 from pyvmem.plumbing.reentry import call_part, reentrant_lock
+from pyvmem.plumbing.units import counted
 from pyvmem.plumbing.validation import expect
 
 __all__ = ["Manager", "check_memory"]
@@ -168,7 +169,8 @@ class Manager:
             reservation = living[0].parts.reservation
             count = sum(one.parts.reservation.live_arrays for one in living)
             raise Busy(
-                f"{count} tensors of the cache live; drop them before it is closed",
+                f"the cache has {counted(count, 'live tensor')}: drop every tensor and view, then "
+                "close it (a notebook keeps what a cell displayed)",
                 errno=errno.EBUSY,
                 op=f"{self._name}.close",
                 addr=reservation.addr,

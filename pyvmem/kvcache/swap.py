@@ -18,6 +18,7 @@ from pyvmem.kvcache.requests import release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
 from pyvmem.kvcache.steps import grow
 from pyvmem.plumbing.closing import Closable
+from pyvmem.plumbing.units import counted
 
 __all__ = ["SwappedRequest", "bring_back", "swap_in", "swap_out"]
 
@@ -65,7 +66,7 @@ class SwappedRequest(Closable):
 
     def __repr__(self) -> str:
         state = f"{self.nbytes} bytes" if self.is_open else "closed"
-        return f"<SwappedRequest: {self.seq_len} tokens, {state}>"
+        return f"<SwappedRequest: {counted(self.seq_len, 'token')}, {state}>"
 
 
 def _host_memory(size: int, device: int | None) -> memoryview:

@@ -51,7 +51,7 @@ def order(
     if floor is not None:
         _check_floor(ledger, one, floor, one.limit if limit is None else limit)
     if asleep is not None and not one.sleeps:
-        text = f"{one.name} does not sleep by orders; engines of vLLM and SGLang do"
+        text = f"{one.name} cannot be put to sleep: only vLLM and SGLang engines can"
         raise NotSupported(text, errno=errno.EOPNOTSUPP, op="asleep")
     if not only_check:
         words = {"order": limit, "floor": floor, "asleep": asleep}

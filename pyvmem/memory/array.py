@@ -75,7 +75,9 @@ class VirtualArray:
         if len(self.shape) > _MAX_NDIM:
             self._bad(f"{len(self.shape)} dimensions", limit=_MAX_NDIM)
         if len(self.strides) != len(self.shape):
-            self._bad(f"{len(self.strides)} strides for {len(self.shape)} dimensions")
+            self._bad(
+                f"len(strides) is {len(self.strides)}; it must be len(shape), {len(self.shape)}"
+            )
         if self.offset % self.dtype.itemsize:
             self._bad(f"the offset is not a multiple of {self.dtype.itemsize}")
         if self.offset + self.nbytes_spanned > reservation.nbytes:

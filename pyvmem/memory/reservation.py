@@ -223,6 +223,10 @@ class Reservation(Closable):
 
         Arguments and errors as for `array`. Needs torch.
         """
+        # Before there is an array: without numpy, torch keeps the stack that first imports it, and
+        # an array among the locals of those frames would live as long as the process.
+        import torch  # noqa: F401
+
         return torch_tensor(self.array(shape, dtype, strides, offset))
 
     def buffer(self, offset: int = 0, nbytes: int | None = None) -> memoryview:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from pyvmem.plumbing.units import counted
 from pyvmem.serve.engine import TokenEvent
 from pyvmem.serve.job import Completion, FinishReason
 
@@ -26,7 +27,7 @@ _REASONS = {
 def ended(completion: Completion) -> str:
     """Describes how an answer ended."""
     again = f", computed again {completion.preemptions} x" if completion.preemptions else ""
-    return f"{len(completion.tokens)} tokens, {_REASONS[completion.reason]}{again}"
+    return f"{counted(len(completion.tokens), 'token')}, {_REASONS[completion.reason]}{again}"
 
 
 class AnswerPrinter:

@@ -227,3 +227,28 @@ def test_where_a_converted_model_goes(place: str, folder: Path) -> None:
     done = _run(folder, place, ["-c", ask])
     assert "AccessDenied" in done.stderr
     own.rmdir()
+
+
+NO_NUMPY = """
+import sys
+sys.modules["numpy"] = None  # import numpy fails
+from pyvmem import Context, KVCache, KVCacheConfig
+config = KVCacheConfig(2, 4, 64, max_batch=4)
+with Context("host") as context:
+    if sys.argv[1] == "cache":
+        with KVCache(config, context) as cache:
+            assert cache.k(0).shape[0] == 4
+    else:
+        with context.reserve(1 << 21) as reservation:
+            assert reservation.tensor((8,), "float32").shape[0] == 8
+assert "torch" in sys.modules
+"""
+
+
+@pytest.mark.parametrize("of", ["cache", pytest.param("reservation", marks=pytest.mark.long)])
+def test_tensors_without_numpy_end(of: str) -> None:
+    """Without numpy, torch keeps the frames that first import it, and what their locals hold."""
+    pytest.importorskip("torch")
+    words = [sys.executable, "-W", "ignore", "-c", NO_NUMPY, of]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import check_containers
 import check_deb
 import check_wheel_debian
 import debian_system
@@ -48,6 +49,11 @@ def test_the_wheels_system_has_no_compiler() -> None:
         system = check_wheel_debian.wheel_system(suite, Path("/wheels"))
         assert system.suite == suite
         assert set(system.include) == {"python3", "python3-venv"}
+
+
+def test_an_images_base_has_debians_essential_packages_alone() -> None:
+    command = check_containers.base_system(Path("/base.tar"), Path("/pip.conf")).command("root")
+    assert not any(word.startswith("--include") for word in command)
 
 
 def test_the_environment_of_this_machine_is_not_the_systems() -> None:

@@ -584,13 +584,31 @@ def test_the_cache_is_not_closed_under_requests(host: Context, swapped: bool) ->
     request = computed(cache, PROMPT)
     if swapped:
         cache.swap_out(request)
-    with pytest.raises(Busy, match="1 requests of a RequestCache live"):
+    with pytest.raises(Busy, match=r"1 open request, such as <Request 0: "):
         kv(cache).close()
     assert cache.requests == [request]
     cache.close()
     assert request.state is State.ENDED
     assert cache.requests == []
     kv(cache).close()
+    cache.close()
+
+
+def test_a_cache_closed_before_its_request_cache_is_named_by_the_next_call(host: Context) -> None:
+    cache = RequestCache(KVCache(small_config(host.info.granule), host))
+    prefix = cache.match(PROMPT)
+    kv(cache).close()
+    calls: list[Callable[[], object]] = [
+        lambda: cache.admit(PROMPT),
+        lambda: cache.match(PROMPT),
+        lambda: cache.begin(1),
+        lambda: cache.extend({}),
+        lambda: cache.prepare({}),
+    ]
+    for call in calls:
+        with pytest.raises(BadHandle, match="the KVCache is closed"):
+            call()
+    prefix.release()
     cache.close()
 
 

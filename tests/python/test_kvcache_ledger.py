@@ -211,7 +211,7 @@ def test_two_caches_of_one_budget_are_one_engine(folder: Path, host: Context) ->
 def test_close(folder: Path, host: Context) -> None:
     budget = Budget(host, 16 * COLUMN * PAGE, ledger=ledger(folder), name="a")
     cache = KVCache(small_config(PAGE, memory_limit=0), budget=budget)
-    with pytest.raises(Busy, match="1 caches of the budget are open"):
+    with pytest.raises(Busy, match="the budget has 1 open cache; close"):
         budget.close()
     start(cache, 1)
     cache.close()

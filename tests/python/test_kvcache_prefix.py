@@ -335,7 +335,9 @@ def test_admission_does_not_reclaim_what_the_request_begins_with(context: Contex
             assert found.length == ROWS
             assert cache.can_admit([4 * ROWS], [found]), "only what it begins with is kept"
         assert cache.can_admit([4 * ROWS])
-        with pytest.raises(InvalidArgument, match="1 matches for 2 requests"):
+        with pytest.raises(
+            InvalidArgument, match=r"len\(matches\) is 1; it must be len\(seq_lens\), 2"
+        ):
             cache.can_admit([1, 1], [None])
         found = cache.match(PROMPT)
         with pytest.raises(InvalidArgument, match=r"matches\[0\] has 24 tokens"):

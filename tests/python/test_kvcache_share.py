@@ -83,7 +83,7 @@ def test_a_fork_onto_named_slots(context: Context) -> None:
             ([3], "reqid 3 is taken"),
             ([4], "reqid 4 is not between 0 and 3"),
             ([-1], "reqid -1 is not between"),
-            ([2, 2], "into names 2 slots for 1 requests"),
+            ([2, 2], r"len\(into\) is 2; it must be count, 1"),
         ):
             with pytest.raises(InvalidArgument, match=text):
                 cache.fork_many(parent, 1, into=into)

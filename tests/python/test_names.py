@@ -27,7 +27,7 @@ def test_a_cache_says_what_it_is() -> None:
     assert repr(cache) == "<KVCache on host: 2 layers, 4 slots of 4096 tokens, open>"
     requests = RequestCache(cache)
     assert requests.admit(list(range(8)))
-    assert repr(requests) == f"<RequestCache of 1 requests in {cache!r}>"
+    assert repr(requests) == f"<RequestCache of 1 request in {cache!r}>"
     requests.close()
     cache.close()
     assert repr(cache) == "<KVCache on host: 2 layers, 4 slots of 4096 tokens, closed>"
@@ -51,5 +51,5 @@ def test_attention_says_its_kernels() -> None:
         lengths[slot] = 5
         assert cache.step(lengths) == 0
         batch = attention.batch([slot], [5], [5])
-        assert repr(batch) == "<Batch of 5 tokens, 1 requests, by sdpa>"
+        assert repr(batch) == "<Batch of 5 tokens, 1 request, by sdpa>"
         del attention, batch

