@@ -220,6 +220,10 @@ HOOKS = (
         *(f"{_CONNECTORS}.offloading.common", "OffloadingWorkerMetadata.completed_jobs", "read"),
         "which transfers have ended",
     ),
+    Hook(
+        *("distributed.kv_transfer.kv_transfer_state", "ensure_kv_transfer_shutdown", "called"),
+        "a failed start leaves a connector",
+    ),
     Hook("v1.outputs", "ModelRunnerOutput.kv_connector_output", "read", "that comes with it"),
     Hook(_SCHEDULER, "Scheduler.connector", "read", "the scheduler's half"),
     Hook(_SCHEDULER, "Scheduler.reset_connector_cache", "overridden", "stores are forgotten"),

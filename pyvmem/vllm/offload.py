@@ -16,7 +16,7 @@ from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.elastic.settings import Settings
 from pyvmem.plumbing.units import format_bytes
 
-__all__ = ["begin", "drop", "host_bytes", "reasons_against", "select"]
+__all__ = ["begin", "clear", "drop", "host_bytes", "reasons_against", "select"]
 
 _SPEC, _MODULE = "VMemOffloadingSpec", "pyvmem.vllm.offload_spec"
 _SPECS = {None: "vLLM's", "CPUOffloadingSpec": "vLLM's", _SPEC: "ours"}
@@ -132,6 +132,16 @@ def _transferrer() -> Any:
         return None
     worker = getattr(get_kv_transfer_group(), "connector_worker", None)
     return getattr(worker, "worker", None)
+
+
+def clear() -> None:
+    """Ends the connector of an engine of this process whose start failed.
+
+    VLLM leaves it there, and would give it to the next engine, whose blocks lie elsewhere.
+    """
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
 
 
 def begin(memory: KVMemory, device: Any) -> None:
