@@ -261,6 +261,24 @@ HOOKS = (
         *(_HOST, "CPUOffloadingSpec", "read", "how much host memory there is"),
         *("blocks_per_chunk", "kv_bytes_per_chunk", "cpu_page_size_per_worker"),
     ),
+    Hook(
+        *("v1.kv_offload.tiering.spec", "TieringOffloadingSpec.get_manager", "overridden"),
+        "host memory loses its name",
+    ),
+    Hook(
+        *("v1.kv_offload.tiering.manager", "TieringOffloadingManager.primary_tier", "read"),
+        "what lower tiers bring to host memory",
+    ),
+    *_members(
+        *("v1.kv_offload.tiering.manager", "CPUPrimaryTierOffloadingManager", "replaced"),
+        "the same",
+        *("prepare_write", "complete_write"),
+    ),
+    *_members(
+        *("v1.kv_offload.cpu.shared_offload_region", "SharedOffloadRegion", "read"),
+        "host memory that ranks share",
+        *("mmap_obj", "mmap_path", "cleanup"),
+    ),
     # ---- sleep
     Hook(
         *(_SLEEP, "SleepModeBackendFactory.register_backend", "called"),
