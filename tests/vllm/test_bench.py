@@ -170,13 +170,16 @@ def test_blocks_of_two_sizes(bench: Any) -> None:
 
 
 @pytest.mark.long
-def test_rough(bench: Any) -> None:
-    rows, _ = bench("rough")
+@pytest.mark.parametrize("host", [[], ["--offload", "64M"]])
+def test_rough(bench: Any, host: list[str]) -> None:
+    rows, _ = bench("rough", *host)
     for arm in ("elastic", "stock again"):
         assert rows[f"same/{arm}"]["value"] == rows[f"same/{arm}"]["of"] > 10
     assert rows["finished/elastic"]["aborted"] > 0
     assert rows["finished/elastic"]["resets"] > 0
     assert rows["finished/elastic"]["trims"] > 0
+    for how in ("stored", "loaded"):
+        assert rows[f"blocks/{how}"]["value"] > 0 if host else f"blocks/{how}" not in rows
 
 
 def test_a_deadline_leaves_what_was_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,8 @@ def _state(llm: Any) -> dict[str, Any]:
             state["live"] = elastic.live_bytes()
             state["mapped"] = elastic.backing.mapped_bytes
             state["wrong"] = elastic.backing.check()
+            if elastic.holds.on:
+                state["blocks"] = vars(elastic.holds.counters).copy()
         state["ranks"] = elastic.ranks.stats()
         state["maps"] = [rank.fingerprint() for rank in elastic.ranks.ranks]
         memory = getattr(elastic.ranks.ranks[0], "memory", None)  # none: ranks in other processes

@@ -22,7 +22,7 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.timing import percentile
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm.common import GIB, kv_memory, open_fleet, samples_of
+from vmem_bench.vllm.common import GIB, MIB, kv_memory, offloading, open_fleet, samples_of
 from vmem_bench.vllm.engines import Fleet, Plan
 from vmem_bench.vllm.first import REST, one_prompt
 from vmem_bench.vllm.full import add_ratio, there_and_back
@@ -38,10 +38,7 @@ def measure(command: Command, part: Part) -> None:
     """Runs the part."""
     memory = kv_memory(command, 10 * GIB)
     longest = 0 if command.quick else max(_PREFIXES) + 16
-    options = {
-        "kv_offloading_size": 1 / 16 if command.quick else 24.0,  # GiB
-        "kv_offloading_backend": "native",
-    }
+    options = offloading(command.args.offload or (64 * MIB if command.quick else 24 * GIB))
     plans = {"stock": Plan(False, memory, options), "elastic": Plan(True, memory, options)}
     if command.backend == "host":
         part.not_run("*/stock", "vLLM's own offloading needs a GPU")
