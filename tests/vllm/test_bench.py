@@ -68,6 +68,10 @@ def test_prompts_from_host_memory(bench: Any) -> None:
     rows, part = bench("offload")
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
+    for how in ("stored", "loaded"):
+        row = rows[f"rate/{how}/elastic"]
+        assert row["value"] > 0
+        assert row["bytes"] >= 2 * 0.9 * (128 + 256) * 1024  # of a token, in two rounds
     assert {f"gap/{how}/elastic" for how in ("none", "loaded", "computed")} <= rows.keys()
     assert rows["alike"]["value"] == rows["alike"]["of"] == 5  # in float32
     assert [one["id"] for one in part["missing"]] == ["offload/*/stock"]

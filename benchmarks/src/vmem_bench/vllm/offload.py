@@ -4,10 +4,10 @@
 A stock and an elastic engine, both with vLLM's offloading, take turns there and back. A prompt is
 computed, and stored as it is; then the engine forgets its prefixes, rests, and gets the prompt
 again. While the elastic engine rests it gives its memory back, so that its second answer waits for
-pages as well as for the copy. Both engines get the same prompts, and have to answer alike: computed
-as the other computed, and loaded as the other loaded. (With bfloat16 a loaded prompt may be
-answered otherwise than the same prompt computed, by any engine: its last tokens are computed in a
-smaller batch.)
+pages as well as for the copy. Bytes a second are those of the copies alone, as each engine tells
+vLLM. Both engines get the same prompts, and have to answer alike: computed as the other computed,
+and loaded as the other loaded. (With bfloat16 a loaded prompt may be answered otherwise than the
+same prompt computed, by any engine: its last tokens are computed in a smaller batch.)
 
 Then requests decode while others arrive: none, prompts that are loaded, prompts that are computed.
 """
@@ -81,6 +81,11 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
             what = f"first token of a prompt of {size} tokens, {how}"
             samples = samples_of([[one] for one in found])
             part.time(f"{how}/{size}/{arm}", what, arm, samples, unit="ms")
+        for arm in plans:
+            for how, (nbytes, seconds) in fleet.order(arm, state=True)["transfers"].items():
+                if seconds:
+                    rate, what = nbytes / seconds / 1e9, f"copies of blocks that were {how}"
+                    part.value(f"rate/{how}/{arm}", what, arm, rate, "GB/s", bytes=int(nbytes))
         for how, size, arm in times:
             if arm in others:
                 pairs = zip(times[how, size, arm], times[how, size, base], strict=False)
