@@ -84,14 +84,16 @@ class HostMemory:
     Args:
         nbytes: more than 0.
         locked: page-locked, so that kernels of all CUDA devices reach it.
+        memory: what to use instead of new memory, so many bytes.
 
     Raises:
         MemoryError: it cannot be had, or not be locked.
     """
 
-    def __init__(self, nbytes: int, locked: bool) -> None:
+    def __init__(self, nbytes: int, locked: bool, memory: mmap.mmap | None = None) -> None:
         try:
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if memory is None:
+                memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{nbytes} bytes of host memory for KV offloading: {error}") from None
         memory.madvise(mmap.MADV_DONTFORK)  # or a fork could part the pages from the GPU's view

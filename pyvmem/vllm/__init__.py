@@ -13,7 +13,7 @@
     mover       moves prefixes to other pages, so that theirs can be freed
     sleep       weights that sleep, through vLLM's interface for sleep back ends
     offload     KV offloading: supported connectors, and our spec in place of vLLM's (offload_spec;
-                blocks held for it: offload_holds)
+                with tiers below host memory: offload_tiers; blocks held for it: offload_holds)
     metrics     the ledger's numbers on vLLM's /metrics
     reach       finds the scheduler's ranks, on this machine and on others
     channel     calls from the scheduler to ranks in other processes

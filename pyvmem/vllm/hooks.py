@@ -220,6 +220,10 @@ HOOKS = (
         *(f"{_CONNECTORS}.offloading.common", "OffloadingWorkerMetadata.completed_jobs", "read"),
         "which transfers have ended",
     ),
+    Hook(
+        *("distributed.kv_transfer.kv_transfer_state", "ensure_kv_transfer_shutdown", "called"),
+        "a failed start leaves a connector",
+    ),
     Hook("v1.outputs", "ModelRunnerOutput.kv_connector_output", "read", "that comes with it"),
     Hook(_SCHEDULER, "Scheduler.connector", "read", "the scheduler's half"),
     Hook(_SCHEDULER, "Scheduler.reset_connector_cache", "overridden", "stores are forgotten"),
@@ -256,6 +260,24 @@ HOOKS = (
     *_members(
         *(_HOST, "CPUOffloadingSpec", "read", "how much host memory there is"),
         *("blocks_per_chunk", "kv_bytes_per_chunk", "cpu_page_size_per_worker"),
+    ),
+    Hook(
+        *("v1.kv_offload.tiering.spec", "TieringOffloadingSpec.get_manager", "overridden"),
+        "host memory loses its name",
+    ),
+    Hook(
+        *("v1.kv_offload.tiering.manager", "TieringOffloadingManager.primary_tier", "read"),
+        "what lower tiers bring to host memory",
+    ),
+    *_members(
+        *("v1.kv_offload.tiering.manager", "CPUPrimaryTierOffloadingManager", "replaced"),
+        "the same",
+        *("prepare_write", "complete_write"),
+    ),
+    *_members(
+        *("v1.kv_offload.cpu.shared_offload_region", "SharedOffloadRegion", "read"),
+        "host memory that ranks share",
+        *("mmap_obj", "mmap_path", "cleanup"),
     ),
     # ---- sleep
     Hook(

@@ -8,18 +8,27 @@ there in place of vLLM's own for host memory, whose copies (cudaMemcpy) refuse t
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.elastic.settings import Settings
 from pyvmem.plumbing.units import format_bytes
 
-__all__ = ["begin", "drop", "host_bytes", "reasons_against", "select"]
+__all__ = ["begin", "clear", "drop", "host_bytes", "reasons_against", "select"]
 
-_SPEC, _MODULE = "VMemOffloadingSpec", "pyvmem.vllm.offload_spec"
-_SPECS = {None: "vLLM's", "CPUOffloadingSpec": "vLLM's", _SPEC: "ours"}
+_SPEC = ("VMemOffloadingSpec", "pyvmem.vllm.offload_spec")
+_TIERS = ("VMemTieringSpec", "pyvmem.vllm.offload_tiers")
+_SPECS = {
+    None: _SPEC,
+    "CPUOffloadingSpec": _SPEC,
+    _SPEC[0]: _SPEC,
+    "TieringOffloadingSpec": _TIERS,
+    _TIERS[0]: _TIERS,
+}
 _NETWORK = (
     "it registers the KV cache with the network card, which refuses pages of the pool (no "
     "GPU-direct); OffloadingConnector works"
@@ -58,7 +67,12 @@ def reasons_against(config: Any) -> Iterator[str]:
         yield f"kv_role={transfer.kv_role} (offloading stores and loads: kv_both)"
     spec = extra.get("spec_name")
     if spec not in _SPECS:
-        yield f"spec_name={spec} (its copies are not the pool's; CPUOffloadingSpec's are replaced)"
+        yield (
+            f"spec_name={spec} (its copies are not the pool's; those of CPUOffloadingSpec and "
+            "TieringOffloadingSpec are replaced)"
+        )
+    elif _SPECS[spec] == _TIERS:
+        yield from _tiers(extra.get("secondary_tiers", []))
     if extra.get("canonical_layout"):
         yield "canonical_layout (host memory has the layout of the KV cache)"
     yield from _sizes(extra.get("cpu_bytes_to_use"))
@@ -94,6 +108,33 @@ def _lmcache() -> Iterator[str]:
         yield f"kv_connector=LMCacheConnectorV1 (lmcache {found} is not known, {_LMCACHE} is)"
 
 
+def _tiers(tiers: Any) -> Iterator[str]:
+    """What excludes tiers below host memory that vLLM itself finds too late, or never."""
+    if not isinstance(tiers, list) or not all(isinstance(one, dict) for one in tiers):
+        yield f"secondary_tiers={tiers!r} (expected a list of configurations)"
+        return
+    for one in tiers:
+        root = one.get("root_dir")
+        if one.get("type") != "fs":
+            continue
+        if not isinstance(root, str) or not root:
+            yield f"root_dir={root!r} of a tier fs (expected a folder)"
+        elif why := _cannot_write(Path(root)):
+            yield f"root_dir={root} of a tier fs ({why})"
+
+
+def _cannot_write(folder: Path) -> str:
+    """Why files cannot be made in a folder, which need not exist yet; "" if they can."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is no folder"
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        return f"{there} cannot be written"
+    return ""
+
+
 def _sizes(asked: Any) -> Iterator[str]:
     if isinstance(asked, bool) or not isinstance(asked, int | float) or not math.isfinite(asked):
         yield f"cpu_bytes_to_use={asked!r} (expected bytes of host memory; or kv_offloading_size)"
@@ -120,7 +161,8 @@ def select(config: Any) -> None:
     if getattr(transfer, "kv_connector", None) != "OffloadingConnector":
         return
     extra = transfer.kv_connector_extra_config
-    extra.update(spec_name=_SPEC, spec_module_path=_MODULE)
+    name, module = _SPECS[extra.get("spec_name")]
+    extra.update(spec_name=name, spec_module_path=module)
     # What an idle engine forgets on the card comes back from host memory, answers too.
     extra.setdefault("offload_prompt_only", False)
 
@@ -132,6 +174,16 @@ def _transferrer() -> Any:
         return None
     worker = getattr(get_kv_transfer_group(), "connector_worker", None)
     return getattr(worker, "worker", None)
+
+
+def clear() -> None:
+    """Ends the connector of an engine of this process whose start failed.
+
+    VLLM leaves it there, and would give it to the next engine, whose blocks lie elsewhere.
+    """
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
 
 
 def begin(memory: KVMemory, device: Any) -> None:

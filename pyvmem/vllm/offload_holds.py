@@ -90,6 +90,24 @@ class Holds:
             self._manager.prepare_store = self._note_keys
             self._manager.complete_store = self._note_failure
             self._manager.get_stats = self._add_stats
+            if (host := getattr(self._manager, "primary_tier", None)) is not None:
+                self._count_lower_tiers(host)
+
+    def _count_lower_tiers(self, host: Any) -> None:
+        """Counts what vLLM's other tiers, which write to host memory by these, bring there."""
+        prepare, complete = host.prepare_write, host.complete_write
+
+        def prepare_write(keys: Any, req_context: Any) -> Any:
+            output = prepare(keys, req_context)
+            if output is not None:
+                self._chunks -= len(output.evicted_keys)
+            return output
+
+        def complete_write(keys: Any, req_context: Any, success: bool = True) -> None:
+            self._chunks += len(keys) if success else 0
+            complete(keys, req_context, success)
+
+        host.prepare_write, host.complete_write = prepare_write, complete_write
 
     # ---- what vLLM's manager is asked ------------------------------------------------------------
 

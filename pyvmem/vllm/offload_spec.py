@@ -7,7 +7,10 @@ and in those of the workers. `offload.select` puts it there.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,21 +24,38 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from pyvmem.memory.host_copies import Copies, Copy, HostMemory, Pieces
 
-__all__ = ["DROPPED", "HELD", "Transferrer", "VMemOffloadingSpec"]
+__all__ = ["DROPPED", "HELD", "OurCopies", "Shared", "Transferrer", "VMemOffloadingSpec"]
 
 DROPPED = "vmem:kv_offload_dropped_blocks"
 HELD = "vmem:kv_offload_held_blocks"
 
 
-class VMemOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's spec for host memory, whose worker copies from and to plain addresses."""
+@dataclass
+class Shared:
+    """Host memory that other processes have, too.
+
+    Attributes:
+        memory: all of it.
+        row: bytes from a chunk to the next.
+        first: where this rank's first chunk begins.
+        close: gives it back.
+    """
+
+    memory: mmap.mmap
+    row: int
+    first: int
+    close: Callable[[], None]
+
+
+class OurCopies:
+    """A spec of vLLM's, whose worker copies from and to plain addresses."""
 
     _worker: Any
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """VLLM's, and what was given up for memory's sake."""
-        found: dict[str, Any] = super().build_metric_definitions(extra_config)
+        found: dict[str, Any] = super().build_metric_definitions(extra_config)  # type: ignore[misc]
         found[DROPPED] = OffloadingCounterMetadata(
             documentation="Blocks whose store was given up, since their memory went first."
         )
@@ -45,33 +65,47 @@ class VMemOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return found
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        spec: Any = self
         # vLLM renamed it in 0.28.
-        self.chunks = int(self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks)
-        if self.kv_bytes_per_chunk and not self.chunks:
-            asked = int(self.extra_config["cpu_bytes_to_use"])
+        self.chunks = int(spec.num_chunks if hasattr(self, "num_chunks") else spec.num_blocks)
+        if spec.kv_bytes_per_chunk and not self.chunks:
+            asked = int(spec.extra_config["cpu_bytes_to_use"])
             raise ValueError(
                 f"kv_offloading_size, {asked} bytes, is below one block of all ranks, "
-                f"{self.kv_bytes_per_chunk} bytes"
+                f"{spec.kv_bytes_per_chunk} bytes"
             )
 
     def get_manager(self) -> Any:
         """VLLM's, which also knows the bytes of a chunk on each rank."""
-        manager = super().get_manager()
-        manager.chunk_bytes = self.cpu_page_size_per_worker
+        manager = super().get_manager()  # type: ignore[misc]
+        manager.chunk_bytes = self.cpu_page_size_per_worker  # type: ignore[attr-defined]
         return manager
 
-    def _uses_shared_region(self) -> bool:
-        """False: a file in /dev/shm would outlive a killed engine."""
-        return False
+    def shared(self) -> Shared | None:
+        """Host memory that is the engine's, None where each rank has its own."""
+        return None
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """The worker of this rank, made once."""
         if self._worker is None:
+            spec: Any = self
             self._worker = Transferrer(
-                kv_caches, self.blocks_per_chunk, self.chunks, self.cpu_page_size_per_worker
+                kv_caches,
+                spec.blocks_per_chunk,
+                self.chunks,
+                spec.cpu_page_size_per_worker,
+                self.shared(),
             )
         return self._worker
+
+
+class VMemOffloadingSpec(OurCopies, CPUOffloadingSpec):  # type: ignore[misc]
+    """VLLM's spec for host memory, whose worker copies from and to plain addresses."""
+
+    def _uses_shared_region(self) -> bool:
+        """False: a file in /dev/shm would outlive a killed engine."""
+        return False
 
 
 class _Direction:
@@ -124,6 +158,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         blocks_per_chunk: as the spec has it.
         chunks: how many.
         chunk_bytes: of this rank, as the spec counted them.
+        shared: host memory to use; None: this process's own.
 
     Raises:
         MemoryError: host memory cannot be had.
@@ -131,7 +166,12 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
     """
 
     def __init__(
-        self, kv_caches: Any, blocks_per_chunk: int, chunks: int, chunk_bytes: int
+        self,
+        kv_caches: Any,
+        blocks_per_chunk: int,
+        chunks: int,
+        chunk_bytes: int,
+        shared: Shared | None = None,
     ) -> None:
         tensors = [one.tensor for one in kv_caches.tensors]
         self._blocks_per_chunk = blocks_per_chunk
@@ -140,16 +180,22 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         self._bytes = [one.page_size_bytes for one in kv_caches.tensors]
         ends = np.cumsum(self._bytes) * blocks_per_chunk
         self._offset = [0, *ends.tolist()][:-1]
-        self._row = int(ends[-1])
-        if self._row > chunk_bytes:
+        used = int(ends[-1])
+        if used > chunk_bytes:
             raise ValueError(
-                f"a chunk for KV offloading has {self._row} bytes, vLLM counted {chunk_bytes}"
+                f"a chunk for KV offloading has {used} bytes, vLLM counted {chunk_bytes}"
             )
         self._refs = [
             [(one.tensor_idx, one.page_size_bytes) for one in group]
             for group in kv_caches.group_data_refs
         ]
-        self._host = HostMemory(self._row * chunks, tensors[0].device.type == "cuda")
+        self._shared, locked = shared, tensors[0].device.type == "cuda"
+        if shared is None:
+            self._host, self._row = HostMemory(used * chunks, locked), used
+            self._first = self._host.addr
+        else:
+            self._host = HostMemory(len(shared.memory), locked, shared.memory)
+            self._row, self._first = shared.row, self._host.addr + shared.first
         self._out, self._in = _Direction(), _Direction()
         self._skipped: list[TransferResult] = []
         self.dropped: set[int] = set()
@@ -174,7 +220,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             for tensor, size in refs:
                 device_addrs.append(self._base[tensor] + blocks * self._stride[tensor])
                 within = self._offset[tensor] + places % per * self._bytes[tensor]
-                host_addrs.append(self._host.addr + chunks * self._row + within)
+                host_addrs.append(self._first + chunks * self._row + within)
                 sizes.append(np.full(count, size))
             at += count
             at_chunk += int(places[-1]) // per + 1
@@ -217,3 +263,6 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         self._out.close()
         self._in.close()
         self._host.close()
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None

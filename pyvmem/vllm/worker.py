@@ -83,6 +83,7 @@ class ElasticWorker:
         """vLLM's, with the pool's KV tensors."""
         from pyvmem.vllm.allocation import place
 
+        offload.clear()
         kv_cache_config, self._answers = place(kv_cache_config, self._open)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._answers.check()

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -65,7 +66,40 @@ def test_nothing_is_done_without_a_connector() -> None:
         assert list(reasons_against(made)) == []
 
 
+def test_tiering_takes_our_spec(tmp_path: Path) -> None:
+    there = {
+        "secondary_tiers": [{"type": "p2p"}, {"type": "fs", "root_dir": str(tmp_path / "a/b")}]
+    }
+    made = config(extra=TIERS | there)
+    for _ in range(2):
+        assert list(reasons_against(made)) == []
+        select(made)
+        extra = made.kv_transfer_config.kv_connector_extra_config
+        assert extra["spec_name"] == "VMemTieringSpec"
+        assert extra["spec_module_path"] == "pyvmem.vllm.offload_tiers"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_read_only_folder_is_no_tier() -> None:
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o555)
+        if root:
+            os.seteuid(65534)
+        try:
+            (reason,) = reasons_against(config(extra=TIERS | disk(f"{name}/kv")))
+        finally:
+            if root:
+                os.seteuid(0)
+        assert f"root_dir={name}/kv of a tier fs ({name} cannot be written)" in reason
+
+
+TIERS = {"spec_name": "TieringOffloadingSpec"}
 MOST = device_total(None)
+
+
+def disk(root: Any) -> dict[str, Any]:
+    return {"secondary_tiers": [{"type": "fs", "root_dir": root}]}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +117,12 @@ MOST = device_total(None)
         ("SimpleCPUOffloadConnector", {}, "without VLLM_USE_SIMPLE_KV_OFFLOAD"),
         ("OffloadingConnector", {"kv_connector_module_path": "mine"}, "kv_connector=Offloading"),
         ("OffloadingConnector", {"kv_role": "kv_producer"}, "kv_role=kv_producer"),
-        ("OffloadingConnector", {"extra": {"spec_name": "TieringOffloadingSpec"}}, "spec_name=T"),
+        ("OffloadingConnector", {"extra": {"spec_name": "Mine"}}, "spec_name=Mine .its copies"),
+        ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": "fs"}}, "tiers='fs' .expec"),
+        ("OffloadingConnector", {"extra": TIERS | {"secondary_tiers": ["fs"]}}, "=.'fs'. .expect"),
+        ("OffloadingConnector", {"extra": TIERS | disk(None)}, "root_dir=None of a tier fs .exp"),
+        ("OffloadingConnector", {"extra": TIERS | disk("")}, "root_dir='' of a tier fs .expected"),
+        ("OffloadingConnector", {"extra": TIERS | disk("/dev/null/kv")}, "/dev/null is no folder"),
         ("OffloadingConnector", {"extra": {"canonical_layout": True}}, "canonical_layout"),
         ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": None}}, "cpu_bytes_to_use=None"),
         ("OffloadingConnector", {"extra": {"cpu_bytes_to_use": "4G"}}, "cpu_bytes_to_use='4G'"),
@@ -318,6 +357,30 @@ def test_prefixes_in_host_memory_are_counted() -> None:
     one.forget()
     assert one.host_cached == 0
     assert Holds(None, 1).host_cached == 0
+
+
+def test_prefixes_from_lower_tiers_are_counted() -> None:
+    """Written to host memory and evicted there without the manager of all tiers."""
+    manager = Manager()
+    host = SimpleNamespace(
+        prepare_write=lambda keys, context: manager.prepare_store(keys, context),
+        complete_write=manager.complete_store,
+    )
+    whole = SimpleNamespace(**{name: getattr(manager, name) for name in MANAGED}, primary_tier=host)
+    one = Holds(SimpleNamespace(connector_scheduler=SimpleNamespace(manager=whole)), 1)
+    assert host.prepare_write([], None) is None
+    host.prepare_write(["key 1", "key 2"], None)
+    assert one.host_cached == 0
+    host.complete_write(["key 1"], None, True)
+    host.complete_write(["key 2"], None, False)
+    assert one.host_cached == 100
+    manager.evicted = ["key 1"]
+    host.prepare_write(["key 3"], None)
+    assert one.host_cached == 0
+    assert manager.completed == [(["key 1"], True), (["key 2"], False)]
+
+
+MANAGED = ("chunk_bytes", "prepare_store", "complete_store", "get_stats")
 
 
 def test_no_step_comes() -> None:

@@ -68,6 +68,10 @@ def test_prompts_from_host_memory(bench: Any) -> None:
     rows, part = bench("offload")
     for how in ("computed", "loaded"):
         assert [rows[f"{how}/{size}/elastic"]["n"] for size in (128, 256)] == [2, 2]
+    for how in ("stored", "loaded"):
+        row = rows[f"rate/{how}/elastic"]
+        assert row["value"] > 0
+        assert row["bytes"] >= 2 * 0.9 * (128 + 256) * 1024  # of a token, in two rounds
     assert {f"gap/{how}/elastic" for how in ("none", "loaded", "computed")} <= rows.keys()
     assert rows["alike"]["value"] == rows["alike"]["of"] == 5  # in float32
     assert [one["id"] for one in part["missing"]] == ["offload/*/stock"]
@@ -170,13 +174,16 @@ def test_blocks_of_two_sizes(bench: Any) -> None:
 
 
 @pytest.mark.long
-def test_rough(bench: Any) -> None:
-    rows, _ = bench("rough")
+@pytest.mark.parametrize("host", [[], ["--offload", "64M"]])
+def test_rough(bench: Any, host: list[str]) -> None:
+    rows, _ = bench("rough", *host)
     for arm in ("elastic", "stock again"):
         assert rows[f"same/{arm}"]["value"] == rows[f"same/{arm}"]["of"] > 10
     assert rows["finished/elastic"]["aborted"] > 0
     assert rows["finished/elastic"]["resets"] > 0
     assert rows["finished/elastic"]["trims"] > 0
+    for how in ("stored", "loaded"):
+        assert rows[f"blocks/{how}"]["value"] > 0 if host else f"blocks/{how}" not in rows
 
 
 def test_a_deadline_leaves_what_was_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from pyvmem.elastic.memory import KVMemory
 from pyvmem.errors import InvalidArgument
 from pyvmem.ledger.accounts import Ledger
 from pyvmem.memory.host_copies import HostMemory, ThreadCopies, copies_for
-from pyvmem.vllm.offload_spec import DROPPED, HELD, Transferrer, VMemOffloadingSpec
+from pyvmem.vllm.offload_spec import DROPPED, HELD, Shared, Transferrer, VMemOffloadingSpec
 from pyvmem.vllm.plugin import CannotWork
 
 __all__ = ["expected", "stock"]
@@ -239,11 +240,14 @@ def spec(blocks: list[int], sizes: list[int], first: list[int]) -> Any:
     )
 
 
-@pytest.mark.parametrize("library", [False, True])
+@pytest.mark.parametrize(("library", "second"), [(False, False), (True, False), (False, True)])
 def test_blocks_go_to_their_places_and_come_back(
-    monkeypatch: pytest.MonkeyPatch, library: bool
+    monkeypatch: pytest.MonkeyPatch, library: bool, second: bool
 ) -> None:
-    """Two groups of layers, two blocks to a chunk, the first of which is used from its middle."""
+    """Two groups of layers, two blocks to a chunk, the first of which is used from its middle.
+
+    `second`: of two ranks whose host memory is one.
+    """
     if library:
         monkeypatch.setattr(ThreadCopies, "_move", lambda *_: (_ for _ in ()).throw(OSError("no")))
     sizes = [64 * 4096, 64 * 4096, 64 * 1000]
@@ -252,7 +256,11 @@ def test_blocks_go_to_their_places_and_come_back(
         memory.grow([Run(kind, 0, memory.geometry.num_pages(kind)) for kind in (0, 1)])
         described_ = described(memory, sizes, [[0, 2], [1]])
         kv = [one.tensor for one in described_.tensors]
-        worker = Transferrer(described_, 2, 8, 2 * (4096 + 4096 + 1000))
+        chunk, shared, closed = 2 * (4096 + 4096 + 1000), None, []
+        if second:
+            whole = mmap.mmap(-1, 8 * 2 * chunk)
+            shared = Shared(whole, 2 * chunk, chunk, lambda: closed.append(True))
+        worker = Transferrer(described_, 2, 8, chunk, shared)
         copies = [copies_for(memory.context, torch.device("cpu"))(way) for way in (True, False)]
         worker.begin(*copies)
         for one in kv:
@@ -265,6 +273,10 @@ def test_blocks_go_to_their_places_and_come_back(
         (result,) = worker.get_finished()
         assert (result.job_id, result.success) == (1, True)
         assert result.transfer_size == 3 * 5096 + 2 * 4096
+        if second:
+            rows = np.frombuffer(whole[:], dtype=np.int8).reshape(8, 2, chunk)
+            assert not rows[:, 0].any(), "the first rank's"
+            assert [bool(one.any()) for one in rows[:, 1]] == [n in (6, 2, 4) for n in range(8)]
         for one in kv:
             one.zero_()
         worker.dropped.add(2)
@@ -282,6 +294,7 @@ def test_blocks_go_to_their_places_and_come_back(
         del kv, one, described_
         worker.shutdown()
         worker.shutdown()
+        assert closed == [True] * second
     finally:
         memory.close()
 

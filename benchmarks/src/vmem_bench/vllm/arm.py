@@ -94,6 +94,42 @@ class _Waits:
 waits = _Waits()
 
 
+class _Transfers:
+    """Bytes and seconds of this rank's copies to and from host memory since `install`."""
+
+    def __init__(self) -> None:
+        self.sums = {"stored": [0.0, 0.0], "loaded": [0.0, 0.0]}
+        self._loads: set[int] = set()
+
+    def install(self) -> None:
+        """Notes what vLLM's connector is told of its transfers; without one there are none."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        if not has_kv_transfer_group():
+            return
+        connector: Any = get_kv_transfer_group()
+        worker = connector.connector_worker.worker
+        load, finished = worker.submit_load, worker.get_finished
+
+        def submit_load(job: int, *args: Any, **kwargs: Any) -> Any:
+            self._loads.add(job)
+            return load(job, *args, **kwargs)
+
+        def get_finished() -> Any:
+            found = finished()
+            for one in found:
+                sums = self.sums["loaded" if one.job_id in self._loads else "stored"]
+                self._loads.discard(one.job_id)
+                sums[0] += one.transfer_size or 0
+                sums[1] += one.transfer_time or 0.0
+            return found
+
+        worker.submit_load, worker.get_finished = submit_load, get_finished
+
+
+transfers = _Transfers()
+
+
 def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Adds requests when they are due, at most `most` at a time, and steps until all are done."""
     engine, prompts = llm.llm_engine, order["load"]
@@ -270,17 +306,19 @@ def _elastic(llm: Any) -> Any:
 
 
 def _state(llm: Any) -> dict[str, Any]:
-    """Bytes that torch has reserved here; for an elastic engine also live bytes and ranks."""
+    """Bytes that torch has reserved here, and transfers; for an elastic engine also live bytes."""
     import torch
 
     reserved = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    state: dict[str, Any] = {"torch": reserved}
+    state: dict[str, Any] = {"torch": reserved, "transfers": transfers.sums}
     elastic = _elastic(llm)
     if elastic is not None:
         with elastic.lock:
             state["live"] = elastic.live_bytes()
             state["mapped"] = elastic.backing.mapped_bytes
             state["wrong"] = elastic.backing.check()
+            if elastic.holds.on:
+                state["blocks"] = vars(elastic.holds.counters).copy()
         state["ranks"] = elastic.ranks.stats()
         state["maps"] = [rank.fingerprint() for rank in elastic.ranks.ranks]
         memory = getattr(elastic.ranks.ranks[0], "memory", None)  # none: ranks in other processes
@@ -324,6 +362,7 @@ def main() -> int:
 
         waits.install()
         llm = _engine(json.loads(args.options.read_text(encoding="utf-8")))
+        transfers.install()
         scheduler = llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
         say({"ready": True, "scheduler": str(scheduler)})
         for line in sys.stdin:

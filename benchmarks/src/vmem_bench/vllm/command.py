@@ -9,7 +9,8 @@ same requests in turn. The parts:
 - ``share``: alternating bursts: engines that share memory, engines with static parts, each alone.
 - ``sleep``: time to sleep and to wake, memory given back.
 - ``blocks``: blocks of 16 tokens against 128.
-- ``rough``: requests that arrive and are aborted at random, prefix resets, trims; tokens compared.
+- ``rough``: requests that arrive and are aborted at random, prefix resets, trims; tokens compared;
+  with ``--offload`` prefixes come back from host memory.
 - ``limit``: a limit on every device, lowered while requests run.
 - ``full``: a full card, one engine at a time.
 - ``first``, ``cost``: the first token after a rest; the pool's part of a step.
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         rate=args.rate,
         seconds=args.seconds,
         kv_memory=args.kv_memory,
+        offload=args.offload,
         tensor_parallel=args.tensor_parallel,
         trace=args.trace.name if args.trace else None,
     )
@@ -166,6 +168,9 @@ def add_parser(which: Any) -> None:
     add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (64K)")
     add("--beside", type=size, default=0, metavar="SIZE",
         help="load, full: a second elastic engine, with pages of this size")  # fmt: skip
+    add("--offload", type=size, default=0, metavar="SIZE",
+        help="rough: host memory for prefixes of the elastic engine (0: none); "
+        "offload: of each engine (24G)")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G, full 48G); share: of all (12G)"

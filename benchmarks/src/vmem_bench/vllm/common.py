@@ -22,6 +22,7 @@ __all__ = [
     "REST",
     "Book",
     "kv_memory",
+    "offloading",
     "open_fleet",
     "plans_of",
     "requests_of",
@@ -72,6 +73,11 @@ def requests_of(command: Command, count: int, longest: int) -> list[Arrival]:
 def kv_memory(command: Command, default: int) -> int:
     """Bytes of an engine's KV cache."""
     return int(command.args.kv_memory or (16 * MIB if command.quick else default))
+
+
+def offloading(nbytes: int) -> dict[str, Any]:
+    """Options of an engine whose prefixes may lie in so much host memory."""
+    return {"kv_offloading_size": nbytes / GIB, "kv_offloading_backend": "native"}
 
 
 def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fleet:

@@ -4,10 +4,10 @@
 A stock and an elastic engine, both with vLLM's offloading, take turns there and back. A prompt is
 computed, and stored as it is; then the engine forgets its prefixes, rests, and gets the prompt
 again. While the elastic engine rests it gives its memory back, so that its second answer waits for
-pages as well as for the copy. Both engines get the same prompts, and have to answer alike: computed
-as the other computed, and loaded as the other loaded. (With bfloat16 a loaded prompt may be
-answered otherwise than the same prompt computed, by any engine: its last tokens are computed in a
-smaller batch.)
+pages as well as for the copy. Bytes a second are those of the copies alone, as each engine tells
+vLLM. Both engines get the same prompts, and have to answer alike: computed as the other computed,
+and loaded as the other loaded. (With bfloat16 a loaded prompt may be answered otherwise than the
+same prompt computed, by any engine: its last tokens are computed in a smaller batch.)
 
 Then requests decode while others arrive: none, prompts that are loaded, prompts that are computed.
 """
@@ -22,7 +22,7 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.timing import percentile
 from pyvmem.layouts.workload import Arrival, Request
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm.common import GIB, kv_memory, open_fleet, samples_of
+from vmem_bench.vllm.common import GIB, MIB, kv_memory, offloading, open_fleet, samples_of
 from vmem_bench.vllm.engines import Fleet, Plan
 from vmem_bench.vllm.first import REST, one_prompt
 from vmem_bench.vllm.full import add_ratio, there_and_back
@@ -38,10 +38,7 @@ def measure(command: Command, part: Part) -> None:
     """Runs the part."""
     memory = kv_memory(command, 10 * GIB)
     longest = 0 if command.quick else max(_PREFIXES) + 16
-    options = {
-        "kv_offloading_size": 1 / 16 if command.quick else 24.0,  # GiB
-        "kv_offloading_backend": "native",
-    }
+    options = offloading(command.args.offload or (64 * MIB if command.quick else 24 * GIB))
     plans = {"stock": Plan(False, memory, options), "elastic": Plan(True, memory, options)}
     if command.backend == "host":
         part.not_run("*/stock", "vLLM's own offloading needs a GPU")
@@ -84,6 +81,11 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
             what = f"first token of a prompt of {size} tokens, {how}"
             samples = samples_of([[one] for one in found])
             part.time(f"{how}/{size}/{arm}", what, arm, samples, unit="ms")
+        for arm in plans:
+            for how, (nbytes, seconds) in fleet.order(arm, state=True)["transfers"].items():
+                if seconds:
+                    rate, what = nbytes / seconds / 1e9, f"copies of blocks that were {how}"
+                    part.value(f"rate/{how}/{arm}", what, arm, rate, "GB/s", bytes=int(nbytes))
         for how, size, arm in times:
             if arm in others:
                 pairs = zip(times[how, size, arm], times[how, size, base], strict=False)

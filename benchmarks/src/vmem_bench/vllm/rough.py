@@ -7,7 +7,7 @@ from typing import Any
 
 from pyvmem.bench.record import Part
 from vmem_bench.command import Command, WrongResult
-from vmem_bench.vllm.common import ARMS, GIB, Book, kv_memory, open_fleet
+from vmem_bench.vllm.common import ARMS, GIB, Book, kv_memory, offloading, open_fleet
 from vmem_bench.vllm.engines import Plan
 
 __all__ = ["measure"]
@@ -21,6 +21,8 @@ def measure(command: Command, part: Part) -> None:
     pieces = max(1, -(-args.requests // piece)) if not quick else 2
     compared = 1 if quick else 4
     sums = {arm: dict.fromkeys(_COUNTS, 0) for arm in ARMS}
+    host = offloading(args.offload) if args.offload else {}
+    moved: dict[str, int] = {}
     finished, same, of = dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0), dict.fromkeys(ARMS, 0)
 
     def rows(part: Part) -> None:
@@ -32,13 +34,15 @@ def measure(command: Command, part: Part) -> None:
             if of[arm]:
                 row, what = f"same/{arm}", "answers equal to stock's"
                 part.value(row, what, arm, same[arm], "requests", of=of[arm])
+        for how, blocks in moved.items():
+            part.value(f"blocks/{how}", f"blocks of host memory {how}", "elastic", blocks, "blocks")
 
     with open_fleet(command, max_num_seqs=64) as fleet:
         book = Book(command, part, rows)
         fleet.start(
             {
                 "stock": Plan(False, memory),
-                "elastic": Plan(True, memory, env={"VMEM_IDLE": "0.05"}),
+                "elastic": Plan(True, memory, host, {"VMEM_IDLE": "0.05"}),
             }
         )
         for number in range(pieces):
@@ -69,6 +73,9 @@ def measure(command: Command, part: Part) -> None:
             state = fleet.order("elastic", state=True)
             if state["wrong"]:
                 raise WrongResult(f"the records after piece {number + 1}: {state['wrong'][0]}")
+            moved = state.get("blocks", {})
+            if host and not number and not moved["stored"]:
+                raise WrongResult("nothing was stored in host memory")
             book.publish()
             if not command.deadline.allows():
                 break

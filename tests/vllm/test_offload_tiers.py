@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT
+"""Description: vLLM's disk tier below host memory; prefixes outlive the engine."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine import Open, Tokens, answer, elastic_of, expected, greedy, prompts, stock
+from test_offload import idle
+
+__all__ = ["expected", "stock"]
+
+CHUNK = 2 * (8 << 10)  # a block of 32 tokens in two layers
+POOL = {"VMEM_VLLM": "1", "VMEM_IDLE": "0.1"}
+
+
+def tiers(root: Path, chunks: int) -> dict[str, Any]:
+    """Options of an engine with so much host memory and a disk tier."""
+    disk = {"type": "fs", "root_dir": str(root), "n_read_threads": 1, "n_write_threads": 1}
+    extra = {
+        "cpu_bytes_to_use": chunks * CHUNK,
+        "spec_name": "TieringOffloadingSpec",
+        "secondary_tiers": [disk],
+    }
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {**POOL, "kv_transfer_config": transfer | {"kv_connector_extra_config": extra}}
+
+
+def ask(llm: Any) -> tuple[Tokens, int]:
+    """Answers, and how many tokens of the prompts were not computed."""
+    outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
+    tokens = [list(one.outputs[0].token_ids) for one in outputs]
+    return tokens, sum(one.num_cached_tokens for one in outputs)
+
+
+@pytest.mark.long
+def test_prefixes_outlive_the_engine(
+    start: Open, expected: Callable[..., Tokens], tmp_path: Path
+) -> None:
+    """Host memory has room for two thirds of them, and the next engine begins with none in it."""
+    wanted = expected("llama")
+    for life in range(2):
+        with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
+            named = [one for one in os.listdir("/dev/shm") if one.startswith("vllm_offload_")]
+            assert not named, "a killed engine would leave it"
+            tokens, cached = ask(llm)
+            assert tokens == wanted
+            if life:
+                assert cached > 500, "they come from the disk"
+            idle(llm)
+            assert 0 < elastic_of(llm).holds.host_cached <= 20 * CHUNK
+            tokens, cached = ask(llm)
+            assert tokens == wanted
+            assert cached > 500
+            idle(llm)
+        files = list((tmp_path / "kv").rglob("*.bin"))
+        assert len(files) > 20
+        assert {one.stat().st_size for one in files} == {CHUNK}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails(
+    start: Open,
+    expected: Callable[..., Tokens],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    error: int,
+) -> None:
+    """Full, read-only or broken while the engine runs: prefixes are computed again."""
+    from vllm.v1.kv_offload.tiering.fs import manager
+
+    wanted = expected("llama")
+    failed = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal failed
+        failed += 1
+        raise OSError(error, os.strerror(error))
+
+    with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
+        if error == errno.EIO:
+            assert ask(llm)[0] == wanted
+            idle(llm)
+            monkeypatch.setattr(manager, "batch_load_block", fail)
+        else:
+            monkeypatch.setattr(manager, "batch_store_block", fail)
+        for _ in range(3):
+            assert answer(llm, prompts()) == wanted
+            idle(llm)
+        assert failed > 0
+        stored = list((tmp_path / "kv").rglob("*.bin"))
+        assert bool(stored) == (error == errno.EIO)
