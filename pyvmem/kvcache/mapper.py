@@ -87,6 +87,37 @@ class Mapper:
         self.journal = journal
         self.transaction = partial(Transaction, context, journal)
 
+    def commit(
+        self,
+        edits: list[list[Any]],
+        ops: OpBatch,
+        after: Iterable[Any] = (),
+        *,
+        ticket: Ticket | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        """Runs a batch, or submits it where a ticket is given; C makes the edits if it succeeds.
+
+        Args:
+            edits: of the records; see `Outcome`.
+            ops: the batch.
+            after: GPU work to wait for.
+            ticket: of the batch; None: it runs in the calling thread.
+            waits: as for `Context.batch`.
+
+        Raises:
+            VMemError: nothing changed.
+        """
+        outcome = Outcome(edits) if ticket is None else ticket.outcome.of(edits)
+        self.journal.entries.append(outcome)
+        try:
+            if ticket is None:
+                self.context.batch(ops, after, outcome, waits)
+            else:
+                self.context.submit(ops, after, ticket)
+        finally:
+            outcome.edits = None
+
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """Runs a batch whose intent is already in the records, or that needs none."""
         with self.transaction() as change:

@@ -339,11 +339,12 @@ def step_async_takes_from_another_cache(engine: Engine) -> Steps:
     return _ahead(engine, one, {reqid: 4 * ROWS})
 
 
-@scenario
-def step_slides_the_window(engine: Engine) -> Steps:
-    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
+def _sliding(engine: Engine, **changes: Any) -> Steps:
+    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS, **changes)
     engine.start(cache, 3)
     reqid = engine.start(cache, 40)
+    if changes:
+        cache.move(reqid, "host")
     tags = engine.held.pop((cache, reqid))
     want = lens(cache, {reqid: 41})
     low = 24  # the step to 41 leaves the rows from 28 on, and with them the page from 24 on
@@ -358,6 +359,18 @@ def step_slides_the_window(engine: Engine) -> Steps:
         cache.free_reqid(reqid)
 
     return call, again
+
+
+@scenario
+def step_slides_the_window(engine: Engine) -> Steps:
+    return _sliding(engine)
+
+
+@scenario
+def step_slides_moved_pages(engine: Engine) -> Steps:
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+    return _sliding(engine, host_limit=0)
 
 
 @scenario
