@@ -215,8 +215,8 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.keep_list(journal.recoverables)
-        journal.recoverables.append(self)
+        journal.keep(journal, "recoverables")
+        journal.recoverables = [*journal.recoverables, self]
 
     # ---- after an exception from outside ---------------------------------------------------------
 
@@ -503,13 +503,6 @@ class Group:
         self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
 
-    def begin_with(self, slot: Slot, span: Span, head: int) -> None:
-        """Gives a free slot to a request that begins with a span, which is at page `head`."""
-        end = head + span.pages
-        self.pager.assign(slot, span, end, end, head)
-        if self.window is not None:
-            self.window.begin(slot, head)
-
     # ---- housekeeping ----------------------------------------------------------------------------
 
     def keep_watermark(self) -> None:
@@ -629,7 +622,10 @@ def lend(loans: Sequence[Loan]) -> None:
     try:
         with first.mapper.transaction() as change:
             for group, slot, span, head in loans:
-                group.begin_with(slot, span, head)
+                end = head + span.pages
+                group.pager.assign(slot, span, end, end, head)
+                if group.window is not None:
+                    group.window.begin(slot, head)
             if missing:
                 change.run(ops)
     except NotRecoverable:

@@ -394,7 +394,13 @@ class Pager(Journaled):
             if goals is None:
                 return False
             goals = None
-        self.note_growth(job)
+        if self.runs.limit:
+            self.runs.grown(job.pieces)
+        counters = self.counters
+        counters.grown += job.new_pages
+        counters.reused += job.reused_pages
+        counters.zeroed += job.zeroed_pages
+        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
         if late:
             with self.mapper.transaction() as change:
                 self.journal.keep(job, "grants", "filling")
@@ -402,19 +408,8 @@ class Pager(Journaled):
                 change.submit(self.planner.filling(late), writers)
             pages = sum(high - low for _, low, high in late)
             job.filling_pages = pages * self.layout.num_tensors
-            self.counters.zeroed += job.filling_pages
+            counters.zeroed += job.filling_pages
         return True
-
-    def note_growth(self, job: Growth) -> None:
-        """Counts what a growth maps, grants and fills at once."""
-        if self.runs.limit:
-            self.runs.grown(job.pieces)
-        counters = self.counters
-        counters.grown += job.new_pages
-        counters.reused += job.reused_pages
-        counters.zeroed += job.zeroed_pages
-        if self.reclaimer.held > counters.peak_mapped:
-            counters.peak_mapped = self.reclaimer.held
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the records; `granted`: as a complete one."""
@@ -430,8 +425,7 @@ class Pager(Journaled):
             self._grant_all(job)
             return
         journal.put_all(job.slots, "job", [job] * len(job.slots))
-        journal.keep_list(self.growths)
-        self.growths.append(job)
+        self.growths = [*self.growths, job]
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -747,16 +741,8 @@ class Pager(Journaled):
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
-    def grant(self, slot: Slot, pages: int) -> None:
-        """Gives mapped pages to the slot's owner."""
-        if pages <= slot.granted:
-            return
-        self.granted_pages += pages - slot.granted
-        slot.granted = pages
-        self._set_capacity(slot, pages)
-
     def _grant_all(self, job: Growth) -> None:
-        """`grant` for the owners of a growth that are still there."""
+        """Gives the pages of a growth to the owners that are still there."""
         found = [
             (slot, pages, pages - slot.granted)
             for slot, owner, pages in job.grants
@@ -765,11 +751,12 @@ class Pager(Journaled):
         if not found:
             return
         slots, pages, added = zip(*found, strict=True)
-        journal = self.journal
         self.granted_pages += sum(added)
-        journal.put_all(slots, "granted", pages)
-        capacities = list(map(self.layout.capacity, pages))
-        journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
+        self.journal.put_all(slots, "granted", pages)
+        capacity = self.capacity
+        self.journal.undo(capacity.__setitem__, slice(None), capacity[:])
+        for slot, rows in zip(slots, map(self.layout.capacity, pages), strict=True):
+            capacity[slot.index] = rows
 
     def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
         """Takes pages from this one on from their owner; they stay mapped.
@@ -836,8 +823,7 @@ class Pager(Journaled):
             self.granted_pages += slot.granted
 
     def _retire(self, job: Growth) -> None:
-        self.journal.keep_list(self.growths)
-        self.growths.remove(job)
+        self.growths = [one for one in self.growths if one is not job]
         self.journal.put_all(job.slots, "job", [None] * len(job.slots))
 
     def _undo(self, job: Growth, error: VMemError) -> None:

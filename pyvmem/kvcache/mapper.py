@@ -138,7 +138,7 @@ class Mapper:
     def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
         """Drops a part of a handle that the records no longer use; on failure nothing changed."""
         outcome = Outcome()
-        self.journal.act(outcome)
+        self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
@@ -213,8 +213,8 @@ class Scratch:
         try:
             self._mapper.run(ops)
         except VMemError:
-            self._mapper.journal.keep_list(self._full)
-            self._full.append(addresses)
+            self._mapper.journal.keep(self, "_full")
+            self._full = [*self._full, addresses]
         else:
             self.give(addresses)
 

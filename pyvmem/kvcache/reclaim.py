@@ -388,8 +388,7 @@ class Reclaimer(Journaled):
                 if unmap.span.pages:
                     slot.span = unmap.span + slot.span
                 pages, unmap.span = 0, EMPTY
-        self.journal.keep_list(self.unmaps)
-        self.unmaps.remove(unmap)
+        self.unmaps = [one for one in self.unmaps if one is not unmap]
         slot.job = None
         self.count_freed(pages, unmap.away)
         self.unref(unmap.span)
@@ -426,8 +425,7 @@ class Reclaimer(Journaled):
                     self.slid -= head - low
                     self.shared.use(share)
             slide.span, slide.away = gone, away
-        self.journal.keep_list(self.unmaps)
-        self.unmaps.remove(slide)
+        self.unmaps = [one for one in self.unmaps if one is not slide]
         self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
         self.sliding -= pages
         self.count_freed(freed, slide.away)
@@ -495,11 +493,11 @@ class Reclaimer(Journaled):
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
-        with self.mapper.transaction() as change:
-            slot.places.forget(0, slot.mapped)
-            slot.span, slot.mapped, slot.whole, slot.head, slot.dirty = EMPTY, 0, 0, 0, 0
-            slot.lost, slot.broken = False, quarantined
-            change.run(ops, slot.events)
+        gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
+        edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
+        edits += ([slot, "broken", quarantined], [slot.places, "noted", []])
+        self.table.touched.add(slot)
+        self.mapper.commit(edits, ops, slot.events)
         self.count_freed(own - sum(away.values()), away)
         self.unref(span)
 
