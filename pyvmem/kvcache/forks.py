@@ -10,7 +10,6 @@ from itertools import chain, filterfalse, repeat
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any
 
-from pyvmem._native import Outcome
 from pyvmem.errors import (
     NotRecoverable,
     OutOfMemory,
@@ -22,7 +21,8 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import DEVICE, Block, Part, Span
+from pyvmem.kvcache.growth import Source
+from pyvmem.kvcache.pages import Block, Part, Span
 from pyvmem.kvcache.requests import have_pages, sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
@@ -140,10 +140,14 @@ class _Fork:
             else:
                 sharing.map_span(ops, slot, span, head)
         if pages > full:
-            pager.copy_tail(ops, self.job, full, goals, parent, self.nbytes)
+            source = Source(parent.addr, group.layout.tensor_bytes, self.nbytes)
+            self.job.pieces = list(zip(slots, repeat(full), goals))
+            self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
+            for slot, low, high in self.job.pieces:
+                pager.planner.populate(ops, slot, low, high, source)
         noted = parent.places.noted
         if noted:
-            noted = [one for one in parent.places.stretches(head, full) if one[2] != DEVICE]
+            noted = parent.places.noted_in(head, full)
         held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
         group.table.touched.update(slots)
         edits += (
@@ -197,16 +201,17 @@ def fork_all(
     The first group chooses the slots, unless `into` does.
     """
     sync_free_slots(groups)
+    parents = []
     for group in groups:
         group.sharing.require(FORK, "fork")
+        parent = group.slot(reqid)
+        parents.append(parent)
         if length is not None:
-            slot = group.slot(reqid)
-            check_kept(operator.index(length), reqid, group.rows[slot.index])
-            group.check_back(slot, operator.index(length))
+            check_kept(operator.index(length), reqid, group.pager.columns.held[parent.index])
+            group.check_back(parent, operator.index(length))
     parts: list[_Fork] = []
     rows = 0
-    for group in groups:
-        parent = group.slot(reqid)
+    for group, parent in zip(groups, parents, strict=True):
         held = group.pager.columns.held
         rows = held[parent.index] if length is None else operator.index(length)
         if not 1 <= count <= len(group.table.slots):
@@ -291,7 +296,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
     for ahead in chain((True, False), repeat(False)):
         room = None if share is None else share.room()
         edits: list[list[Any]] = []
-        ops, outcome = first.sharing.batch(most), Outcome(edits)
+        ops = OpBatch(most)
         kept: list[Pages] = []
         try:
             for part in parts:
@@ -301,8 +306,7 @@ def _fork(parts: Sequence[_Fork]) -> bool:
             if kept:
                 others = list(filterfalse(kept.__contains__, journal.held))
                 edits.append([journal.held, slice(None), others])
-            journal.entries.append(outcome)
-            first.context.batch(ops, (), outcome, first.counters.waits)
+            first.mapper.commit(edits, ops, waits=first.counters.waits)
             break
         except NotRecoverable as error:
             found = [part.mark_broken(error) for part in parts]
@@ -310,8 +314,6 @@ def _fork(parts: Sequence[_Fork]) -> bool:
         except (OutOfMemory, TooManyBatches, TooManyMappings) as error:
             if not ahead and not _make_room(parts, error):  # perhaps it wanted more than it needs
                 return False
-        finally:
-            outcome.edits = None
     for part in parts:
         if part.job is not None and part.group.pager.runs.limit:
             part.group.pager.runs.grown(part.job.pieces)

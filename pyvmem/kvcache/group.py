@@ -31,7 +31,7 @@ from pyvmem.kvcache.layout import BLOCK_BYTES, Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.migration import Mover, Promoter
-from pyvmem.kvcache.pages import DEVICE, Span
+from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.sharing import Sharing
@@ -215,8 +215,8 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.keep_list(journal.recoverables)
-        journal.recoverables.append(self)
+        journal.keep(journal, "recoverables")
+        journal.recoverables = [*journal.recoverables, self]
 
     # ---- after an exception from outside ---------------------------------------------------------
 
@@ -436,8 +436,8 @@ class Group:
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """The owner's unshared pages [low, high) outside the device."""
-        stretches = slot.places.stretches(slot.shared, slot.granted)
-        return [(low, high) for low, high, tier in stretches if tier != DEVICE]
+        noted = slot.places.noted_in(slot.shared, slot.granted)
+        return [(low, high) for low, high, _ in noted]
 
     def _bytes_away(self, slot: Slot) -> int:
         """Bytes per tensor of a request's rows there: its last page may be only partly filled."""
@@ -499,16 +499,9 @@ class Group:
         ):
             return
         own = span.slice(first - slot.head, span.pages)
-        ops = self.sharing.batch(len(own.parts) + 1)
+        ops = OpBatch(len(own.parts) + 1)
         self.sharing.map_span(ops, slot, own, first, replace=True)
         self.reclaimer.try_keep(slot, ops)
-
-    def begin_with(self, slot: Slot, span: Span, head: int) -> None:
-        """Gives a free slot to a request that begins with a span, which is at page `head`."""
-        end = head + span.pages
-        self.pager.assign(slot, span, end, end, head)
-        if self.window is not None:
-            self.window.begin(slot, head)
 
     # ---- housekeeping ----------------------------------------------------------------------------
 
@@ -621,7 +614,7 @@ def lend(loans: Sequence[Loan]) -> None:
             more = span.slice(have, span.pages) if have else span
             missing.append((group, slot, more, head + have))
             parts += len(more.parts)
-    ops = first.sharing.batch(parts)
+    ops = OpBatch(parts)
     for group, slot, more, page in missing:
         group.sharing.map_span(ops, slot, more, page)
     for group, slot, *_ in loans:
@@ -629,7 +622,10 @@ def lend(loans: Sequence[Loan]) -> None:
     try:
         with first.mapper.transaction() as change:
             for group, slot, span, head in loans:
-                group.begin_with(slot, span, head)
+                end = head + span.pages
+                group.pager.assign(slot, span, end, end, head)
+                if group.window is not None:
+                    group.window.begin(slot, head)
             if missing:
                 change.run(ops)
     except NotRecoverable:

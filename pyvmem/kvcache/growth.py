@@ -8,7 +8,6 @@ import logging
 import operator
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -187,6 +186,7 @@ class Pager(Journaled):
         runs: how long the runs are that requests grow by.
         ahead: how many rows before the end of its pages a request gets the next ones.
         page_bytes: of a page in every tensor.
+        planner: writes growths into batches.
         ops: the batch of growths, of all groups of the cache; `array`: its operations.
     """
 
@@ -217,7 +217,7 @@ class Pager(Journaled):
         self.granted_pages = 0
         self.page_bytes = self.layout.page_size * self.layout.num_tensors
         self.ops, self.array = ops, ops.array
-        self._planner = Planner(self.layout, slots, ops, zero_fill=config.zero_fill)
+        self.planner = Planner(self.layout, slots, ops, zero_fill=config.zero_fill)
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self.ahead = 0
@@ -381,11 +381,11 @@ class Pager(Journaled):
         while True:
             job = Growth([slot for slot, _ in want])
             writers: list[Any] = []
-            late = self._planner.plan(want, job, writers, goals)
+            late = self.planner.plan(want, job, writers, goals)
             grants = job.grants
             if late:
                 job.grants = []  # not granted before the zeroing of old contents has begun
-            if not len(self._planner.mapping):
+            if not len(self.planner.mapping):
                 self._begin(job, granted=not (tentative or late or job.handover))
                 break
             wait_to_grant = bool(tentative or background or late or job.handover)
@@ -394,53 +394,22 @@ class Pager(Journaled):
             if goals is None:
                 return False
             goals = None
-        self.note_growth(job)
-        if late:
-            with self.mapper.transaction() as change:
-                self.journal.keep(job, "grants", "filling")
-                job.grants, job.filling = grants, change.ticket
-                change.submit(self._planner.filling(late), writers)
-            pages = sum(high - low for _, low, high in late)
-            job.filling_pages = pages * self.layout.num_tensors
-            self.counters.zeroed += job.filling_pages
-        return True
-
-    def note_growth(self, job: Growth) -> None:
-        """Counts what a growth maps, grants and fills at once."""
         if self.runs.limit:
             self.runs.grown(job.pieces)
         counters = self.counters
         counters.grown += job.new_pages
         counters.reused += job.reused_pages
         counters.zeroed += job.zeroed_pages
-        if self.reclaimer.held > counters.peak_mapped:
-            counters.peak_mapped = self.reclaimer.held
-
-    def copy_tail(
-        self,
-        ops: OpBatch,
-        job: Growth,
-        first: int,
-        goals: Sequence[int],
-        parent: Slot,
-        nbytes: int,
-    ) -> None:
-        """Adds new pages from `first` on to a fork's batch, with the parent's rows.
-
-        Args:
-            ops: the batch.
-            job: gets the pieces and their count.
-            first: the first page.
-            goals: for each slot of the job, where its pages end.
-            parent: whose rows.
-            nbytes: where the copied rows end, per tensor.
-        """
-        layout = self.layout
-        source = Source(parent.addr, layout.tensor_bytes, nbytes)
-        job.pieces = list(zip(job.slots, repeat(first), goals))
-        job.new_pages = (sum(goals) - first * len(job.slots)) * layout.num_tensors
-        for slot, low, high in job.pieces:
-            self._planner.populate(ops, slot, low, high, source)
+        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
+        if late:
+            with self.mapper.transaction() as change:
+                self.journal.keep(job, "grants", "filling")
+                job.grants, job.filling = grants, change.ticket
+                change.submit(self.planner.filling(late), writers)
+            pages = sum(high - low for _, low, high in late)
+            job.filling_pages = pages * self.layout.num_tensors
+            counters.zeroed += job.filling_pages
+        return True
 
     def _begin(self, job: Growth, granted: bool = False) -> None:
         """Writes a growth into the records; `granted`: as a complete one."""
@@ -456,8 +425,7 @@ class Pager(Journaled):
             self._grant_all(job)
             return
         journal.put_all(job.slots, "job", [job] * len(job.slots))
-        journal.keep_list(self.growths)
-        self.growths.append(job)
+        self.growths = [*self.growths, job]
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -649,7 +617,7 @@ class Pager(Journaled):
         `more`: it maps more than is needed; nothing is reclaimed for that. `wait_to_grant`:
         `settle` grants the pages.
         """
-        reclaimer, mapping, pages = self.reclaimer, self._planner.mapping, job.new_pages
+        reclaimer, mapping, pages = self.reclaimer, self.planner.mapping, job.new_pages
         keep = dict(want) if reclaim else None
         while True:
             missing = pages - reclaimer.free
@@ -773,16 +741,8 @@ class Pager(Journaled):
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
-    def grant(self, slot: Slot, pages: int) -> None:
-        """Gives mapped pages to the slot's owner."""
-        if pages <= slot.granted:
-            return
-        self.granted_pages += pages - slot.granted
-        slot.granted = pages
-        self._set_capacity(slot, pages)
-
     def _grant_all(self, job: Growth) -> None:
-        """`grant` for the owners of a growth that are still there."""
+        """Gives the pages of a growth to the owners that are still there."""
         found = [
             (slot, pages, pages - slot.granted)
             for slot, owner, pages in job.grants
@@ -791,11 +751,12 @@ class Pager(Journaled):
         if not found:
             return
         slots, pages, added = zip(*found, strict=True)
-        journal = self.journal
         self.granted_pages += sum(added)
-        journal.put_all(slots, "granted", pages)
-        capacities = list(map(self.layout.capacity, pages))
-        journal.put_items(self.capacity, [slot.index for slot in slots], capacities)
+        self.journal.put_all(slots, "granted", pages)
+        capacity = self.capacity
+        self.journal.undo(capacity.__setitem__, slice(None), capacity[:])
+        for slot, rows in zip(slots, map(self.layout.capacity, pages), strict=True):
+            capacity[slot.index] = rows
 
     def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
         """Takes pages from this one on from their owner; they stay mapped.
@@ -862,8 +823,7 @@ class Pager(Journaled):
             self.granted_pages += slot.granted
 
     def _retire(self, job: Growth) -> None:
-        self.journal.keep_list(self.growths)
-        self.growths.remove(job)
+        self.growths = [one for one in self.growths if one is not job]
         self.journal.put_all(job.slots, "job", [None] * len(job.slots))
 
     def _undo(self, job: Growth, error: VMemError) -> None:

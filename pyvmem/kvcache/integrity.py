@@ -251,8 +251,6 @@ def _check_pages(group: Group, slot: Slot) -> list[str]:
     gone, job = slot.head, slot.job
     if isinstance(job, Slide):
         gone = job.lows[job.slots.index(slot)]
-    elif isinstance(job, Unmap) and job.slides:
-        gone = job.low
     elif isinstance(job, Unmap):
         end = job.high
     elif isinstance(job, Growth) and not job.granted:

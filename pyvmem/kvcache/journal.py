@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import repeat
-from operator import attrgetter, setitem
+from operator import attrgetter
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
@@ -174,27 +174,11 @@ class Journal:
         self.entries.append((put_all, owners, name, before))
         put_all(owners, name, values)
 
-    def put_items(
-        self, items: MutableSequence[int], places: Sequence[int], values: Sequence[int]
-    ) -> None:
-        """Sets several items of a sequence; what they were is journaled."""
-        before = [items[place] for place in places]
-        self.entries.append((_put_items, items, places, before))
-        _put_items(items, places, values)
-
-    def keep_list(self, items: list[Any]) -> None:
-        """Notes what a list holds, before it is changed."""
-        self.entries.append((items.__setitem__, slice(None), items[:]))
-
     def keep_dict(self, items: dict[Any, Any]) -> None:
         """Notes what a dictionary holds, before it is changed."""
         # The other way round: an undo runs from the last entry.
         self.entries.append((items.update, dict(items)))
         self.entries.append((items.clear,))
-
-    def act(self, outcome: Outcome) -> None:
-        """Notes a call of the context that is about to be made."""
-        self.entries.append(outcome)
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Notes what takes back a part of the call; `run` must be safe to run again."""
@@ -310,11 +294,6 @@ def _nothing() -> None:
 def put_all(owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:
     """Sets an attribute of each object past its journal."""
     drain(map(put, owners, repeat(name), values))
-
-
-def _put_items(items: MutableSequence[int], places: Sequence[int], values: Sequence[int]) -> None:
-    """Sets items of a sequence."""
-    drain(map(setitem, repeat(items), places, values))
 
 
 def _stays(entry: Any) -> bool:

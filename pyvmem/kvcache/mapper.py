@@ -87,6 +87,37 @@ class Mapper:
         self.journal = journal
         self.transaction = partial(Transaction, context, journal)
 
+    def commit(
+        self,
+        edits: list[list[Any]],
+        ops: OpBatch,
+        after: Iterable[Any] = (),
+        *,
+        ticket: Ticket | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        """Runs a batch, or submits it where a ticket is given; C makes the edits if it succeeds.
+
+        Args:
+            edits: of the records; see `Outcome`.
+            ops: the batch.
+            after: GPU work to wait for.
+            ticket: of the batch; None: it runs in the calling thread.
+            waits: as for `Context.batch`.
+
+        Raises:
+            VMemError: nothing changed.
+        """
+        outcome = Outcome(edits) if ticket is None else ticket.outcome.of(edits)
+        self.journal.entries.append(outcome)
+        try:
+            if ticket is None:
+                self.context.batch(ops, after, outcome, waits)
+            else:
+                self.context.submit(ops, after, ticket)
+        finally:
+            outcome.edits = None
+
     def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
         """Runs a batch whose intent is already in the records, or that needs none."""
         with self.transaction() as change:
@@ -107,7 +138,7 @@ class Mapper:
     def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
         """Drops a part of a handle that the records no longer use; on failure nothing changed."""
         outcome = Outcome()
-        self.journal.act(outcome)
+        self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
@@ -182,8 +213,8 @@ class Scratch:
         try:
             self._mapper.run(ops)
         except VMemError:
-            self._mapper.journal.keep_list(self._full)
-            self._full.append(addresses)
+            self._mapper.journal.keep(self, "_full")
+            self._full = [*self._full, addresses]
         else:
             self.give(addresses)
 

@@ -248,8 +248,7 @@ class Mover:
             )
             if slot.job is None:
                 slot.job = unmap
-                self._journal.keep_list(self._reclaimer.unmaps)
-                self._reclaimer.unmaps.append(unmap)
+                self._reclaimer.unmaps = [*self._reclaimer.unmaps, unmap]
             else:
                 unmap.ticket.wait()
         if move.addresses is not None:
@@ -257,8 +256,8 @@ class Mover:
             self.sweep()
 
     def _cancel(self, move: Move) -> None:
-        self._journal.keep_list(self.cancelled)
-        self.cancelled.append(move)
+        self._journal.keep(self, "cancelled")
+        self.cancelled = [*self.cancelled, move]
 
     def make_way(self, slot: Slot, page: int) -> bool:
         """Cancels what changes pages below this one; whether nothing is under way there."""
@@ -307,8 +306,8 @@ class Mover:
         """Takes back the scratch pages of cancelled moves whose copies are over."""
         self._scratch.retry()
         for move in [move for move in self.cancelled if move.done()]:
-            self._journal.keep_list(self.cancelled)
-            self.cancelled.remove(move)
+            self._journal.keep(self, "cancelled")
+            self.cancelled = [one for one in self.cancelled if one is not move]
             try:
                 if move.ticket is not None:
                     move.ticket.wait()

@@ -124,18 +124,26 @@ class Places(Journaled):
     def forget(self, low: int, high: int) -> None:
         """Pages [low, high) are there no longer."""
         if self.noted:
-            self.noted = [
-                (start, end, tier)
-                for first, last, tier in self.noted
-                for start, end in ((first, min(last, low)), (max(first, high), last))
-                if start < end
-            ]
+            self.noted = self.without(low, high)
+
+    def without(self, low: int, high: int) -> list[Stretch]:
+        """What is noted outside [low, high)."""
+        return [
+            (start, end, tier)
+            for first, last, tier in self.noted
+            for start, end in ((first, min(last, low)), (max(first, high), last))
+            if start < end
+        ]
+
+    def noted_in(self, low: int, high: int) -> list[Stretch]:
+        """What is noted within [low, high)."""
+        if not self.noted:
+            return []
+        return [one for one in self.stretches(low, high) if one[2] != DEVICE]
 
     def take(self, low: int, high: int) -> list[Stretch]:
         """`forget`, and what was noted there."""
-        if not self.noted:
-            return []
-        taken = [one for one in self.stretches(low, high) if one[2] != DEVICE]
+        taken = self.noted_in(low, high)
         self.forget(low, high)
         return taken
 

@@ -694,20 +694,16 @@ class PrefixCache:
 
     def _unpin_all(self) -> bool:
         """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
-        holders = [slot for slot in self._table if slot.pins]
-        if not self._any_idle():
+        kept = self.leases.kept()
+        for place in range(len(self._groups)):
+            if self._kept_pages(place, self.tree) > self._kept_pages(place, kept):
+                break  # recorded, and neither used by a request nor kept by a match
+        else:
             return False
+        holders = [slot for slot in self._table if slot.pins]
         for slot in holders:
             self.unpin(slot)
         return bool(holders)
-
-    def _any_idle(self) -> bool:
-        """True if a page is recorded that no request uses and no match keeps."""
-        kept = self.leases.kept()
-        return any(
-            self._kept_pages(place, self.tree) > self._kept_pages(place, kept)
-            for place in range(len(self._groups))
-        )
 
     def leased(self, place: int) -> int:
         """Pages per tensor that no request uses, and that cannot be evicted: matches keep them."""

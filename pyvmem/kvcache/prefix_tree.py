@@ -653,10 +653,6 @@ class PrefixTree(Generic[S]):
             next(nodes)
             yield from nodes
 
-    def eviction_order(self) -> list[Node[S]]:
-        """The nodes that may be evicted, the next one first."""
-        return list(self._order.nodes)
-
     def check(self) -> list[str]:
         """Checks the tree's invariants; returns every contradiction, as text. Cost: all nodes."""
         return _check(self)
@@ -822,7 +818,7 @@ def _check(tree: PrefixTree[S]) -> list[str]:
     """See `PrefixTree.check`."""
     found: list[str] = []
     nodes = list(tree)
-    order = {node: place for place, node in enumerate(tree.eviction_order())}
+    order = {node: place for place, node in enumerate(tree._order.nodes)}
     for node in nodes:
         found += [f"{node!r}: {text}" for text in _node(tree, node, order)]
     for name, value in (

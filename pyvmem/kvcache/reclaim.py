@@ -24,6 +24,7 @@ from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.memory.info import RangeFlags
 from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -197,33 +198,48 @@ class Reclaimer(Journaled):
             return
         self._ops.clear()
         self._add_unmap(self._ops, slot, low, slot.mapped)
+        ticket = Ticket(self.mapper.context)
         try:
-            with self.mapper.transaction() as change:
-                self._begin(
-                    Unmap(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head), keep
-                )
-                change.submit(self._ops, slot.events)
+            edits = self._unmapping(slot, low, keep, ticket)
+            self.mapper.commit(edits, self._ops, slot.events, ticket=ticket)
         except TooManyBatches:
             if not now:
                 raise
             self._run(slot, low, keep)
 
-    def _begin(self, job: Unmap, keep: int) -> None:
-        """Writes the unmapping of all pages from `keep` on into the records."""
-        slot, places = job.slot, job.slot.places
-        slot.job, slot.kept = job, False
-        if slot.stale:
-            job.span, slot.span = slot.span, EMPTY
-        if places:
-            job.away = places.away(job.low + job.span.pages, slot.mapped)
-            job.places = places.take(job.low, slot.mapped)
-        slot.mapped = keep
-        if slot.whole:
-            slot.cut(keep)
-        slot.head = min(slot.head, keep)
-        slot.dirty = min(slot.dirty, keep)
-        self.journal.keep_list(self.unmaps)
-        self.unmaps.append(job)
+    def _unmapping(
+        self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
+    ) -> list[list[Any]]:
+        """What a batch changes in the records that unmaps a slot's pages from `low` on.
+
+        Args:
+            slot: without a batch in flight.
+            low: the first page that goes.
+            keep: pages that the slot has from then on, with those before its head.
+            ticket: of the batch.
+            kept: the slot's shared pages stay for a request that begins with them.
+        """
+        places, mapped = slot.places, slot.mapped
+        job = Unmap(slot, low, mapped, slot.dirty, ticket, slot.head)
+        edits: list[list[Any]] = [
+            [slot, "job", job],
+            [slot, "kept", kept],
+            [slot, "mapped", keep],
+            [slot, "head", min(slot.head, keep)],
+            [slot, "dirty", min(slot.dirty, keep)],
+            [self, "unmaps", [*self.unmaps, job]],
+        ]
+        if slot.stale and not kept:
+            job.span = slot.span
+            edits.append([slot, "span", EMPTY])
+        if places.noted:
+            job.away = places.away(low + job.span.pages, mapped)
+            job.places = places.noted_in(low, mapped)
+            edits.append([places, "noted", places.without(low, mapped)])
+        if slot.whole > keep:
+            edits.append([slot, "whole", keep - keep % slot.block])
+        self.table.touched.add(slot)
+        return edits
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread, and waits.
@@ -242,11 +258,8 @@ class Reclaimer(Journaled):
     def _run(self, slot: Slot, low: int, keep: int) -> None:
         """The same in this thread; a failure is noted as it is after a wait."""
         try:
-            with self.mapper.transaction() as change:
-                self._begin(
-                    Unmap(slot, low, slot.mapped, slot.dirty, DoneTicket(), slot.head), keep
-                )
-                change.run(self._ops, slot.events)
+            edits = self._unmapping(slot, low, keep, DoneTicket())
+            self.mapper.commit(edits, self._ops, slot.events)
         except OutOfMemory:
             raise
         except VMemError as error:
@@ -277,48 +290,10 @@ class Reclaimer(Journaled):
         if not len(ops):
             slot.kept = True
             return True
+        ticket = Ticket(self.mapper.context)
         try:
-            with self.mapper.transaction() as change:
-                job = Unmap(slot, low, slot.mapped, slot.dirty, change.ticket, slot.head)
-                slot.job, slot.kept = job, True
-                job.places = slot.places.take(low, slot.mapped)
-                slot.mapped = low
-                if slot.whole:
-                    slot.cut(low)
-                slot.dirty = min(slot.dirty, low)
-                self.journal.keep_list(self.unmaps)
-                self.unmaps.append(job)
-                change.submit(ops, slot.events)
-        except (TooManyBatches, OutOfMemory):
-            return False
-        return True
-
-    def try_slide(self, slot: Slot, head: int, events: list[Any]) -> bool:
-        """Unmaps a taken slot's pages below `head` after the GPU work; False: the queue is full.
-
-        No batch may be in flight over the slot's addresses.
-        """
-        low = slot.head
-        self._ops.clear()
-        self._add_unmap(self._ops, slot, low, head)
-        try:
-            with self.mapper.transaction() as change:
-                slot.job = job = Unmap(
-                    slot, low, head, slot.dirty, change.ticket, low, slot.owner, True
-                )
-                if slot.span.pages:
-                    job.span = slot.shared_part(low, head)
-                    slot.span = slot.shared_part(head, slot.shared)
-                    self.shared.use(job.span, end=True)
-                if slot.places:
-                    job.away = slot.places.away(low + job.span.pages, head)
-                    job.places = slot.places.take(low, head)
-                slot.head = head
-                self.own_away = None
-                self.slid += head - low
-                self.journal.keep_list(self.unmaps)
-                self.unmaps.append(job)
-                change.submit(self._ops, events)
+            edits = self._unmapping(slot, low, low, ticket, kept=True)
+            self.mapper.commit(edits, ops, slot.events, ticket=ticket)
         except (TooManyBatches, OutOfMemory):
             return False
         return True
@@ -406,19 +381,14 @@ class Reclaimer(Journaled):
                 slot.head, slot.kept = unmap.head, False
                 slot.places.put_all(unmap.places)
                 unmap.away = {}
-                if not unmap.slides:
-                    slot.mapped = unmap.high
-                    if slot.block:
-                        slot.whole = unmap.high - unmap.high % slot.block  # as far as is known
-                    slot.dirty = max(slot.dirty, unmap.dirty)  # an owner may have ended since
-                elif slot.owner == unmap.owner:
-                    self.slid -= unmap.high - unmap.low
-                    self.shared.use(unmap.span)
+                slot.mapped = unmap.high
+                if slot.block:
+                    slot.whole = unmap.high - unmap.high % slot.block  # as far as is known
+                slot.dirty = max(slot.dirty, unmap.dirty)  # an owner may have ended since
                 if unmap.span.pages:
                     slot.span = unmap.span + slot.span
                 pages, unmap.span = 0, EMPTY
-        self.journal.keep_list(self.unmaps)
-        self.unmaps.remove(unmap)
+        self.unmaps = [one for one in self.unmaps if one is not unmap]
         slot.job = None
         self.count_freed(pages, unmap.away)
         self.unref(unmap.span)
@@ -436,8 +406,8 @@ class Reclaimer(Journaled):
             pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
             if isinstance(error, NotRecoverable):
                 self.mark_broken(pieces)
-            self.journal.keep(slide, "span")
-            gone = EMPTY
+            self.journal.keep(slide, "away", "span")
+            gone, away = EMPTY, Counter(slide.away)
             for (slot, low, head), owner, share in zip(
                 pieces, slide.owners, slide.shares, strict=True
             ):
@@ -445,18 +415,20 @@ class Reclaimer(Journaled):
                     gone = gone + share
                     continue
                 slot.head = low  # undone: the pages are where they were
-                freed -= head - low - share.pages
+                slot.places.put_all(slide.places.get(slot, []))
+                outside = slot.places.away(low + share.pages, head)
+                away.subtract(outside)
+                freed -= head - low - share.pages - sum(outside.values())
                 if share.pages:
                     slot.span = share + slot.span
                 if slot.owner == owner:
                     self.slid -= head - low
                     self.shared.use(share)
-            slide.span = gone
-        self.journal.keep_list(self.unmaps)
-        self.unmaps.remove(slide)
+            slide.span, slide.away = gone, away
+        self.unmaps = [one for one in self.unmaps if one is not slide]
         self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
         self.sliding -= pages
-        self.count_freed(freed, {})
+        self.count_freed(freed, slide.away)
         if slide.span.pages:
             self.unref(slide.span)
 
@@ -521,11 +493,11 @@ class Reclaimer(Journaled):
             ops.unmap(at, size, split=True)
         span, first = slot.span, slot.shared
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
-        with self.mapper.transaction() as change:
-            slot.places.forget(0, slot.mapped)
-            slot.span, slot.mapped, slot.whole, slot.head, slot.dirty = EMPTY, 0, 0, 0, 0
-            slot.lost, slot.broken = False, quarantined
-            change.run(ops, slot.events)
+        gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
+        edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
+        edits += ([slot, "broken", quarantined], [slot.places, "noted", []])
+        self.table.touched.add(slot)
+        self.mapper.commit(edits, ops, slot.events)
         self.count_freed(own - sum(away.values()), away)
         self.unref(span)
 
@@ -571,7 +543,7 @@ class Reclaimer(Journaled):
         waiting = (
             one.pages
             for one in self.unmaps
-            if not one.done() and (isinstance(one, Slide) or one.slides or prune(one.slot.events))
+            if not one.done() and (isinstance(one, Slide) or prune(one.slot.events))
         )
         return sum(waiting) * self.layout.num_tensors
 

@@ -45,8 +45,6 @@ class Sharing:
         self.layout = pager.layout
         self.device = pager.device
         self.config = config
-        self._room = 8
-        self._ops = OpBatch(self._room)
         self._allowed: dict[Feature, ContextInfo] = {}  # for which info of the context each was
 
     def require(self, feature: Feature, what: str) -> None:
@@ -72,7 +70,7 @@ class Sharing:
         if pages <= low:
             return
         pieces = self.handles(slot, low, pages)
-        ops = self.batch(len(pieces))
+        ops = OpBatch(len(pieces))
         self.map_pieces(ops, slot, pieces, replace=True)
         try:
             with self.mapper.transaction() as change:
@@ -110,13 +108,6 @@ class Sharing:
             )
             found.append((handle, first, last, tier))
         return found
-
-    def batch(self, room: int) -> OpBatch:
-        """An empty batch for so many operations; reused by every call."""
-        if room > self._room:
-            self._ops, self._room = OpBatch(2 * room), 2 * room
-        self._ops.clear()
-        return self._ops
 
     def map_pieces(
         self, ops: OpBatch, slot: Slot, pieces: list[Held], *, replace: bool = False

@@ -694,9 +694,8 @@ class Unmap:
     """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
 
     `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
-    that do not lie in the device and are the slot's alone. `slides`: the pages left the window of
-    `owner`, and the slot keeps what follows them. `span` names the shared pages among them,
-    which come back when nothing else refers to them.
+    that do not lie in the device and are the slot's alone. `span` names the shared pages among
+    them, which come back when nothing else refers to them.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -707,8 +706,6 @@ class Unmap:
     dirty: int
     ticket: Any
     head: int = 0
-    owner: int = 0
-    slides: bool = False
     span: Span = EMPTY
     places: list[Stretch] = field(default_factory=list)
     away: dict[Tier, int] = field(default_factory=dict)
@@ -727,13 +724,13 @@ class Unmap:
 class Slide:
     """Pages that left the windows of slots, on their way back to the pool: one batch for all.
 
-    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), all small and in
-    the device, and of them it shared `shares[i]`, the first ones; `span` names all of these. The
+    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), and of them it
+    shared `shares[i]`, the first ones; `span` names all of these. `places` is what slots noted of
+    these pages, and `away` counts those that do not lie in the device and were not shared. The
     failure of a `quiet` one is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
-    away: ClassVar[dict[Tier, int]] = {}
 
     slots: list[Slot]
     owners: list[int]
@@ -743,11 +740,13 @@ class Slide:
     span: Span
     ticket: Any
     quiet: bool
+    places: dict[Slot, list[Stretch]]
+    away: dict[Tier, int]
 
     @property
     def pages(self) -> int:
-        """Pages per tensor that were the slots' alone, of all together."""
-        return sum(self.heads) - sum(self.lows) - self.span.pages
+        """Pages per tensor of the device that were the slots' alone, of all together."""
+        return sum(self.heads) - sum(self.lows) - self.span.pages - sum(self.away.values())
 
     def done(self) -> bool:
         """True if the batch is finished, well or not."""

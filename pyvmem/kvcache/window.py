@@ -24,20 +24,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, sub
-from typing import Any
+from typing import Any, TypeAlias
 
 from pyvmem.errors import OutOfMemory, TooManyBatches
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import EMPTY, Block, Part, Span
+from pyvmem.kvcache.pages import EMPTY, Block, Part, Span, Stretch, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 
 __all__ = ["Window", "slide"]
+
+_Due: TypeAlias = tuple[Slot, int, int, int]
+"""A slot, its first page that stays, and `_next` and `_least` once those before are gone."""
 
 
 class Window:
@@ -102,10 +105,8 @@ class Window:
                 limit=least,
             )
 
-    def due(self, lens: Sequence[int], stream: Any) -> list[tuple[Slot, int, int, int]]:
+    def due(self, lens: Sequence[int]) -> list[_Due]:
         """Finds what the step to `lens` no longer needs.
-
-        Slots with pages outside the device let theirs go at once.
 
         Returns:
             Slots, their first pages that stay, and what `_next` and `_least` are once those before
@@ -113,7 +114,7 @@ class Window:
         """
         table, mover, size, row = self.reclaimer.table, self._mover, self._size, self._row
         old = table.columns.held
-        found: list[tuple[Slot, int, int, int]] = []
+        found: list[_Due] = []
         for index in compress(range(len(old)), map(operator.ge, old, self._next)):
             slot = table.slots[index]
             held = old[index]
@@ -125,9 +126,6 @@ class Window:
                 self._release(slot)
             head = (held - held % self._unit - self._kept) * row // size
             if mover.moves and not mover.make_way(slot, head):
-                continue
-            if slot.places.noted:
-                self._slide_alone(slot, head, stream)
                 continue
             head, end = self._parted(slot, head) if head < slot.whole else (head, head + 1)
             later = self._kept - end * -size // row  # as `_goes_at`
@@ -146,26 +144,10 @@ class Window:
             return head, head + slot.block
         return head, head + 1
 
-    def _slide_alone(self, slot: Slot, head: int, stream: Any) -> None:
-        """Begins to unmap the pages of a slot below `head`, and notes what that is for others."""
-        index = slot.index
-        head, later = self._parted(slot, head)
-        least = self._window + self._rows(head)
-        if head > slot.head:
-            event = record(stream, self.device)
-            after = [*slot.events, *([] if event is None else [event])]
-            if not self.reclaimer.try_slide(slot, head, after):  # the queue is full
-                if not self.reclaimer.table.lockstep:
-                    return  # the next step tries again
-                self.reclaimer.finish_all()
-                if not self.reclaimer.try_slide(slot, head, after):
-                    raise _queue_full()
-        self._set(index, self._goes_at(later), max(least, self._least[index]))
-
     def edit(
         self,
         edits: list[list[Any]],
-        due: list[tuple[Slot, int, int, int]],
+        due: list[_Due],
         ops: Any,
         ticket: Ticket,
         *,
@@ -186,6 +168,8 @@ class Window:
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
+        places: dict[Slot, list[Stretch]] = {}
+        away: Counter[Tier] = Counter()
         for slot, head, later, least in due:
             index = slot.index
             slots.append(slot)
@@ -205,13 +189,17 @@ class Window:
                 kept.append(rest)
             else:
                 shares.append(EMPTY)
+            if slot.places.noted:
+                places[slot] = slot.places.noted_in(slot.head, head)
+                away.update(slot.places.away(slot.head + shares[-1].pages, head))
+                edits.append([slot.places, "noted", slot.places.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
             self._end_uses(edits, count)
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
-        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet)
+        job = Slide(slots, owners, lows, heads, shares, span, ticket, quiet, places, away)
         gone = sum(heads) - sum(lows)
         edits += (
             [slots, "head", heads[:]],
@@ -261,8 +249,8 @@ class Window:
         least = self._window + self._rows(head)
         self._set(slot.index, self._first, least)
         low, _ = self._parted(slot, head)
-        if low > slot.head and slot.job is None and self.reclaimer.try_slide(slot, low, []):
-            self._set(slot.index, self._goes_at(low + 1), least)
+        if low > slot.head and slot.job is None:
+            _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
     def forget(self, slot: Slot) -> None:
         """Ends a request; call it while the slot is still its own."""
@@ -285,41 +273,39 @@ def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:
     """
     found = []
     for window, lens in windows:
-        if due := window.due(lens, stream):
+        if due := window.due(lens):
             found.append((window, due))
     if not found:
         return
     first = found[0][0]
-    ops, mapper, table = first.ops, first.reclaimer.mapper, first.reclaimer.table
     event = record(stream, first.device)
     after = [] if event is None else [event]
     for _, due in found:
         for slot, *_ in due:
             if slot.events:
                 after += prune(slot.events)
-    for last in (not table.lockstep, True):
-        ticket, count = Ticket(mapper.context), 0
-        edits: list[list[Any]] = []
-        for window, due in found:
-            window.edit(edits, due, ops.array + count, ticket, quiet=window is not first)
-            count += len(due)
-        ops.wrote(count)
-        mapper.journal.entries.append(ticket.outcome.of(edits))
-        try:
-            mapper.context.submit(ops, after, ticket)
-            return
-        except (TooManyBatches, OutOfMemory):
-            if last:
-                break
-        finally:
-            ticket.outcome.edits = None
+    # Else the next step tries again, but not on several ranks, which must agree.
+    if not _begin(found, after) and first.reclaimer.table.lockstep:
         for window, _ in found:
             window.reclaimer.finish_all()
-    if table.lockstep:  # else the next step tries again
-        raise _queue_full()
+        if not _begin(found, after):
+            raise TooManyBatches(
+                "pages before the window could not be unmapped", errno=errno.EAGAIN, op="KVCache"
+            )
 
 
-def _queue_full() -> TooManyBatches:
-    return TooManyBatches(
-        "pages before the window could not be unmapped", errno=errno.EAGAIN, op="KVCache"
-    )
+def _begin(found: Sequence[tuple[Window, list[_Due]]], after: Sequence[Any]) -> bool:
+    """Submits one batch that unmaps what is due; False: the queue is full, and nothing changed."""
+    first = found[0][0]
+    ops, mapper = first.ops, first.reclaimer.mapper
+    ticket, count = Ticket(mapper.context), 0
+    edits: list[list[Any]] = []
+    for window, due in found:
+        window.edit(edits, due, ops.array + count, ticket, quiet=window is not first)
+        count += len(due)
+    ops.wrote(count)
+    try:
+        mapper.commit(edits, ops, after, ticket=ticket)
+    except (TooManyBatches, OutOfMemory):
+        return False
+    return True

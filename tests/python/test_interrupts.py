@@ -94,20 +94,6 @@ def _allocating(engine: Engine, cache: Any) -> Steps:
 
 
 @scenario
-def alloc(engine: Engine) -> Steps:
-    cache = engine.cache()
-    engine.start(cache, 3)
-    return _allocating(engine, cache)
-
-
-@scenario
-def alloc_eager(engine: Engine) -> Steps:
-    cache = engine.cache(eager_pages=2)
-    engine.start(cache, 3)
-    return _allocating(engine, cache)
-
-
-@scenario
 def claim(engine: Engine) -> Steps:
     """The caller knows which slot: a claim whose end it was not told of is taken back."""
     cache = engine.cache()
@@ -130,34 +116,6 @@ def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
     return lambda: cache.free_reqid(reqid), lambda: engine.free(cache, reqid)
 
 
-@scenario
-def free(engine: Engine) -> Steps:
-    cache = engine.cache()
-    engine.start(cache, 3)
-    return _freeing(engine, cache, engine.start(cache, 2 * ROWS))
-
-
-@scenario
-def free_nothing_kept(engine: Engine) -> Steps:
-    cache = engine.cache(deferred_reclaim=False)
-    engine.start(cache, 3)
-    return _freeing(engine, cache, engine.start(cache, 2 * ROWS))
-
-
-@scenario
-def free_below_the_watermark(engine: Engine) -> Steps:
-    cache = engine.cache(low_watermark=0.9, pages=8)
-    engine.start(cache, 3)
-    return _freeing(engine, cache, engine.start(cache, 2 * ROWS))
-
-
-@scenario
-def free_shared(engine: Engine) -> Steps:
-    cache = engine.cache()
-    parent = engine.start(cache, 2 * ROWS + 3)
-    return _freeing(engine, cache, engine.fork(cache, parent))
-
-
 def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = None) -> Steps:
     """What was recorded, if it was, are the request's rows."""
     if reqid is None:
@@ -172,13 +130,6 @@ def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = N
         engine.take(cache, taken[0], tags[: taken[1]])
 
     return lambda: cache.free_reqid(reqid, tokens=tokens), again
-
-
-@scenario
-def free_with_tokens(engine: Engine) -> Steps:
-    cache = engine.cache()
-    engine.start(cache, 3)
-    return _free_recording(engine, cache, 2 * ROWS + 3)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -203,12 +154,6 @@ def _growing(engine: Engine, cache: Any, more: dict[int, int], call: Any = None)
 
 
 @scenario
-def step_grows(engine: Engine) -> Steps:
-    cache = engine.cache()
-    return _growing(engine, cache, {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2})
-
-
-@scenario
 def step_starts(engine: Engine) -> Steps:
     """In the pages of an earlier owner, which are zeroed."""
     cache = engine.cache(max_batch=2)
@@ -220,24 +165,12 @@ def step_starts(engine: Engine) -> Steps:
     return _growing(engine, cache, {reqid: 3 * ROWS})
 
 
-@scenario
-def step_idle(engine: Engine) -> Steps:
-    cache = engine.cache()
-    return _growing(engine, cache, {engine.start(cache, 3): 4})
-
-
 def _reclaiming(engine: Engine) -> tuple[KVCache, int]:
     """A request that can only grow with the pages of a free slot."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, 3 * ROWS))
     return cache, reqid
-
-
-@scenario
-def step_reclaims(engine: Engine) -> Steps:
-    cache, reqid = _reclaiming(engine)
-    return _growing(engine, cache, {reqid: 4 * ROWS})
 
 
 @scenario
@@ -265,16 +198,6 @@ def _short(
     return call, again
 
 
-@scenario
-def step_short(engine: Engine) -> Steps:
-    return _short(engine, *_reclaiming(engine), 6 * ROWS, 4 * ROWS)
-
-
-@scenario
-def step_async_short(engine: Engine) -> Steps:
-    return _short(engine, *_reclaiming(engine), 6 * ROWS, 4 * ROWS, "step_async")
-
-
 def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
     want = lens(cache, more)
     _, step = _growing(engine, cache, more)
@@ -290,36 +213,11 @@ def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
 
 
 @scenario
-def step_async(engine: Engine) -> Steps:
-    cache = engine.cache()
-    return _ahead(engine, cache, {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2})
-
-
-@scenario
-def step_async_reclaims(engine: Engine) -> Steps:
-    cache, reqid = _reclaiming(engine)
-    return _ahead(engine, cache, {reqid: 4 * ROWS})
-
-
-@scenario
 def step_after_step_async(engine: Engine) -> Steps:
     cache = engine.cache()
     more = {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2 * ROWS}
     assert cache.step_async(lens(cache, more)) == 0
     return _growing(engine, cache, more)
-
-
-@scenario
-def step_maps_ahead(engine: Engine) -> Steps:
-    cache = engine.cache(ahead_tokens=3, growth_fraction=0.0)
-    return _growing(engine, cache, {engine.start(cache, 3): ROWS, engine.start(cache, 1): ROWS - 1})
-
-
-@scenario
-def step_after_mapping_ahead(engine: Engine) -> Steps:
-    """It needs what the one before began."""
-    cache = engine.cache(ahead_tokens=3, growth_fraction=0.0)
-    return _growing(engine, cache, {engine.start(cache, ROWS): 2 * ROWS, engine.start(cache, 1): 2})
 
 
 @scenario
@@ -339,11 +237,12 @@ def step_async_takes_from_another_cache(engine: Engine) -> Steps:
     return _ahead(engine, one, {reqid: 4 * ROWS})
 
 
-@scenario
-def step_slides_the_window(engine: Engine) -> Steps:
-    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
+def _sliding(engine: Engine, **changes: Any) -> Steps:
+    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS, **changes)
     engine.start(cache, 3)
     reqid = engine.start(cache, 40)
+    if changes:
+        cache.move(reqid, "host")
     tags = engine.held.pop((cache, reqid))
     want = lens(cache, {reqid: 41})
     low = 24  # the step to 41 leaves the rows from 28 on, and with them the page from 24 on
@@ -358,6 +257,12 @@ def step_slides_the_window(engine: Engine) -> Steps:
         cache.free_reqid(reqid)
 
     return call, again
+
+
+@scenario
+def step_slides_moved_pages(engine: Engine) -> Steps:
+    _needs_host_pages(engine)
+    return _sliding(engine, host_limit=0)
 
 
 @scenario
@@ -449,39 +354,12 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
     return call, again
 
 
-@scenario
-def truncate(engine: Engine) -> Steps:
-    cache = engine.cache()
-    engine.start(cache, 3)
-    return _truncating(engine, cache, engine.start(cache, 3 * ROWS + 3), ROWS + 1)
-
-
-@scenario
-def truncate_nothing_kept(engine: Engine) -> Steps:
-    cache = engine.cache(deferred_reclaim=False)
-    engine.start(cache, 3)
-    return _truncating(engine, cache, engine.start(cache, 3 * ROWS + 3), ROWS + 1)
-
-
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
     """A request whose first pages are a fork's and recorded, too."""
     cache, reqid = _forkable(engine, 3 * ROWS + 3)
     engine.fork(cache, reqid)
     cache.record(reqid, list(range(3 * ROWS)))
     return cache, reqid
-
-
-@scenario
-def truncate_shared(engine: Engine) -> Steps:
-    cache, reqid = _truncatable(engine)
-    return _truncating(engine, cache, reqid, ROWS)
-
-
-@scenario
-def truncate_in_a_shared_page(engine: Engine) -> Steps:
-    """Of which the request gets a copy."""
-    cache, reqid = _truncatable(engine)
-    return _truncating(engine, cache, reqid, ROWS + 3)
 
 
 @scenario
@@ -522,6 +400,11 @@ def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count:
     return call, again
 
 
+def _needs_host_pages(engine: Engine) -> None:
+    if Caps.HOST_PAGES not in engine.context.info.caps:
+        raise NotHere("no pages in host memory")
+
+
 def _needs_sharing(engine: Engine) -> None:
     if Caps.ALIAS | Caps.READONLY not in engine.context.info.caps:
         raise NotHere("requests cannot share pages")
@@ -535,29 +418,11 @@ def _forkable(engine: Engine, rows: int) -> tuple[KVCache, int]:
 
 
 @scenario
-def fork(engine: Engine) -> Steps:
-    cache, parent = _forkable(engine, 2 * ROWS + 3)
-    return _forking(engine, cache, parent, None)
-
-
-@scenario
-def fork_whole_pages(engine: Engine) -> Steps:
-    cache, parent = _forkable(engine, 2 * ROWS)
-    return _forking(engine, cache, parent, None)
-
-
-@scenario
 def fork_of_a_fork(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, 2 * ROWS + 3)
     child = engine.fork(cache, parent)
     engine.grow(cache, child, 3 * ROWS + 1)
     return _forking(engine, cache, child, 2 * ROWS + 5)
-
-
-@scenario
-def fork_many(engine: Engine) -> Steps:
-    cache, parent = _forkable(engine, ROWS + 3)
-    return _forking(engine, cache, parent, None, count=2)
 
 
 @scenario
@@ -603,31 +468,12 @@ def _slid(engine: Engine, cache: Any, rows: int) -> int:
 
 
 @scenario
-def fork_a_window(engine: Engine) -> Steps:
-    cache, parent = _windowed(engine, 5 * ROWS + 3)
-    return _forking(engine, cache, parent, None, count=2)
-
-
-@scenario
 def step_slides_a_forked_window(engine: Engine) -> Steps:
     """The pages that leave one window are in another."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
     child = engine.fork(cache, parent)
     engine.grow(cache, child, 7 * ROWS)
     return _growing(engine, cache, {child: 8 * ROWS})
-
-
-@scenario
-def free_a_forked_window(engine: Engine) -> Steps:
-    cache, parent = _windowed(engine, 5 * ROWS + 3)
-    return _freeing(engine, cache, engine.fork(cache, parent))
-
-
-@scenario
-def truncate_a_forked_window(engine: Engine) -> Steps:
-    """Within a page that another window holds, too."""
-    cache, parent = _windowed(engine, 5 * ROWS + 3)
-    return _truncating(engine, cache, engine.fork(cache, parent), 4 * ROWS + 3)
 
 
 def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
@@ -645,12 +491,6 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
         engine.take(cache, taken[0], tags[:whole])
 
     return call, again
-
-
-@scenario
-def record(engine: Engine) -> Steps:
-    cache, reqid = _forkable(engine, 2 * ROWS + 3)
-    return _recording(engine, cache, reqid, 2 * ROWS)
 
 
 @scenario
@@ -713,16 +553,6 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
         assert not poll()
 
     return call, again
-
-
-@scenario
-def prefix_changes(engine: Engine) -> Steps:
-    return _telling(engine, lambda cache: cache.prefix_changes)
-
-
-@scenario
-def kv_events(engine: Engine) -> Steps:
-    return _telling(engine, lambda cache: KVEvents(cache).poll)
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
@@ -880,12 +710,6 @@ def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
 
 
 @scenario
-def record_a_window(engine: Engine) -> Steps:
-    cache, reqid = _windowed(engine, 5 * ROWS + 3)
-    return _recording(engine, cache, reqid, 5 * ROWS)
-
-
-@scenario
 def record_fills_in_a_window(engine: Engine) -> Steps:
     """The window before the place where prompts part is the second request's."""
     cache, first = _windowed(engine, 5 * ROWS)
@@ -979,13 +803,6 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 @scenario
-def swap_out(engine: Engine) -> Steps:
-    cache = engine.cache()
-    engine.start(cache, 3)
-    return _swapping_out(engine, cache, engine.start(cache, 2 * ROWS + 3))
-
-
-@scenario
 def swap_out_with_a_window(engine: Engine) -> Steps:
     cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
     engine.start(cache, 3)
@@ -1044,13 +861,6 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
         engine.take(cache, found[0], tags)
 
     return call, again
-
-
-@scenario
-def swap_in(engine: Engine) -> Steps:
-    cache = engine.cache()
-    engine.start(cache, 3)
-    return _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3))
 
 
 @scenario
@@ -1195,8 +1005,7 @@ def _in_small_pages(engine: Engine, **changes: Any) -> tuple[KVCache, int]:
 
 
 def _moving(engine: Engine, *, wait: bool, back: bool = False) -> Steps:
-    if Caps.HOST_PAGES not in engine.context.info.caps:
-        raise NotHere("no pages in host memory")
+    _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine, host_limit=0)
     if back:
         cache.move(reqid, "host")
@@ -1211,33 +1020,16 @@ def _moving(engine: Engine, *, wait: bool, back: bool = False) -> Steps:
 
 
 @scenario
-def move_to_the_host(engine: Engine) -> Steps:
-    return _moving(engine, wait=True)
-
-
-@scenario
-def move_in_the_background(engine: Engine) -> Steps:
-    return _moving(engine, wait=False)
-
-
-@scenario
 def free_recording_ends_a_move(engine: Engine) -> Steps:
-    if Caps.HOST_PAGES not in engine.context.info.caps:
-        raise NotHere("no pages in host memory")
+    _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine, host_limit=0)
     cache.move(reqid, "host", wait=False)
     return _free_recording(engine, cache, len(engine.held[cache, reqid]), reqid)
 
 
 @scenario
-def move_back(engine: Engine) -> Steps:
-    return _moving(engine, wait=True, back=True)
-
-
-@scenario
 def step_replaces_moved_pages(engine: Engine) -> Steps:
-    if Caps.HOST_PAGES not in engine.context.info.caps:
-        raise NotHere("no pages in host memory")
+    _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine)
     cache.move(reqid, "host", wait=False)
     return _growing(engine, cache, {reqid: 5 * ROWS})
@@ -1379,8 +1171,7 @@ def truncate_in_a_shared_block(engine: Engine) -> Steps:
 
 
 def _moving_a_part(engine: Engine, *, wait: bool) -> Steps:
-    if Caps.HOST_PAGES not in engine.context.info.caps:
-        raise NotHere("no pages in host memory")
+    _needs_host_pages(engine)
     cache = _in_blocks(engine)
     reqid = _whole(engine, cache)
     part = range(ROWS, 2 * ROWS)
@@ -1498,17 +1289,6 @@ def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
         engine.grow(cache, reqid, 2 * ROWS)
 
     return lambda: common.renew(reqid), again
-
-
-@scenario
-def renew_common_pages(engine: Engine) -> Steps:
-    return _renewing(engine, _common(engine), 1)
-
-
-@scenario
-def renew_the_only_common_pages(engine: Engine) -> Steps:
-    """No other slot has them meanwhile."""
-    return _renewing(engine, _common(engine, max_batch=1), 0)
 
 
 # ---- the module of vAttention --------------------------------------------------------------------
@@ -1646,11 +1426,6 @@ def _hf(engine: Engine, call: Callable[[Any], Any]) -> Steps:
 
 
 @scenario
-def hf_append(engine: Engine) -> Steps:
-    return _hf(engine, lambda cache: _appended(cache, _tokens(2, 2)))
-
-
-@scenario
 def hf_repeat_rows(engine: Engine) -> Steps:
     def call(cache: Any) -> None:
         for layer in cache.layers:
@@ -1658,11 +1433,6 @@ def hf_repeat_rows(engine: Engine) -> Steps:
                 layer.batch_repeat_interleave(2)
 
     return _hf(engine, call)
-
-
-@scenario
-def hf_reset(engine: Engine) -> Steps:
-    return _hf(engine, lambda cache: cache.reset())
 
 
 def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> Steps:
@@ -1683,11 +1453,6 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
         named.close()
 
     return lambda: call(named), again
-
-
-@scenario
-def named_hold(engine: Engine) -> Steps:
-    return _named(engine, lambda named: named.hold("three", ROWS), 3)
 
 
 @scenario
@@ -1874,31 +1639,6 @@ def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any)
 
 
 @scenario
-def layered_alloc(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    engine.start(cache, 3)
-    return _allocating(engine, cache)
-
-
-@scenario
-def layered_free(engine: Engine) -> Steps:
-    cache = _layered(engine, deferred_reclaim=False)
-    engine.start(cache, 3)
-    return _freeing(engine, cache, engine.start(cache, UNIT))
-
-
-@scenario
-def layered_free_with_tokens(engine: Engine) -> Steps:
-    return _free_recording(engine, _layered(engine), UNIT + 3)
-
-
-@scenario
-def layered_step(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    return _growing(engine, cache, {engine.start(cache, 3): UNIT})
-
-
-@scenario
 def layered_step_short(engine: Engine) -> Steps:
     """The first classes have grown when the last one is short."""
     cache = _layered(engine, pages=110)
@@ -1915,25 +1655,6 @@ def layered_step_tidies(engine: Engine) -> Steps:
     reqid = engine.start(cache, 3)
     engine.free(cache, engine.start(cache, UNIT))
     return _growing(engine, cache, {reqid: UNIT})
-
-
-@scenario
-def layered_step_async(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    return _ahead(engine, cache, {engine.start(cache, 3): UNIT})
-
-
-@scenario
-def layered_step_maps_ahead(engine: Engine) -> Steps:
-    cache = _layered(engine, ahead_tokens=3)
-    return _growing(engine, cache, {engine.start(cache, 3): UNIT})
-
-
-@scenario
-def layered_alloc_eager(engine: Engine) -> Steps:
-    cache = _layered(engine, eager_pages=2)
-    engine.start(cache, 3)
-    return _allocating(engine, cache)
 
 
 def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> LayeredCache:
@@ -1978,12 +1699,6 @@ def layered_step_cuts_free_entries(engine: Engine) -> Steps:
 
 
 @scenario
-def layered_truncate(engine: Engine) -> Steps:
-    cache = _layered(engine, deferred_reclaim=False)
-    return _truncating(engine, cache, engine.start(cache, 2 * UNIT), 5)
-
-
-@scenario
 def layered_truncate_shared(engine: Engine) -> Steps:
     cache = _layered(engine)
     reqid = engine.start(cache, 2 * UNIT + 3)
@@ -2007,30 +1722,12 @@ def layered_trim_takes_a_match(engine: Engine) -> Steps:
 
 
 @scenario
-def layered_fork(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    return _forking(engine, cache, engine.start(cache, UNIT + 3), None)
-
-
-@scenario
-def layered_record(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    return _recording(engine, cache, engine.start(cache, UNIT + 3), UNIT)
-
-
-@scenario
 def layered_alloc_prefix(engine: Engine) -> Steps:
     cache = _layered(engine)
     reqid = engine.start(cache, UNIT + 3)
     tags, tokens = engine.held[cache, reqid], list(range(UNIT + 3))
     engine.free(cache, reqid, tokens=tokens)
     return _prefixed(engine, cache, tokens, tags[:UNIT])
-
-
-@scenario
-def layered_swap_out(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    return _swapping_out(engine, cache, engine.start(cache, UNIT + 3))
 
 
 @scenario
@@ -2132,8 +1829,7 @@ def close_one_of_a_budget(engine: Engine) -> Steps:
 
 def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
     """Once a step has ended what is under way, all layers have moved or none."""
-    if Caps.HOST_PAGES not in engine.context.info.caps:
-        raise NotHere("no pages in host memory")
+    _needs_host_pages(engine)
     cache = _layered(engine)
     engine.start(cache, 3)
     reqid = engine.start(cache, UNIT)
@@ -2152,16 +1848,6 @@ def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
         engine.grow(cache, reqid, UNIT + 1)
 
     return lambda: cache.move(reqid, "host", wait=wait), again
-
-
-@scenario
-def layered_move(engine: Engine) -> Steps:
-    return _layered_moving(engine, wait=True)
-
-
-@scenario
-def layered_move_in_the_background(engine: Engine) -> Steps:
-    return _layered_moving(engine, wait=False)
 
 
 @scenario
@@ -2200,12 +1886,6 @@ def layered_step_slides(engine: Engine) -> Steps:
             cache.free_reqid(reqid)
 
     return call, again
-
-
-@scenario
-def layered_fork_a_window(engine: Engine) -> Steps:
-    cache, parent = _layered_windows(engine, 5 * ROWS + 3)
-    return _forking(engine, cache, parent, None)
 
 
 @scenario
@@ -2546,17 +2226,6 @@ def _served_truncating(served: Served) -> Steps:
     return served.steps(call, again)
 
 
-@scenario
-def engine_truncate(engine: Engine) -> Steps:
-    return _served_truncating(Served(engine))
-
-
-@scenario
-def engine_truncate_shared(engine: Engine) -> Steps:
-    served, _ = _served_recorded(engine)
-    return _served_truncating(served)
-
-
 def _served_forking(served: Served) -> Steps:
     def call() -> Any:
         return served.requests.fork(served.one, 2)
@@ -2568,16 +2237,6 @@ def _served_forking(served: Served) -> Steps:
         served.rows.update((request, served.rows[served.one]) for request in made)
 
     return served.steps(call, again)
-
-
-@scenario
-def engine_fork(engine: Engine) -> Steps:
-    return _served_forking(Served(engine))
-
-
-@scenario
-def engine_fork_layered(engine: Engine) -> Steps:
-    return _served_forking(Served(engine, _layered))
 
 
 def _ending(served: Served, call: Callable[[], Any]) -> Steps:
@@ -2601,31 +2260,6 @@ def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
 
 
 @scenario
-def engine_release(engine: Engine) -> Steps:
-    return _releasing(Served(engine))
-
-
-@scenario
-def engine_release_nothing_kept(engine: Engine) -> Steps:
-    return _releasing(Served(engine, deferred_reclaim=False))
-
-
-@scenario
-def engine_release_with_tokens(engine: Engine) -> Steps:
-    return _releasing(Served(engine), list(range(2 * ROWS + 3)))
-
-
-@scenario
-def engine_release_with_tokens_nothing_kept(engine: Engine) -> Steps:
-    return _releasing(Served(engine, deferred_reclaim=False), list(range(2 * ROWS + 3)))
-
-
-@scenario
-def engine_release_layered(engine: Engine) -> Steps:
-    return _releasing(Served(engine, _layered), list(range(2 * ROWS + 3)))
-
-
-@scenario
 def engine_release_swapped(engine: Engine) -> Steps:
     served = Served(engine)
     served.requests.swap_out(served.one)
@@ -2643,21 +2277,6 @@ def _served_swapping_out(served: Served) -> Steps:
         assert served.requests.swap_in(served.one) is None
 
     return served.steps(call, again)
-
-
-@scenario
-def engine_swap_out(engine: Engine) -> Steps:
-    return _served_swapping_out(Served(engine))
-
-
-@scenario
-def engine_swap_out_nothing_kept(engine: Engine) -> Steps:
-    return _served_swapping_out(Served(engine, deferred_reclaim=False))
-
-
-@scenario
-def engine_swap_out_layered(engine: Engine) -> Steps:
-    return _served_swapping_out(Served(engine, _layered))
 
 
 @scenario
@@ -2706,6 +2325,127 @@ def engine_close(engine: Engine) -> Steps:
     served.requests.swap_out(served.begin(ROWS))
     served.ends.update(served.rows)
     return served.steps(served.requests.close, served.requests.close)
+
+
+# ---- a cache, a request and a call ---------------------------------------------------------------
+
+
+def _with_another(engine: Engine, make: Any = Engine.cache, **options: Any) -> Any:
+    """A cache with a request that the call is not about."""
+    cache = make(engine, **options)
+    engine.start(cache, 3)
+    return cache
+
+
+def _request(
+    engine: Engine, rows: int, make: Any = Engine.cache, **options: Any
+) -> tuple[Any, int]:
+    """A request beside another."""
+    cache = _with_another(engine, make, **options)
+    return cache, engine.start(cache, rows)
+
+
+def _forked(engine: Engine, cache: Any, parent: int) -> tuple[Any, int]:
+    return cache, engine.fork(cache, parent)
+
+
+def _longer(
+    engine: Engine, lengths: dict[int, int], make: Any = Engine.cache, **options: Any
+) -> tuple[Any, dict[int, int]]:
+    """Requests by the rows that they have, and the rows that each is to have."""
+    cache = make(engine, **options)
+    return cache, {engine.start(cache, rows): more for rows, more in lengths.items()}
+
+
+def _to(rows: int, cache: Any, reqid: int) -> tuple[Any, dict[int, int]]:
+    return cache, {reqid: rows}
+
+
+AHEAD = {"ahead_tokens": 3, "growth_fraction": 0.0}
+
+SCENARIOS |= {
+    "alloc": lambda e: _allocating(e, _with_another(e)),
+    "alloc_eager": lambda e: _allocating(e, _with_another(e, eager_pages=2)),
+    "layered_alloc": lambda e: _allocating(e, _with_another(e, _layered)),
+    "layered_alloc_eager": lambda e: _allocating(e, _with_another(e, _layered, eager_pages=2)),
+    "free": lambda e: _freeing(e, *_request(e, 2 * ROWS)),
+    "free_nothing_kept": lambda e: _freeing(e, *_request(e, 2 * ROWS, deferred_reclaim=False)),
+    "free_below_the_watermark": lambda e: _freeing(
+        e, *_request(e, 2 * ROWS, low_watermark=0.9, pages=8)
+    ),
+    "free_shared": lambda e: _freeing(e, *_forked(e, *_request(e, 2 * ROWS + 3))),
+    "free_a_forked_window": lambda e: _freeing(e, *_forked(e, *_windowed(e, 5 * ROWS + 3))),
+    "layered_free": lambda e: _freeing(e, *_request(e, UNIT, _layered, deferred_reclaim=False)),
+    "free_with_tokens": lambda e: _free_recording(e, _with_another(e), 2 * ROWS + 3),
+    "layered_free_with_tokens": lambda e: _free_recording(e, _layered(e), UNIT + 3),
+    "step_grows": lambda e: _growing(e, *_longer(e, {3: 3 * ROWS, 1: 2})),
+    "step_idle": lambda e: _growing(e, *_longer(e, {3: 4})),
+    "step_reclaims": lambda e: _growing(e, *_to(4 * ROWS, *_reclaiming(e))),
+    "step_short": lambda e: _short(e, *_reclaiming(e), 6 * ROWS, 4 * ROWS),
+    "step_async": lambda e: _ahead(e, *_longer(e, {3: 3 * ROWS, 1: 2})),
+    "step_async_reclaims": lambda e: _ahead(e, *_to(4 * ROWS, *_reclaiming(e))),
+    "step_async_short": lambda e: _short(e, *_reclaiming(e), 6 * ROWS, 4 * ROWS, "step_async"),
+    "step_maps_ahead": lambda e: _growing(e, *_longer(e, {3: ROWS, 1: ROWS - 1}, **AHEAD)),
+    "step_after_mapping_ahead": lambda e: _growing(e, *_longer(e, {ROWS: 2 * ROWS, 1: 2}, **AHEAD)),
+    "step_slides_the_window": lambda e: _sliding(e),
+    "layered_step": lambda e: _growing(e, *_longer(e, {3: UNIT}, _layered)),
+    "layered_step_async": lambda e: _ahead(e, *_longer(e, {3: UNIT}, _layered)),
+    "layered_step_maps_ahead": lambda e: _growing(
+        e, *_longer(e, {3: UNIT}, _layered, ahead_tokens=3)
+    ),
+    "truncate": lambda e: _truncating(e, *_request(e, 3 * ROWS + 3), ROWS + 1),
+    "truncate_nothing_kept": lambda e: _truncating(
+        e, *_request(e, 3 * ROWS + 3, deferred_reclaim=False), ROWS + 1
+    ),
+    "truncate_shared": lambda e: _truncating(e, *_truncatable(e), ROWS),
+    "truncate_in_a_shared_page": lambda e: _truncating(e, *_truncatable(e), ROWS + 3),
+    "truncate_a_forked_window": lambda e: _truncating(
+        e, *_forked(e, *_windowed(e, 5 * ROWS + 3)), 4 * ROWS + 3
+    ),
+    "layered_truncate": lambda e: _truncating(
+        e, *_request(e, 2 * UNIT, _layered, deferred_reclaim=False), 5
+    ),
+    "fork": lambda e: _forking(e, *_forkable(e, 2 * ROWS + 3), None),
+    "fork_whole_pages": lambda e: _forking(e, *_forkable(e, 2 * ROWS), None),
+    "fork_many": lambda e: _forking(e, *_forkable(e, ROWS + 3), None, count=2),
+    "fork_a_window": lambda e: _forking(e, *_windowed(e, 5 * ROWS + 3), None, count=2),
+    "layered_fork": lambda e: _forking(e, *_request(e, UNIT + 3, _layered), None),
+    "layered_fork_a_window": lambda e: _forking(e, *_layered_windows(e, 5 * ROWS + 3), None),
+    "record": lambda e: _recording(e, *_forkable(e, 2 * ROWS + 3), 2 * ROWS),
+    "record_a_window": lambda e: _recording(e, *_windowed(e, 5 * ROWS + 3), 5 * ROWS),
+    "layered_record": lambda e: _recording(e, *_request(e, UNIT + 3, _layered), UNIT),
+    "prefix_changes": lambda e: _telling(e, lambda cache: cache.prefix_changes),
+    "kv_events": lambda e: _telling(e, lambda cache: KVEvents(cache).poll),
+    "swap_out": lambda e: _swapping_out(e, *_request(e, 2 * ROWS + 3)),
+    "layered_swap_out": lambda e: _swapping_out(e, *_request(e, UNIT + 3, _layered)),
+    "swap_in": lambda e: _swapping_in(e, *_request(e, 2 * ROWS + 3)),
+    "move_to_the_host": lambda e: _moving(e, wait=True),
+    "move_in_the_background": lambda e: _moving(e, wait=False),
+    "move_back": lambda e: _moving(e, wait=True, back=True),
+    "layered_move": lambda e: _layered_moving(e, wait=True),
+    "layered_move_in_the_background": lambda e: _layered_moving(e, wait=False),
+    "renew_common_pages": lambda e: _renewing(e, _common(e), 1),
+    "renew_the_only_common_pages": lambda e: _renewing(e, _common(e, max_batch=1), 0),
+    "hf_append": lambda e: _hf(e, lambda cache: _appended(cache, _tokens(2, 2))),
+    "hf_reset": lambda e: _hf(e, lambda cache: cache.reset()),
+    "named_hold": lambda e: _named(e, lambda named: named.hold("three", ROWS), 3),
+    "engine_truncate": lambda e: _served_truncating(Served(e)),
+    "engine_truncate_shared": lambda e: _served_truncating(_served_recorded(e)[0]),
+    "engine_fork": lambda e: _served_forking(Served(e)),
+    "engine_fork_layered": lambda e: _served_forking(Served(e, _layered)),
+    "engine_release": lambda e: _releasing(Served(e)),
+    "engine_release_nothing_kept": lambda e: _releasing(Served(e, deferred_reclaim=False)),
+    "engine_release_with_tokens": lambda e: _releasing(Served(e), list(range(2 * ROWS + 3))),
+    "engine_release_with_tokens_nothing_kept": lambda e: _releasing(
+        Served(e, deferred_reclaim=False), list(range(2 * ROWS + 3))
+    ),
+    "engine_release_layered": lambda e: _releasing(Served(e, _layered), list(range(2 * ROWS + 3))),
+    "engine_swap_out": lambda e: _served_swapping_out(Served(e)),
+    "engine_swap_out_nothing_kept": lambda e: _served_swapping_out(
+        Served(e, deferred_reclaim=False)
+    ),
+    "engine_swap_out_layered": lambda e: _served_swapping_out(Served(e, _layered)),
+}
 
 
 # ---- the tests -----------------------------------------------------------------------------------

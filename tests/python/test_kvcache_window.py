@@ -200,15 +200,20 @@ def test_a_long_request_fits_into_little_memory(context: Context) -> None:
         assert rows_are_there(cache, 12 * ROWS - 12, 12 * ROWS)
 
 
-def test_a_slide_that_fails_is_undone_and_told(context: Context) -> None:
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_slide_that_fails_is_undone_and_told(context: Context, place: str) -> None:
     with small_cache(context, **WINDOW) as cache:
         cache.alloc_reqid()
         decode(cache, 0, 24)
+        cache.move(0, place)
+        away = cache.snapshot()[0].away_pages
+        assert bool(away) == (place == "host")
         context.inject(Inject.UNMAP)
         assert cache.step(lens(cache, r0=25)) == 0
         eventually(lambda: not cache.snapshot()[0].in_flight)
         context.inject(Inject.UNMAP, 0, 0)
         assert mapped(cache) == 4
+        assert cache.snapshot()[0].away_pages == away
         assert rows_are_there(cache, 0, 24)
         cache.check_integrity()
         with pytest.raises(DriverError):

@@ -20,7 +20,7 @@ from pyvmem import (
     VMemError,
 )
 from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
-from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.growth import Pager, Planner
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -139,17 +139,17 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         before, pages = state(cache), cache.stats().active_pages
         pager = cache._groups[place].pager
 
-        def broken(real: Any) -> Any:
-            def call(self: Pager, *args: Any) -> None:
-                if self is pager:
+        def broken(real: Any, owner: Any) -> Any:
+            def call(self: Any, *args: Any) -> None:
+                if self is owner:
                     raise error("the driver has no more of it")
                 real(self, *args)
 
             return call
 
         with monkeypatch.context() as patch:
-            for name in ("assign", "copy_tail"):  # of prefixes, and of forks
-                patch.setattr(Pager, name, broken(getattr(Pager, name)))
+            patch.setattr(Pager, "assign", broken(Pager.assign, pager))  # of prefixes
+            patch.setattr(Planner, "populate", broken(Planner.populate, pager.planner))  # of forks
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None

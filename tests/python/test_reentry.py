@@ -23,14 +23,12 @@ from pyvmem import (
     ForkedProcess,
     InvalidArgument,
     KVCache,
-    OpBatch,
     Reentered,
     VMemError,
 )
 from pyvmem.engine import RequestCache
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.cache import GroupView
-from pyvmem.kvcache.sharing import Sharing
 from pyvmem.memory.streams import KeptEvents
 from pyvmem.plumbing.reentry import reentrant_lock, when_collected
 from pyvmem.telemetry import Telemetry
@@ -624,21 +622,3 @@ def test_a_call_in_the_background_cannot_wait_for_itself() -> None:
             requests._background.begin(requests.close).result(20)
         assert not cache.is_closed
         requests.close()
-
-
-# ---- a batch that grows ------------------------------------------------------------------------
-
-
-def test_a_batch_of_operations_has_its_room_after_an_interruption() -> None:
-    with Context("host", granule=PAGE) as context, filled(context) as cache:
-        sharing: Sharing = cache._groups[0].sharing
-        room = 20
-        for at in range(1, 1000):
-            sharing._ops, sharing._room = OpBatch(8), 8
-            with contextlib.suppress(Interrupted):
-                Interrupts(at).run(lambda: sharing.batch(room))
-                break
-            batch = sharing.batch(room)
-            for page in range(room):
-                batch.unmap(page * PAGE, PAGE)
-        assert at > 3
