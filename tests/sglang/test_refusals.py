@@ -208,3 +208,30 @@ def test_plug_ins_that_leave_it_out() -> None:
     )
     assert done.returncode == 1
     assert "SGLANG_PLUGINS='other' does not name the plug-in vmem" in done.stderr
+
+
+OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "python"
+
+
+@pytest.mark.skipif(not OLD.exists(), reason="scripts/sglang_setup.py old has not made it")
+def test_a_version_of_half_a_year_ago() -> None:
+    """Its plug-ins are loaded before anything else; the reason is in its source."""
+    program = """
+import importlib.util
+print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print("it went on")
+"""
+    env = {**os.environ, "VMEM_SGLANG": "1"}
+    done = subprocess.run(
+        [OLD, "-c", program], capture_output=True, text=True, env=env, check=False
+    )
+    folder, *more = done.stdout.splitlines()
+    assert (done.returncode, more) == (1, []), done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("VMEM_SGLANG=1: sglang 0.5.12 is too old (known: 0.5.22 to 0.5.23)")
+    lacks = missing(Source(Path(folder), "sglang"), HOOKS)
+    assert len(lacks) > 30
+    for name in ("PrefillBudget.check_prefill", "UnifiedRadixCache.evict_for_alloc"):
+        assert any(one.startswith(name) for one in lacks)
