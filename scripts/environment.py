@@ -34,7 +34,7 @@ ESSENTIAL = ("build",)
 OPTIONAL = ("serve", "server", "model", "cuda", "test", "lint", "dist")
 # Installed without dependencies: of the first, only the model file is needed; vllm.txt and
 # sglang.txt list the imported third of what vLLM and SGLang require.
-WITHOUT_DEPENDENCIES = ("model", "sglang", "vllm")
+WITHOUT_DEPENDENCIES = ("model", "sglang", "sglang-old", "vllm")
 PYTHONS = tuple((3, minor) for minor in range(10, 15))
 # A line of a file of requirements; some packages have no version for all Pythons.
 PIN = re.compile(r'([\w.-]+)==([\w.+]+)(?:; python_version (<|>=) "3\.(\d+)")?')

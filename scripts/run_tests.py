@@ -310,6 +310,8 @@ def sglang(session: Session) -> None:
     if not can("sglang_setup.py"):
         session.skip("sglang: its environment is not available here (see above)")
         return
+    if not can("sglang_setup.py", "old"):
+        session.skip("an older SGLang: not available here (see above)")
     # Warnings are SGLang's own.
     options = ["-q", "-o", "filterwarnings=default", "--disable-warnings"]
     python = BUILD / "sglang" / "bin" / "python"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Creates build/sglang: SGLang's Python, on top of build/vllm.
+"""Creates build/sglang: SGLang's Python, on top of build/vllm. With `old`, also build/sglang-old.
 
 Exit status 77: unavailable here. SGLang's wheel contains its Python; its kernels are a separate
 package without a build for CPUs. Stubs for what its CPU engine imports of that package and of
-torchvision are in tests/sglang/stand_ins.
+torchvision are in tests/sglang/stand_ins. build/sglang-old has a version that is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ __all__ = ["main"]
 
 def main() -> int:
     """Makes build/vllm, which shares most packages, and build/sglang."""
-    status = vllm_setup.main()
-    return status or make(BUILD / "sglang", ["sglang"], [BUILD / "vllm", VENV], size="400 MB")
+    old = sys.argv[1:] == ["old"]
+    del sys.argv[1:]  # vllm_setup has its own
+    below = [BUILD / "vllm", VENV]
+    status = vllm_setup.main() or make(BUILD / "sglang", ["sglang"], below, size="400 MB")
+    if old and not status:
+        return make(BUILD / "sglang-old", ["sglang-old"], [BUILD / "sglang", *below], size="40 MB")
+    return status
 
 
 if __name__ == "__main__":

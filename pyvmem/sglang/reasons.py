@@ -14,7 +14,8 @@ _COPIES = "registers or copies whole KV tensors, of which most has no memory"
 
 _POOLS = {
     "DSA": "latent attention with an index: buffers of its own",
-    "SWA": "sliding windows: two pools and an allocator that couples them",
+    "SWA": "sliding windows: two pools and an allocator that couples them; start it with "
+    "--disable-hybrid-swa-memory, which keeps all layers' tokens in one",
     "Hybrid": "a hybrid model: attention's pool inside another, beside states",
     "Mamba": "states, which have no pages",
     "FP4": "a quantized cache: scales and workspaces beside the data",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import signal
@@ -30,7 +31,8 @@ def environment() -> dict[str, str]:
     assert found.submodule_search_locations
     models = Path(found.submodule_search_locations[0], "srt", "models")
     names = sorted(path.stem for path in models.iterdir())
-    kept = ("llama", "minicpm3", "registry", "utils", "__pycache__")
+    kept = ("llama", "minicpm3", "gemma3_causal", "mellum", "qwen3_next", "llama_eagle")
+    kept += ("registry", "utils", "__pycache__")
     left_out = (name for name in names if name not in kept)
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -67,22 +69,50 @@ def options(model: Path, **more: Any) -> dict[str, Any]:
     return {**given, **more}
 
 
+_WINDOWS = {
+    "sliding_window": 32,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "gemma3_text": _WINDOWS,
+    "mellum": {**_WINDOWS, **_EXPERTS},
+    "qwen3_next": {
+        **_EXPERTS,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "shared_expert_intermediate_size": 64,
+    },
+}
+
+
 def make_model(folder: Path, kind: str = "llama") -> Path:
     """A model of random weights, of 4 layers.
 
     Args:
         folder: where its own is made.
-        kind: llama, with 2 heads of 32 for keys and values; or minicpm3, whose latent attention
-            keeps 80 numbers of a token.
+        kind: llama, with 2 heads of 32 for keys and values; minicpm3, whose latent attention keeps
+            80 numbers of a token; gemma3_text and mellum with a window of 32 tokens in 3 of 4
+            layers, which SGLang gives one pool and two; qwen3_next with states in 3 of 4 layers.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    if kind == "minicpm3":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 48}
-        heads |= {"kv_lora_rank": 64, "qk_rope_head_dim": 16}
-        heads |= {"qk_nope_head_dim": 32, "v_head_dim": 32}
+    given: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    given |= _KINDS[kind]
     torch.manual_seed(7)
     config = AutoConfig.for_model(
         kind,
@@ -93,10 +123,17 @@ def make_model(folder: Path, kind: str = "llama") -> Path:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         initializer_range=0.2,
-        **heads,
+        **{name: value for name, value in given.items() if value is not None},
     )
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in made.named_parameters():
+        if kind == "gemma3_text" and "post_" in name:
+            weight.data.fill_(8.0)  # else each answer repeats one token
     made.save_pretrained(folder / kind)
+    if kind == "qwen3_next":
+        file = folder / kind / "config.json"
+        text = {**json.loads(file.read_text("utf-8")), "full_attention_interval": 4}
+        file.write_text(json.dumps(text), "utf-8")
     return folder / kind
 
 

@@ -128,6 +128,29 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
     assert engine.answer(prompts()) == stock
 
 
+@pytest.mark.parametrize(
+    ("kind", "given"), [("gemma3_text", {}), ("mellum", {"disable_hybrid_swa_memory": True})]
+)
+def test_sliding_windows_in_one_pool(
+    start: Start, tmp_path: Path, kind: str, given: dict[str, Any]
+) -> None:
+    """SGLang keeps what lies before a window; a limit makes it forget prefixes."""
+    model = make_model(tmp_path, kind)
+    with served(tmp_path / "log", {}, options(model, **given)) as engine:
+        stock = engine.answer(prompts())
+    assert len({token for one in stock for token in one}) > 12
+    limit = 17 * PAGE_BYTES
+    engine = start({"VMEM_LIMIT": str(limit)}, model_path=str(model), **given)
+    for _ in range(2):
+        found, most = highest(tmp_path, engine, prompts(), [24] * 5)
+        assert found == stock
+        assert 8 * PAGE_BYTES < most <= limit
+    engine.call("release_memory_occupation", tags=["kv_cache"])
+    assert info(tmp_path).used == PAGE_BYTES
+    engine.call("resume_memory_occupation", tags=["kv_cache"])
+    assert engine.answer(prompts()) == stock
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tensor_parallelism(
     start: Start, stock: list[list[int]], tmp_path: Path, overlap: bool

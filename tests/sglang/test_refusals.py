@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Start
-from served import options, outcome
+from served import make_model, options, outcome
 
 from pyvmem.elastic.hooks import Source, missing
 from pyvmem.sglang.hooks import HOOKS
@@ -36,6 +36,16 @@ def test_all_hooks_are_in_this_version() -> None:
             r"hicache_io_backend=direct \(it copies by cudaMemcpyAsync",
         ),
         ({"enable_hisparse": True}, "enable_hisparse"),
+        (
+            {"disaggregation_mode": "prefill"},
+            r"disaggregation_mode=prefill \(registers or copies whole KV tensors",
+        ),
+        ({"disaggregation_mode": "decode"}, "disaggregation_mode=decode"),
+        ({"enable_lmcache": True}, "enable_lmcache"),
+        (
+            {"speculative_algorithm": "EAGLE3"},
+            r"speculative_algorithm=EAGLE3 \(a draft model's KV tensors have the page numbers",
+        ),
         ({"pp_size": 2, "enable_pdmux": True}, "pp_size=2.*; enable_pdmux"),
     ],
 )
@@ -61,6 +71,49 @@ def test_options(model: Path, tmp_path: Path, given: dict[str, Any], text: str) 
 def test_an_engine_of_two_stages(start: Start) -> None:
     with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with pp_size=2"):
         start(pp_size=2)
+
+
+def test_a_draft_model(start: Start, model: Path) -> None:
+    """SGLang completes the options of speculation before it checks them."""
+    with pytest.raises(ValueError, match="VMEM_SGLANG=1 does not work with speculative_algorithm"):
+        start(
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=str(model),
+            speculative_num_steps=2,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=3,
+        )
+
+
+def test_one_of_two_servers(start: Start) -> None:
+    """A server of a disaggregated pair is refused before it has a pool."""
+    with pytest.raises(ValueError, match="does not work with disaggregation_mode=decode"):
+        start(disaggregation_mode="decode", disaggregation_transfer_backend="fake")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "text"),
+    [
+        (
+            "mellum",
+            {},
+            "SWAKVPool (sliding windows: two pools and an allocator that couples them; start it "
+            "with --disable-hybrid-swa-memory",
+        ),
+        (
+            "qwen3_next",
+            {"disable_radix_cache": True, "mamba_radix_cache_strategy": "no_buffer"},
+            "HybridLinearKVPool (a hybrid model: attention's pool inside another, beside states)",
+        ),
+    ],
+)
+def test_models_with_other_pools(
+    start: Start, tmp_path: Path, kind: str, given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(RuntimeError, match="scheduler died during initialization"):
+        start(model_path=str(make_model(tmp_path, kind)), **given)
+    log = (tmp_path / "log-0").read_text("utf-8")
+    assert f"VMEM_SGLANG=1 does not work with the KV pool {text}" in log
 
 
 def test_tokens_without_pages(start: Start, tmp_path: Path) -> None:
@@ -155,3 +208,30 @@ def test_plug_ins_that_leave_it_out() -> None:
     )
     assert done.returncode == 1
     assert "SGLANG_PLUGINS='other' does not name the plug-in vmem" in done.stderr
+
+
+OLD = Path(__file__).resolve().parents[2] / "build" / "sglang-old" / "bin" / "python"
+
+
+@pytest.mark.skipif(not OLD.exists(), reason="scripts/sglang_setup.py old has not made it")
+def test_a_version_of_half_a_year_ago() -> None:
+    """Its plug-ins are loaded before anything else; the reason is in its source."""
+    program = """
+import importlib.util
+print(*importlib.util.find_spec("sglang").submodule_search_locations, flush=True)
+from sglang.srt.plugins import load_plugins
+load_plugins()
+print("it went on")
+"""
+    env = {**os.environ, "VMEM_SGLANG": "1"}
+    done = subprocess.run(
+        [OLD, "-c", program], capture_output=True, text=True, env=env, check=False
+    )
+    folder, *more = done.stdout.splitlines()
+    assert (done.returncode, more) == (1, []), done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("VMEM_SGLANG=1: sglang 0.5.12 is too old (known: 0.5.22 to 0.5.23)")
+    lacks = missing(Source(Path(folder), "sglang"), HOOKS)
+    assert len(lacks) > 30
+    for name in ("PrefillBudget.check_prefill", "UnifiedRadixCache.evict_for_alloc"):
+        assert any(one.startswith(name) for one in lacks)
