@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: MIT
 """The one place where a cache asks its context for pages; each call is a transaction.
 
+    mapper.commit(edits, ops, after)      # the batch, and if it succeeds the records, in one C call
+
+Calls whose change of the records is not planned as data write it first:
+
     with mapper.transaction() as change:
-        slot.job = Unmap(slot, ..., change.ticket)    # intent: the records as they will be
-        slot.mapped = keep
-        change.submit(ops, after=slot.events)       # the act
+        self._count(move, 1)              # intent: the records as they will be
+        change.run(ops, after)            # the act
 
 If the act fails, or an exception from outside comes before it, the records are as before; after it
 they are as intended, whatever happens next (journal.py).
@@ -118,11 +121,6 @@ class Mapper:
         finally:
             outcome.edits = None
 
-    def run(self, ops: OpBatch, after: Iterable[Any] = ()) -> None:
-        """Runs a batch whose intent is already in the records, or that needs none."""
-        with self.transaction() as change:
-            change.run(ops, after)
-
     # ---- handles and addresses -------------------------------------------------------------------
 
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
@@ -211,7 +209,7 @@ class Scratch:
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:
-            self._mapper.run(ops)
+            self._mapper.commit([], ops)
         except VMemError:
             self._mapper.journal.keep(self, "_full")
             self._full = [*self._full, addresses]
