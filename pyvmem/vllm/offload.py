@@ -18,7 +18,16 @@ from pyvmem.elastic.memory import KVMemory, device_total
 from pyvmem.elastic.settings import Settings
 from pyvmem.plumbing.units import format_bytes
 
-__all__ = ["begin", "clear", "drop", "host_bytes", "reasons_against", "select"]
+__all__ = [
+    "BLOCK_BYTES",
+    "begin",
+    "clear",
+    "count_by",
+    "drop",
+    "host_bytes",
+    "reasons_against",
+    "select",
+]
 
 _SPEC = ("VMemOffloadingSpec", "pyvmem.vllm.offload_spec")
 _TIERS = ("VMemTieringSpec", "pyvmem.vllm.offload_tiers")
@@ -48,6 +57,7 @@ _OTHERWISE = (
     "configuration, one that copies by cudaMemcpy alone, and ends with the step, works; so does "
     "OffloadingConnector"
 )
+BLOCK_BYTES = "vmem_block_bytes"  # of a rank, in the extra configuration that its spec gets
 _IN_STEP = "vmem_copies_in_step"  # what a connector's user vouches for
 _COPY_IN_STEP = ("LMCacheConnectorV1",)
 _LMCACHE = "0.5.6"  # whose source has been read
@@ -184,6 +194,18 @@ def clear() -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     ensure_kv_transfer_shutdown()
+
+
+def count_by(config: Any, kv_cache_config: Any) -> None:
+    """Has this rank's spec count the bytes of a block as the scheduler's does.
+
+    VLLM divides the size of the KV cache by its blocks. The pool's is larger, since each layer
+    begins at a page; chunks counted by it are fewer than those that the scheduler hands out.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    if host_bytes(config) and tensors and hasattr(tensors[0], "layer_stride"):
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        extra[BLOCK_BYTES] = tensors[0].size // kv_cache_config.num_blocks
 
 
 def begin(memory: KVMemory, device: Any) -> None:

@@ -7,6 +7,7 @@ and in those of the workers. `offload.select` puts it there.
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from pyvmem.memory.host_copies import Copies, Copy, HostMemory, Pieces
+from pyvmem.vllm.offload import BLOCK_BYTES
 
 __all__ = ["DROPPED", "HELD", "OurCopies", "Shared", "Transferrer", "VMemOffloadingSpec"]
 
@@ -65,6 +67,9 @@ class OurCopies:
         return found
 
     def __init__(self, config: Any) -> None:
+        if BLOCK_BYTES in config.extra_config:
+            own = config.extra_config[BLOCK_BYTES]
+            config = dataclasses.replace(config, worker_kv_bytes_per_block=own)
         super().__init__(config)  # type: ignore[call-arg]
         spec: Any = self
         # vLLM renamed it in 0.28.
@@ -174,7 +179,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         shared: Shared | None = None,
     ) -> None:
         tensors = [one.tensor for one in kv_caches.tensors]
-        self._blocks_per_chunk = blocks_per_chunk
+        self._blocks_per_chunk, self._chunks = blocks_per_chunk, chunks
         self._base = [one.data_ptr() for one in tensors]
         self._stride = [one.stride(0) * one.element_size() for one in tensors]
         self._bytes = [one.page_size_bytes for one in kv_caches.tensors]
@@ -228,6 +233,10 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             raise ValueError(
                 f"a KV transfer of {len(device.block_ids)} blocks and {len(host.block_ids)} "
                 f"chunks, of which {at} and {at_chunk} match"
+            )
+        if at_chunk and int(host.block_ids.max()) >= self._chunks:
+            raise ValueError(
+                f"a KV transfer of chunk {host.block_ids.max()}; host memory has {self._chunks}"
             )
         none = [np.empty(0, dtype=np.int64)]
         return Pieces(*(np.concatenate(one or none) for one in (device_addrs, host_addrs, sizes)))

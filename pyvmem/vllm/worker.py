@@ -84,6 +84,7 @@ class ElasticWorker:
         from pyvmem.vllm.allocation import place
 
         offload.clear()
+        offload.count_by(self.vllm_config, kv_cache_config)
         kv_cache_config, self._answers = place(kv_cache_config, self._open)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._answers.check()

@@ -181,6 +181,22 @@ def test_a_store_that_no_step_carries_on_is_dropped(start: Open) -> None:
         assert counters(llm).loaded > 0
 
 
+def test_layers_end_within_a_page(start: Open, expected: Callable[..., Tokens]) -> None:
+    """The pool spreads them apart; a rank has the chunks that vLLM's scheduler counts, all used."""
+    block, blocks, chunks = 8 << 10, 100, 24
+    assert blocks * block % (64 << 10)
+    size = {"kv_offloading_size": chunks * 2 * block / 2**30, "num_gpu_blocks_override": blocks}
+    wanted = expected("llama")
+    with start("llama", **POOL | size) as llm:
+        manager = elastic_of(llm).holds._manager
+        assert manager._num_chunks == chunks
+        for _ in range(2):
+            assert answer(llm, prompts()) == wanted
+            idle(llm)
+        assert manager._num_allocated_chunks == chunks
+        assert counters(llm).loaded > 0
+
+
 @pytest.mark.long
 def test_a_size_above_what_other_engines_leave_is_refused(start: Open, ledger: Path) -> None:
     other = Ledger("host", folder=ledger).join(
@@ -307,6 +323,8 @@ def test_a_transfer_that_does_not_add_up_is_refused() -> None:
         host = SimpleNamespace(block_ids=np.array([0, 1], dtype=np.int32))
         with pytest.raises(ValueError, match="3 blocks and 2 chunks, of which 2 and 2 match"):
             worker.submit_store(1, spec([1, 2, 3], [2], [0]), host)
+        with pytest.raises(ValueError, match="of chunk 4; host memory has 4"):
+            worker.submit_store(1, spec([1], [1], [0]), SimpleNamespace(block_ids=np.array([4])))
         with pytest.raises(RuntimeError, match="before the engine's memory is known"):
             worker.submit_store(1, spec([1, 2], [2], [0]), host)
         with pytest.raises(ValueError, match="has 4096 bytes, vLLM counted 4095"):

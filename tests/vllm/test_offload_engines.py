@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import SIZES
 from test_engine import Open, Tokens, answer, check, elastic_of, expected, greedy, prompts, stock
-from test_robust import large_files
+from test_robust import host_files
 from test_server import ROOT, wait_for
 
 from pyvmem.errors import InvalidArgument
@@ -88,7 +88,7 @@ def test_two_engines_take_turns_until_one_is_killed(
     tmp_path: Path,
 ) -> None:
     """Each needs the other's memory, and its prefixes return from host memory."""
-    before = large_files()
+    before = host_files()
     theirs = prompts(seed=1)
     load = {
         "load": [one["prompt_token_ids"] for one in theirs],
@@ -149,7 +149,7 @@ def test_two_engines_take_turns_until_one_is_killed(
             os.kill(there.process.pid, signal.SIGKILL)
             there.process.wait()
             assert [one.name for one in book.engines()] == ["here"]
-            assert large_files() <= before
+            assert host_files() <= before
             third()
             loaded = holds.counters.loaded
             outputs = llm.generate(prompts(), greedy(), use_tqdm=False)
@@ -157,4 +157,4 @@ def test_two_engines_take_turns_until_one_is_killed(
             assert holds.counters.loaded > loaded
             rests("here")
             check(llm)
-    assert large_files() <= before
+    assert host_files() <= before

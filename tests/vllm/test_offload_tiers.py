@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_engine import Open, Tokens, answer, elastic_of, expected, greedy, prompts, stock
 from test_offload import idle
+from test_server import wait_for
 
 __all__ = ["expected", "stock"]
 
@@ -38,6 +39,13 @@ def ask(llm: Any) -> tuple[Tokens, int]:
     return tokens, sum(one.num_cached_tokens for one in outputs)
 
 
+def has_no_name() -> bool:
+    """No name of host memory is left; a killed engine would leave it."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    found = [line for line in maps if "/vllm_offload_" in line]
+    return bool(found) and all(line.endswith("(deleted)") for line in found)
+
+
 @pytest.mark.long
 def test_prefixes_outlive_the_engine(
     start: Open, expected: Callable[..., Tokens], tmp_path: Path
@@ -46,8 +54,7 @@ def test_prefixes_outlive_the_engine(
     wanted = expected("llama")
     for life in range(2):
         with start("llama", **tiers(tmp_path / "kv", 20)) as llm:
-            named = [one for one in os.listdir("/dev/shm") if one.startswith("vllm_offload_")]
-            assert not named, "a killed engine would leave it"
+            assert has_no_name()
             tokens, cached = ask(llm)
             assert tokens == wanted
             if life:
@@ -61,6 +68,27 @@ def test_prefixes_outlive_the_engine(
         files = list((tmp_path / "kv").rglob("*.bin"))
         assert len(files) > 20
         assert {one.stat().st_size for one in files} == {CHUNK}
+
+
+@pytest.mark.long
+def test_two_ranks(start: Open, expected: Callable[..., Tokens], tmp_path: Path) -> None:
+    """Their host memory is one, which the scheduler's process reads for the disk."""
+    wanted = expected("uneven")
+    ways = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    for life in range(2):
+        with start("uneven", **tiers(tmp_path / "kv", 3 * 20), **ways) as llm:
+            assert has_no_name()
+            for turn in range(2):
+                tokens, cached = ask(llm)
+                assert tokens == wanted
+                if life or turn:
+                    assert cached > 500
+                backing = elastic_of(llm).backing
+                null = backing.geometry.first_bytes(1)
+                assert wait_for(lambda b=backing, n=null: b.mapped_bytes == n, 60)
+            assert elastic_of(llm).holds.host_cached > 0
+        sizes = {one.stat().st_size for one in (tmp_path / "kv").rglob("*.bin")}
+        assert sizes == {2 * 3 * CHUNK // 2}, "a block of both ranks, in three layers"
 
 
 @pytest.mark.long

@@ -170,9 +170,9 @@ def children(pid: int) -> list[int]:
     return [*found, *(other for one in found for other in children(one))]
 
 
-def large_files() -> set[str]:
-    """Shared memory that outlives its processes."""
-    return {one.name for one in Path("/dev/shm").iterdir() if one.stat().st_size >= MIB}
+def host_files() -> set[str]:
+    """VLLM's host memory for KV offloading, which would outlive its processes."""
+    return {one.name for one in Path("/dev/shm").glob("vllm_offload_*")}
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -220,7 +220,7 @@ def test_a_process_of_a_server_is_killed(
     with ExitStack() as stack:
         more = ["--api-server-count", "2"] if two else []
         more += ["--kv-offloading-size", "0.0625"] if ends != "server" else []
-        shared = large_files()
+        files = host_files()
         port, process = stack.enter_context(serving(models, ledger, log, *more))
         own = {"VMEM_VLLM": "1", "VMEM_NAME": "here", "VMEM_CAPACITY": "16M"}
         llm = stack.enter_context(start("llama", **own, VMEM_RESERVE="0"))
@@ -248,7 +248,7 @@ def test_a_process_of_a_server_is_killed(
         process.wait(120)  # the exit status is vLLM's: 0 where its core was killed
         assert wait_for(lambda: not alive(every), 120), log.read_text()[-4000:]
         assert engines() == ["here"]
-        assert large_files() <= shared
+        assert host_files() <= files
         with_all = book.join("all", floor=0, limit=16 * MIB, least=1, virtual=16 * MIB)
         assert with_all.room() == 16 * MIB - elastic_of(llm).backing.mapped_bytes
         with_all.close()
