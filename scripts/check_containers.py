@@ -37,7 +37,7 @@ PATHS = "HOME=/root LC_ALL=C PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 
 def fetch(folder: Path) -> None:
     """Collects what the images install; the versions are those of the tests."""
-    options = ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", folder]
+    options = ["--quiet", "--disable-pip-version-check", "--no-input", f"--dest={folder}"]
     platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux2014")]
     options += [f"--python-version={VERSION}", *platforms, "--only-binary=:all:"]
     known = [f"--constraint={REQUIREMENTS / name}" for name in ("torch.txt", "serve.txt")]

@@ -93,9 +93,10 @@ class Request:
     def refusal(self, now: State, state: State) -> VMemError:
         """The exception for a request in state `now` where `state` is required."""
         tokens = counted(self.length, "token")
-        text = f"request {self.number} of {tokens} is {now.value}, not {state.value}"
         if now is State.ENDED:
+            text = f"request {self.number} of {tokens} has ended"
             return BadHandle(text, errno=errno.EBADF, op="Request")
+        text = f"request {self.number} of {tokens} is {now.value}, not {state.value}"
         if now is State.BUSY:
             return Busy(f"{text}: wait for its background call", errno=errno.EBUSY, op="Request")
         return invalid(text, op="Request")

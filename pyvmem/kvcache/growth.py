@@ -273,7 +273,10 @@ class Pager(Journaled):
         """The error for a number that no slot can hold, or a free one."""
         longest = self.layout.max_rows
         if 0 <= length <= longest:
-            return invalid(f"seq_lens[{index}] is {length}, but reqid {index} is not taken")
+            return invalid(
+                f"seq_lens[{index}] is {length}, but reqid {index} is not taken: "
+                "alloc_reqid takes one"
+            )
         bound = "it must not be negative" if length < 0 else f"max_seq_len is {longest}"
         return invalid(f"seq_lens[{index}] is {length}; {bound}", limit=longest)
 
