@@ -15,7 +15,9 @@ from conftest import Start
 from served import PAGE_BYTES, Engine, becomes, greedy, make_model, options, prompts, served
 
 from pyvmem.ledger.accounts import EngineInfo, Ledger, engines_in
+from pyvmem.ledger.control import answer
 from pyvmem.ledger.orders import order
+from pyvmem.plumbing.http import Request
 
 
 def info(tmp_path: Path) -> EngineInfo:
@@ -47,6 +49,17 @@ def test_tokens_prefixes_flush_and_sleep(
     assert info(tmp_path).used == one_page
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     assert engine.answer(prompts()) == stock
+
+
+def metrics(tmp_path: Path) -> dict[str, float]:
+    """What the control server tells Prometheus of the one engine."""
+    reply = answer(tmp_path / "ledger", Request("GET", "/metrics"))
+    lines = [line.rpartition(" ") for line in reply.body.decode().splitlines()]
+    return {
+        name.partition("{")[0]: float(value)
+        for name, _, value in lines
+        if 'engine="one"' in name and 'device="host"' in name
+    }
 
 
 def highest(
@@ -249,10 +262,15 @@ def test_nothing_is_left_of_an_engine_that_is_killed(
 def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
     """All memory but page 0 goes back; requests wait until the engine is woken."""
     engine = start({"VMEM_NAME": "one", "VMEM_IDLE": "600"})
-    assert engine.answer(prompts()) == stock
+    for _ in range(2):
+        assert engine.answer(prompts()) == stock
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
         order(ledger, "one", asleep=True)
     assert becomes(lambda: info(tmp_path).used == PAGE_BYTES)
+    shown = metrics(tmp_path)
+    assert (shown["vmem:asleep"], shown["vmem:used_bytes"]) == (1, PAGE_BYTES)
+    assert shown["vmem:queries_total"] == 2 * sum(map(len, prompts()))
+    assert 0 < shown["vmem:hits_total"] == info(tmp_path).hits
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
     assert not engine.ready(1.0)
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
