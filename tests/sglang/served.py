@@ -250,6 +250,11 @@ class Engine:
         """Greedy answers."""
         return list(self.call("generate", input_ids=ids, sampling_params=greedy(new, **more)))
 
+    def release(self) -> None:
+        """Releases the KV cache's memory, once the engine is idle: else the call ends it."""
+        assert becomes(lambda: self.call("flush_cache").success)
+        self.call("release_memory_occupation", tags=["kv_cache"])
+
     def kill(self) -> None:
         """Ends all of its processes, at once."""
         with contextlib.suppress(ProcessLookupError):

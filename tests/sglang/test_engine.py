@@ -15,7 +15,9 @@ from conftest import Start
 from served import PAGE_BYTES, Engine, becomes, greedy, make_model, options, prompts, served
 
 from pyvmem.ledger.accounts import EngineInfo, Ledger, engines_in
+from pyvmem.ledger.control import answer
 from pyvmem.ledger.orders import order
+from pyvmem.plumbing.http import Request
 
 
 def info(tmp_path: Path) -> EngineInfo:
@@ -39,14 +41,25 @@ def test_tokens_prefixes_flush_and_sleep(
     assert info(tmp_path).name == "one"
     assert info(tmp_path).hits == sum(one["meta_info"]["cached_tokens"] for one in first + again)
     assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
-    assert engine.call("flush_cache").success
+    assert becomes(lambda: engine.call("flush_cache").success)
     one_page = PAGE_BYTES * page // 16
     assert info(tmp_path).used == one_page
     assert engine.answer(prompts()) == stock
-    engine.call("release_memory_occupation", tags=["kv_cache"])
+    engine.release()
     assert info(tmp_path).used == one_page
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     assert engine.answer(prompts()) == stock
+
+
+def metrics(tmp_path: Path) -> dict[str, float]:
+    """What the control server tells Prometheus of the one engine."""
+    reply = answer(tmp_path / "ledger", Request("GET", "/metrics"))
+    lines = [line.rpartition(" ") for line in reply.body.decode().splitlines()]
+    return {
+        name.partition("{")[0]: float(value)
+        for name, _, value in lines
+        if 'engine="one"' in name and 'device="host"' in name
+    }
 
 
 def highest(
@@ -122,7 +135,7 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
         assert found == stock
         assert 8 * page_bytes < most <= limit
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
-    engine.call("release_memory_occupation", tags=["kv_cache"])
+    engine.release()
     assert info(tmp_path).used <= 2 * 4096 * 4  # page 0
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     assert engine.answer(prompts()) == stock
@@ -145,7 +158,7 @@ def test_sliding_windows_in_one_pool(
         found, most = highest(tmp_path, engine, prompts(), [24] * 5)
         assert found == stock
         assert 8 * PAGE_BYTES < most <= limit
-    engine.call("release_memory_occupation", tags=["kv_cache"])
+    engine.release()
     assert info(tmp_path).used == PAGE_BYTES
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     assert engine.answer(prompts()) == stock
@@ -175,7 +188,7 @@ def test_tensor_parallelism(
         assert becomes(lambda: all(8 * half < one.used <= 17 * half for one in ranks()))
     rest = [PAGE_BYTES] * 2  # page 0, and the half of its memory that no page is on
     assert becomes(lambda: not any(one.in_use for one in ranks()))
-    engine.call("release_memory_occupation", tags=["kv_cache"])
+    engine.release()
     assert [one.used for one in ranks()] == rest
     engine.call("resume_memory_occupation", tags=["kv_cache"])
     other = start({"VMEM_CAPACITY": str(capacity)})
@@ -249,10 +262,15 @@ def test_nothing_is_left_of_an_engine_that_is_killed(
 def test_an_order_to_sleep(start: Start, stock: list[list[int]], tmp_path: Path) -> None:
     """All memory but page 0 goes back; requests wait until the engine is woken."""
     engine = start({"VMEM_NAME": "one", "VMEM_IDLE": "600"})
-    assert engine.answer(prompts()) == stock
+    for _ in range(2):
+        assert engine.answer(prompts()) == stock
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
         order(ledger, "one", asleep=True)
     assert becomes(lambda: info(tmp_path).used == PAGE_BYTES)
+    shown = metrics(tmp_path)
+    assert (shown["vmem:asleep"], shown["vmem:used_bytes"]) == (1, PAGE_BYTES)
+    assert shown["vmem:queries_total"] == 2 * sum(map(len, prompts()))
+    assert 0 < shown["vmem:hits_total"] == info(tmp_path).hits
     engine.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
     assert not engine.ready(1.0)
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:

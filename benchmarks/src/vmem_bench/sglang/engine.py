@@ -24,6 +24,7 @@ STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 
 _NEW = 48  # tokens of an answer that is compared
 _LOOK = 0.05  # s between looks at the memory under load
+_IDLE = 20.0  # s that it may take to become idle
 _EMPTY = 1.5  # s that memory may take to come back after a flush
 
 Ids = list[list[int]]
@@ -80,6 +81,14 @@ class _Engine:
             raise RuntimeError(f"answers of {sorted(map(len, answers))} tokens instead of {new}")
         return answers
 
+    def flush(self) -> None:
+        """Forgets all prefixes; SGLang is busy for a moment after its last answer, and refuses."""
+        end = time.monotonic() + _IDLE
+        while not self.sglang.flush_cache().success:
+            if time.monotonic() > end:
+                raise RuntimeError(f"the cache could not be flushed for {_IDLE:.0f} s")
+            time.sleep(0.01)
+
     def alone(self, ids: Ids) -> Ids:
         """The same, one request at a time: no batch decides the order of a sum."""
         return [self.ask([one], _NEW)[0] for one in ids]
@@ -124,14 +133,14 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
         shared = engine.prompts(1, 100)[0]
         few = [shared + own for own in engine.prompts(6, 60)] + engine.prompts(2, 7)
         engine.ask(engine.prompts(8, plan["prompt"]), 8)  # what is done once
-        engine.sglang.flush_cache()
+        engine.flush()
         compared = _tokens(engine, few)
         add("tokens", **compared)
         memory = {}
         for count in plan["requests"]:
             rates = []
             for turn in range(plan["repeats"] + 1):
-                engine.sglang.flush_cache()
+                engine.flush()
                 ids = engine.prompts(count, plan["prompt"])
                 start = time.perf_counter()
                 if turn:
@@ -146,14 +155,14 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()
-        engine.sglang.flush_cache()
+        engine.flush()
         time.sleep(_EMPTY)
         memory["flushed"] = engine.memory()
         add("memory", **memory)
         rest: list[float] = []
         again: list[float] = []
         for _ in range(plan["repeats"]):
-            engine.sglang.flush_cache()
+            engine.flush()
             time.sleep(plan["idle"])
             for times in (rest, again):
                 ids = engine.prompts(1, plan["prompt"])
@@ -168,7 +177,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    time.sleep(1)  # SGLang ends where it is not idle
+    engine.flush()  # the next call ends an engine that is busy
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])
     slept = time.perf_counter()
