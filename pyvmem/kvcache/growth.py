@@ -245,7 +245,13 @@ class Pager(Journaled):
             theirs.
         """
         table = self.reclaimer.table
-        lens = seq_lens if type(seq_lens) is list else list(seq_lens)
+        try:
+            lens = seq_lens if type(seq_lens) is list else list(seq_lens)
+        except TypeError:
+            kind = type(seq_lens).__name__
+            raise invalid(
+                f"seq_lens must be a sequence of whole numbers, not {seq_lens!r:.80} of type {kind}"
+            ) from None
         count = len(table.slots)
         if len(lens) != count:
             raise invalid(

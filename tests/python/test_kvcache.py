@@ -307,9 +307,11 @@ def test_leftovers_of_an_active_slot_are_reclaimed(context: Context) -> None:
         (["1", 0, 0, 0], "whole numbers"),
         ([None, 0, 0, 0], "whole numbers"),
         ([1 << 70, 0, 0, 0], "max_seq_len"),
+        (5, "must be a sequence of whole numbers, not 5 of type int"),
+        (None, "must be a sequence of whole numbers, not None of type NoneType"),
     ],
 )
-def test_bad_lengths(context: Context, numbers: list[Any], text: str) -> None:
+def test_bad_lengths(context: Context, numbers: Any, text: str) -> None:
     with small_cache(context) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=3)) == 0
