@@ -10,7 +10,7 @@ __all__ = ["KNOWN", "VERSIONS"]
 
 KNOWN = {
     "0.5.22": "its CPU engine, by the tests that make test-long runs with 0.5.23; no GPU",
-    "0.5.23": "its CPU engine, by make test-long: tokens equal to stock's; no GPU",
+    "0.5.23": "an H100; its CPU engine, by make test-long: tokens equal to stock's",
 }
 """Versions, ascending, and where each was run."""
 
