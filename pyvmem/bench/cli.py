@@ -50,7 +50,7 @@ __all__ = ["OTHERS", "PARTS", "add_parser", "measure", "run"]
 
 OTHERS = (
     *("capacity", "prefixes", "overlap", "kernels", "deferred", "prefix-map", "fill", "devices"),
-    *("serve", "sharing", "swap", "vllm", "models", "paper"),
+    *("serve", "sharing", "swap", "vllm", "sglang", "models", "paper"),
 )
 """The benchmarks of the package `vmem_bench`, which is not a part of this distribution."""
 

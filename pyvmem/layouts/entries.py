@@ -8,7 +8,7 @@ swept g times, each time for a g-th of every page. An H100's TLBs hold about 8 G
 whatever the page size.
 
 Source: benchmarks/results/footprint-h100.json, decoding of requests of 1,024 tokens; a test
-compares the two, and mixed entries with results/logs/h200-cache-entries.log.
+compares the two, and mixed entries with results/logs/h100-cache-entries.log.
 """
 
 from __future__ import annotations

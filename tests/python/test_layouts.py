@@ -371,17 +371,17 @@ def test_the_times_are_those_of_the_kept_run() -> None:
 
 
 def test_the_times_of_mixed_entries_are_those_of_the_kept_run() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "logs" / "h200-cache-entries.log"
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "logs" / "h100-cache-entries.log"
     line = re.compile(
-        r"(\d+)G, \d+ requests of 1,024, (a|\d+) (?:tensor per layer|layers .*): (.*)"
+        r"(\d+)G, \d+ requests of 1,024, (a|\d+) (?:tensor per layer|layers .*): (\S+)"
     )
     compared = 0
     for gigabytes, layers, wanted in line.findall(path.read_text()):
         group, size = 1 if layers == "a" else int(layers), int(gigabytes) * GB
-        found = attention_time(64 * KB, group, 32, size, large=0.968)
+        found = attention_time(64 * KB, group, 32, size, large=0.986)
         assert found == pytest.approx(float(wanted), abs=0.03)
         compared += 1
-    assert compared == 10
+    assert compared == 5
 
 
 def test_a_tensor_per_layer_where_groups_gain_nothing() -> None:

@@ -181,7 +181,7 @@ def test_answers_stand_beside_their_prompts() -> None:
             screen.feed(TokenEvent(0, 33, done))
             shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
             assert "This!" in shown
-            assert "1 tokens, end of the answer" in shown
+            assert "1 token, end of the answer" in shown
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,11 @@ def test_sleep_mode_sleeps_by_ours() -> None:
 
 
 LAUNCHED = {"parallel_config__distributed_executor_backend": "external_launcher"}
-MOONCAKE = {"kv_connector": "MooncakeConnector", "kv_connector_module_path": None}
+MOONCAKE = {
+    "kv_connector": "MooncakeConnector",
+    "kv_connector_module_path": None,
+    "kv_connector_extra_config": {},
+}
 
 
 @pytest.mark.parametrize(
