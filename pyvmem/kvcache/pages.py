@@ -127,7 +127,7 @@ class Places(Journaled):
             self.noted = self.without(low, high)
 
     def without(self, low: int, high: int) -> list[Stretch]:
-        """What is noted outside [low, high)."""
+        """The entries outside [low, high)."""
         return [
             (start, end, tier)
             for first, last, tier in self.noted
@@ -136,7 +136,7 @@ class Places(Journaled):
         ]
 
     def noted_in(self, low: int, high: int) -> list[Stretch]:
-        """What is noted within [low, high)."""
+        """The entries within [low, high)."""
         if not self.noted:
             return []
         return [one for one in self.stretches(low, high) if one[2] != DEVICE]

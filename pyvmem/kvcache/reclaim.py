@@ -210,7 +210,7 @@ class Reclaimer(Journaled):
     def _unmapping(
         self, slot: Slot, low: int, keep: int, ticket: Any, *, kept: bool = False
     ) -> list[list[Any]]:
-        """What a batch changes in the records that unmaps a slot's pages from `low` on.
+        """The edits of the records for a batch that unmaps a slot's pages from `low` on.
 
         Args:
             slot: without a batch in flight.

@@ -89,7 +89,7 @@ def reasons_against(config: Any) -> Iterator[str]:
 
 
 def _others(name: str, transfer: Any) -> Iterator[str]:
-    """What excludes another connector than vLLM's OffloadingConnector."""
+    """Reasons against a connector other than vLLM's OffloadingConnector."""
     own = transfer.kv_connector_module_path
     known = name in _COPY_IN_STEP and not own
     vouched = transfer.kv_connector_extra_config.get(_IN_STEP, False)
@@ -119,7 +119,7 @@ def _lmcache() -> Iterator[str]:
 
 
 def _tiers(tiers: Any) -> Iterator[str]:
-    """What excludes tiers below host memory that vLLM itself finds too late, or never."""
+    """Reasons against tiers below host memory that vLLM finds too late or never."""
     if not isinstance(tiers, list) or not all(isinstance(one, dict) for one in tiers):
         yield f"secondary_tiers={tiers!r} (expected a list of configurations)"
         return

@@ -52,7 +52,7 @@ def test_tokens_prefixes_flush_and_sleep(
 
 
 def metrics(tmp_path: Path) -> dict[str, float]:
-    """What the control server tells Prometheus of the one engine."""
+    """The control server's metrics of the only engine."""
     reply = answer(tmp_path / "ledger", Request("GET", "/metrics"))
     lines = [line.rpartition(" ") for line in reply.body.decode().splitlines()]
     return {

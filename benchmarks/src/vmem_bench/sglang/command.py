@@ -147,7 +147,7 @@ def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: s
 
 
 def _spread(found: list[float]) -> dict[str, Any]:
-    """What was found, and half its interval where it has more than a value."""
+    """All values and, for more than one, half of their confidence interval."""
     rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
     return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
 
