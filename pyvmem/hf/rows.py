@@ -329,17 +329,17 @@ class Rows:
             self._taken = rows
             for row in range(before, rows):
                 cache.claim(row)
-                self.count = row + 1
-            if cache.step(self._lengths(tokens)) == -1:
+            if cache.step(self._lengths(rows, tokens)) == -1:
                 raise self._short(cache, rows, tokens)
         except BaseException:
             self._drop(before)
             raise
+        self.count = rows  # not before their pages are mapped: `_drop` may be interrupted, too
         self.length = tokens
         self._held = max(self._held, tokens)
         if tokens < settings.max_length:
             with suppress(TooManyBatches):
-                cache.step_async(self._lengths(tokens + 1))  # on -1 a later `hold` reports it
+                cache.step_async(self._lengths(rows, tokens + 1))  # on -1 a later `hold` reports it
 
     def where(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """Positions [first, last) as an index, made once for all layers.
@@ -376,8 +376,8 @@ class Rows:
                 self.cache.free_reqid(self._taken - 1)
             self._taken -= 1
 
-    def _lengths(self, tokens: int) -> list[int]:
-        return [tokens] * self.count + [0] * (self.settings.max_batch - self.count)
+    def _lengths(self, rows: int, tokens: int) -> list[int]:
+        return [tokens] * rows + [0] * (self.settings.max_batch - rows)
 
     def _short(self, cache: KVCache, rows: int, tokens: int) -> OutOfMemory:
         stats, size = cache.stats(), self.parts[0].layout.page_size

@@ -502,3 +502,29 @@ def test_memory_goes_back_at_close_and_when_forgotten(model: Any, host: pyvmem.C
         del cache
         gc.collect()
     assert host.stats().used_bytes == 0
+
+
+def test_rows_count_once_their_pages_are_mapped(
+    context: pyvmem.Context, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, while the rows of the first are freed, leaves no row without pages."""
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = model.config
+    shape = (2, config.num_key_value_heads, 5, config.head_dim)
+    new = torch.ones(shape, device=device_of(context))
+    with make(context, config) as cache:
+        layer = cache.layers[0]
+        cache.update(new, new, 0)
+        rows = layer._rows
+        with monkeypatch.context() as patch:
+            patch.setattr(type(rows.cache), "step", stopped)
+            patch.setattr(rows, "_drop", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                layer.batch_repeat_interleave(2)
+        assert rows.count == 2
+        layer.batch_repeat_interleave(2)
+        assert layer.keys.shape[0] == 4
+        assert bool((layer.keys == 1).all())
