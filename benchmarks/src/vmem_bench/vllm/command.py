@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         kv_memory=args.kv_memory,
         offload=args.offload,
         tensor_parallel=args.tensor_parallel,
+        pipeline_parallel=args.pipeline_parallel,
         trace=args.trace.name if args.trace else None,
     )
     if command is None:
@@ -172,6 +173,7 @@ def add_parser(which: Any) -> None:
         help="rough: host memory for prefixes of the elastic engine (0: none); "
         "offload: of each engine (24G)")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
+    add("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
         help="of each engine (16G; rough 8G, blocks 40G, full 48G); share: of all (12G)"
     )  # fmt: skip

@@ -87,6 +87,7 @@ def open_fleet(command: Command, *, max_num_seqs: int = 0, **options: Any) -> Fl
         command,
         SHAPES["tiny" if quick else args.shape],
         ranks=args.tensor_parallel,
+        stages=args.pipeline_parallel,
         block_size=args.block_size,
         max_num_seqs=0 if quick else max_num_seqs,
         **options,

@@ -224,7 +224,8 @@ class Fleet:
     Args:
         command: of the run.
         shape: the model's, as in `SHAPES`.
-        ranks: of an engine, on a GPU each.
+        ranks: of an engine with tensor parallelism, on a GPU each.
+        stages: of an engine with pipeline parallelism, each on as many GPUs as there are ranks.
         block_size: tokens of a vLLM block; 32 on the CPU, which takes only multiples of 32.
         max_num_seqs: most requests that an engine runs at a time; 0: 128, 8 in a quick run.
         longest: tokens of the longest request, prompt and answer; 0: `LONGEST`, 512 in a quick run.
@@ -237,6 +238,7 @@ class Fleet:
         shape: Mapping[str, Any],
         *,
         ranks: int = 1,
+        stages: int = 1,
         block_size: int = 0,
         max_num_seqs: int = 0,
         longest: int = 0,
@@ -244,7 +246,7 @@ class Fleet:
     ) -> None:
         self.command, self.options = command, options
         self.longest = longest or (512 if command.quick else LONGEST)
-        self.shape, self.ranks = shape, ranks
+        self.shape, self.ranks, self.stages = shape, ranks, stages
         self.block_size = 32 if command.backend == "host" else block_size or 16
         self.max_num_seqs = max_num_seqs or (8 if command.quick else 128)
         self.engines: dict[str, Engine] = {}
@@ -288,7 +290,7 @@ class Fleet:
         return int(self.block_size * row * item * self.shape["num_hidden_layers"])
 
     def _options(self, plan: Plan, count: int) -> dict[str, Any]:
-        quick, ranks = self.command.quick, self.ranks
+        quick, ranks, stages = self.command.quick, self.ranks, self.stages
         options: dict[str, Any] = {
             "model": str(self.folder / "model"),
             "dtype": "float32" if quick else "bfloat16",
@@ -298,8 +300,9 @@ class Fleet:
             "max_num_seqs": self.max_num_seqs,
             "block_size": self.block_size,
         }
-        if ranks > 1:
-            options |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+        if ranks * stages > 1:
+            options |= {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+            options["distributed_executor_backend"] = "mp"
         if self.command.backend == "host":
             options["enforce_eager"] = True
         else:
