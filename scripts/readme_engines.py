@@ -128,18 +128,21 @@ def load_table(run: Result) -> Iterator[str]:
                 ]
             )
     head = ["requests", "engine", "tokens/s", "over stock", "first token p50 ms", "p99"]
-    ranks = options["tensor_parallel"]
+    split = "".join(
+        f"{kind} parallel on {count} GPUs, "
+        for kind in ("tensor", "pipeline")
+        if (count := options.get(f"{kind}_parallel", 1)) > 1
+    )
     yield (
-        f"vLLM {options['vllm']}, {options['shape']}'s shape, "
-        f"{f'tensor parallel on {ranks} GPUs, ' if ranks > 1 else ''}"
+        f"vLLM {options['vllm']}, {options['shape']}'s shape, {split}"
         f"blocks of {options['block_size']} "
         f"tokens on pages of {options['page'] >> 10} KB, {title(run)}:"
     )
     yield ""
     yield from table([*head, "between tokens p50 ms", "p99", "answers as stock's"], body)
-    yield ""
     if "load/rest/mapped" not in found:
         return
+    yield ""
     peak, rest, after = (
         found[f"load/{key}"]["value"] for key in ("peak", "rest/mapped", "rest/seconds")
     )
@@ -412,6 +415,44 @@ def cost_table(run: Result) -> Iterator[str]:
     yield from table(["requests", "median", "mean", "p99"], body)
 
 
+def offload_table(run: Result) -> Iterator[str]:
+    """Prompts from host memory."""
+    found = {name.partition("/")[2]: row for name, row in rows(run).items()}
+    keys = [name.split("/") for name in found]
+    sizes = list(dict.fromkeys(key[1] for key in keys if key[0] == "computed"))
+    arms = list(dict.fromkeys(key[2] for key in keys if key[0] == "computed"))
+    ways = [(how, arm) for how in ("computed", "loaded") for arm in arms]
+    firsts = [
+        [
+            f"{int(size):,}",
+            *(number(found[f"{how}/{size}/{arm}"]["median"], 4) for how, arm in ways),
+            _over(found.get(f"over/loaded/{size}/{arms[-1]}")),
+        ]
+        for size in sizes
+    ]
+    each = found[f"loaded/{sizes[0]}/{arms[0]}"]["n"]
+    alike = found["alike"]
+    yield (
+        f"Prompts that are computed, and the same from host memory after a rest: the first token, "
+        f"ms; {each} of each in turns there and back, ± of 95 % confidence; "
+        f"{alike['value']} of {alike['of']} answered alike by each engine when computed and when "
+        f"loaded; {heading(run)}"
+    )
+    yield ""
+    head = [f"{how}, {arm}" for how, arm in ways]
+    yield from table(["tokens of the prompt", *head, f"loaded, {arms[-1]} over {arms[0]}"], firsts)
+    yield ""
+    hows = ("none", "loaded", "computed")
+    body = [
+        [arm]
+        + [number(found[f"rate/{how}/{arm}"]["value"], 3) for how in ("stored", "loaded")]
+        + [number(found[f"gap/{how}/{arm}"]["value"], 3) for how in hows]
+        for arm in arms
+    ]
+    gaps = ["p99 between tokens ms, no others arrive", "others are loaded", "others are computed"]
+    yield from table(["engine", "stores GB/s", "loads GB/s", *gaps], body)
+
+
 def part_vllm(_: list[Result]) -> list[str]:
     """Each kept run of vLLM."""
     shown = {
@@ -425,6 +466,7 @@ def part_vllm(_: list[Result]) -> list[str]:
         "full": full_table,
         "first": first_table,
         "cost": cost_table,
+        "offload": offload_table,
     }
     lines: list[str] = []
     for run in runs("vllm"):

@@ -15,6 +15,7 @@ Then requests decode while others arrive: none, prompts that are loaded, prompts
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 
@@ -55,15 +56,18 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
     asked: Counter[tuple[str, int]] = Counter()
     heard: dict[tuple[int, int], list[list[list[int]]]] = {}
     times: dict[tuple[str, int, str], list[float]] = {}
+    mapping: dict[tuple[int, str], list[tuple[int, ...]]] = {}
 
     def pair(arm: str, tokens: int) -> tuple[float, float]:
         asked[arm, tokens] += 1
         seed = 1000 * tokens + asked[arm, tokens]
-        computed, loaded = _pair(fleet, arm, tokens, seed)
+        computed, loaded, spent = _pair(fleet, arm, tokens, seed)
         answers = [computed.answers, loaded.answers]
         if heard.setdefault((tokens, seed), answers) != answers:
             found = f"{answers}, not {heard[tokens, seed]}"
             raise WrongResult(f"{arm}: a prompt of {tokens} tokens, computed and loaded: {found}")
+        if spent:
+            mapping.setdefault((tokens, arm), []).append(spent)
         return computed.first[0], loaded.first[0]
 
     for arm in plans:
@@ -86,6 +90,10 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
                 if seconds:
                     rate, what = nbytes / seconds / 1e9, f"copies of blocks that were {how}"
                     part.value(f"rate/{how}/{arm}", what, arm, rate, "GB/s", bytes=int(nbytes))
+        for (size, arm), spent in mapping.items():
+            nanoseconds, calls = map(statistics.median, zip(*spent, strict=True))
+            what = f"time in the driver for a prompt of {size} tokens, loaded"
+            part.value(f"driver/{size}/{arm}", what, arm, nanoseconds / 1e6, "ms", calls=calls)
         for how, size, arm in times:
             if arm in others:
                 pairs = zip(times[how, size, arm], times[how, size, base], strict=False)
@@ -106,15 +114,23 @@ def _compare(command: Command, part: Part, fleet: Fleet, plans: Mapping[str, Pla
         command.write()
 
 
-def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard]:
-    """A prompt's answers: computed, and from host memory after a rest."""
+def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard, tuple[int, ...]]:
+    """A prompt's answers: computed, and from host memory after a rest, with its `_in_driver`."""
     load = one_prompt(tokens, fleet.vocabulary, seed)
     computed = Heard.of(load, fleet.order(arm, **load.order()))
     _forget(fleet, arm)
+    before = _in_driver(fleet, arm)
     answer = fleet.order(arm, **load.order())
     if answer["cached"] < 0.9 * tokens:
         raise WrongResult(f"{arm}: {answer['cached']} of {tokens} tokens came from host memory")
-    return computed, Heard.of(load, answer)
+    spent = tuple(b - a for a, b in zip(before, _in_driver(fleet, arm), strict=True))
+    return computed, Heard.of(load, answer), spent
+
+
+def _in_driver(fleet: Fleet, arm: str) -> tuple[int, ...]:
+    """Nanoseconds that an engine's first rank has spent in the driver, and its map calls."""
+    ranks = fleet.order(arm, state=True).get("ranks", [])
+    return tuple(ranks[0][name] for name in ("driver_ns", "map_calls")) if ranks else ()
 
 
 def _forget(fleet: Fleet, arm: str) -> None:
