@@ -100,6 +100,15 @@ class Settings:
         return switch == "1"
 
     @classmethod
+    def asks_visible(cls, env: Mapping[str, str] = os.environ) -> bool:
+        """Tells if CUDA's own copies take the addresses: asked for, or what cuMem* gives.
+
+        Raises:
+            ValueError: VMEM_VISIBLE is neither 1 nor 0.
+        """
+        return cls.asked("VMEM_VISIBLE", env) or env.get("VMEM_BACKEND", "") == "cuda"
+
+    @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> Settings:
         """Reads and checks them.
 
@@ -153,7 +162,7 @@ class Settings:
             capacity=size("VMEM_CAPACITY") or 0,
             host_limit=host_limit,
             ledger=ledger,
-            visible=cls.asked("VMEM_VISIBLE", env),
+            visible=cls.asks_visible(env),
         )
 
     def check_device(self, total: int) -> None:

@@ -53,9 +53,9 @@ _WHY = {
     **dict.fromkeys(("MooncakeConnector", "MoRIIOConnector"), _NETWORK),
 }
 _OTHERWISE = (
-    "nothing says how it copies; with VMEM_VISIBLE=1, and vmem_copies_in_step=true in its extra "
-    "configuration, one that copies by cudaMemcpy alone, and ends with the step, works; so does "
-    "OffloadingConnector"
+    "nothing says how it copies; with VMEM_VISIBLE=1 or VMEM_BACKEND=cuda, and "
+    "vmem_copies_in_step=true in its extra configuration, one that copies by cudaMemcpy alone, "
+    "and ends with the step, works; so does OffloadingConnector"
 )
 BLOCK_BYTES = "vmem_block_bytes"  # of a rank, in the extra configuration that its spec gets
 _IN_STEP = "vmem_copies_in_step"  # what a connector's user vouches for
@@ -99,10 +99,10 @@ def _others(name: str, transfer: Any) -> Iterator[str]:
         yield f"kv_connector={name} ({_WHY[name]})"
     elif not known and not vouched:
         yield f"kv_connector={name} ({_OTHERWISE})"
-    elif not Settings.asked("VMEM_VISIBLE"):
+    elif not Settings.asks_visible():
         yield (
             f"kv_connector={name} (it copies by cudaMemcpy, which refuses plain addresses; "
-            "VMEM_VISIBLE=1 has others)"
+            "VMEM_VISIBLE=1 or VMEM_BACKEND=cuda has others)"
         )
     elif known:
         yield from _lmcache()

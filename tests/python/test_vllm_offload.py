@@ -22,6 +22,7 @@ import pytest
 from pyvmem import Context
 from pyvmem.elastic.geometry import Run
 from pyvmem.elastic.memory import KVMemory, device_total
+from pyvmem.elastic.settings import Settings
 from pyvmem.memory.host_copies import HostMemory, Pieces, ThreadCopies, split
 from pyvmem.vllm import offload
 from pyvmem.vllm.offload import reasons_against, select
@@ -105,12 +106,20 @@ def disk(root: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("connector", "changes", "text"),
     [
-        ("LMCacheConnectorV1", {}, "kv_connector=LMCacheConnectorV1 .* VMEM_VISIBLE=1 has others"),
+        (
+            "LMCacheConnectorV1",
+            {},
+            "kv_connector=LMCacheConnectorV1 .* VMEM_VISIBLE=1 or VMEM_BACKEND=cuda",
+        ),
         ("LMCacheMPConnector", {}, "CUDA IPC handle"),
         ("MooncakeConnector", {}, "kv_connector=MooncakeConnector .it registers"),
         ("MultiConnector", {}, "is not looked at"),
         ("Mine", {"kv_connector_module_path": "mine"}, "kv_connector=Mine .nothing says how"),
-        ("Mine", {"extra": {"vmem_copies_in_step": True}}, "=Mine .* VMEM_VISIBLE=1 has others"),
+        (
+            "Mine",
+            {"extra": {"vmem_copies_in_step": True}},
+            "=Mine .* VMEM_VISIBLE=1 or VMEM_BACKEND=cuda",
+        ),
         ("Mine", {"extra": {"vmem_copies_in_step": "yes"}}, "vmem_copies_in_step='yes'"),
         ("NixlConnector", {"extra": {"vmem_copies_in_step": True}}, "=NixlConnector .it registers"),
         ("NixlConnector", {}, "kv_connector=NixlConnector .it registers"),
@@ -139,6 +148,16 @@ def disk(root: Any) -> dict[str, Any]:
 def test_what_cannot_work_is_named(connector: str, changes: dict[str, Any], text: str) -> None:
     (reason,) = reasons_against(config(connector, **changes))
     assert re.search(text, reason), reason
+
+
+def test_addresses_of_cuda_suit_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of cuMem* have CUDA's own addresses: nothing more is to be asked for."""
+    vouched = config("Mine", extra={"vmem_copies_in_step": True}, kv_connector_module_path="mine")
+    for backend, wanted in (("stock", 1), ("cuda", 0)):
+        monkeypatch.setenv("VMEM_BACKEND", backend)
+        assert len(list(reasons_against(vouched))) == wanted
+    monkeypatch.setenv("VMEM_VISIBLE", "0")
+    assert Settings.read().visible
 
 
 def test_connectors_that_copy_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
