@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,19 @@ def measure(command: Command, part: Part) -> None:
     args, slowest = command.args, 0.0
     requests = [4] if command.quick else sorted(args.requests)
     turns: dict[str, list[Found]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory(prefix="vmem-sglang-") as name:
-        engines = Turns(command, Path(name), requests)
+    order = list(there_and_back(ARMS, args.turns))
+    with (
+        tempfile.TemporaryDirectory(prefix="vmem-sglang-") as name,
+        closing(Turns(command, Path(name), requests, order)) as engines,
+    ):
         command.record.options |= {"engine": _shown(engines.options())}
-        for number, arm in enumerate(there_and_back(ARMS, args.turns)):
+        for number, arm in enumerate(order):
             if not command.deadline.allows(max(slowest, 30.0)):
                 part.not_run(f"turn/{number}", f"{arm}: the deadline came")
                 continue
+            engines.prepare(number)
             began = command.deadline.used
-            found = engines.run(arm, number)
+            found = engines.run(number)
             for step in STEPS[: len(STEPS) - (arm == "stock")]:
                 if step not in found:
                     part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline came")
@@ -115,7 +120,7 @@ def _rows(part: Part, turns: Turn) -> None:
             found = [one["sleep"][name] for one in turns[arm] if "sleep" in one]
             _value(part, f"sleep/{name}/{arm}", "time of the call", arm, "ms", found)
         found = [one["start"]["seconds"] for one in turns[arm] if "start" in one]
-        _value(part, f"start/{arm}", "time to start", arm, "s", found)
+        _value(part, f"start/{arm}", "time to start, SGLang imported", arm, "s", found)
         for name in ("maps", "waits", "handles"):
             found = [one["sleep"][name] for one in turns[arm] if "sleep" in one]
             _value(part, f"{name}/{arm}", "at the end, by the ledger", arm, name, found)
@@ -292,7 +297,7 @@ def add_parser(which: Any) -> None:
         description="Runs SGLang engines of one shape with random weights, one at a time, with and "
         "without the elastic pool in turns, and compares tokens, time, and memory. Needs SGLang.",
     )
-    add_common(parser, 450)
+    add_common(parser, 560)
     add = parser.add_argument
     add("--part", choices=list(PARTS), default="sglang",
         help="beside stock SGLang, or on a device with vLLM: share (sglang)")  # fmt: skip
@@ -302,7 +307,7 @@ def add_parser(which: Any) -> None:
         help="at once (64,256)")  # fmt: skip
     add("--prompt", type=count, default=1024, metavar="N", help="tokens (1024)")
     add("--answer", type=count, default=128, metavar="N", help="tokens (128)")
-    add("--repeats", type=count, default=3, metavar="N", help="rounds in a turn (3)")
+    add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")
     add("--idle", type=positive, default=3.0, metavar="S", help="of a rest (3)")
     add("--page-size", type=count, default=16, metavar="N", help="SGLang's, in tokens (16)")
     add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (its choice)")

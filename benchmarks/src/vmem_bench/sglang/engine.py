@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """One engine of `vmem bench sglang`, in a process: ``python -m vmem_bench.sglang.engine PLAN``.
 
-PLAN is a file of JSON, made by `command`. Whenever a step has ended, a line with its result is
-added to the file that the plan names, so that a process stopped at the deadline leaves the others.
+PLAN is a file of JSON, made by `turns`. The process imports SGLang, and waits for a line on
+standard input, which comes when the device is its own. Whenever a step has ended, a line with its
+result is added to the file that the plan names, so that a process stopped at the deadline leaves
+the others.
 """
 
 from __future__ import annotations
@@ -206,7 +208,11 @@ def main() -> None:
             print(json.dumps({"step": step, **found}), file=out, flush=True)
 
         try:
-            _measure(plan, add)
+            import sglang.srt.entrypoints.engine  # noqa: F401
+
+            add("imported")
+            if sys.stdin.readline():  # else the command has ended
+                _measure(plan, add)
         except BaseException as error:
             traceback.print_exc()
             add("failed", why=f"{type(error).__name__}: {error}")
