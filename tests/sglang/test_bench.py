@@ -52,6 +52,26 @@ def test_elastic_beside_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "8 of 8" in said
 
 
+def test_sharing_with_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four engines at once: each is asked the same in both arms, and all memory comes back."""
+    status, data = bench(tmp_path / "share.json", "--part", "share", "--rounds", "1")
+    part = data["parts"]["share"]
+    assert (status, part["status"]) == (0, "done"), part["why"]
+    assert data["options"]["sglang"]
+    assert data["options"]["vllm"]
+    rows = {row["id"].partition("/")[2]: row for row in part["rows"]}
+    for engine in ("vllm", "sglang"):
+        counts = [rows[f"requests/{engine}/{arm}"]["value"] for arm in ("static", "elastic")]
+        assert counts[0] == counts[1] > 2 * 10  # of two bursts
+        assert len(rows[f"p99/{engine}/elastic"]["rounds"]) == 1
+        assert len(rows[f"over/p99/{engine}"]["rounds"]) == 1
+        assert rows[f"most/{engine}/elastic"]["value"] > rows[f"flushed/{engine}/elastic"]["value"]
+        assert rows[f"flushed/{engine}/static"]["value"] == rows["capacity"]["value"] // 2
+    used = [rows[f"{when}/both/elastic"]["value"] for when in ("flushed", "prefixes", "most")]
+    assert 0 < used[0] < used[1] <= used[2] <= rows["capacity"]["value"]
+    assert "first token of both, p99, ms" in capsys.readouterr().out
+
+
 def test_a_deadline_names_what_it_skipped(tmp_path: Path) -> None:
     """It comes before an engine has started; then it leaves no time for any."""
     status, data = bench(tmp_path / "one.json", "--deadline", "36")

@@ -3,7 +3,8 @@
 
 One engine at a time, in a process of its own: stock and elastic in turns there and back, so that a
 drift of the machine meets both alike. A ratio is the mean over neighbouring turns, with its
-confidence interval. The result file is written after each turn.
+confidence interval. The result file is written after each turn. The part ``share`` has a module of
+its own.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,12 @@ from pyvmem.bench.running import conducted, said
 from pyvmem.commands.tables import table
 from pyvmem.layouts.options import count, natural, positive, size
 from vmem_bench.command import Command, WrongResult, add_common, open_command
+from vmem_bench.sglang import share
 from vmem_bench.sglang.engine import STEPS
-from vmem_bench.sglang.tables import HEAD, body
+from vmem_bench.sglang.tables import HEAD, SHARED, body, shared, spread
 from vmem_bench.sglang.turns import SHAPES, Found, Turns
-from vmem_bench.vllm.full import interval, there_and_back
+from vmem_bench.vllm.engines import TimeUp
+from vmem_bench.vllm.full import there_and_back
 
 __all__ = ["ARMS", "add_parser", "run"]
 
@@ -54,15 +59,19 @@ def measure(command: Command, part: Part) -> None:
     args, slowest = command.args, 0.0
     requests = [4] if command.quick else sorted(args.requests)
     turns: dict[str, list[Found]] = {arm: [] for arm in ARMS}
-    with tempfile.TemporaryDirectory(prefix="vmem-sglang-") as name:
-        engines = Turns(command, Path(name), requests)
+    order = list(there_and_back(ARMS, args.turns))
+    with (
+        tempfile.TemporaryDirectory(prefix="vmem-sglang-") as name,
+        closing(Turns(command, Path(name), requests, order)) as engines,
+    ):
         command.record.options |= {"engine": _shown(engines.options())}
-        for number, arm in enumerate(there_and_back(ARMS, args.turns)):
+        for number, arm in enumerate(order):
             if not command.deadline.allows(max(slowest, 30.0)):
                 part.not_run(f"turn/{number}", f"{arm}: the deadline came")
                 continue
+            engines.prepare(number)
             began = command.deadline.used
-            found = engines.run(arm, number)
+            found = engines.run(number)
             for step in STEPS[: len(STEPS) - (arm == "stock")]:
                 if step not in found:
                     part.not_run(f"turn/{number}/{step}", f"{arm}: the deadline came")
@@ -111,7 +120,7 @@ def _rows(part: Part, turns: Turn) -> None:
             found = [one["sleep"][name] for one in turns[arm] if "sleep" in one]
             _value(part, f"sleep/{name}/{arm}", "time of the call", arm, "ms", found)
         found = [one["start"]["seconds"] for one in turns[arm] if "start" in one]
-        _value(part, f"start/{arm}", "time to start", arm, "s", found)
+        _value(part, f"start/{arm}", "time to start, SGLang imported", arm, "s", found)
         for name in ("maps", "waits", "handles"):
             found = [one["sleep"][name] for one in turns[arm] if "sleep" in one]
             _value(part, f"{name}/{arm}", "at the end, by the ledger", arm, name, found)
@@ -138,18 +147,12 @@ def _add(part: Part, turns: Turn, key: tuple[str, str | int], what: str, unit: s
         medians.append([statistics.median(one) for one in each if one])
         if rounds := [value for one in each for value in one]:
             middle = statistics.median(rounds)
-            part.value(f"{row}/{arm}", what, arm, middle, unit, **_spread(rounds))
+            part.value(f"{row}/{arm}", what, arm, middle, unit, **spread(rounds))
     stock, elastic = medians
     ratios = [mine / other for mine, other in zip(elastic, stock, strict=False)]
     if ratios:
         mean = statistics.fmean(ratios)
-        part.value(f"over/{row}", f"{what} over", "elastic", mean, "x", **_spread(ratios))
-
-
-def _spread(found: list[float]) -> dict[str, Any]:
-    """All values and, for more than one, half of their confidence interval."""
-    rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
-    return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
+        part.value(f"over/{row}", f"{what} over", "elastic", mean, "x", **spread(ratios))
 
 
 def _memory(part: Part, arm: str, found: Iterable[Found]) -> None:
@@ -198,37 +201,68 @@ def _report(command: Command, part: Part) -> str:
     if not part.rows:
         return report.document(command.record)
     rows = {row["id"].partition("/")[2]: row for row in part.rows}
-    head = f"== sglang {command.record.options['sglang']}: {part.status}, {part.seconds:.0f} s"
+    options = command.record.options
+    versions = ", ".join(f"{name} {options[name]}" for name in share.ENGINES if name in options)
+    head = f"== {part.name}, {versions}: {part.status}, {part.seconds:.0f} s"
+    lines = table(SHARED, shared(rows), 1) if part.name == "share" else table(HEAD, body(rows), 1)
     rest = [part.why] if part.why else []
     rest += [f"not run: {one['id']}: {one['why']}" for one in part.missing]
-    return "\n".join([report.head(command.record), "", head, table(HEAD, body(rows), 1), *rest])
+    return "\n".join([report.head(command.record), "", head, lines, *rest])
+
+
+def _turns(command: Command, part: Part) -> None:
+    try:
+        import sglang
+    except ImportError as error:
+        part.not_run("*", f"SGLang cannot be imported: {error}")
+    else:
+        command.record.options["sglang"] = sglang.__version__
+        measure(command, part)
+
+
+def _shared(command: Command, part: Part) -> None:
+    try:
+        share.measure(command, part)
+    except TimeUp as error:
+        if not part.rows:
+            raise
+        part.not_run("rest", str(error))
+
+
+PARTS: dict[str, tuple[str, dict[str, str], Callable[[Command, Part], None]]] = {
+    "sglang": ("the elastic pool beside stock SGLang", _METHOD, _turns),
+    "share": ("vLLM and SGLang, busy by turns", share.METHOD, _shared),
+}
+_NAMES = {
+    "sglang": ("requests", "turns", "prompt", "answer", "page_size", "idle", "repeats"),
+    "share": ("rounds", "bursts", "burst", "period", "prefixes", "page_size"),
+}
 
 
 def run(args: argparse.Namespace) -> int:
     """The command. 0, 1 if it failed, 2 without a back end, 3 where SGLang is not here."""
+    args.shape = args.shape or ("1b" if args.part == "share" else "8b")
+    if args.part == "share" and args.shape == "mla":
+        print("vmem bench: --part share has no --shape mla", file=sys.stderr)
+        return 2
     if args.quick:
         args.prompt, args.answer, args.repeats, args.idle = 48, 8, 1, 0.5
-    names = ("turns", "prompt", "answer", "page_size", "idle", "repeats")
+        args.bursts, args.period = min(args.bursts, 2), min(args.period, 4.0)
+    title, method, run_part = PARTS[args.part]
     command = open_command(
         args,
         "sglang",
-        _METHOD,
+        method,
+        part=args.part,
         shape="tiny" if args.quick else args.shape,
-        requests=args.requests,
         env=dict(args.env),
-        **{name: getattr(args, name) for name in names},
+        **{name: getattr(args, name) for name in _NAMES[args.part]},
     )
     if command is None:
         return 2
-    part = command.record.part("sglang", "the elastic pool beside stock SGLang")
+    part = command.record.part(args.part, title)
     with conducted(part):
-        try:
-            import sglang
-        except ImportError as error:
-            part.not_run("*", f"SGLang cannot be imported: {error}")
-        else:
-            command.record.options["sglang"] = sglang.__version__
-            measure(command, part)
+        run_part(command, part)
     command.write()
     return said(command.record, args, lambda: _report(command, part))
 
@@ -263,15 +297,17 @@ def add_parser(which: Any) -> None:
         description="Runs SGLang engines of one shape with random weights, one at a time, with and "
         "without the elastic pool in turns, and compares tokens, time, and memory. Needs SGLang.",
     )
-    add_common(parser, 450)
+    add_common(parser, 560)
     add = parser.add_argument
-    add("--shape", choices=list(SHAPES), default="8b", help="of the model (8b)")
+    add("--part", choices=list(PARTS), default="sglang",
+        help="beside stock SGLang, or on a device with vLLM: share (sglang)")  # fmt: skip
+    add("--shape", choices=list(SHAPES), help="of the model (8b; share 1b)")
     add("--turns", type=count, default=2, metavar="N", help="of each engine (2)")
     add("--requests", type=_requests, default=[64, 256], metavar="N,...",
         help="at once (64,256)")  # fmt: skip
     add("--prompt", type=count, default=1024, metavar="N", help="tokens (1024)")
     add("--answer", type=count, default=128, metavar="N", help="tokens (128)")
-    add("--repeats", type=count, default=3, metavar="N", help="rounds in a turn (3)")
+    add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")
     add("--idle", type=positive, default=3.0, metavar="S", help="of a rest (3)")
     add("--page-size", type=count, default=16, metavar="N", help="SGLang's, in tokens (16)")
     add("--page", type=size, default=0, metavar="SIZE", help="of the pool, as 2M (its choice)")
@@ -282,4 +318,18 @@ def add_parser(which: Any) -> None:
         help="any option of sglang.Engine")  # fmt: skip
     add("--env", type=_named, action="append", default=[], metavar="NAME=VALUE",
         help="of the elastic engines, as VMEM_LIMIT=8G")  # fmt: skip
+    add("--kv-memory", type=size, default=0, metavar="SIZE",
+        help="share: of both engines together (98,304 tokens: 3G of 1b, 12G of 8b)")  # fmt: skip
+    add("--rounds", type=count, default=4, metavar="N", help="share: of each arm (4)")
+    add("--bursts", type=count, default=3, metavar="N", help="share: of an engine in a round (3)")
+    add("--burst", type=positive, default=0.8, metavar="X",
+        help="share: tokens of a burst, as a part of the memory (0.8)")  # fmt: skip
+    add("--period", type=positive, default=8.0, metavar="S",
+        help="share: from a burst to the same engine's next (8)")  # fmt: skip
+    add("--no-prefixes", dest="prefixes", action="store_false",
+        help="share: both engines without a cache of prefixes")  # fmt: skip
+    add("--vllm-path", default="", metavar="DIR:...",
+        help="share: PYTHONPATH of vLLM (as this command's)")  # fmt: skip
+    add("--sglang-path", default="", metavar="DIR:...",
+        help="share: PYTHONPATH of SGLang (as this command's)")  # fmt: skip
     parser.set_defaults(run=run)

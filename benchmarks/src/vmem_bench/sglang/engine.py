@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """One engine of `vmem bench sglang`, in a process: ``python -m vmem_bench.sglang.engine PLAN``.
 
-PLAN is a file of JSON, made by `command`. Whenever a step has ended, a line with its result is
-added to the file that the plan names, so that a process stopped at the deadline leaves the others.
+PLAN is a file of JSON, made by `turns`. The process imports SGLang, and waits for a line on
+standard input, which comes when the device is its own. Whenever a step has ended, a line with its
+result is added to the file that the plan names, so that a process stopped at the deadline leaves
+the others.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STEPS", "main"]
+__all__ = ["STEPS", "flush", "greedy", "main"]
 
 STEPS = ("start", "tokens", "rate", "memory", "first", "sleep")
 """The steps, in their order; sleep is the elastic engine's."""
@@ -30,8 +32,18 @@ _EMPTY = 1.5  # s that memory may take to come back after a flush
 Ids = list[list[int]]
 
 
-def _greedy(new: int) -> dict[str, Any]:
+def greedy(new: int) -> dict[str, Any]:
+    """Sampling parameters of so many new tokens."""
     return {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+
+
+def flush(sglang: Any) -> None:
+    """Forgets all prefixes; SGLang is busy for a moment after its last answer, and refuses."""
+    end = time.monotonic() + _IDLE
+    while not sglang.flush_cache().success:
+        if time.monotonic() > end:
+            raise RuntimeError(f"the cache could not be flushed for {_IDLE:.0f} s")
+        time.sleep(0.01)
 
 
 class _Engine:
@@ -75,19 +87,11 @@ class _Engine:
 
     def ask(self, ids: Ids, new: int) -> Ids:
         """Greedy answers of so many tokens, to prompts that are all there at once."""
-        found = self.sglang.generate(input_ids=ids, sampling_params=_greedy(new))
+        found = self.sglang.generate(input_ids=ids, sampling_params=greedy(new))
         answers = [one["output_ids"] for one in found]
         if any(len(one) != new for one in answers):
             raise RuntimeError(f"answers of {sorted(map(len, answers))} tokens instead of {new}")
         return answers
-
-    def flush(self) -> None:
-        """Forgets all prefixes; SGLang is busy for a moment after its last answer, and refuses."""
-        end = time.monotonic() + _IDLE
-        while not self.sglang.flush_cache().success:
-            if time.monotonic() > end:
-                raise RuntimeError(f"the cache could not be flushed for {_IDLE:.0f} s")
-            time.sleep(0.01)
 
     def alone(self, ids: Ids) -> Ids:
         """The same, one request at a time: no batch decides the order of a sum."""
@@ -115,7 +119,7 @@ class _Engine:
 def _tokens(engine: _Engine, few: Ids) -> dict[str, Any]:
     alone = engine.alone(few)
     again = engine.alone(few)  # with the prefixes of the first time
-    hits = engine.sglang.generate(input_ids=few, sampling_params=_greedy(1))
+    hits = engine.sglang.generate(input_ids=few, sampling_params=greedy(1))
     return {
         "alone": alone,
         "again": again,
@@ -133,14 +137,14 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
         shared = engine.prompts(1, 100)[0]
         few = [shared + own for own in engine.prompts(6, 60)] + engine.prompts(2, 7)
         engine.ask(engine.prompts(8, plan["prompt"]), 8)  # what is done once
-        engine.flush()
+        flush(engine.sglang)
         compared = _tokens(engine, few)
         add("tokens", **compared)
         memory = {}
         for count in plan["requests"]:
             rates = []
             for turn in range(plan["repeats"] + 1):
-                engine.flush()
+                flush(engine.sglang)
                 ids = engine.prompts(count, plan["prompt"])
                 start = time.perf_counter()
                 if turn:
@@ -155,14 +159,14 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
             memory["highest"][key] = max(memory["highest"][key], value)
         time.sleep(plan["idle"])
         memory["rest"] = engine.memory()
-        engine.flush()
+        flush(engine.sglang)
         time.sleep(_EMPTY)
         memory["flushed"] = engine.memory()
         add("memory", **memory)
         rest: list[float] = []
         again: list[float] = []
         for _ in range(plan["repeats"]):
-            engine.flush()
+            flush(engine.sglang)
             time.sleep(plan["idle"])
             for times in (rest, again):
                 ids = engine.prompts(1, plan["prompt"])
@@ -177,7 +181,7 @@ def _measure(plan: dict[str, Any], add: Any) -> None:
 
 
 def _sleep(engine: _Engine, few: Ids) -> dict[str, Any]:
-    engine.flush()  # the next call ends an engine that is busy
+    flush(engine.sglang)  # the next call ends an engine that is busy
     start = time.perf_counter()
     engine.sglang.release_memory_occupation(tags=["kv_cache"])
     slept = time.perf_counter()
@@ -204,7 +208,11 @@ def main() -> None:
             print(json.dumps({"step": step, **found}), file=out, flush=True)
 
         try:
-            _measure(plan, add)
+            import sglang.srt.entrypoints.engine  # noqa: F401
+
+            add("imported")
+            if sys.stdin.readline():  # else the command has ended
+                _measure(plan, add)
         except BaseException as error:
             traceback.print_exc()
             add("failed", why=f"{type(error).__name__}: {error}")

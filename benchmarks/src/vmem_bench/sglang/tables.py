@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["HEAD", "body"]
+from vmem_bench.vllm.full import interval
+
+__all__ = ["HEAD", "SHARED", "body", "shared", "spread"]
 
 HEAD = ["", "stock", "elastic", "elastic over stock"]
-_ARMS = ("stock", "elastic")
+SHARED = ["", "static halves", "elastic", "elastic over static"]
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -23,6 +25,34 @@ def _measured(row: Mapping[str, Any] | None, digits: int, per: float = 1.0) -> s
     return text if half is None else f"{text} ± {half / per:,.{digits}f}"
 
 
+def spread(found: list[float]) -> dict[str, Any]:
+    """All values and, for more than one, half of their confidence interval."""
+    rounds = {"rounds": [float(f"{one:.4g}") for one in found]}
+    return rounds | ({"half_width": interval(found)[1]} if len(found) > 1 else {})
+
+
+class _Lines:
+    """The lines of a table, without those in which nothing was measured."""
+
+    def __init__(self, rows: Rows, arms: Sequence[str]) -> None:
+        self.rows, self.arms = rows, arms
+        self.found: list[list[str]] = []
+
+    def add(self, title: str, name: str, digits: int, per: float = 1.0) -> None:
+        """The row `name` of each arm, and their ratio."""
+        cells = [_measured(self.rows.get(f"{name}/{arm}"), digits, per) for arm in self.arms]
+        self._put(title, [*cells, _measured(self.rows.get(f"over/{name}"), 3)])
+
+    def count(self, title: str, name: str) -> None:
+        """How many of how many, of each arm."""
+        found = [self.rows.get(f"{name}/{arm}") for arm in self.arms]
+        self._put(title, [*(f"{one['value']} of {one['of']}" if one else "" for one in found), ""])
+
+    def _put(self, title: str, cells: list[str]) -> None:
+        if any(cells):
+            self.found.append([title, *cells])
+
+
 def body(rows: Rows) -> list[list[str]]:
     """The lines below `HEAD`.
 
@@ -30,18 +60,11 @@ def body(rows: Rows) -> list[list[str]]:
         rows: of the part, by name.
     """
     counts = [name.split("/")[1] for name in rows if name.startswith("rate/") and "stock" in name]
-    lines = []
-
-    def add(title: str, name: str, digits: int, per: float = 1.0) -> None:
-        cells = [_measured(rows.get(f"{name}/{arm}"), digits, per) for arm in _ARMS]
-        cells.append(_measured(rows.get(f"over/{name}"), 3))
-        if any(cells):
-            lines.append([title, *cells])
-
+    lines = _Lines(rows, ("stock", "elastic"))
     for count in counts:
-        add(f"tokens/s, {count} requests at once", f"rate/{count}", 0)
-    add("first token after a rest, ms", "first/rest", 1)
-    add("first token at once after another, ms", "first/again", 1)
+        lines.add(f"tokens/s, {count} requests at once", f"rate/{count}", 0)
+    lines.add("first token after a rest, ms", "first/rest", 1)
+    lines.add("first token at once after another, ms", "first/again", 1)
     for name, title in (
         ("start", "started"),
         ("highest", "the most under load"),
@@ -50,18 +73,41 @@ def body(rows: Rows) -> list[list[str]]:
         ("flushed", "without prefixes"),
         ("asleep", "asleep"),
     ):
-        add(f"GB taken from the device, {title}", f"device/{name}", 2, 1e9)
-        add(f"GB of keys and values mapped, {title}", f"mapped/{name}", 3, 1e9)
-    add("to sleep, ms", "sleep/release", 1)
-    add("to wake, ms", "sleep/resume", 1)
+        lines.add(f"GB taken from the device, {title}", f"device/{name}", 2, 1e9)
+        lines.add(f"GB of keys and values mapped, {title}", f"mapped/{name}", 3, 1e9)
+    lines.add("to sleep, ms", "sleep/release", 1)
+    lines.add("to wake, ms", "sleep/resume", 1)
     for name, title in (
         ("alone", "requests alone: answers as stock's first"),
         ("again", "again, with prefixes: answers as before"),
         ("batch", "requests at once: answers as stock's first"),
         ("slept", "after sleep: answers as before"),
     ):
-        found = [rows.get(f"same/{name}/{arm}") for arm in _ARMS]
-        cells = [f"{one['value']} of {one['of']}" if one else "" for one in found]
-        if any(cells):
-            lines.append([title, *cells, ""])
-    return lines
+        lines.count(title, f"same/{name}")
+    return lines.found
+
+
+def shared(rows: Rows) -> list[list[str]]:
+    """The lines of the part ``share``, below `SHARED`.
+
+    Args:
+        rows: of the part, by name.
+    """
+    lines = _Lines(rows, ("static", "elastic"))
+    engines = (("vllm", "vLLM"), ("sglang", "SGLang"), ("both", "both"))
+    for name, title in engines:
+        lines.add(f"first token of {title}, p50, ms", f"p50/{name}", 1)
+        lines.add(f"first token of {title}, p99, ms", f"p99/{name}", 1)
+    for name, title in engines:
+        lines.add(f"tokens/s of {title}", f"rate/{name}", 0)
+    for when, what in (
+        ("most", "the most mapped"),
+        ("prefixes", "at rest, with prefixes"),
+        ("flushed", "at rest, without prefixes"),
+    ):
+        for name, title in engines:
+            lines.add(f"GB of keys and values of {title}, {what}", f"{when}/{name}", 3, 1e9)
+    lines.add("GB of the device, back when both end", "device", 2, 1e9)
+    for name, title in engines[:2]:
+        lines.add(f"requests answered by {title}", f"requests/{name}", 0)
+    return lines.found

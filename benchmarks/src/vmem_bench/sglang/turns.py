@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,12 @@ import pyvmem
 import vmem_bench
 from vmem_bench.command import Command, WrongResult
 from vmem_bench.vllm.engines import SHAPES as VLLM_SHAPES
+from vmem_bench.vllm.engines import kill_group
 
-__all__ = ["SHAPES", "Turns"]
+__all__ = ["ROOTS", "SHAPES", "Turns", "engine_environment", "engine_options", "make_site"]
+
+ROOTS = [str(Path(one.__path__[0]).parent) for one in (pyvmem, vmem_bench)]
+"""Folders from which a process imports pyvmem and the benchmarks."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": VLLM_SHAPES["Llama-3-8B"],
@@ -38,9 +40,79 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Models by name, as vLLM's benchmark has them; mla has latent attention."""
 
 _ENDING = 5.0  # s that ending an engine's processes may take
+_AHEAD = min(4, os.cpu_count() or 1)  # processes that import side by side
+_PREFILL = [size for k in range(6, 13) for size in (1 << k, 3 << k - 1)] + [8192]
 _LEAST = 2048  # tokens of the KV cache, and of the longest request
 
 Found = dict[str, Any]
+
+
+def engine_options(
+    command: Command, model: Path, longest: int, tokens: int, most: int, graphs: int
+) -> dict[str, Any]:
+    """The options of `sglang.Engine`.
+
+    Args:
+        command: of the run.
+        model: folder of its configuration.
+        longest: tokens of the longest request.
+        tokens: of the KV cache.
+        most: requests that run at a time.
+        graphs: requests of the largest CUDA graph.
+    """
+    args = command.args
+    given: dict[str, Any] = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "page_size": args.page_size,
+        "context_length": longest,
+        "max_total_tokens": tokens,
+        "max_running_requests": most,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "random_seed": 1,
+        "log_level": "info",
+    }
+    if command.backend != "host":
+        given |= {
+            "dtype": "bfloat16",
+            "attention_backend": args.attention or "triton",
+            "chunked_prefill_size": _PREFILL[-1],
+            "cuda_graph_max_bs_decode": graphs,
+            # A quarter of SGLang's sizes, so that an engine starts half a minute sooner.
+            "cuda_graph_bs_prefill": sorted({*_PREFILL, min(args.prompt, _PREFILL[-1])}),
+            "mem_fraction_static": 0.8,
+            "base_gpu_id": args.device,
+        }
+    else:
+        given |= {
+            "dtype": "float32",
+            "attention_backend": args.attention or "torch_native",
+            "device": "cpu",
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "mem_fraction_static": 0.2,
+        }
+    return given | dict(args.option)
+
+
+def engine_environment(command: Command, site: Path, path: str = "") -> dict[str, str]:
+    """The environment of an engine's process, without the pool's variables.
+
+    Args:
+        command: of the run.
+        site: made by `make_site`.
+        path: PYTHONPATH; "": this process's.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VMEM_")}
+    env.pop("SGLANG_PLUGINS", None)
+    paths = [str(site), *filter(None, [path or env.get("PYTHONPATH")]), *ROOTS]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "VMEM_BACKEND": command.backend}
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if command.backend == "host":
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    return env
 
 
 class Turns:
@@ -50,10 +122,15 @@ class Turns:
         command: of the run.
         folder: for the model, the ledger, and what engines say.
         requests: so many at once, ascending.
+        order: the arms of the turns.
     """
 
-    def __init__(self, command: Command, folder: Path, requests: list[int]) -> None:
+    def __init__(
+        self, command: Command, folder: Path, requests: list[int], order: Sequence[str]
+    ) -> None:
         self.command, self.folder, self.requests = command, folder, requests
+        self.order = order
+        self._ready: dict[int, subprocess.Popen[bytes]] = {}
         self.gpu = command.backend != "host"
         args = command.args
         self.shape = SHAPES["tiny" if command.quick else args.shape]
@@ -72,80 +149,51 @@ class Turns:
         }
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        info = folder / "site" / "vmem_bench_sglang-0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: vmem-bench-sglang\nVersion: 0\n"
-        )
-        (info / "entry_points.txt").write_text(_entry_points(), encoding="utf-8")
+        self.site = make_site(folder / "site")
 
     def options(self) -> dict[str, Any]:
         """The options of `sglang.Engine`."""
-        args = self.command.args
-        given: dict[str, Any] = {
-            "model_path": str(self.folder / "model"),
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "page_size": args.page_size,
-            "context_length": self.longest,
-            "max_total_tokens": self.tokens,
-            "max_running_requests": max(8, self.requests[-1]),
-            "grammar_backend": "none",
-            "sampling_backend": "pytorch",
-            "random_seed": 1,
-            "log_level": "info",
-        }
-        if self.gpu:
-            given |= {
-                "dtype": "bfloat16",
-                "attention_backend": args.attention or "triton",
-                "chunked_prefill_size": 8192,
-                "cuda_graph_max_bs_decode": self.requests[-1],
-                "mem_fraction_static": 0.8,
-                "base_gpu_id": args.device,
-            }
-        else:
-            given |= {
-                "dtype": "float32",
-                "attention_backend": args.attention or "torch_native",
-                "device": "cpu",
-                "disable_cuda_graph": True,
-                "disable_overlap_schedule": True,
-                "mem_fraction_static": 0.2,
-            }
-        return given | dict(args.option)
+        most = max(8, self.requests[-1])
+        return engine_options(
+            self.command, self.folder / "model", self.longest, self.tokens, most, self.requests[-1]
+        )
 
     def _environment(self, elastic: bool) -> dict[str, str]:
         args = self.command.args
-        env = {name: value for name, value in os.environ.items() if not name.startswith("VMEM_")}
-        env.pop("SGLANG_PLUGINS", None)
-        roots = [Path(one.__path__[0]).parent for one in (pyvmem, vmem_bench)]
-        paths = [self.folder / "site", *filter(None, [env.get("PYTHONPATH")]), *roots]
-        env |= {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-        env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if not self.gpu:
-            env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env = engine_environment(self.command, self.site)
         if elastic:
-            env |= {"VMEM_SGLANG": "1", "VMEM_LEDGER": str(self.ledger)}
-            env |= {"VMEM_BACKEND": self.command.backend}
             page = args.page or (self.command.page if self.command.quick else 0)
+            env |= {"VMEM_SGLANG": "1", "VMEM_LEDGER": str(self.ledger)}
             env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
             env |= dict(args.env)
         return env
 
-    def run(self, arm: str, number: int) -> Found:
-        """Runs an engine to its end, or to the deadline's; returns what it found, by step.
+    def prepare(self, number: int) -> None:
+        """Has processes import SGLang, for this turn and for some that follow.
 
-        Raises:
-            WrongResult: it failed.
+        An import takes as long as a load, and processes do it side by side; while a turn is
+        measured, none does.
         """
-        args, elastic = self.command.args, arm == "elastic"
-        out, log = (self.folder / f"{number}.{end}" for end in ("jsonl", "log"))
+        if number in self._ready:
+            return
+        for one in range(number, min(number + _AHEAD, len(self.order))):
+            self._ready[one] = self._start(one)
+        while not all(map(self._imported, self._ready)) and self.command.deadline.allows(_ENDING):
+            time.sleep(0.05)
+
+    def _imported(self, number: int) -> bool:
+        return self._ready[number].poll() is not None or "imported" in _read(self._out(number))
+
+    def _out(self, number: int) -> Path:
+        return self.folder / f"{number}.jsonl"
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        args, elastic = self.command.args, self.order[number] == "elastic"
         plan = {
             "options": self.options(),
             "elastic": elastic,
             "ledger": str(self.ledger),
-            "out": str(out),
+            "out": str(self._out(number)),
             "gpu": self.gpu,
             "device": args.device,
             "vocabulary": self.shape["vocab_size"],
@@ -154,32 +202,45 @@ class Turns:
         }
         path = self.folder / f"{number}.json"
         path.write_text(json.dumps(plan), encoding="utf-8")
-        words = [sys.executable, "-m", "vmem_bench.sglang.engine", str(path)]
-        with log.open("w") as said:
-            process = subprocess.Popen(
-                words,
+        with (self.folder / f"{number}.log").open("w") as said:
+            return subprocess.Popen(
+                [sys.executable, "-m", "vmem_bench.sglang.engine", str(path)],
                 env=self._environment(elastic),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
             )
-            try:
-                process.wait(max(0.0, self.command.deadline.left - _ENDING))
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                cut = process.poll() is None
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        found = _read(out)
+
+    def run(self, number: int) -> Found:
+        """Runs the engine of a turn to its end, or to the deadline's; what it found, by step.
+
+        Raises:
+            WrongResult: it failed.
+        """
+        self.prepare(number)
+        process = self._ready.pop(number)
+        try:
+            process.communicate(b"go\n", max(0.0, self.command.deadline.left - _ENDING))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            cut = process.poll() is None
+            kill_group(process)
+        found = _read(self._out(number))
         if "failed" in found or (process.returncode and not cut):
+            log = self.folder / f"{number}.log"
             end = log.read_text(errors="replace").strip().splitlines()[-40:]
             why = found.get("failed", {}).get("why", f"status {process.returncode}")
+            arm = self.order[number]
             raise WrongResult(f"the {arm} engine failed: {why}: " + " | ".join(end))
         time.sleep(0.0 if not self.gpu else 2.0)  # the device's memory comes back
         return found
+
+    def close(self) -> None:
+        """Ends the processes that have no turn any more."""
+        for process in self._ready.values():
+            kill_group(process)
 
 
 def _read(out: Path) -> Found:
@@ -196,15 +257,30 @@ def _read(out: Path) -> Found:
     return found
 
 
-def _entry_points() -> str:
-    """Our plug-in of SGLang, and pyvmem's where that was not installed."""
+def make_site(folder: Path, path: str = "") -> Path:
+    """A folder for an engine's path, with the entry points that the engine needs.
+
+    They are our plug-in of SGLang, and pyvmem's where that is not installed.
+
+    Args:
+        folder: to make.
+        path: PYTHONPATH of the engine; "": this process's.
+    """
     groups: Mapping[str, list[str]] = {
         "sglang.srt.plugins": ["vmem_bench = vmem_bench.sglang.weights:register"],
         "torch.backends": [],
     }
-    if not any(one.name == "vmem" for one in metadata.entry_points(group="sglang.srt.plugins")):
+    mine = os.environ.get("PYTHONPATH", "").split(os.pathsep) if path else []
+    where = [*path.split(os.pathsep), *(one for one in sys.path if one not in mine)]
+    there = (one for found in metadata.distributions(path=where) for one in found.entry_points)
+    if not any((one.group, one.name) == ("sglang.srt.plugins", "vmem") for one in there):
         groups["sglang.srt.plugins"].append("vmem = pyvmem_sglang:register")
         groups["torch.backends"].append("vmem_sglang = pyvmem_sglang:check_plugins")
-    return "".join(
+    info = folder / "vmem_bench_sglang-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vmem-bench-sglang\nVersion: 0\n")
+    text = "".join(
         f"[{group}]\n" + "".join(f"{line}\n" for line in lines) for group, lines in groups.items()
     )
+    (info / "entry_points.txt").write_text(text, encoding="utf-8")
+    return folder

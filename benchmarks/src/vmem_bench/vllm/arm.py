@@ -360,11 +360,13 @@ def main() -> int:
         def say(answer: dict[str, Any]) -> None:
             print(json.dumps(answer), file=out, flush=True)
 
+        import vllm
+
         waits.install()
         llm = _engine(json.loads(args.options.read_text(encoding="utf-8")))
         transfers.install()
         scheduler = llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
-        say({"ready": True, "scheduler": str(scheduler)})
+        say({"ready": True, "scheduler": str(scheduler), "version": vllm.__version__})
         for line in sys.stdin:
             say(_answer(llm, json.loads(line)))
     return 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pyvmem.bench.timing import Deadline
 from pyvmem.ledger.accounts import EngineInfo, Ledger, devices
 from vmem_bench.command import Command, WrongResult
 
-__all__ = ["LLAMA", "LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp"]
+__all__ = ["LLAMA", "LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp", "kill_group"]
 
 LONGEST = 4096
 """Tokens of the longest request, unless a fleet allows longer ones."""
@@ -215,6 +216,13 @@ class Engine:
         return answer
 
 
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """Kills a process that was started as a session's first, with all processes that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 class Fleet:
     """Engines of one shape, alive at once on one device, until the end of the ``with`` block.
 
@@ -327,34 +335,43 @@ class Fleet:
         count = len(self.engines) + len(plans)
         new = {name: self._start(name, plan, count) for name, plan in plans.items()}
         for name, engine in new.items():
-            scheduler = engine.wait(self.command.deadline)["scheduler"]
-            self.command.show(f"{name}: ready, scheduler {scheduler}")
-            if ("Elastic" in scheduler) != plans[name].elastic:
-                raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
+            self._check(name, plans[name], engine.wait(self.command.deadline))
         self.engines |= new
         return new
+
+    def _check(self, name: str, plan: Plan, said: Mapping[str, Any]) -> None:
+        """WrongResult: what an engine said when it was ready is not of the engine planned."""
+        scheduler = said["scheduler"]
+        self.command.show(f"{name}: ready, scheduler {scheduler}")
+        if ("Elastic" in scheduler) != plan.elastic:
+            raise WrongResult(f"the engine {name} runs the scheduler {scheduler}")
+
+    def _program(self, plan: Plan) -> tuple[list[str], dict[str, str]]:
+        """The words that start an engine's process, and its environment."""
+        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_VLLM": str(int(plan.elastic))}
+        return [sys.executable, "-m", "vmem_bench.vllm.arm"], env
 
     def _start(self, name: str, plan: Plan, count: int) -> Engine:
         plain = name.replace(" ", "-")
         out, log = self.folder / f"{plain}.json", self.folder / f"{plain}.log"
         out.write_text(json.dumps(self._options(plan, count)), encoding="utf-8")
         read, write = os.pipe()
-        env = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {"VLLM_LOGGING_LEVEL": "WARNING", "VMEM_LEDGER": str(self.ledger)}
-        env |= {"VMEM_VLLM": str(int(plan.elastic)), "VMEM_NAME": plain}
+        words, env = self._program(plan)
+        env |= {"VMEM_LEDGER": str(self.ledger), "VMEM_NAME": plain}
         page = getattr(self.command.args, "page", 0)
         env |= {"VMEM_PAGE_SIZE": str(page)} if page else {}
-        words = [sys.executable, "-m", "vmem_bench.vllm.arm", "--options", str(out)]
         try:
             with log.open("w") as said:
                 process = subprocess.Popen(
-                    [*words, "--answers", str(write)],
+                    [*words, "--options", str(out), "--answers", str(write)],
                     env={**env, **plan.env},
                     stdin=subprocess.PIPE,
                     stdout=said,
                     stderr=said,
                     pass_fds=(write,),
                     text=True,
+                    start_new_session=True,
                 )
         except BaseException:
             os.close(read)
@@ -363,8 +380,7 @@ class Fleet:
             os.close(write)
 
         def end() -> None:
-            process.kill()
-            process.wait()
+            kill_group(process)
             assert process.stdin is not None
             process.stdin.close()
 

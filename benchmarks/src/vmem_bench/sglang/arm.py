@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: MIT
+"""An SGLang engine that takes orders: ``python -m vmem_bench.sglang.arm``.
+
+Reads a line of JSON each from standard input, and answers on the descriptor that ``--answers``
+names, as `vmem_bench.vllm.arm` does:
+
+    {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "begin": t}
+                            -> {"answers": [[id, ...], ..], "times": [[s, ...], ...]}
+    {"forget": true}, all prefixes
+                            -> {"forgot": true}
+
+Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all processes share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vmem_bench.sglang.engine import flush, greedy
+
+__all__ = ["main"]
+
+
+async def _load(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Sends each request when it is due, and waits for all answers."""
+    begin = order["begin"] or time.monotonic()
+
+    async def ask(ids: list[int], new: int, at: float) -> tuple[list[int], list[float]]:
+        await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+        answer: list[int] = []
+        times: list[float] = []
+        stream = await sglang.async_generate(
+            input_ids=ids, sampling_params=greedy(new), stream=True
+        )
+        async for found in stream:
+            answer = found["output_ids"]  # all of them
+            if answer:
+                times.append(round(time.monotonic() - begin, 6))
+        if len(answer) != new:
+            raise RuntimeError(f"an answer of {len(answer)} tokens instead of {new}")
+        return list(answer), times
+
+    found = await asyncio.gather(*map(ask, order["load"], order["tokens"], order["at"]))
+    return {"answers": [one for one, _ in found], "times": [times for _, times in found]}
+
+
+def _answer(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
+    if "load" in order:
+        found: dict[str, Any] = sglang.loop.run_until_complete(_load(sglang, order))
+        return found
+    flush(sglang)
+    return {"forgot": True}
+
+
+def main() -> None:
+    """Answers orders until standard input ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--options", type=Path, required=True)
+    parser.add_argument("--answers", type=int, required=True)
+    args = parser.parse_args()
+    import sglang
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(**json.loads(args.options.read_text(encoding="utf-8")))
+    with os.fdopen(args.answers, "w", encoding="utf-8") as out:
+
+        def say(answer: dict[str, Any]) -> None:
+            print(json.dumps(answer), file=out, flush=True)
+
+        say({"ready": True, "version": sglang.__version__})
+        for line in sys.stdin:
+            say(_answer(engine, json.loads(line)))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
