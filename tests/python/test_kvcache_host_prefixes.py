@@ -288,6 +288,7 @@ def test_what_gpu_work_still_writes_is_not_stored(context: Context) -> None:
 def test_a_prefix_that_cannot_be_copied_is_lost(context: Context, what: Inject) -> None:
     with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
         ids = recorded(cache, 2 * ROWS)
+        cache.trim()  # nothing of it is mapped
         context.inject(what)
         cache._groups[0].prefixes.evict(0, 2)
         context.inject(what, count=0)
@@ -482,6 +483,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_engine(context: Context, policy: str, seed: int) -> None:
