@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ from share_helpers import ShareModel, read_rows, start, write_rows
 from test_kvcache_layers import layered
 
 from pyvmem import Caps, Context, Inject, InvalidArgument, KVCache
+from pyvmem.engine import Request, RequestCache
 from pyvmem.kvcache import Budget
 from pyvmem.memory import host_copies
 
@@ -262,6 +265,52 @@ def test_groups_of_layers(backend: str) -> None:
             assert taken[1] == rows
             assert all(read_rows(part, taken[0], 0, tags) for part in parts)
             cache.check_integrity()
+
+
+def test_an_engine_finds_them(context: Context) -> None:
+    """`RequestCache.admit` gives a request the rows."""
+    with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
+        requests = RequestCache(cache)
+        ids = recorded(cache, 2 * ROWS)
+        cache.trim(prefixes="host")
+        with requests.match([*ids, 7]) as prefix:
+            assert prefix.length == 2 * ROWS
+            admitted = requests.admit(prefix)
+        assert isinstance(admitted, Request)
+        assert admitted.length == 2 * ROWS
+        assert rows_are(cache, admitted.slot, 0, 2 * ROWS, 3.0)
+        requests.release(admitted)
+
+
+def test_requests_of_several_threads(host: Context) -> None:
+    """They load, record and evict the same prefixes; each gets its own rows."""
+    with small_cache(host, host_prefixes=3 * unit_bytes(host), max_batch=8) as cache:
+        prompts = {3.0: recorded(cache, 2 * ROWS), 5.0: recorded(cache, ROWS, 5.0, first=100)}
+        failures: list[BaseException] = []
+        loaded = cache.stats().prefix_loaded_bytes
+
+        def engine(seed: int) -> None:
+            chosen = random.Random(seed)
+            try:
+                for _ in range(60):
+                    tag, ids = chosen.choice(list(prompts.items()))
+                    taken = cache.alloc_prefix([*ids, 7])
+                    assert taken is not None
+                    assert taken[1] == len(ids)
+                    assert rows_are(cache, taken[0], 0, len(ids), tag)
+                    cache.free_reqid(taken[0], tokens=ids)
+                    if chosen.random() < 0.5:
+                        cache.trim(prefixes="host")
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=engine, args=(seed,)) for seed in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert not failures, failures
+        assert cache.stats().prefix_loaded_bytes > loaded
 
 
 # ---- failures ------------------------------------------------------------------------------------
