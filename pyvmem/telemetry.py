@@ -227,8 +227,8 @@ _METRICS = (
     _Metric(
         "prefix_copied_bytes",
         "counter",
-        "Rows of prefixes copied to host memory (stored) and back (loaded), and lost when they were "
-        "evicted, there or on the device (dropped).",
+        "Rows of prefixes copied to host memory (stored) and back (loaded), and of those lost when "
+        "they were evicted, there or on the device (dropped).",
         "event",
         _of(
             stored="prefix_stored_bytes",

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.checks import invalid
@@ -161,8 +161,7 @@ class HostPrefixes:
         group.map_at(ops, addresses.addr, stride, span)
         try:
             group.mapper.commit([], ops)
-            first = [addresses.addr + at * size for at in units]
-            sources = [one + tensor * stride for one in first for tensor in range(tensors)]
+            sources = _places(addresses.addr, units, size, stride, tensors)
             group.mapper.copy(size, sources, [self._part(one, place) for one in cells], out=True)
         finally:
             scratch.give_mapped(addresses, stride * tensors)
@@ -172,7 +171,8 @@ class HostPrefixes:
     def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
         """The units of a prompt that are kept, without a gap, in tokens [begin, end): a use."""
         found: list[Key] = []
-        for key in unit_keys(ids, unit, begin // unit, end // unit) if self._rows else ():
+        first, last = begin // unit, end // unit
+        for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
             if key not in self._rows:
                 break
             found.append(key)
@@ -204,14 +204,10 @@ class HostPrefixes:
             cells: of the units.
         """
         for place, (group, _) in enumerate(self._groups):
-            layout, pages = group.layout, self._unit_pages[place]
-            targets = [
-                slots[place].addr + layout.offset(0, at * pages, tensor)
-                for at in range(first, first + len(cells))
-                for tensor in range(layout.num_tensors)
-            ]
-            parts = [self._part(cell, place) for cell in cells]
-            group.mapper.copy(pages * layout.page_size, targets, parts, out=False)
+            layout, units = group.layout, range(first, first + len(cells))
+            size, tensors = self._unit_pages[place] * layout.page_size, layout.num_tensors
+            targets = _places(slots[place].addr, units, size, layout.tensor_bytes, tensors)
+            group.mapper.copy(size, targets, [self._part(one, place) for one in cells], out=False)
         self.loaded += len(cells) * self._cell
 
     # ---- cells -----------------------------------------------------------------------------------
@@ -278,6 +274,14 @@ class HostPrefixes:
         if sorted(cells) != list(range(len(self._cells))):
             return [f"{len(self._cells)} cells of host memory, {len(cells)} are used or free"]
         return []
+
+
+def _places(addr: int, units: Sequence[int], size: int, stride: int, tensors: int) -> Any:
+    """Where units are in each tensor, unit by unit: a long prefix has 100,000 of these."""
+    import numpy as np
+
+    starts = addr + np.array(units, dtype=np.int64) * size
+    return np.add.outer(starts, np.arange(tensors, dtype=np.int64) * stride).ravel()
 
 
 def _written(each: Sequence[Span]) -> bool:

@@ -166,14 +166,14 @@ class Mapper:
 
         Args:
             size: of each piece.
-            addresses: where the pieces are mapped.
+            addresses: where the pieces are mapped: a list, or an array of numpy.
             host: the same pieces, which follow one another in each part.
             out: to host memory. Complete on return, whichever the direction.
         """
-        if not addresses or self._by_kernel(size, addresses, host, out):
+        if not len(addresses) or self._by_kernel(size, addresses, host, out):
             return
         pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
-        for address, piece in zip(addresses, pieces, strict=True):
+        for address, piece in zip(map(int, addresses), pieces, strict=True):
             if out:
                 self.context.read_into(address, piece)
             else:

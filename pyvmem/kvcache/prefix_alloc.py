@@ -83,12 +83,13 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     both = list(zip(groups, slots, strict=True))
     for group, slot in both:
         group.pager.release(slot)
-    pages = [(group, [(slot, group.layout.pages_for(length))]) for group, slot in both]
-    if not keys or not grow(pages, background=False):
+    want = [(group, [(slot, group.layout.pages_for(length))]) for group, slot in both]
+    if keys and grow(want, background=False):
+        for group in groups:
+            group.pager.settle(whole=True)  # what has failed for want of memory was undone
+    if not keys or any(slot.granted < pages for _, ((slot, pages),) in want):
         host.put_back(keys, cells)
         return held
-    for group in groups:
-        group.pager.settle(whole=True)
     groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
     host.load(slots, held // prefixes.unit, cells)
     host.put_back(keys, cells)

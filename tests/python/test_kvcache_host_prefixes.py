@@ -30,7 +30,7 @@ from test_kvcache_layers import layered
 
 from pyvmem import Caps, Context, Inject, InvalidArgument, KVCache
 from pyvmem.engine import Request, RequestCache
-from pyvmem.kvcache import Budget
+from pyvmem.kvcache import Budget, LayeredCache, LayerShape
 from pyvmem.memory import host_copies
 
 pytest.importorskip("numpy")
@@ -236,6 +236,10 @@ def test_what_is_refused(host: Context) -> None:
         small_config(page, host_prefixes=5, window=16)
     with pytest.raises(InvalidArgument, match="host_prefixes 5 with a state"):
         small_config(page, host_prefixes=5, state=True, tensors_per_layer=1)
+    heads = page // (ROWS * 64 * 4)
+    shapes = [LayerShape(heads, 64), LayerShape(heads, 64, window=8)]
+    with pytest.raises(InvalidArgument, match="host_prefixes 5 with a window of 8"):
+        LayeredCache(shapes, host, max_seq_len=64, host_prefixes=5)
     with small_cache(host, host_prefixes=unit) as cache:
         for bad in ("disk", ""):
             with pytest.raises(InvalidArgument, match=f"prefixes is '{bad}'"):
