@@ -148,6 +148,13 @@ _METRICS = (
         ),
     ),
     _Metric("prefix_tokens", "gauge", "Tokens recorded.", "", _one("prefix_tokens")),
+    _Metric(
+        "prefix_host_bytes",
+        "gauge",
+        "Rows of evicted prefixes in host memory.",
+        "",
+        _one("prefix_host_bytes"),
+    ),
     _Metric("segments", "gauge", "Pieces of mappings in the cache.", "", _one("segments")),
     _Metric("mappings", "gauge", "Driver mappings of the context.", "", _one("mappings")),
     _Metric(
@@ -216,6 +223,18 @@ _METRICS = (
         "Tokens that the hits began with.",
         "",
         _one("prefix_hit_tokens"),
+    ),
+    _Metric(
+        "prefix_copied_bytes",
+        "counter",
+        "Rows of prefixes copied to host memory (stored) and back (loaded), and of those lost when "
+        "they were evicted, there or on the device (dropped).",
+        "event",
+        _of(
+            stored="prefix_stored_bytes",
+            loaded="prefix_loaded_bytes",
+            dropped="prefix_dropped_bytes",
+        ),
     ),
     _Metric("driver_calls", "counter", "Driver calls of the context.", "", _one("driver_calls")),
     _Metric(

@@ -49,7 +49,7 @@ EVERYDAY = (
 ON_CUDA = (
     *("bad_input", "calls", "context", "engine_requests", "entries", "errors", "features"),
     *("tensor", "torch_pool", "kvcache", "kvcache_ahead", "kvcache_budget", "kvcache_order"),
-    *("kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
+    *("kvcache_host_prefixes", "kvcache_prefix", "kvcache_rows", "kvcache_share", "kvcache_swap"),
     *("kvcache_waits", "kvcache_window", "parallel", "vllm_memory"),
 )
 # Tests of the back end stock on software replacements of CUDA and of the kernel modules.

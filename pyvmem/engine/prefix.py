@@ -102,8 +102,12 @@ class Prefix(Scoped):
 
     @property
     def length(self) -> int:
-        """Tokens that are recorded, a multiple of the cache's sharing unit; 0: none."""
-        return self._match.length
+        """Tokens that are recorded, a multiple of the cache's sharing unit; 0: none.
+
+        With those in host memory (`KVCacheConfig.host_prefixes`), which may be lost before they
+        are used.
+        """
+        return self._match.length + self._match.in_host
 
     @property
     def match(self) -> PrefixMatch:

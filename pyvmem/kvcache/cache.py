@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pyvmem._native import backend_names
 from pyvmem.errors import Busy, NotSupported
@@ -600,7 +600,8 @@ class KVCache(MustClose):
             namespace: as in `record`; not used with a match.
 
         Returns:
-            The reqid and the tokens that it already holds (0 where nothing is recorded, or where no
+            The reqid and the tokens that it already holds, with those that were loaded from host
+            memory, which this waits for (0 where nothing is recorded, or where no
             slot could be emptied without waiting for GPU work of its earlier owner); None, with
             nothing changed, when every slot is taken or memory is short. With 0 and None a match
             keeps its lease.
@@ -725,14 +726,21 @@ class KVCache(MustClose):
         with self.lock, self.journal:
             return admission.can_admit(self._open(), seq_lens, matches)
 
-    def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
+    def trim(
+        self,
+        prefixes: bool | Literal["host"] = False,
+        compact: bool | None = None,
+        stream: Any = None,
+    ) -> int:
         """Unmaps all unowned pages and returns the pool's free memory to the device.
 
         Waits for the GPU work on freed slots. An idle cache does the same by itself
         (`KVCacheConfig.idle_seconds`).
 
         Args:
-            prefixes: also evict the recorded prefixes that no request uses.
+            prefixes: also evict the recorded prefixes that no request uses, and forget those in
+                host memory: True where the weights change. "host": host memory keeps the rows
+                (`KVCacheConfig.host_prefixes`).
             compact: also move pages of running requests and recorded prefixes together, so that the
                 memory between them goes back (`Context.compact`). None: only where nothing can be
                 using what moves, that is, in a context of the cache's own while no request is
@@ -748,6 +756,11 @@ class KVCache(MustClose):
             VMemError: a batch failed; its pages are still there, the cache is consistent.
         """
         check(stream)
+        if isinstance(prefixes, str) and (prefixes != "host" or not self.config.host_prefixes):
+            raise invalid(
+                f"prefixes is {prefixes!r}; it must be True, False or, with "
+                f"KVCacheConfig.host_prefixes (here {self.config.host_prefixes}), 'host'"
+            )
         owner = self._manager
         with self.lock, self.journal:
             self._open()

@@ -55,6 +55,7 @@ _BOUNDS = {
     "memory_limit": (0, MOST_BYTES),
     "memory_floor": (0, MOST_BYTES),
     "host_limit": (0, MOST_BYTES),
+    "host_prefixes": (0, MOST_BYTES),
     "peer_limit": (0, MOST_BYTES),
     "max_mappings": (0, 1 << 40),
     "overread_rows": (0, 1 << 16),
@@ -107,6 +108,11 @@ class KVCacheConfig:
         host_limit: the most host memory that `KVCache.move` uses, in bytes, for all layers
             together; 0: no limit but the machine's.
         peer_limit: the same for all peer devices together.
+        host_prefixes: host memory for recorded prefixes that are evicted, in bytes, for all layers
+            together; 0: none, their rows are lost. The least recently used of them make room for
+            others, and `KVCache.alloc_prefix` copies them back. The memory is taken when it is
+            needed, locked in a cache of a GPU, and kept until the cache is closed. Needs numpy;
+            not with a window or a state, and not on several ranks.
         zero_fill: zero pages before they go to another request.
         deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
             unmapped in the background as soon as the slot's last GPU work is over.
@@ -208,6 +214,7 @@ class KVCacheConfig:
     max_mappings: int = 0
     state: bool = False
     ahead_tokens: int = 0
+    host_prefixes: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -231,6 +238,13 @@ class KVCacheConfig:
             raise invalid(
                 f"state with a window of {self.window} and {self.tensors_per_layer} tensors a "
                 "layer: a state has no window, and each is one tensor"
+            )
+        if self.host_prefixes and (self.window or self.state):
+            raise invalid(
+                f"host_prefixes {self.host_prefixes} with "
+                + (f"a window of {self.window}" if self.window else "a state")
+                + ": host memory keeps prefixes of layers that keep all rows",
+                size=self.host_prefixes,
             )
         if 0 < self.memory_limit < self.memory_floor:
             raise invalid(

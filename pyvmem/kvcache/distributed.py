@@ -386,6 +386,11 @@ class ParallelKVCache(MustClose):
         self._cache: KVCache | None = None
         if getattr(config, "idle_seconds", 0):
             raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
+        if getattr(config, "host_prefixes", 0):
+            raise invalid(
+                f"host_prefixes is {config.host_prefixes}; it must be 0 with several ranks, whose "
+                "host memory may keep different prefixes"
+            )
         if device is None:
             device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._ranks = ranks = Ranks(group, device_ordinal(device))

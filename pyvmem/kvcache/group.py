@@ -201,7 +201,7 @@ class Group:
             unit = prefixes.unit if prefixes.records else 1
             self.window = Window(self.reclaimer, self.mover, config, unit, release, ops)
         self.prefixes, self.place = prefixes, place
-        prefixes.join(self.sharing, self.window)
+        prefixes.join(self.sharing, self.window, self.scratch)
         # By slot, its owner and the pages per tensor that `step_async` left to a later call.
         self.left: dict[Slot, tuple[int, int]] = {}
         self.named = False

@@ -89,7 +89,7 @@ class IdleThread:
             return
         self._quiet += 1
         if self._quiet >= _LOOKS and not self._trimmed:
-            pieces = (self._trim, self._compact)
+            pieces = (self._store, self._trim, self._compact)
             self._trimmed = all(self._run(manager, piece) for piece in pieces)
 
     def _run(self, manager: Manager, piece: Callable[[Manager], bool | None]) -> bool:
@@ -114,10 +114,19 @@ class IdleThread:
         return more is not None
 
     @staticmethod
+    def _store(manager: Manager) -> bool | None:
+        """Evicts prefixes to host memory. True: there may be more. None: work goes on."""
+        prefixes = manager.groups[0].prefixes
+        if prefixes.host is None or not manager.groups[0].config.idle_prefixes:
+            return False
+        return None if last_work(manager.groups) else prefixes.evict_some(prefixes.host.step)
+
+    @staticmethod
     def _trim(manager: Manager) -> bool | None:
         """Unmaps, and gives empty slabs back. False: done. None: some must wait."""
         groups, prefixes = manager.groups, manager.groups[0].config.idle_prefixes
-        done = [begin_trim(group, prefixes, kept=prefixes) for group in groups]  # in each
+        how = "host" if prefixes else False
+        done = [begin_trim(group, how, kept=prefixes) for group in groups]  # in each
         if not all(done):
             return None
         manager.context.trim(0)

@@ -74,7 +74,7 @@ def stats(group: Group) -> CacheStats:
     calls, ns = counters.driver()
     waits = counters.waits.struct
     grown, reused, zeroed = group.pager.under_way()
-    now = group.context.stats()
+    now, host = group.context.stats(), group.prefixes.host
     return CacheStats(
         total_pages=reclaimer.free + reclaimer.held,
         free_pages=reclaimer.free,
@@ -90,6 +90,7 @@ def stats(group: Group) -> CacheStats:
         peer_pages=_away(group, Location.PEER),
         prefix_pages=group.prefixes.pages(group.place) * layout.num_tensors,
         prefix_tokens=group.prefixes.tree.tokens,
+        prefix_host_bytes=host.nbytes if host else 0,
         mapped_bytes=reclaimer.held * layout.page_size,
         used_bytes=used,
         wasted_bytes=active_pages * layout.page_size - used,
@@ -118,6 +119,9 @@ def stats(group: Group) -> CacheStats:
         prefix_hits=counters.hits,
         prefix_hit_tokens=counters.hit_tokens,
         prefix_resumed=counters.resumed,
+        prefix_stored_bytes=host.stored if host else 0,
+        prefix_loaded_bytes=host.loaded if host else 0,
+        prefix_dropped_bytes=host.dropped if host else 0,
         waits=waits.count,
         wait_ns=waits.ns,
         wait_counts=tuple(waits.lengths),

@@ -187,6 +187,8 @@ class Manager:
         if self.context.is_open:  # else everything went with it, or is the parent's
             for group in self.groups:
                 group.close(work)
+        for group in self.groups[:1]:
+            group.prefixes.close()
         if self.budget is not None:
             for group in self.groups:
                 call_part(partial(self.budget.leave, group.pager))

@@ -15,7 +15,7 @@ they are as intended, whatever happens next (journal.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -158,6 +158,47 @@ class Mapper:
     def join(self, addr: int, size: int) -> int:
         """See `Context.join`."""
         return self.context.join(addr, size)
+
+    def copy(
+        self, size: int, addresses: Sequence[int], host: Sequence[memoryview], *, out: bool
+    ) -> None:
+        """Copies pieces of `size` bytes between mapped addresses and host memory.
+
+        Args:
+            size: of each piece.
+            addresses: where the pieces are mapped: a list, or an array of numpy.
+            host: the same pieces, which follow one another in each part.
+            out: to host memory. Complete on return, whichever the direction.
+        """
+        if not len(addresses) or self._by_kernel(size, addresses, host, out):
+            return
+        pieces = (part[at : at + size] for part in host for at in range(0, part.nbytes, size))
+        for address, piece in zip(map(int, addresses), pieces, strict=True):
+            if out:
+                self.context.read_into(address, piece)
+            else:
+                self.context.write(address, piece)
+
+    def _by_kernel(
+        self, size: int, addresses: Sequence[int], host: Sequence[memoryview], out: bool
+    ) -> bool:
+        """Copies by the kernel, at PCIe's rate for scattered pages; False where it is not there."""
+        try:
+            import numpy as np
+
+            from pyvmem.memory.host_copies import Pieces, copy_now
+        except ImportError:
+            return False
+        starts = [
+            np.frombuffer(part, dtype=np.uint8).ctypes.data + np.arange(0, part.nbytes, size)
+            for part in host
+        ]
+        pieces = Pieces(
+            np.array(addresses, dtype=np.int64),
+            np.concatenate(starts).astype(np.int64),
+            np.full(len(addresses), size, dtype=np.int64),
+        )
+        return copy_now(self.context, out, pieces)
 
 
 class Scratch:

@@ -38,6 +38,7 @@ class CacheStats:
         host_pages, peer_pages: pages that lie in host memory and in peer devices; no other number
             here counts them.
         prefix_pages, prefix_tokens: of these, the recorded ones, and the tokens that they hold.
+        prefix_host_bytes: rows of evicted prefixes in host memory.
         mapped_bytes: cached and active pages.
         used_bytes: bytes of rows that requests hold; shared ones once.
         wasted_bytes: bytes of active pages that hold no token (internal fragmentation).
@@ -63,6 +64,9 @@ class CacheStats:
         prefix_hits, prefix_hit_tokens: those of them that began with a recorded prefix, and the
             tokens they began with.
         prefix_resumed: hits whose whole prefix was still mapped in the slot.
+        prefix_stored_bytes, prefix_loaded_bytes: rows of prefixes copied to host memory and back.
+        prefix_dropped_bytes: rows of evicted prefixes that gave way in host memory to others, or
+            that could not be stored there.
         waits: times that a call waited for mapping, filling or reclaiming.
         wait_ns: time spent in them.
         wait_counts: the waits by length: item k counts those of more than ``2**(k-1)`` and at most
@@ -86,6 +90,7 @@ class CacheStats:
     peer_pages: int
     prefix_pages: int
     prefix_tokens: int
+    prefix_host_bytes: int
     mapped_bytes: int
     used_bytes: int
     wasted_bytes: int
@@ -114,6 +119,9 @@ class CacheStats:
     prefix_hits: int
     prefix_hit_tokens: int
     prefix_resumed: int
+    prefix_stored_bytes: int
+    prefix_loaded_bytes: int
+    prefix_dropped_bytes: int
     waits: int
     wait_ns: int
     wait_counts: tuple[int, ...]
@@ -171,7 +179,8 @@ _SAME = (
     *("prefix_tokens", "prefix_queries", "prefix_query_tokens", "prefix_hits", "prefix_hit_tokens"),
     *("active_slots", "cached_slots", "empty_slots", "broken_slots"),
     *("prefix_resumed", "steps", "steps_async", "short", "driver_calls", "driver_ns"),
-    *("mappings", "large_entries"),
+    *("mappings", "large_entries", "prefix_host_bytes"),
+    *("prefix_stored_bytes", "prefix_loaded_bytes", "prefix_dropped_bytes"),
 )
 
 

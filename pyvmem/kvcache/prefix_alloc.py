@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from pyvmem.errors import VMemError
-from pyvmem.kvcache.events import prune
+from pyvmem.errors import NotSupported, OutOfMemory, TooManyMappings, VMemError
+from pyvmem.kvcache.events import PriorWork, prune
 from pyvmem.kvcache.group import Group, Loan, lend
+from pyvmem.kvcache.host_prefixes import FAILURES
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixMatch
-from pyvmem.kvcache.requests import alloc, sync_free_slots
+from pyvmem.kvcache.requests import alloc, release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
+from pyvmem.kvcache.steps import grow
 from pyvmem.memory.streams import Work
+from pyvmem.plumbing.logs import warn
 
 __all__ = ["alloc_prefix", "empty_slots", "kept_slots", "withdraw"]
+
+_log = logging.getLogger(__name__)
 
 
 def alloc_prefix(
@@ -47,8 +54,51 @@ def alloc_prefix(
     if reqid is None:
         return None
     held = 0 if slots is None else match.length
+    if match.in_host and held == match.length:
+        begun = [group.table[reqid] for group in groups]
+        try:
+            held = _load(groups, begun, match)
+        except FAILURES as error:
+            warn(_log, "prefixes", "a prefix is lost that was in host memory: %s", error)
+            release(groups, begun, None)
+            if prefixes.host is not None:
+                prefixes.host.rebuild()
+            return alloc_prefix(groups, tokens, leave, reader, namespace)
     _count_prompt(groups[0], (length, held, bool(resumed)), 1)
     return reqid, held
+
+
+def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) -> int:
+    """Loads what follows a match from host memory, and records it for other requests.
+
+    Returns:
+        The tokens that the request holds: those of the match alone where memory is short.
+    """
+    prefixes, ids, held = groups[0].prefixes, match.ids, match.length
+    host = prefixes.host
+    assert host is not None
+    assert ids is not None
+    keys = host.find(ids, prefixes.unit, held, held + match.in_host)
+    cells, length = host.take(keys), held + len(keys) * prefixes.unit
+    both = list(zip(groups, slots, strict=True))
+    for group, slot in both:
+        group.pager.release(slot)
+    want = [(group, [(slot, group.layout.pages_for(length))]) for group, slot in both]
+    if keys and grow(want, background=False):
+        for group in groups:
+            group.pager.settle(whole=True)  # what has failed for want of memory was undone
+    if not keys or any(slot.granted < pages for _, ((slot, pages),) in want):
+        host.put_back(keys, cells)
+        return held
+    groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
+    host.load(slots, held // prefixes.unit, cells)
+    host.put_back(keys, cells)
+    for group, slot in both:
+        group.enter(slot, length)
+        group.note_peaks()
+    with suppress(TooManyMappings, OutOfMemory, NotSupported):  # it goes on with its own pages
+        prefixes.record(slots[0], ids, PriorWork(None, None))
+    return length
 
 
 def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:

@@ -58,6 +58,7 @@ from pyvmem.errors import BadHandle, InvalidArgument
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
+from pyvmem.kvcache.host_prefixes import HostPrefixes, Key, unit_keys
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, Match, Node, PrefixTree, TokenIds
 from pyvmem.kvcache.sharing import Sharing
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from pyvmem._native import Columns
     from pyvmem.kvcache.journal import Journal
     from pyvmem.kvcache.layout import Layout
+    from pyvmem.kvcache.mapper import Scratch
     from pyvmem.kvcache.prefix_tree import Node
     from pyvmem.kvcache.slots import Slot, SlotTable
     from pyvmem.kvcache.window import Window
@@ -84,13 +86,15 @@ class _Spans:
     Attributes:
         each: by group; with a window perhaps only the last of the pages.
         pages: units, which are what the tree counts.
+        keys: of the units in host memory; none where it keeps no prefixes.
     """
 
-    __slots__ = ("each", "pages")
+    __slots__ = ("each", "keys", "pages")
 
-    def __init__(self, each: Sequence[Span], units: int) -> None:
+    def __init__(self, each: Sequence[Span], units: int, keys: Sequence[Key] = ()) -> None:
         self.each = tuple(each)
         self.pages = units
+        self.keys = keys
 
     def missing(self, place: int) -> int:
         """The number of a group's first pages that are not there."""
@@ -102,7 +106,8 @@ class _Spans:
         places = range(len(self.each))
         both = [self.each[place].split(units, self.missing(place)) for place in places]
         upper, lower = zip(*both, strict=True)
-        return _Spans(upper, units), _Spans(lower, self.pages - units)
+        first, rest = self.keys[:units], self.keys[units:]
+        return _Spans(upper, units, first), _Spans(lower, self.pages - units, rest)
 
 
 class PrefixEvicted(BadHandle):
@@ -138,12 +143,17 @@ class PrefixMatch(Scoped):
     Attributes:
         length: tokens, a multiple of the sharing unit; 0: nothing.
         asked: tokens of the prompt.
+        in_host: tokens after these whose rows are in host memory (`KVCacheConfig.host_prefixes`).
+            `alloc_prefix` loads them, if memory is not short. They are not leased.
+        ids: the prompt, where host memory keeps prefixes.
     """
 
     length: int
     asked: int
     _lease: Lease = field(repr=False)
     _owner: Leases = field(repr=False)
+    in_host: int = 0
+    ids: TokenIds | None = field(default=None, repr=False)
 
     def release(self) -> None:
         """Lets the prefix be evicted again. Does nothing after its use. Idempotent."""
@@ -261,6 +271,7 @@ class PrefixCache:
         unit: tokens of a sharing unit.
         unit_pages: for each group, pages per tensor of a sharing unit.
         leases: what matches keep from eviction.
+        host: rows of evicted prefixes; None: they are lost.
     """
 
     _table: SlotTable
@@ -286,17 +297,26 @@ class PrefixCache:
         self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
+        limit = layouts[0].config.host_prefixes
+        self.host = HostPrefixes(layouts, self.unit_pages, limit) if limit else None
 
     def of(self, place: int) -> GroupPrefixes:
         """The prefixes as a group's reclaimer uses them."""
         return GroupPrefixes(self, place)
 
-    def join(self, group: Sharing, window: Window | None) -> None:
+    def join(self, group: Sharing, window: Window | None, scratch: Scratch) -> None:
         """Takes the next group in, when it is made."""
         if not self._groups:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
         self._windows.append(window)
+        if self.host is not None:
+            self.host.join(group, scratch)
+
+    def close(self) -> None:
+        """Gives host memory back. Idempotent."""
+        if self.host is not None:
+            self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -434,6 +454,7 @@ class PrefixCache:
                 lambda first, last: _Spans(
                     [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
                     last - first,
+                    () if self.host is None else unit_keys(ids, self.unit, first, last),
                 ),
                 found,
             )
@@ -461,7 +482,7 @@ class PrefixCache:
                 each = list(one.span.each)
                 before, each[place] = each[place], Span(span.parts, unit)
                 shared.hold(span)
-                self.tree.replace(one, _Spans(each, one.units))
+                self.tree.replace(one, _Spans(each, one.units))  # no window has keys
                 self._groups[place].reclaimer.unref(before)
                 self._groups[place].reclaimer.release_kept(before)
 
@@ -533,7 +554,11 @@ class PrefixCache:
             node = self.tree.match(ids, length, pin=length > 0).node
         elif length:
             self.tree.pin(node)
-        return PrefixMatch(length, count, self.leases.add(node), self.leases)
+        match = PrefixMatch(length, count, self.leases.add(node), self.leases)
+        if self.host is not None:
+            match.ids = ids
+            match.in_host = self.unit * len(self.host.find(ids, self.unit, length, limit))
+        return match
 
     def _ends(self, found: Match[_Spans]) -> int:
         """The longest part of a match at whose end every group has its window; tokens."""
@@ -668,21 +693,37 @@ class PrefixCache:
         _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
         return back // column
 
-    def evict_all(self, leased: bool = False) -> None:
-        """Takes every prefix out that no request uses; `leased`: those of matches, too."""
+    def evict_all(self, leased: bool = False, forget: bool = False) -> None:
+        """Takes every prefix out that no request uses.
+
+        `leased`: those of matches, too; `forget`: host memory keeps no prefix, either.
+        """
         self.leases.collect()
         if leased:
             self.leases.end_all()
-        for span in self._evict(self.tree.evictable_pages):
-            self._drop_evicted(span)
+        self.evict_some(self.tree.evictable_pages, store=not forget)
+        if forget and self.host is not None:
+            self.host.clear()
 
-    def _evict(self, units: int, *, whole: bool = False) -> list[_Spans]:
-        """Takes spans of so many units out of the tree, and counts them before one is let go."""
+    def evict_some(self, units: int, *, store: bool = True) -> bool:
+        """Takes so many units out that no request uses; False: there was none."""
+        spans = self._evict(units, store=store)
+        for one in spans:
+            self._drop_evicted(one)
+        return bool(spans)
+
+    def _evict(self, units: int, *, whole: bool = False, store: bool = True) -> list[_Spans]:
+        """Takes spans of so many units out of the tree, and counts them before one is let go.
+
+        `store`: host memory keeps their rows, if it keeps any.
+        """
         found = self.tree.evict(units, whole=whole)
         for place, group in enumerate(self._groups):
             pages = sum(spans.each[place].pages for spans in found)
             count = pages * self._layouts[place].num_tensors
             group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
+        if store and self.host is not None:
+            self.host.store([(spans.each, spans.keys) for spans in found])
         return found
 
     def _drop_evicted(self, spans: _Spans) -> int:
@@ -732,6 +773,8 @@ class PrefixCache:
         """Counts again which prefixes slots keep."""
         pins = [node for slot in self._table for node in slot.pins]
         self.tree.rebuild([*pins, *self.leases.rebuilt()])
+        if self.host is not None:
+            self.host.rebuild()
 
     def check(self) -> list[str]:
         """Lists contradictions in the tree, its pins and its spans, in words."""
@@ -753,7 +796,7 @@ class PrefixCache:
                 found.append(f"{node!r} has spans of {node.span.pages} units")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
-        return found
+        return found + ([] if self.host is None else self.host.check())
 
 
 class GroupPrefixes(NamedTuple):

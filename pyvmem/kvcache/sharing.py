@@ -179,9 +179,14 @@ class Sharing:
 
         `replace`: the same pages are there.
         """
-        layout = self.layout
-        size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        address = slot.addr + page * size
+        size = self.layout.page_size
+        self.map_at(ops, slot.addr + page * size, self.layout.tensor_bytes, span, replace=replace)
+
+    def map_at(
+        self, ops: OpBatch, address: int, stride: int, span: Span, *, replace: bool = False
+    ) -> None:
+        """The same at any address; `stride`: from one tensor to the next."""
+        size, tensors = self.layout.page_size, self.layout.num_tensors
         for block, low, high in span.parts:
             ops.map(
                 address, (high - low) * size, block.handle, low * size, tensors, stride, True,

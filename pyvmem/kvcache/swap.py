@@ -88,38 +88,6 @@ def _pieces(group: Group, slot: Slot, head: int, length: int) -> tuple[int, list
     return size, [slot.addr + layout.offset(0, head, one) for one in tensors]
 
 
-def _copy(group: Group, size: int, addresses: Sequence[int], rows: memoryview, out: bool) -> None:
-    """Copies rows of all tensors between the device and host memory; complete on return."""
-    if not size or _by_kernel(group, size, addresses, rows, out):
-        return
-    for tensor, address in enumerate(addresses):
-        part = rows[tensor * size : (tensor + 1) * size]
-        if out:
-            group.context.read_into(address, part)
-        else:
-            group.context.write(address, part)
-
-
-def _by_kernel(
-    group: Group, size: int, addresses: Sequence[int], rows: memoryview, out: bool
-) -> bool:
-    """Copies by the kernel, at PCIe's rate for scattered pages; False where it is not there."""
-    try:
-        import numpy as np
-
-        from pyvmem.memory.host_copies import Pieces, copy_now
-    except ImportError:
-        return False
-    count = len(addresses)
-    first = np.frombuffer(rows, dtype=np.uint8).ctypes.data
-    pieces = Pieces(
-        np.array(addresses, dtype=np.int64),
-        first + np.arange(count, dtype=np.int64) * size,
-        np.full(count, size, dtype=np.int64),
-    )
-    return copy_now(group.context, out, pieces)
-
-
 def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedRequest:
     """See `KVCache.swap_out`; of several caches with the same requests, all or none."""
     for group in groups:
@@ -141,7 +109,7 @@ def swap_out(groups: Sequence[Group], reqid: int, work: PriorWork) -> SwappedReq
     ]
     work.wait()
     for group, (size, addresses), held in zip(groups, pieces, rows, strict=True):
-        _copy(group, size, addresses, held, out=True)
+        group.mapper.copy(size, addresses, [held], out=True)
     swapped = SwappedRequest(groups, length, rows, heads)
     release(groups, slots, None)  # the work is over
     groups[0].journal.on_abort(partial(bring_back, groups, swapped, slots[0].index))
@@ -227,7 +195,7 @@ def swap_in(
         both = zip(groups, slots, swapped._heads, swapped._rows, strict=True)
         for group, slot, head, rows in both:
             size, addresses = _pieces(group, slot, head, length)
-            _copy(group, size, addresses, rows, out=False)
+            group.mapper.copy(size, addresses, [rows], out=False)
     except VMemError:
         give_back()
         raise

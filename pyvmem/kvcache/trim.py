@@ -18,16 +18,17 @@ __all__ = ["begin_trim", "can_compact", "last_work", "trim", "unmap_idle"]
 _log = logging.getLogger(__name__)
 
 
-def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = True) -> bool:
+def begin_trim(group: Group, prefixes: bool | str, leased: bool = False, kept: bool = True) -> bool:
     """Begins to unmap all pages that no request owns; True when no unmap is in flight.
 
+    `prefixes`: those of prefixes, which are evicted; "host": host memory keeps their rows, if any.
     `kept`: of kept slots, too. That gives no memory back, since what they map is recorded.
     """
     group.pager.poll()
     group.reclaimer.poll()
     group.mover.sweep()
     if prefixes:
-        group.prefixes.evict_all(leased)
+        group.prefixes.evict_all(leased, forget=prefixes != "host")
     group.reclaimer.release_stale(kept=kept)
     for slot in group.table.victims():
         if kept or not slot.kept:
@@ -35,7 +36,9 @@ def begin_trim(group: Group, prefixes: bool, leased: bool = False, kept: bool = 
     return not group.reclaimer.unmaps
 
 
-def trim(manager: Manager, prefixes: bool, compact: bool | None, stream: Any, before: int) -> int:
+def trim(
+    manager: Manager, prefixes: bool | str, compact: bool | None, stream: Any, before: int
+) -> int:
     """See `KVCache.trim`; `before`: what the context had taken from the device."""
     groups, context = manager.groups, manager.context
     unmap_idle(groups, prefixes)
@@ -105,7 +108,7 @@ def last_work(groups: Sequence[Group]) -> list[Any]:
     return events
 
 
-def unmap_idle(groups: Sequence[Group], prefixes: bool) -> None:
+def unmap_idle(groups: Sequence[Group], prefixes: bool | str) -> None:
     """Unmaps all pages that no request owns, and waits; failures are in `Reclaimer.errors`."""
     for group in groups:
         group.pager.finish_idle()

@@ -175,14 +175,18 @@ def before_prefix(
     groups: Groups, tokens: Any, leave: int, reader: Work, namespace: Hashable
 ) -> Waits:
     """See `KVCache.alloc_prefix`: the work that wrote the rows, where the CPU has to wait."""
-    if groups[0].device is not None and reader.is_stream:
-        return []
+    prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
+        ordered = True
+    if ordered and prefixes.host is None:
         return []
-    prefixes = groups[0].prefixes
-    match, _ = prefixes.wanted(tokens, leave, namespace)
+    match, length = prefixes.wanted(tokens, leave, namespace)
     try:
-        spans = [prefixes.span(group.place, match) for group in groups] if match.length else []
+        if match.in_host and not match.length:
+            return before_swap_in(groups, length, PriorWork(None, None))
+        spans = []
+        if match.length and not ordered:
+            spans = [prefixes.span(group.place, match) for group in groups]
         if not spans or not (kept_slots(groups, spans, match.length) or empty_slots(groups)):
             return []  # the request gets none of it
     finally:
@@ -267,11 +271,18 @@ def before_reclaim(groups: Groups, keep: Collection[int]) -> Waits:
     ]
 
 
-def before_trim(groups: Groups, manager: Manager, prefixes: bool, compact: bool | None) -> Waits:
+def before_trim(
+    groups: Groups, manager: Manager, prefixes: bool | str, compact: bool | None
+) -> Waits:
     """See `KVCache.trim`."""
     waits: Waits = []
     if any(group.reclaimer.errors for group in groups):
         return []
+    if prefixes == "host":
+        for block in chain.from_iterable(map(_blocks, groups)):
+            waits += [partial(wait_for, event) for event in prune(block.events)]
+        if waits:
+            return waits
     for group in groups:
         waits += [
             wait

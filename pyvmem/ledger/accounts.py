@@ -237,7 +237,7 @@ class EngineInfo:
         maps: calls that mapped, since the start; `waits`: steps that waited for one.
         hits, queries: tokens found in the prefix cache, and looked up.
         sleeps: 1: it accepts an order to sleep; `asleep`: 1: it was ordered to.
-        host: its host memory for KV offloading; `host_cached`: the prefixes in it.
+        host: its host memory for KV offloading, or for prefixes; `host_cached`: those in it.
         age: seconds since its last report.
     """
 

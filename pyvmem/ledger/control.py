@@ -39,7 +39,7 @@ GAUGES = {
     "used": "Memory behind the KV cache, in bytes of one device.",
     "in_use": "The part that requests hold.",
     "cached": "The part that holds prefixes of no request.",
-    "host": "Host memory for KV offloading.",
+    "host": "Host memory for KV offloading, or for prefixes.",
     "host_cached": "The part that holds prefixes.",
     "limit": "The most that the engine may have.",
     "floor": "What other engines leave to it.",

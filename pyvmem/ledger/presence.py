@@ -139,6 +139,8 @@ def _numbers(what: KVCache | ParallelKVCache | Budget) -> dict[str, int]:
         "waits": stats.waits,
         "hits": stats.prefix_hit_tokens,
         "queries": stats.prefix_query_tokens,
+        "host": what.config.host_prefixes,
+        "host_cached": stats.prefix_host_bytes,
     }
 
 

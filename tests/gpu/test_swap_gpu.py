@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Description: swapped requests are copied by the kernel of host copies, and by libvmem without it.
+"""Description: swapped requests and prefixes are copied by a kernel, or by libvmem without it.
 
 Needs a CUDA device, torch and Triton; skipped otherwise.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_helpers import LAYERS, ROWS, contexts, make, needs_gpu
+from gpu_helpers import LAYERS, ROWS, TENSORS, contexts, make, needs_gpu
 
 from pyvmem import Context, KVCache
 from pyvmem.memory import host_copies
@@ -39,11 +39,11 @@ def scattered(cache: KVCache, length: int) -> None:
             cache.v(layer)[reqid, :length].random_(1, 1 << 40)
 
 
-@pytest.mark.parametrize("length", [1, ROWS, 5 * ROWS + 3])
-@pytest.mark.parametrize("way", ["kernel", "no memory for the pieces", "library"])
-def test_rows_come_back(
-    context: Context, monkeypatch: pytest.MonkeyPatch, length: int, way: str
-) -> None:
+WAYS = ["kernel", "no memory for the pieces", "library"]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, way: str) -> list[int]:
+    """Copies go this way; gets the bytes of each launch."""
     launched = []
     launch = StreamCopies._launch
 
@@ -56,6 +56,15 @@ def test_rows_come_back(
     monkeypatch.setattr(StreamCopies, "_launch", watched)
     if way == "library":
         monkeypatch.setattr(host_copies, "copy_now", lambda *_: False)
+    return launched
+
+
+@pytest.mark.parametrize("length", [1, ROWS, 5 * ROWS + 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_come_back(
+    context: Context, monkeypatch: pytest.MonkeyPatch, length: int, way: str
+) -> None:
+    launched = watch(monkeypatch, way)
     with make(context) as cache:
         scattered(cache, length)
         wanted = [rows(cache, reqid, length) for reqid in (0, 1)]
@@ -66,3 +75,24 @@ def test_rows_come_back(
             found = rows(cache, reqid, length)
             assert all(map(torch.equal, found, wanted[reqid]))
         assert launched == ([] if way == "library" else [swapped.nbytes] * 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prefix_comes_back(context: Context, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    launched, units, ids = watch(monkeypatch, way), 5, list(range(5 * ROWS))
+    nbytes = units * TENSORS * context.info.granule
+    with make(context, host_prefixes=nbytes) as cache:
+        scattered(cache, len(ids) + 3)
+        wanted = [rows(cache, reqid, len(ids)) for reqid in (0, 1)]
+        cache.free_reqid(0, tokens=ids)
+        cache.trim(prefixes="host", compact=False)
+        assert cache.stats().prefix_pages == 0
+        assert cache.stats().prefix_host_bytes == nbytes
+        assert cache.alloc_prefix([*ids, 7]) == (0, len(ids))
+        torch.cuda.synchronize()
+        for reqid in (0, 1):
+            found = rows(cache, reqid, len(ids))
+            assert all(map(torch.equal, found, wanted[reqid]))
+        assert cache.stats().prefix_loaded_bytes == nbytes
+        assert launched == ([] if way == "library" else [nbytes] * 2)
+        cache.check_integrity()

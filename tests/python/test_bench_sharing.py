@@ -153,7 +153,7 @@ def test_swapping_and_computing_again(tmp_path: Path) -> None:
     part = data["parts"]["swap"]
     assert part["status"] == "done", part
     found = {row["id"]: row for row in part["rows"]}
-    for way in ("pages", "blocks/16", "blocks/64"):
+    for way in ("pages", "prefix", "blocks/16", "blocks/64"):
         assert found[f"swap/200/{way}/out"]["n"] == found[f"swap/200/{way}/in"]["n"] == 2
     assert found["swap/200/again"]["n"] == 2
     assert found["swap/200/blocks/16/pieces"]["value"] == 13 * 4  # tensors: 2 layers, K and V

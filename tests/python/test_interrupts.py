@@ -706,6 +706,110 @@ def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
     return _prefixed(engine, cache, [*tokens, 7], engine.held[cache, taken[0]][: 4 * ROWS])
 
 
+# ---- prefixes in host memory ---------------------------------------------------------------------
+
+
+def _to_host(engine: Engine, **changes: Any) -> tuple[Any, list[int], list[int]]:
+    """A cache that keeps evicted prefixes, with a recorded one: its tokens and its rows."""
+    _needs_sharing(engine)
+    cache = engine.cache(**{"host_prefixes": 8 * TENSORS * engine.page, **changes})
+    engine.start(cache, 3)
+    reqid = engine.start(cache, 3 * ROWS)
+    tags, tokens = engine.held[cache, reqid], list(range(3 * ROWS))
+    engine.free(cache, reqid, tokens=tokens)
+    return cache, tokens, tags
+
+
+def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
+    """What an interruption left of a prefix: rows that are there are right."""
+    taken = cache.alloc_prefix(tokens, leave=0)
+    assert taken is not None
+    assert taken[1] <= len(tags)
+    engine.take(cache, taken[0], tags[: taken[1]])
+    engine.grow(cache, taken[0], taken[1] + 2)
+
+
+@scenario
+def trim_to_host(engine: Engine) -> Steps:
+    cache, tokens, tags = _to_host(engine)
+
+    def call() -> None:
+        cache.trim(prefixes="host")
+
+    def again() -> None:
+        call()
+        assert cache.stats().prefix_pages == 0
+        _begins_with_some(engine, cache, tokens, tags)
+
+    return call, again
+
+
+@scenario
+def step_evicts_to_host(engine: Engine) -> Steps:
+    """The least recently used one makes room there, too."""
+    cache, tokens, tags = _to_host(engine, pages=4, host_prefixes=2 * TENSORS * engine.page)
+    call, again = _growing(engine, cache, {0: 3 * ROWS})
+
+    def more() -> None:
+        again()
+        engine.free(cache, 0)
+        _begins_with_some(engine, cache, tokens, tags)
+
+    return call, more
+
+
+@scenario
+def budget_takes_prefixes_to_host(engine: Engine) -> Steps:
+    budget = Budget(engine.context, 4 * TENSORS * engine.page)
+    _needs_sharing(engine)
+    one = engine.cache(budget, 4)
+    other = engine.cache(budget, 4, host_prefixes=8 * TENSORS * engine.page)
+    reqid = engine.start(one, 3)
+    engine.free(other, engine.start(other, 3 * ROWS), tokens=list(range(3 * ROWS)))
+    return _growing(engine, one, {reqid: 3 * ROWS})
+
+
+def _from_host(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> Steps:
+    """Nothing, some or all of it is on the device, and the rest in host memory."""
+
+    def call() -> None:
+        taken = cache.alloc_prefix(tokens, leave=0)
+        assert taken is not None
+        assert taken[1] == len(tags)
+
+    return call, lambda: _begins_with_some(engine, cache, tokens, tags)
+
+
+@scenario
+def alloc_prefix_from_host(engine: Engine) -> Steps:
+    cache, tokens, tags = _to_host(engine)
+    cache.trim(prefixes="host")
+    return _from_host(engine, cache, tokens, tags)
+
+
+@scenario
+def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
+    """And a prefix of others goes to host memory meanwhile."""
+    cache, tokens, tags = _to_host(engine, pages=5)
+    cache.trim(prefixes="host")
+    first = cache.alloc_prefix(tokens[:ROWS], leave=0)
+    assert first is not None
+    engine.take(cache, first[0], tags[:ROWS])
+    engine.free(cache, engine.start(cache, 2 * ROWS), tokens=list(range(500, 500 + 2 * ROWS)))
+    return _from_host(engine, cache, tokens, tags)
+
+
+@scenario
+def layered_alloc_prefix_from_host(engine: Engine) -> Steps:
+    _needs_sharing(engine)
+    cache = _layered(engine, host_prefixes=400 * engine.page)
+    reqid = engine.start(cache, UNIT)
+    tags, tokens = engine.held[cache, reqid], list(range(UNIT))
+    engine.free(cache, reqid, tokens=tokens)
+    cache.trim(prefixes="host")
+    return _from_host(engine, cache, tokens, tags)
+
+
 # ---- prefixes of layers with a window ------------------------------------------------------------
 
 

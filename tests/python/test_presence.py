@@ -45,6 +45,22 @@ def test_the_ledger_shows_what_the_cache_says(context: Context, folder: Path) ->
     assert shown(folder, context) == []
 
 
+def test_the_ledger_shows_prefixes_in_host_memory(context: Context, folder: Path) -> None:
+    size = 4 * 2 * LAYERS * context.info.granule
+    with (
+        small_cache(context, host_prefixes=size) as cache,
+        pyvmem.announce(cache, "mine", folder) as announced,
+    ):
+        reqid = cache.alloc_reqid()
+        assert cache.step(lens(cache, r0=2 * ROWS)) == 0
+        assert reqid == 0
+        cache.free_reqid(reqid, tokens=range(2 * ROWS))
+        cache.trim(prefixes="host")
+        assert announced.report()
+        (one,) = shown(folder, context)
+        assert (one.host, one.host_cached) == (size, size // 2)
+
+
 def test_nothing_joins_unasked(
     context: Context, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,9 +105,9 @@ def test_the_modules_of_the_cache_from_below() -> None:
     order = (
         *("checks", "config", "events", "journal", "layout", "mapper", "pages", "slots", "metrics"),
         *("reclaim", "migration", "window", "runs", "growth", "sharing", "prefix_tree"),
-        *("prefix_cache", "budget", "group", "integrity", "manager", "requests", "mappings"),
-        *("steps", "admission", "truncation", "forks", "tiers", "prefix_alloc", "swap", "trim"),
-        *("idle", "common_pages", "waits", "cache", "distributed"),
+        *("host_prefixes", "prefix_cache", "budget", "group", "integrity", "manager", "requests"),
+        *("mappings", "steps", "admission", "truncation", "forks", "tiers", "prefix_alloc", "swap"),
+        *("trim", "idle", "common_pages", "waits", "cache", "distributed"),
     )
     modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}
     assert set(order) == modules

@@ -8,6 +8,8 @@ small copies, while recomputation costs the same for every block size. In turn, 
 - ``blocks/N``: a pool of blocks of N tokens, each copied by itself between the device and pinned
   host memory, as PagedAttention does it.
 - ``again``: one prefill of all of its tokens, over rows that are mapped.
+- ``prefix``: a recorded prefix, evicted to host memory (`KVCache.trim`) and loaded by the next
+  request that begins with it (`KVCache.alloc_prefix`), its pages shared from then on.
 
 Restored rows are compared bit by bit with the original ones.
 """
@@ -18,6 +20,7 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.bench.record import Book, Part
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks", "add_parser", "run"]
 
+_HOST = 16 << 30  # bytes of host memory for prefixes; no more is taken than they need
 _OVERREAD = 192  # rows: FlashAttention-3 reads whole tiles
 _METHOD = {
     "time": "host clock around the call and synchronize",
@@ -119,14 +123,16 @@ class _Length:
             overread_decode=True,
         )
         options = {"backend": self.command.backend, "device": self.command.args.device}
-        with closing(KVCache(config, **options)) as cache:
-            turns = [self._pages(cache)]
+        keeps = replace(config, host_prefixes=_HOST)
+        with closing(KVCache(config, **options)) as cache, closing(KVCache(keeps, **options)) as by:
+            turns = [self._pages(cache), self._prefix(by)]
             turns += [self._blocks(block) for block in blocks]
             turns.append(self._again(cache))
             with self.attend, quiet():
                 interleave(turns, rounds + 1, left)
             self.book.close()
             cache.check_integrity()
+            by.check_integrity()
             turns.clear()  # they hold tensors of the cache
 
     def _turn(
@@ -188,6 +194,49 @@ class _Length:
             lambda: cache.k(0)[0, : self.tokens],
             lambda: None,
         )
+
+    def _prefix(self, cache: KVCache) -> Callable[[], None]:
+        ids = list(range(self.tokens))
+        whole = self.tokens // cache.sharing_unit * cache.sharing_unit
+        if not whole:
+            self.part.not_run(f"{self.tokens}/prefix", f"a unit is {cache.sharing_unit} tokens")
+            return lambda: None
+
+        def begin() -> None:
+            if cache.alloc_reqid(self.tokens) is None or cache.step([self.tokens]):
+                raise RuntimeError("memory is short")
+            cache.k(0)[0, :whole].fill_(1.5)
+
+        def back(_: Any) -> None:
+            if cache.alloc_prefix(ids, leave=0) != (0, whole):
+                raise WrongResult("the prefix did not come back from host memory")
+
+        def end() -> None:
+            cache.free_reqid(0, tokens=ids)
+
+        begin()
+        turn = self._turn(
+            "prefix",
+            "the prefixes of the cache",
+            "pages",
+            lambda: cache.trim(prefixes="host"),
+            back,
+            lambda: cache.k(0)[0, :whole],
+            lambda: None,
+        )
+        end()
+
+        def again() -> None:
+            turn()
+            cache.free_reqid(0)
+            cache.trim(prefixes=True)  # or it would not be copied out once more
+            begin()
+            end()
+
+        nbytes = cache.layout.row_bytes * cache.layout.num_tensors * whole
+        what = f"{self.tokens:,} tokens: the prefix's rows in host memory"
+        self.part.value(f"{self.tokens}/prefix/bytes", what, "pages", nbytes, "bytes")
+        return again
 
     def _blocks(self, block: int) -> Callable[[], None]:
         pool = Blocks(self.model.sizes, block, self.tokens, self.device)

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: MIT
+"""Rows of evicted prefixes in host memory, by sharing units.
+
+A *cell* holds the rows of one unit in all tensors of all groups. All cells are of one size, so that
+the least recently used one can take any other's rows. A unit is known by a digest of all tokens up
+to its end, so a prefix is found unit by unit, without a tree:
+
+    tokens   | unit 0     | unit 1     | unit 2     | unit 3     |
+    device   | recorded   | recorded   |
+    host     |            | cell 7     | cell 2     |            |   a match: 2 units, and 1 in_host
+
+A unit stays in its cell when its rows are loaded: evicted once more, it need not be copied again.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from hashlib import blake2b
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pyvmem.errors import VMemError
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.events import prune
+from pyvmem.kvcache.pages import Span
+from pyvmem.kvcache.prefix_tree import ID_BYTES, TokenIds
+from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.streams import has_cuda
+from pyvmem.plumbing.logs import warn
+
+if TYPE_CHECKING:
+    from pyvmem.kvcache.layout import Layout
+    from pyvmem.kvcache.mapper import Scratch
+    from pyvmem.kvcache.sharing import Sharing
+    from pyvmem.kvcache.slots import Slot
+    from pyvmem.memory.host_copies import HostMemory
+
+__all__ = ["FAILURES", "Going", "HostPrefixes", "Key", "unit_keys"]
+
+_log = logging.getLogger(__name__)
+
+_SLAB = 64 << 20  # bytes taken and locked at a time, some 20 ms
+_DIGEST = 16  # bytes
+
+FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
+"""What a copy, or taking host memory, may end with: the rows are not kept, or not loaded then."""
+
+Key: TypeAlias = tuple[Hashable, bytes]
+"""A namespace, and the digest of all tokens up to the end of a unit."""
+
+Going: TypeAlias = tuple[Sequence[Span], Sequence[Key]]
+"""The pages of some units in each group, and the units' keys."""
+
+
+def unit_keys(ids: TokenIds, unit: int, first: int, last: int) -> list[Key]:
+    """The keys of units [first, last) of a prompt; `unit`: tokens of each."""
+    width, data, digest, found = unit * ID_BYTES, ids.data, b"", []
+    for at in range(last):
+        digest = blake2b(digest + data[at * width : (at + 1) * width], digest_size=_DIGEST).digest()
+        if at >= first:
+            found.append((ids.namespace, digest))
+    return found
+
+
+class HostPrefixes:
+    """The cells of a cache and what they hold. The caller holds the cache's lock.
+
+    No cell is written while a key leads to it, so an exception at any point costs the units that
+    were being copied, and nothing else.
+
+    Args:
+        layouts: of the groups.
+        unit_pages: pages per tensor of a unit in each of them.
+        limit: bytes of all cells.
+
+    Attributes:
+        step: units that are taken, or stored by an idle cache, at a time.
+        stored, loaded: bytes copied so far.
+        dropped: bytes whose rows were lost: they gave way to others, or could not be stored.
+
+    Raises:
+        InvalidArgument: the limit is less than a cell, or numpy is missing.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], unit_pages: Sequence[int], limit: int) -> None:
+        sizes = [
+            one.page_size * pages * one.num_tensors
+            for one, pages in zip(layouts, unit_pages, strict=True)
+        ]
+        self._unit_pages = unit_pages
+        self._ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
+        self._cell = size = sum(sizes)
+        if limit < size:
+            raise invalid(
+                f"host_prefixes {limit} is less than the rows of a sharing unit, {size} bytes",
+                size=limit,
+                limit=size,
+            )
+        if find_spec("numpy") is None:
+            raise invalid(f"host_prefixes {limit} needs numpy, which is not installed", size=limit)
+        self._most, self.step = limit // size, max(1, _SLAB // size)
+        self._groups: list[tuple[Sharing, Scratch]] = []
+        self._slabs: list[HostMemory] = []
+        self._cells: list[memoryview] = []
+        self._free: list[int] = []
+        self._rows: OrderedDict[Key, int] = OrderedDict()  # cells, least recently used first
+        self.stored = self.loaded = self.dropped = 0
+
+    def join(self, group: Sharing, scratch: Scratch) -> None:
+        """Takes the next group in, when it is made."""
+        self._groups.append((group, scratch))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are kept."""
+        return len(self._rows) * self._cell
+
+    # ---- storing ---------------------------------------------------------------------------------
+
+    def store(self, going: Sequence[Going]) -> None:
+        """Keeps rows of units whose pages go, as far as there is room.
+
+        What cannot be copied now is lost: pages that GPU work still writes are not waited for.
+
+        Args:
+            going: least recently used first.
+        """
+        for each, keys in going:
+            new = [at for at, key in enumerate(keys) if key not in self._rows][: self._most]
+            if new and not _written(each):
+                self._store(each, keys, new)
+            for key in reversed(keys):  # the last unit is dropped first
+                if key in self._rows:
+                    self._rows.move_to_end(key)
+                else:
+                    self.dropped += self._cell
+
+    def _store(self, each: Sequence[Span], keys: Sequence[Key], units: list[int]) -> None:
+        """Copies these units, in order, to cells: all, the first ones or none."""
+        cells = self._take(len(units))
+        units = units[: len(cells)]
+        try:
+            for place, span in enumerate(each if cells else ()):
+                self._copy_out(place, span, units, cells)
+        except FAILURES as error:
+            warn(_log, "prefixes", "an evicted prefix is not kept in host memory: %s", error)
+            self._free += cells
+        else:
+            self._rows.update((keys[at], cell) for at, cell in zip(units, cells, strict=True))
+            self.stored += len(cells) * self._cell
+
+    def _copy_out(self, place: int, span: Span, units: list[int], cells: list[int]) -> None:
+        """Copies units of a span, for a moment mapped at addresses of their own."""
+        group, scratch = self._groups[place]
+        size, tensors = self._unit_pages[place] * group.layout.page_size, group.layout.num_tensors
+        stride = span.pages * group.layout.page_size
+        ops, addresses = OpBatch(len(span.parts)), scratch.take(stride * tensors)
+        group.map_at(ops, addresses.addr, stride, span)
+        try:
+            group.mapper.commit([], ops)
+            sources = _places(addresses.addr, units, size, stride, tensors)
+            group.mapper.copy(size, sources, [self._part(one, place) for one in cells], out=True)
+        finally:
+            scratch.give_mapped(addresses, stride * tensors)
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def find(self, ids: TokenIds, unit: int, begin: int, end: int) -> list[Key]:
+        """The units of a prompt that are kept, without a gap, in tokens [begin, end): a use."""
+        found: list[Key] = []
+        first, last = begin // unit, end // unit
+        for key in unit_keys(ids, unit, first, last) if self._rows and first < last else ():
+            if key not in self._rows:
+                break
+            found.append(key)
+        for key in reversed(found):
+            self._rows.move_to_end(key)
+        return found
+
+    def take(self, keys: Sequence[Key]) -> list[int]:
+        """Takes the cells of units out, so that none gets other rows; `put_back` must follow.
+
+        Or `rebuild`, which drops them.
+        """
+        return [self._rows.pop(key) for key in keys]
+
+    def put_back(self, keys: Sequence[Key], cells: Sequence[int]) -> None:
+        """Puts cells back; their units were used just now."""
+        for key, cell in zip(reversed(keys), reversed(cells), strict=True):
+            if key in self._rows:  # stored anew meanwhile
+                self._free.append(cell)
+            else:
+                self._rows[key] = cell
+
+    def load(self, slots: Sequence[Slot], first: int, cells: Sequence[int]) -> None:
+        """Copies units from cells to pages that a request owns.
+
+        Args:
+            slots: the request's in each group.
+            first: the first of the units.
+            cells: of the units.
+        """
+        for place, (group, _) in enumerate(self._groups):
+            layout, units = group.layout, range(first, first + len(cells))
+            size, tensors = self._unit_pages[place] * layout.page_size, layout.num_tensors
+            targets = _places(slots[place].addr, units, size, layout.tensor_bytes, tensors)
+            group.mapper.copy(size, targets, [self._part(one, place) for one in cells], out=False)
+        self.loaded += len(cells) * self._cell
+
+    # ---- cells -----------------------------------------------------------------------------------
+
+    def _part(self, cell: int, place: int) -> memoryview:
+        """A group's rows in a cell: one tensor after the other."""
+        return self._cells[cell][self._ends[place] : self._ends[place + 1]]
+
+    def _take(self, count: int) -> list[int]:
+        """Cells that no key leads to, so many or fewer."""
+        found: list[int] = []
+        while len(found) < count:
+            if not self._free and len(self._cells) < self._most:
+                self._add_slab()
+            if self._free:
+                found.append(self._free.pop())
+            elif self._rows:
+                found.append(self._rows.popitem(last=False)[1])
+                self.dropped += self._cell
+            else:
+                break
+        return found
+
+    def _add_slab(self) -> None:
+        """Takes memory for more cells; where there is none, these are all that there will be."""
+        from pyvmem.memory.host_copies import HostMemory
+
+        count = min(self.step, self._most - len(self._cells))
+        try:
+            memory = mmap.mmap(-1, count * self._cell, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._slabs.append(
+                HostMemory(count * self._cell, _locked(self._groups[0][0].device), memory)
+            )
+        except FAILURES as error:
+            warn(_log, "prefixes", "no more prefixes are kept in host memory: %s", error)
+            self._most = len(self._cells)
+            return
+        view, first = memoryview(memory), len(self._cells)
+        self._cells += [view[at * self._cell : (at + 1) * self._cell] for at in range(count)]
+        self._free += range(first, first + count)
+
+    def rebuild(self) -> None:
+        """Finds the free cells again, after a failure: those that no key leads to."""
+        taken = set(self._rows.values())
+        self._free = [cell for cell in range(len(self._cells)) if cell not in taken]
+
+    def clear(self) -> None:
+        """Drops all rows; the cells stay."""
+        self._rows.clear()
+        self.rebuild()
+
+    def close(self) -> None:
+        """Gives the host memory back. Idempotent."""
+        self._most = 0
+        self._rows.clear()
+        self._free, self._cells = [], []
+        while self._slabs:
+            self._slabs[-1].close()
+            self._slabs.pop()
+
+    def check(self) -> list[str]:
+        """Contradictions between the cells and what leads to them, in words."""
+        cells = [*self._rows.values(), *self._free]
+        if sorted(cells) != list(range(len(self._cells))):
+            return [f"{len(self._cells)} cells of host memory, {len(cells)} are used or free"]
+        return []
+
+
+def _places(addr: int, units: Sequence[int], size: int, stride: int, tensors: int) -> Any:
+    """Where units are in each tensor, unit by unit: a long prefix has 100,000 of these."""
+    import numpy as np
+
+    starts = addr + np.array(units, dtype=np.int64) * size
+    return np.add.outer(starts, np.arange(tensors, dtype=np.int64) * stride).ravel()
+
+
+def _written(each: Sequence[Span]) -> bool:
+    """Whether GPU work may still be writing some of the pages."""
+    for block in {part.block for span in each for part in span.parts}:
+        block.events = prune(block.events)
+        if block.events:
+            return True
+    return False
+
+
+def _locked(device: int | None) -> bool:
+    """Whether `Mapper.copy` has the kernel, which needs locked memory."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return device is not None and has_cuda(torch)
