@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from pyvmem.elastic.choice import SMALL, choose_page
@@ -44,12 +45,13 @@ def _tensors(pool: Any) -> tuple[dict[str, tuple[int, ...]], int]:
     return dict(zip(names, pool._kv_buffer_shapes(), strict=True)), rows_of
 
 
-def place(pool: Any, arguments: Any) -> None:
+def place(pool: Any, arguments: Any, backends: Iterable[str]) -> None:
     """Makes the KV tensors of a pool of SGLang's; page 0, for padding, is mapped.
 
     Args:
         pool: an `MHATokenToKVPool` or `MLATokenToKVPool`; its lists of tensors are set.
         arguments: SGLang's.
+        backends: attention back ends, by SGLang's names.
     """
     settings = Settings.read()
     tensors, rows_of = _tensors(pool)
@@ -58,7 +60,8 @@ def place(pool: Any, arguments: Any) -> None:
     size = pool.store_dtype.itemsize
     page_bytes = [rows_of * math.prod(shape[1:]) * size for shape in shapes]
     sizes = [blocks * one for _ in range(pool.layer_num) for one in page_bytes]
-    memory = _open(settings, str(pool.device), blocks, sizes, math.lcm(*page_bytes))
+    visible = settings.visible or not _plain(tensors, backends)
+    memory = _open(settings, str(pool.device), blocks, sizes, math.lcm(*page_bytes), visible)
     memory.grow(runs_of([memory.geometry.pages(k, 0) for k in range(len(memory.geometry.classes))]))
     made: dict[str, list[Any]] = {name: [] for name in tensors}
     for _ in range(pool.layer_num):
@@ -74,8 +77,17 @@ def place(pool: Any, arguments: Any) -> None:
     _places[pool] = (memory, settings, name, unique)
 
 
+def _plain(tensors: Iterable[str], backends: Iterable[str]) -> bool:
+    """True if all kernels on KV tensors of these names have read plain addresses on a GPU.
+
+    Triton's launcher refuses them: it asks CUDA about each pointer. A kernel of Triton's writes the
+    rows of latent attention.
+    """
+    return "kv_buffer" not in tensors and set(backends) == {"fa3"}
+
+
 def _open(
-    settings: Settings, device: str, blocks: int, sizes: list[int], multiple: int
+    settings: Settings, device: str, blocks: int, sizes: list[int], multiple: int, visible: bool
 ) -> KVMemory:
     """The memory of this many KV pages; the distance of two tensors is a `multiple`."""
     gpu: int | None = None
@@ -92,4 +104,4 @@ def _open(
         page if page != SMALL or settings.page_size else 0,  # the least that the back end has
         256 << 20 if settings.reserve is None else settings.reserve,
     )
-    return KVMemory(context, blocks, sizes, multiple)
+    return KVMemory(context, blocks, sizes, multiple, visible)

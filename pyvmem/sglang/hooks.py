@@ -36,6 +36,7 @@ HOOKS = (
     ),
     Hook("srt.runtime_context", "get_server_args", "called", "the same in the scheduler"),
     # ---- KV tensors
+    Hook("srt.runtime_context", "attention_backends", "called", "whose kernels read them"),
     Hook(_POOL, "KVCache.__init__", "replaced", "a pool is refused before it has buffers"),
     Hook(_POOL, "MHATokenToKVPool._create_buffers_normal", "replaced", "KV tensors are placed"),
     Hook(_POOL, "MLATokenToKVPool._create_buffers", "replaced", "the same, of latent attention"),

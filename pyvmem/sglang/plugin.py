@@ -114,7 +114,7 @@ def _begin_pool(original: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
 @_around("mem_cache.memory_pool.MLATokenToKVPool._create_buffers")
 @_around("mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal")
 def _make_buffers(original: Any, pool: Any) -> None:
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import attention_backends, get_server_args
 
     from pyvmem.sglang.buffers import place
 
@@ -123,7 +123,7 @@ def _make_buffers(original: Any, pool: Any) -> None:
     if reasons:
         _refuse(str(CannotWork(*reasons)))
     try:
-        place(pool, arguments)
+        place(pool, arguments, attention_backends())
     except (ValueError, VMemError) as error:
         _refuse(f"VMEM_SGLANG=1: {error}")
 

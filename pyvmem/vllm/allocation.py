@@ -21,10 +21,26 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from pyvmem.elastic.memory import KVMemory
 
-__all__ = ["Answers", "OpenMemory", "place"]
+__all__ = ["Answers", "OpenMemory", "place", "wary_backends"]
 
 OpenMemory = Callable[[int, Sequence[int]], "KVMemory"]
 """Makes the memory: of this many blocks, for tensors of these sizes in bytes."""
+
+
+_PLAIN = frozenset({"FLASH_ATTN", "FLASH_ATTN_MLA", "FLASHINFER"})
+"""Attention back ends that have read plain addresses on a GPU."""
+
+
+def wary_backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """Names the attention back ends of the KV tensors whose kernels may refuse plain addresses.
+
+    Triton's launcher does: it asks CUDA about each pointer. The kernels of layers with a state are
+    Triton's.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    names = (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
+    found = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+    return sorted(found - _PLAIN)
 
 
 class Answers(TorchFunctionMode):

@@ -7,6 +7,7 @@ created on first use, since importing one breaks the other's platform.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import threading
@@ -81,10 +82,14 @@ class ElasticWorker:
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, with the pool's KV tensors."""
-        from pyvmem.vllm.allocation import place
+        from pyvmem.vllm.allocation import place, wary_backends
 
         offload.clear()
         offload.count_by(self.vllm_config, kv_cache_config)
+        wary = [] if self._settings.visible else wary_backends(self.vllm_config, kv_cache_config)
+        if wary and self.device.type == "cuda":
+            log.info("vmem: KV tensors have addresses that CUDA knows, for %s", ", ".join(wary))
+            self._settings = dataclasses.replace(self._settings, visible=True)
         kv_cache_config, self._answers = place(kv_cache_config, self._open)
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         self._answers.check()

@@ -9,6 +9,7 @@ import pytest
 
 import pyvmem_sglang
 from pyvmem.elastic.versions import UnknownVersion
+from pyvmem.sglang.buffers import _plain
 from pyvmem.sglang.reasons import CannotWork, against, against_allocator, against_pool
 from pyvmem.sglang.versions import VERSIONS
 
@@ -143,3 +144,19 @@ def test_an_allocator_that_is_not_ours() -> None:
     assert against_allocator(ours(), ours) is None
     other = type("SWATokenToKVPoolAllocator", (), {})()
     assert "the allocator SWATokenToKVPoolAllocator" in str(against_allocator(other, ours))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "backends", "plain"),
+    [
+        ({"k_buffer", "v_buffer"}, ("fa3", "fa3"), True),
+        ({"k_buffer", "v_buffer"}, ("fa3", "triton"), False),
+        ({"k_buffer", "v_buffer"}, ("torch_native", "torch_native"), False),
+        ({"kv_buffer"}, ("fa3", "fa3"), False),
+    ],
+)
+def test_kernels_that_take_plain_addresses(
+    tensors: set[str], backends: tuple[str, str], plain: bool
+) -> None:
+    """Triton's launcher asks CUDA about each pointer; rows of latent attention are its to write."""
+    assert _plain(tensors, backends) is plain

@@ -11,6 +11,7 @@ import pytest
 
 from pyvmem.elastic.choice import LARGE, SMALL, choose_page
 from pyvmem.elastic.settings import Settings
+from pyvmem.vllm import offload
 from pyvmem.vllm.worker import ElasticWorker
 
 pytest.importorskip("torch")
@@ -92,3 +93,57 @@ def test_a_page_size_that_the_limit_excludes() -> None:
     settings = Settings(backend="host", page_size=LARGE, limit=3 << 20)
     with pytest.raises(ValueError, match="VMEM_PAGE_SIZE=2097152: a page in each of 2 KV tensors"):
         Worker(settings)._open(8, [8 * SMALL] * 2)
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+def _configs(*backends: str) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """vLLM's, of a model with a layer of each attention back end; layer 0 shares one's tensor."""
+
+    def layer(name: str) -> SimpleNamespace:
+        return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name))
+
+    layers = {f"layer.{number}": layer(name) for number, name in enumerate(backends)}
+    context = SimpleNamespace(static_forward_context=layers)
+    groups = [SimpleNamespace(layer_names=[name]) for name in ("elsewhere", *layers)]
+    return SimpleNamespace(compilation_config=context), SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_back_ends_that_may_refuse_plain_addresses() -> None:
+    """Triton's launcher asks CUDA about each pointer; so may what has not run."""
+    from pyvmem.vllm.allocation import wary_backends
+
+    assert wary_backends(*_configs("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN_MLA")) == []
+    found = wary_backends(*_configs("TRITON_ATTN", "FLASH_ATTN", "GDN_ATTN", "GDN_ATTN"))
+    assert found == ["GDN_ATTN", "TRITON_ATTN"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "visible"),
+    [("GDN_ATTN", "cuda", True), ("GDN_ATTN", "cpu", False), ("FLASH_ATTN", "cuda", False)],
+)
+def test_the_worker_asks_for_addresses_that_they_take(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, device: str, visible: bool
+) -> None:
+    from pyvmem.vllm import allocation
+
+    asked = []
+
+    class Opens(Base):
+        def initialize_from_config(self, _: object) -> None:
+            asked.append(self._settings.visible)  # type: ignore[attr-defined]
+
+    class Placed(ElasticWorker, Opens):
+        def __init__(self) -> None:
+            self._settings = Settings(backend="host")
+
+    answers = SimpleNamespace(check=lambda: None)
+    monkeypatch.setattr(allocation, "place", lambda *_: (None, answers))
+    monkeypatch.setattr(offload, "clear", lambda: None)
+    monkeypatch.setattr(offload, "count_by", lambda *_: None)
+    worker = Placed()
+    worker.device = SimpleNamespace(type=device, index=0)
+    worker.vllm_config, groups = _configs("FLASH_ATTN", kernels)
+    worker.initialize_from_config(groups)
+    assert asked == [visible]
