@@ -160,8 +160,16 @@ class Copy:
 class Copies(Protocol):
     """Starts copies in one direction."""
 
-    def start(self, pieces: Pieces) -> Copy:
-        """Starts a copy, after the work launched so far and the copies started before."""
+    def now(self) -> Any:
+        """The work launched so far, for `start`; None: there is nothing to wait for."""
+
+    def start(self, pieces: Pieces, after: Any = None) -> Copy:
+        """Starts a copy, after the copies started before and other work.
+
+        Args:
+            pieces: what to copy.
+            after: the work to wait for, from `now`; None: that launched so far.
+        """
 
     def events(self) -> tuple[Any, ...]:
         """What work has to wait for that needs what is copied; on the CPU waits itself."""
@@ -220,7 +228,10 @@ class ThreadCopies:
         self._thread = threading.Thread(target=self._run, name="vmem-offload", daemon=True)
         self._thread.start()
 
-    def start(self, pieces: Pieces) -> Copy:
+    def now(self) -> None:
+        """Nothing: a step is over when it returns."""
+
+    def start(self, pieces: Pieces, after: Any = None) -> Copy:
         """Hands a copy to the thread."""
         self._last = copy = _Threaded(pieces)
         self._queue.put(copy)
@@ -320,14 +331,22 @@ class StreamCopies:
             self._launch(Pieces(nothing, nothing, nothing), align)
         self.stream.synchronize()
 
-    def start(self, pieces: Pieces) -> Copy:
+    def now(self) -> Any:
+        """An event on torch's current stream; None: copies wait for none."""
+        import torch
+
+        if not self._after_current:
+            return None
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def start(self, pieces: Pieces, after: Any = None) -> Copy:
         """Launches a copy."""
         import torch
 
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        if self._after_current:
-            # Loads wait for the steps, too: such a step may still read what was in these blocks.
-            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        # Loads wait for the steps, too: such a step may still read what was in these blocks.
+        if (after := after or self.now()) is not None:
+            self.stream.wait_event(after)
         begin.record(self.stream)
         kept: Any = None
         try:

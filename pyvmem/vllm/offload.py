@@ -215,8 +215,7 @@ def begin(memory: KVMemory, device: Any) -> None:
         from pyvmem.memory.host_copies import copies_for
 
         make = copies_for(memory.context, device)
-        memory.copies = [make(True), make(False)]
-        transferrer.begin(*memory.copies)
+        memory.copies = transferrer.begin(make(True), make(False))
 
 
 def drop(stores: list[int]) -> None:

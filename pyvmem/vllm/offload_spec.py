@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -113,44 +114,114 @@ class VMemOffloadingSpec(OurCopies, CPUOffloadingSpec):  # type: ignore[misc]
         return False
 
 
+class _Group(NamedTuple):
+    """The tensors of a group of layers, as columns of int64.
+
+    Attributes:
+        base: address.
+        stride: bytes from a block to the next.
+        offset: of its part in a chunk.
+        size: bytes of a block in a chunk.
+        copied: bytes of a block that are copied.
+    """
+
+    base: Any
+    stride: Any
+    offset: Any
+    size: Any
+    copied: Any
+
+
+class _Places(NamedTuple):
+    """A transfer.
+
+    Attributes:
+        groups: of each group blocks, their chunks, and their places in them; None: it has none.
+        nbytes: of all pieces.
+    """
+
+    groups: Sequence[tuple[Any, Any, Any] | None]
+    nbytes: int
+
+
 class _Direction:
-    """The transfers of one direction, the oldest first."""
+    """The transfers of one direction, the oldest first.
 
-    def __init__(self) -> None:
+    Those of a step are held and start as one copy: a copy takes the host a good part of a
+    millisecond, however small it is, and a step of 16 requests may store a block of each.
+
+    Args:
+        pieces: what several transfers copy.
+    """
+
+    def __init__(self, pieces: Callable[[Sequence[_Places]], Pieces]) -> None:
         self.copies: Copies | None = None
-        self.under_way: deque[tuple[int, Copy]] = deque()
+        self._pieces = pieces
+        self._lock = threading.Lock()  # memory is given back in other threads
+        self._held: list[tuple[int, _Places]] = []
+        self._after: Any = None  # what they have to wait for
+        self._under_way: deque[tuple[list[tuple[int, int]], Copy]] = deque()
 
-    def start(self, number: int, pieces: Pieces) -> None:
+    def hold(self, number: int, places: _Places) -> None:
+        """A transfer is to start, after the work launched so far."""
         if self.copies is None:
             raise RuntimeError("a KV transfer before the engine's memory is known")
-        self.under_way.append((number, self.copies.start(pieces)))
+        with self._lock:
+            self._held.append((number, places))
+            self._after = self.copies.now()
+
+    def start(self) -> None:
+        """Starts the transfers that are held."""
+        with self._lock:
+            held, self._held = self._held, []
+            if not held or self.copies is None:
+                return
+            copy = self.copies.start(self._pieces([places for _, places in held]), self._after)
+            sizes = [(number, places.nbytes) for number, places in held]
+            self._under_way.append((sizes, copy))
 
     def ended(self) -> list[TransferResult]:
         found = []
-        while self.under_way and self.under_way[0][1].ready():
-            number, copy = self.under_way.popleft()
+        while self._under_way and self._under_way[0][1].ready():
+            sizes, copy = self._under_way.popleft()
             if copy.error is not None:
                 raise RuntimeError(f"a KV transfer of {copy.nbytes} bytes failed") from copy.error
-            found.append(
-                TransferResult(
-                    job_id=number,
-                    success=True,
-                    transfer_size=copy.nbytes,
-                    transfer_time=copy.seconds(),
+            seconds = copy.seconds() / max(1, copy.nbytes)
+            for number, nbytes in sizes:
+                found.append(
+                    TransferResult(
+                        job_id=number,
+                        success=True,
+                        transfer_size=nbytes,
+                        transfer_time=seconds * nbytes,
+                    )
                 )
-            )
         return found
 
     def wait(self, numbers: set[int]) -> None:
-        for number, copy in self.under_way:
-            if number in numbers:
+        self.start()
+        for sizes, copy in self._under_way:
+            if not numbers.isdisjoint(number for number, _ in sizes):
                 copy.wait()
 
+    def events(self) -> tuple[Any, ...]:
+        """As `Copies`, with the transfers that are held."""
+        self.start()
+        return self.copies.events() if self.copies is not None else ()
+
+    def fence(self, stream: Any) -> None:
+        """As `Copies`, with the transfers that are held."""
+        self.start()
+        if self.copies is not None:
+            self.copies.fence(stream)
+
     def close(self) -> None:
+        """As `Copies`; held transfers are given up."""
         if self.copies is not None:
             self.copies.close()
         self.copies = None
-        self.under_way.clear()
+        self._held.clear()
+        self._under_way.clear()
 
 
 class Transferrer(OffloadingWorker):  # type: ignore[misc]
@@ -180,20 +251,27 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
     ) -> None:
         tensors = [one.tensor for one in kv_caches.tensors]
         self._blocks_per_chunk, self._chunks = blocks_per_chunk, chunks
-        self._base = [one.data_ptr() for one in tensors]
-        self._stride = [one.stride(0) * one.element_size() for one in tensors]
-        self._bytes = [one.page_size_bytes for one in kv_caches.tensors]
-        ends = np.cumsum(self._bytes) * blocks_per_chunk
-        self._offset = [0, *ends.tolist()][:-1]
+        sizes = [one.page_size_bytes for one in kv_caches.tensors]
+        ends = np.cumsum(sizes) * blocks_per_chunk
         used = int(ends[-1])
         if used > chunk_bytes:
             raise ValueError(
                 f"a chunk for KV offloading has {used} bytes, vLLM counted {chunk_bytes}"
             )
-        self._refs = [
-            [(one.tensor_idx, one.page_size_bytes) for one in group]
-            for group in kv_caches.group_data_refs
-        ]
+        rows = np.array(
+            [
+                [one.data_ptr() for one in tensors],
+                [one.stride(0) * one.element_size() for one in tensors],
+                [0, *ends.tolist()][:-1],
+                sizes,
+            ],
+            dtype=np.int64,
+        )
+        self._groups = []
+        for group in kv_caches.group_data_refs:
+            copied = np.array([[one.page_size_bytes for one in group]], dtype=np.int64)
+            of_group = rows[:, [one.tensor_idx for one in group]]
+            self._groups.append(_Group(*np.concatenate([of_group, copied])[:, :, None]))
         self._shared, locked = shared, tensors[0].device.type == "cuda"
         if shared is None:
             self._host, self._row = HostMemory(used * chunks, locked), used
@@ -201,32 +279,30 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         else:
             self._host = HostMemory(len(shared.memory), locked, shared.memory)
             self._row, self._first = shared.row, self._host.addr + shared.first
-        self._out, self._in = _Direction(), _Direction()
+        self._out, self._in = _Direction(self._pieces), _Direction(self._pieces)
         self._skipped: list[TransferResult] = []
         self.dropped: set[int] = set()
 
-    def begin(self, out: Copies, into: Copies) -> None:
-        """The engine's memory is known; transfers may start."""
+    def begin(self, out: Copies, into: Copies) -> tuple[_Direction, _Direction]:
+        """The engine's memory is known; transfers may start. Returns what it has to wait for."""
         self._out.copies, self._in.copies = out, into
+        return self._out, self._in
 
-    def _pieces(self, device: Any, host: Any) -> Pieces:
-        """What a transfer between blocks and chunks copies."""
-        per, at, at_chunk = self._blocks_per_chunk, 0, 0
-        device_addrs, host_addrs, sizes = [], [], []
-        for refs, count, index in zip(
-            self._refs, device.group_sizes, device.block_indices, strict=True
+    def _places(self, device: Any, host: Any) -> _Places:
+        """The blocks and chunks of a transfer, checked."""
+        per, at, at_chunk, nbytes = self._blocks_per_chunk, 0, 0, 0
+        found: list[tuple[Any, Any, Any] | None] = []
+        for group, count, index in zip(
+            self._groups, device.group_sizes, device.block_indices, strict=True
         ):
             if not count:
+                found.append(None)
                 continue
             # The first chunk of a group may be used from its middle on.
             places = index % per + np.arange(count)
             chunks = host.block_ids[at_chunk + places // per].astype(np.int64)
-            blocks = device.block_ids[at : at + count].astype(np.int64)
-            for tensor, size in refs:
-                device_addrs.append(self._base[tensor] + blocks * self._stride[tensor])
-                within = self._offset[tensor] + places % per * self._bytes[tensor]
-                host_addrs.append(self._first + chunks * self._row + within)
-                sizes.append(np.full(count, size))
+            found.append((device.block_ids[at : at + count].astype(np.int64), chunks, places % per))
+            nbytes += count * int(group.copied.sum())
             at += count
             at_chunk += int(places[-1]) // per + 1
         if at != len(device.block_ids) or at_chunk != len(host.block_ids):
@@ -238,27 +314,42 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
             raise ValueError(
                 f"a KV transfer of chunk {host.block_ids.max()}; host memory has {self._chunks}"
             )
-        none = [np.empty(0, dtype=np.int64)]
-        return Pieces(*(np.concatenate(one or none) for one in (device_addrs, host_addrs, sizes)))
+        return _Places(found, nbytes)
+
+    def _pieces(self, transfers: Sequence[_Places]) -> Pieces:
+        """What transfers between blocks and chunks copy."""
+        found = [(np.empty(0, dtype=np.int64),) * 3]
+        for number, group in enumerate(self._groups):
+            parts = [part for one in transfers if (part := one.groups[number]) is not None]
+            if parts:
+                blocks, chunks, places = map(np.concatenate, zip(*parts, strict=True))
+                device = group.base + blocks * group.stride
+                within = group.offset + places * group.size
+                host = self._first + chunks * self._row + within
+                copied = np.broadcast_to(group.copied, device.shape)
+                found.append((device.ravel(), host.ravel(), copied.ravel()))
+        return Pieces(*map(np.concatenate, zip(*found, strict=True)))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Starts a copy to host memory, unless its source has been given up."""
+        """A copy to host memory starts with the step's others, unless its source is given up."""
         if job_id in self.dropped:
             self.dropped.discard(job_id)
             self._skipped.append(TransferResult(job_id=job_id, success=True))
         else:
-            self._out.start(job_id, self._pieces(src_spec, dst_spec))
+            self._out.hold(job_id, self._places(src_spec, dst_spec))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
         """Starts a copy from host memory."""
-        self._in.start(job_id, self._pieces(dst_spec, src_spec))
+        self._in.hold(job_id, self._places(dst_spec, src_spec))
+        self._in.start()
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Transfers that have ended since the last call."""
+        self._out.start()
         skipped, self._skipped = self._skipped, []
         return skipped + self._out.ended() + self._in.ended()
 

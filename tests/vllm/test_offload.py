@@ -337,3 +337,48 @@ def test_a_transfer_that_does_not_add_up_is_refused() -> None:
 def test_host_memory_that_cannot_be_had() -> None:
     with pytest.raises(MemoryError, match=f"{1 << 60} bytes of host memory"):
         HostMemory(1 << 60, locked=False)
+
+
+@pytest.mark.parametrize("begin", ["finished", "wait", "events", "fence"])
+def test_stores_of_a_step_are_one_copy(monkeypatch: pytest.MonkeyPatch, begin: str) -> None:
+    """They start when the step asks what has ended, or before whatever has to wait for them."""
+    started = []
+    start = ThreadCopies.start
+
+    def watched(self: ThreadCopies, pieces: Any, after: Any) -> Any:
+        started.append(pieces.nbytes)
+        return start(self, pieces, after)
+
+    monkeypatch.setattr(ThreadCopies, "start", watched)
+    memory = KVMemory(Context("host"), 64, [64 * 4096] * 2)
+    try:
+        memory.grow([Run(0, 0, memory.geometry.num_pages(0))])
+        caches = described(memory, [64 * 4096] * 2, [[0, 1]])
+        worker = Transferrer(caches, 1, 64, 2 * 4096)
+        make = copies_for(memory.context, torch.device("cpu"))
+        out, _ = worker.begin(make(True), make(False))
+        kv = [one.tensor.random_(-128, 127) for one in caches.tensors]
+        wanted = [one[32:48].clone() for one in kv]
+        for job in range(16):
+            host = SimpleNamespace(block_ids=np.array([job, 40 + job], dtype=np.int32))
+            assert worker.submit_store(job, spec([job, 32 + job], [2], [0]), host)
+        assert started == []
+        if begin == "events":
+            assert out.events() == ()
+        elif begin == "fence":
+            out.fence(None)
+        elif begin == "wait":
+            worker.wait({7})
+        found = worker.get_finished()
+        assert started == [16 * 2 * 2 * 4096]
+        worker.wait({7})
+        found += worker.get_finished()
+        assert [one.job_id for one in found] == list(range(16))
+        assert {one.transfer_size for one in found} == {2 * 2 * 4096}
+        back = SimpleNamespace(block_ids=np.arange(40, 56, dtype=np.int32))
+        assert worker.submit_load(16, back, spec(list(range(16)), [16], [0]))
+        worker.wait({16})
+        assert all(map(torch.equal, (one[:16] for one in kv), wanted))
+        worker.shutdown()
+    finally:
+        memory.close()
