@@ -28,9 +28,10 @@ from kvcache_helpers import (
 from share_helpers import ShareModel, read_rows, start, write_rows
 from test_kvcache_layers import layered
 
-from pyvmem import Caps, Context, Inject, InvalidArgument, KVCache
+from pyvmem import Caps, Context, DriverError, Inject, InvalidArgument, KVCache
 from pyvmem.engine import Request, RequestCache
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
+from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.memory import host_copies
 
 pytest.importorskip("numpy")
@@ -449,6 +450,24 @@ def test_a_loaded_prefix_that_cannot_be_recorded(
         assert taken[1] == 2 * ROWS
         assert rows_are(cache, taken[0], 0, 2 * ROWS, 3.0)
         assert cache.stats().prefix_tokens == 0
+
+
+def test_a_loaded_prefix_whose_pages_cannot_be_shared(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver fails: the request begins without it, and it is not tried again."""
+    calls = []
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        raise DriverError("no")
+
+    with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
+        ids = recorded(cache, 2 * ROWS)
+        cache.trim(prefixes="host")
+        monkeypatch.setattr(PrefixCache, "record", fails)
+        begins(cache, ids, 0)
+        assert (len(calls), cache.stats().prefix_host_bytes) == (1, 0)
 
 
 def test_close_gives_the_host_memory_back(host: Context) -> None:
