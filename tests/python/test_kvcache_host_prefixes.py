@@ -375,6 +375,17 @@ class Copies:
         return True
 
 
+def test_the_kernel_is_told_where_the_rows_are(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copies, "copy_now", Copies(0))
+    with small_cache(host, host_prefixes=4 * unit_bytes(host)) as cache:
+        ids = recorded(cache, 3 * ROWS)
+        cache.trim(prefixes="host")
+        begins(cache, ids[: 2 * ROWS], 2 * ROWS)
+        begins(cache, ids, 3 * ROWS)
+
+
 def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out, then back: the request begins without the prefix, and is as any other."""
     unit = unit_bytes(host)
