@@ -579,3 +579,13 @@ def test_random_engine(context: Context, policy: str, seed: int) -> None:
         assert now.prefix_stored_bytes
         assert "loaded" in model.counts or policy == "little host memory"
         assert now.prefix_host_bytes <= cache.config.host_prefixes
+
+
+@pytest.mark.slow
+def test_random_engine_of_layers(context: Context) -> None:
+    limit = 130 * context.info.granule
+    with layered(context, 130, max_batch=6, max_seq_len=80, host_prefixes=limit) as cache:
+        model = HostModel(cache, 1)
+        model.more = 60
+        model.run(200)
+        assert "loaded" in model.counts
