@@ -574,7 +574,8 @@ class KVCache(MustClose):
 
         The lease ends when `alloc_prefix` has used the match, when it is released or collected, and
         with ``trim(prefixes=True)``; memory that it keeps counts as unowned, but cannot be
-        reclaimed. Counts as a use of the prefix.
+        reclaimed. Counts as a use of the prefix. What follows it in host memory is not leased:
+        `PrefixMatch.in_host`.
 
         Args:
             tokens: the prompt.

@@ -295,8 +295,8 @@ def _written(each: Sequence[Span]) -> bool:
 
 def _locked(device: int | None) -> bool:
     """Whether `Mapper.copy` has the kernel, which needs locked memory."""
-    try:
-        import torch
-    except ImportError:
+    if device is None or find_spec("torch") is None:
         return False
-    return device is not None and has_cuda(torch)
+    import torch
+
+    return has_cuda(torch)

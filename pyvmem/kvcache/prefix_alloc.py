@@ -58,7 +58,7 @@ def alloc_prefix(
         begun = [group.table[reqid] for group in groups]
         try:
             held = _load(groups, begun, match)
-        except FAILURES as error:
+        except FAILURES as error:  # what was to be loaded is not put back, so it is not tried again
             warn(_log, "prefixes", "a prefix is lost that was in host memory: %s", error)
             release(groups, begun, None)
             if prefixes.host is not None:
@@ -92,12 +92,12 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
         return held
     groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
     host.load(slots, held // prefixes.unit, cells)
-    host.put_back(keys, cells)
     for group, slot in both:
         group.enter(slot, length)
         group.note_peaks()
     with suppress(TooManyMappings, OutOfMemory, NotSupported):  # it goes on with its own pages
         prefixes.record(slots[0], ids, PriorWork(None, None))
+    host.put_back(keys, cells)
     return length
 
 

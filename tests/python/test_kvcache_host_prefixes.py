@@ -28,9 +28,10 @@ from kvcache_helpers import (
 from share_helpers import ShareModel, read_rows, start, write_rows
 from test_kvcache_layers import layered
 
-from pyvmem import Caps, Context, Inject, InvalidArgument, KVCache
+from pyvmem import Caps, Context, DriverError, Inject, InvalidArgument, KVCache
 from pyvmem.engine import Request, RequestCache
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape
+from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.memory import host_copies
 
 pytest.importorskip("numpy")
@@ -374,6 +375,17 @@ class Copies:
         return True
 
 
+def test_the_kernel_is_told_where_the_rows_are(
+    host: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_copies, "copy_now", Copies(0))
+    with small_cache(host, host_prefixes=4 * unit_bytes(host)) as cache:
+        ids = recorded(cache, 3 * ROWS)
+        cache.trim(prefixes="host")
+        begins(cache, ids[: 2 * ROWS], 2 * ROWS)
+        begins(cache, ids, 3 * ROWS)
+
+
 def test_a_copy_that_fails(host: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out, then back: the request begins without the prefix, and is as any other."""
     unit = unit_bytes(host)
@@ -449,6 +461,24 @@ def test_a_loaded_prefix_that_cannot_be_recorded(
         assert taken[1] == 2 * ROWS
         assert rows_are(cache, taken[0], 0, 2 * ROWS, 3.0)
         assert cache.stats().prefix_tokens == 0
+
+
+def test_a_loaded_prefix_whose_pages_cannot_be_shared(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver fails: the request begins without it, and it is not tried again."""
+    calls = []
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        raise DriverError("no")
+
+    with small_cache(context, host_prefixes=4 * unit_bytes(context)) as cache:
+        ids = recorded(cache, 2 * ROWS)
+        cache.trim(prefixes="host")
+        monkeypatch.setattr(PrefixCache, "record", fails)
+        begins(cache, ids, 0)
+        assert (len(calls), cache.stats().prefix_host_bytes) == (1, 0)
 
 
 def test_close_gives_the_host_memory_back(host: Context) -> None:
@@ -549,3 +579,13 @@ def test_random_engine(context: Context, policy: str, seed: int) -> None:
         assert now.prefix_stored_bytes
         assert "loaded" in model.counts or policy == "little host memory"
         assert now.prefix_host_bytes <= cache.config.host_prefixes
+
+
+@pytest.mark.slow
+def test_random_engine_of_layers(context: Context) -> None:
+    limit = 130 * context.info.granule
+    with layered(context, 130, max_batch=6, max_seq_len=80, host_prefixes=limit) as cache:
+        model = HostModel(cache, 1)
+        model.more = 60
+        model.run(200)
+        assert "loaded" in model.counts

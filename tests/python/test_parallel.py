@@ -450,6 +450,11 @@ def test_ranks_have_no_tiers(cache: ParallelKVCache) -> None:
     assert cache.failed is None
 
 
+def test_ranks_have_no_prefixes_in_host_memory(backend: str, page: int, group: None) -> None:
+    with pytest.raises(pyvmem.InvalidArgument, match="host_prefixes is 5; it must be 0"):
+        ParallelKVCache(small_config(page, host_prefixes=5), backend=backend)
+
+
 def test_without_a_group(backend: str, page: int) -> None:
     with pytest.raises(pyvmem.InvalidArgument, match="init_process_group"):
         ParallelKVCache(small_config(page), backend=backend)
