@@ -67,7 +67,9 @@ class Arrival(Protocol):
         """Waits for the copy; returns their numbers."""
 
 
-def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
+def join(
+    memory: KVMemory, settings: Settings, name: str, *, unique: bool, identity: int = 0
+) -> Quota:
     """Joins the ledger of the device: the engine gets at most what all engines may have together.
 
     Args:
@@ -75,6 +77,7 @@ def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Qu
         settings: its own.
         name: of the engine, in the ledger.
         unique: a name that is taken is an error; else a number is added to it.
+        identity: in the ledger; 0: random.
 
     Raises:
         ValueError: the limit is too small, or more than the device has.
@@ -103,6 +106,7 @@ def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Qu
         limit=limit,
         least=least,
         virtual=virtual,
+        identity=identity,
     )
     return LedgerQuota([(account, 1)], memory.free)
 
