@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import pytest
@@ -77,6 +78,14 @@ def test_an_arm_that_was_not_measured() -> None:
     assert rows["p99/vllm/static"]["value"] == pytest.approx(100)
     assert "p99/vllm/elastic" not in rows
     assert "over/p99/vllm" not in rows
+
+
+def test_without_sglang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    assert main(["bench", "sglang", "--backend", "host"]) == 3
+    assert "nothing was measured: sglang cannot be imported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
