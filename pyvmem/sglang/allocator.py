@@ -100,7 +100,9 @@ class _Allocator:
     ) -> None:
         memory, settings, name, unique = memory_of(kvcache)
         ranks, first, identity = _ranks()
-        quota = join(memory, settings, name, unique=unique and first, identity=identity)
+        quota = join(
+            memory, settings, name, unique=unique, ranks=ranks, first=first, identity=identity
+        )
         self.pool = PagePool(memory, quota, settings, ranks)
         self._transfers = _Transfers()
         if torch.device(device).type == "cuda":
