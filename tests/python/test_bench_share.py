@@ -7,6 +7,7 @@ import sys
 from typing import Any, cast
 
 import pytest
+import readme_engines
 
 from pyvmem.bench.record import Part
 from pyvmem.commands.cli import main
@@ -69,6 +70,27 @@ def test_rows_and_table() -> None:
     assert lines["first token of vLLM, p99, ms"][2].startswith("0.25")
     assert lines["GB of keys and values of both, the most mapped"] == ["1.074", "1.074", ""]
     assert not any("at rest" in title or "device" in title for title in lines)  # not yet measured
+
+
+def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept run has its words and its table on the page of SGLang's results."""
+    found = Found(3 << 30)
+    for arm in ("static", "elastic"):
+        found.heard[arm].append({name: heard([0.1, 0.3], 5, 1.0) for name in ENGINES})
+    part = Part("share", "")
+    found.rows(part)
+    options = {"vllm": "0.33.0", "sglang": "0.5.23", "shape": "1b", "burst": 0.8, "period": 8.0}
+    run = {
+        "options": {**options, "bursts": 3, "prefixes": True, "backend": "stock"},
+        "parts": {"share": {"rows": part.rows, "missing": [{"id": "share/rest", "why": "late"}]}},
+        "machine": {"commit": "0123456789", "gpus": [], "gpu": "H100"},
+    }
+    monkeypatch.setattr(readme_engines, "runs", lambda name: [run])
+    monkeypatch.setattr(readme_engines, "title", lambda run: "H100")
+    text = "\n".join(readme_engines.part_sglang([]))
+    assert "vLLM 0.33.0 and SGLang 0.5.23 on one card, shape 1b, 3.2 GB" in text
+    assert "| first token of SGLang, p99, ms |" in text
+    assert text.endswith("Not run: rest (late).")
 
 
 def test_an_arm_that_was_not_measured() -> None:
