@@ -37,9 +37,10 @@ def test_tokens_prefixes_flush_and_sleep(
     hits = [one["meta_info"]["cached_tokens"] for one in again]
     assert all(hits[:4])
     assert not any(one % page for one in hits)
+    found = sum(one["meta_info"]["cached_tokens"] for one in first + again)
+    assert becomes(lambda: info(tmp_path).hits == found)  # the report after the last answer
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     assert info(tmp_path).name == "one"
-    assert info(tmp_path).hits == sum(one["meta_info"]["cached_tokens"] for one in first + again)
     assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
     assert becomes(lambda: engine.call("flush_cache").success)
     one_page = PAGE_BYTES * page // 16
