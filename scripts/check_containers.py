@@ -9,17 +9,15 @@ system cannot be made here.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
-from debian_system import CANNOT, DebianSystem, copy_in
-from dist import PYTHON, DistError, run
+from debian_system import CANNOT, DebianSystem, conduct, copy_in
+from dist import PYTHON, run
 from environment import REQUIREMENTS
 from vmem_header import ROOT
 
@@ -90,16 +88,5 @@ def check(folder: Path) -> int:
     return 0
 
 
-def main() -> int:
-    """Reads the command line."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    try:
-        with tempfile.TemporaryDirectory(prefix="vmem-containers-") as name:
-            return check(Path(name))
-    except DistError as error:
-        print(f"check_containers: {error}", file=sys.stderr)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("check_containers", __doc__, check))

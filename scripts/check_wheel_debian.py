@@ -8,13 +8,11 @@ requirements are fetched here, for that Python. Exit status 77: such a system ca
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from pathlib import Path
 
-from debian_system import CANNOT, DebianSystem, copy_in, in_system, system_mode
-from dist import PYTHON, DistError, build, epoch, run
+from debian_system import CANNOT, DebianSystem, conduct, copy_in, in_system, system_mode
+from dist import PYTHON, build, epoch, run
 from vmem_header import ROOT
 
 __all__ = ["PYTHONS", "wheel_system"]
@@ -60,16 +58,5 @@ def check(folder: Path) -> int:
     return 0
 
 
-def main() -> int:
-    """Reads the command line."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    try:
-        with tempfile.TemporaryDirectory(prefix="vmem-wheel-check-") as name:
-            return check(Path(name))
-    except DistError as error:
-        print(f"check_wheel_debian: {error}", file=sys.stderr)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("check_wheel_debian", __doc__, check))

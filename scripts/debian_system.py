@@ -7,8 +7,11 @@ checks in it. Afterwards it is deleted, or kept as a disk image on request.
 
 from __future__ import annotations
 
+import argparse
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from apt_area import archive_source
 from deb import install_tools
 from dist import DistError, run
 
-__all__ = ["CANNOT", "DebianSystem", "copy_in", "in_system", "system_mode"]
+__all__ = ["CANNOT", "DebianSystem", "conduct", "copy_in", "in_system", "system_mode"]
 
 CANNOT = 77  # exit status of the checks where no system can be made
 TOOLS = {"/usr/bin/mmdebstrap": "mmdebstrap"}
@@ -41,6 +44,23 @@ def in_system(command: str) -> str:
     """The hook that runs a command in the system, without this machine's environment."""
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return f'chroot "$1" env -i HOME=/root LC_ALL=C PATH={path} {command} </dev/null'
+
+
+def conduct(name: str, text: str | None, check: Callable[[Path], int]) -> int:
+    """The `main` of a check without options; returns the exit status.
+
+    Args:
+        name: of the check.
+        text: for ``--help``.
+        check: gets a temporary folder, and returns the exit status.
+    """
+    argparse.ArgumentParser(description=text).parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"vmem-{name.replace('_', '-')}-") as folder:
+            return check(Path(folder))
+    except DistError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
 
 
 @dataclass(frozen=True)

@@ -481,20 +481,37 @@ def part_sglang(_: list[Result]) -> list[str]:
     lines: list[str] = []
     for run in runs("sglang"):
         found = {name.partition("/")[2]: row for name, row in rows(run).items()}
-        options = run["options"]
-        lines += [
-            f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
-            f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
-            f"{options['page_size']}`, attention by {options['engine']['attention_backend']}, "
-            f"{title(run)}, commit {run['machine']['commit'][:7]}:",
-            "",
-            *table(sglang.HEAD, sglang.body(found)),
-            "",
-        ]
+        if "share" in run["parts"]:
+            text, lined = shared_words(run["options"], found), sglang.shared(found)
+            head = sglang.SHARED
+        else:
+            text, lined, head = turns_words(run["options"]), sglang.body(found), sglang.HEAD
+        text += f", {title(run)}, commit {run['machine']['commit'][:7]}:"
+        lines += [text, "", *table(head, lined), ""]
         skipped = [f"{one['id'].partition('/')[2]} ({one['why']})" for one in missing(run)]
         if skipped:
             lines += [f"Not run: {', '.join(skipped)}.", ""]
     return lines[:-1]
+
+
+def turns_words(options: Result) -> str:
+    """How SGLang was measured beside stock SGLang."""
+    return (
+        f"SGLang {options['sglang']}, shape {options['shape']}, prompts of "
+        f"{options['prompt']:,} tokens, answers of {options['answer']}, `--page-size "
+        f"{options['page_size']}`, attention by {options['engine']['attention_backend']}"
+    )
+
+
+def shared_words(options: Result, found: Result) -> str:
+    """How vLLM and SGLang shared a card."""
+    prefixes = "" if options["prefixes"] else ", without a cache of prefixes"
+    return (
+        f"vLLM {options['vllm']} and SGLang {options['sglang']} on one card, shape "
+        f"{options['shape']}, {found['capacity']['value'] / _GB:.1f} GB of keys and values for both"
+        f"{prefixes}, bursts of {options['burst']:g} of that every {options['period']:g} s, "
+        f"rounds of {options['bursts']} bursts"
+    )
 
 
 def missing(run: Result) -> list[Result]:

@@ -9,6 +9,7 @@
     idle        blocks with memory and without contents, by the pages that they share
     hooks       what a plug-in uses of its engine, looked for in the source
     quota       what the engine may have of each device: its limit, and the ledger
+    metrics     the ledger's numbers on the engine's own /metrics
 
 `pyvmem.vllm` and `pyvmem.sglang` are built on it.
 """

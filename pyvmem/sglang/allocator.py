@@ -17,10 +17,12 @@ event stands for the copy. Only a call that needs them waits for it.
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
 
+from pyvmem.elastic.metrics import identity_of
 from pyvmem.sglang.buffers import memory_of
 from pyvmem.sglang.pool import PagePool, join
 from pyvmem.sglang.ranks import Alone, Ranks, Together
@@ -71,14 +73,17 @@ class _Transfers:
             one.synchronize()
 
 
-def _ranks() -> tuple[Ranks, bool]:
-    """Returns the ranks of the engine, and true on the first of them."""
+def _ranks() -> tuple[Ranks, bool, int]:
+    """Returns the ranks of the engine, true on the first of them, and an identity."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
+    first, run = parallel.tp_rank == 0, os.environ.get("SGLANG_RUN_ID", "")
+    number = (parallel.dp_rank or 0) * parallel.tp_size + parallel.tp_rank
+    identity = identity_of(run, number) if run else 0
     if parallel.tp_size == 1:
-        return Alone(), True
-    return Together(parallel.tp_group.cpu_group), parallel.tp_rank == 0
+        return Alone(), first, identity
+    return Together(parallel.tp_group.cpu_group), first, identity
 
 
 class _Allocator:
@@ -94,8 +99,10 @@ class _Allocator:
         self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
     ) -> None:
         memory, settings, name, unique = memory_of(kvcache)
-        ranks, first = _ranks()
-        quota = join(memory, settings, name, unique=unique and first)
+        ranks, first, identity = _ranks()
+        quota = join(
+            memory, settings, name, unique=unique, ranks=ranks, first=first, identity=identity
+        )
         self.pool = PagePool(memory, quota, settings, ranks)
         self._transfers = _Transfers()
         if torch.device(device).type == "cuda":

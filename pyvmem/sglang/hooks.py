@@ -35,6 +35,7 @@ HOOKS = (
         "a configuration passes here, before any process starts",
     ),
     Hook("srt.runtime_context", "get_server_args", "called", "the same in the scheduler"),
+    Hook("srt.utils.common", "add_prometheus_middleware", "replaced", "the numbers on /metrics"),
     # ---- KV tensors
     Hook("srt.runtime_context", "attention_backends", "called", "whose kernels read them"),
     Hook(_POOL, "KVCache.__init__", "replaced", "a pool is refused before it has buffers"),

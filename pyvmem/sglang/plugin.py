@@ -9,9 +9,11 @@ SGLang does not catch, ends the process with one line.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from pyvmem.elastic.metrics import publish
 from pyvmem.elastic.settings import Settings
 from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import VMemError
@@ -100,6 +102,17 @@ def _configure(original: Any, arguments: Any) -> Any:
     if reasons := list(against(arguments)):
         raise CannotWork(*reasons)
     return found
+
+
+@_around("utils.common.add_prometheus_middleware")
+def _show(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds the ledger's numbers of this engine, and of its ranks and replicas, to ``/metrics``."""
+    from sglang.srt.runtime_context import get_server_args
+
+    arguments = get_server_args()
+    if run := os.environ.get("SGLANG_RUN_ID", ""):
+        publish(run, range(arguments.dp_size * arguments.tp_size))
+    return original(*args, **kwargs)
 
 
 @_around("mem_cache.memory_pool.KVCache.__init__")

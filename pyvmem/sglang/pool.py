@@ -67,7 +67,16 @@ class Arrival(Protocol):
         """Waits for the copy; returns their numbers."""
 
 
-def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Quota:
+def join(
+    memory: KVMemory,
+    settings: Settings,
+    name: str,
+    *,
+    unique: bool,
+    ranks: Ranks | None = None,
+    first: bool = True,
+    identity: int = 0,
+) -> Quota:
     """Joins the ledger of the device: the engine gets at most what all engines may have together.
 
     Args:
@@ -75,11 +84,25 @@ def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Qu
         settings: its own.
         name: of the engine, in the ledger.
         unique: a name that is taken is an error; else a number is added to it.
+        ranks: of the engine. The first joins before the others, which may have the same device, and
+            has the name itself.
+        first: true on the first of them.
+        identity: in the ledger; 0: random.
 
     Raises:
         ValueError: the limit is too small, or more than the device has.
         VMemError: as `join_device`.
     """
+    ranks = ranks or Alone()
+    if not first:
+        ranks.least(0)
+    quota = _join(memory, settings, name, unique=unique and first, identity=identity)
+    if first:
+        ranks.least(0)
+    return quota
+
+
+def _join(memory: KVMemory, settings: Settings, name: str, *, unique: bool, identity: int) -> Quota:
     geometry, total = memory.geometry, memory.total()
     settings.check_device(total)
     virtual = min(geometry.most_bytes(geometry.num_blocks), total)
@@ -103,6 +126,7 @@ def join(memory: KVMemory, settings: Settings, name: str, *, unique: bool) -> Qu
         limit=limit,
         least=least,
         virtual=virtual,
+        identity=identity,
     )
     return LedgerQuota([(account, 1)], memory.free)
 

@@ -14,7 +14,6 @@
     sleep       weights that sleep, through vLLM's interface for sleep back ends
     offload     KV offloading: supported connectors, and our spec in place of vLLM's (offload_spec;
                 with tiers below host memory: offload_tiers; blocks held for it: offload_holds)
-    metrics     the ledger's numbers on vLLM's /metrics
     reach       finds the scheduler's ranks, on this machine and on others
     channel     calls from the scheduler to ranks in other processes
     remote      the ledger accounts of the ranks' devices, also on other machines

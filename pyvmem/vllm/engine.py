@@ -31,12 +31,12 @@ from typing import Any
 from pyvmem.elastic.backing import Backing, Growth, Release
 from pyvmem.elastic.geometry import Geometry
 from pyvmem.elastic.idle import IdleBlocks
+from pyvmem.elastic.metrics import identity_of
 from pyvmem.elastic.peak import Peak
 from pyvmem.elastic.quota import LedgerQuota, LocalQuota
 from pyvmem.elastic.settings import Settings
 from pyvmem.ledger.accounts import engine_name
 from pyvmem.vllm.channel import RankLost, Ranks
-from pyvmem.vllm.metrics import identity_of
 from pyvmem.vllm.mover import Mover
 from pyvmem.vllm.offload import host_bytes
 from pyvmem.vllm.offload_holds import WORTH, Holds

@@ -16,9 +16,9 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pyvmem.elastic.metrics import publish
 from pyvmem.elastic.settings import Settings
 from pyvmem.vllm import offload
-from pyvmem.vllm.metrics import publish
 from pyvmem.vllm.reach import ALONE, EXECUTORS, ranks_of
 from pyvmem.vllm.versions import VERSIONS
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import pytest
+import readme_engines
 
 from pyvmem.bench.record import Part
 from pyvmem.commands.cli import main
@@ -70,6 +72,27 @@ def test_rows_and_table() -> None:
     assert not any("at rest" in title or "device" in title for title in lines)  # not yet measured
 
 
+def test_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept run has its words and its table on the page of SGLang's results."""
+    found = Found(3 << 30)
+    for arm in ("static", "elastic"):
+        found.heard[arm].append({name: heard([0.1, 0.3], 5, 1.0) for name in ENGINES})
+    part = Part("share", "")
+    found.rows(part)
+    options = {"vllm": "0.33.0", "sglang": "0.5.23", "shape": "1b", "burst": 0.8, "period": 8.0}
+    run = {
+        "options": {**options, "bursts": 3, "prefixes": True, "backend": "stock"},
+        "parts": {"share": {"rows": part.rows, "missing": [{"id": "share/rest", "why": "late"}]}},
+        "machine": {"commit": "0123456789", "gpus": [], "gpu": "H100"},
+    }
+    monkeypatch.setattr(readme_engines, "runs", lambda name: [run])
+    monkeypatch.setattr(readme_engines, "title", lambda run: "H100")
+    text = "\n".join(readme_engines.part_sglang([]))
+    assert "vLLM 0.33.0 and SGLang 0.5.23 on one card, shape 1b, 3.2 GB" in text
+    assert "| first token of SGLang, p99, ms |" in text
+    assert text.endswith("Not run: rest (late).")
+
+
 def test_an_arm_that_was_not_measured() -> None:
     found = Found(1 << 30)
     found.heard["static"].append({name: heard([0.1], 5, 1.0) for name in ENGINES})
@@ -77,6 +100,14 @@ def test_an_arm_that_was_not_measured() -> None:
     assert rows["p99/vllm/static"]["value"] == pytest.approx(100)
     assert "p99/vllm/elastic" not in rows
     assert "over/p99/vllm" not in rows
+
+
+def test_without_sglang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    assert main(["bench", "sglang", "--backend", "host"]) == 3
+    assert "nothing was measured: sglang cannot be imported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,38 @@ def test_ranks_with_pages_of_different_sizes(opened: Callable[..., KVMemory]) ->
         on_two_ranks(work)
 
 
+def test_ranks_on_one_device_share_a_name(opened: Callable[..., KVMemory], tmp_path: Path) -> None:
+    """The first has it, though it comes last."""
+    settings = Settings(ledger=str(tmp_path / "ledger"), reserve=0)
+    came = threading.Event()
+
+    def work(side: Side) -> int:
+        memory, first = opened(), side.rank == 0
+        if first:
+            came.wait(0.5)
+        try:
+            quota = join(
+                memory,
+                settings,
+                "one",
+                unique=True,
+                ranks=side,
+                first=first,
+                identity=7 + side.rank,
+            )
+        finally:
+            came.set()
+        used = quota.used
+        side.least(0)  # an account is as old as its engine
+        with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
+            names = {one.identity: one.name for one in ledger.engines()}
+        assert names == {7: "one", 8: "one-2"}
+        side.least(0)
+        return used
+
+    assert on_two_ranks(work) == [0, 0]
+
+
 def test_a_growth_that_one_rank_refuses(opened: Callable[..., KVMemory]) -> None:
     """Nothing is mapped on either, and both know."""
 

@@ -15,12 +15,13 @@ from typing import Any, ClassVar, cast
 import pytest
 
 import pyvmem_vllm
+from pyvmem.elastic import metrics
 from pyvmem.elastic.settings import Settings
 from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import NotSupported
 from pyvmem.ledger.accounts import EngineInfo
 from pyvmem.plumbing.units import parse_bytes
-from pyvmem.vllm import metrics, plugin
+from pyvmem.vllm import plugin
 from pyvmem.vllm.plugin import CannotWork, configure
 from pyvmem.vllm.versions import KNOWN, VERSIONS
 from pyvmem.vllm.worker import ElasticWorker

@@ -37,9 +37,10 @@ def test_tokens_prefixes_flush_and_sleep(
     hits = [one["meta_info"]["cached_tokens"] for one in again]
     assert all(hits[:4])
     assert not any(one % page for one in hits)
+    found = sum(one["meta_info"]["cached_tokens"] for one in first + again)
+    assert becomes(lambda: info(tmp_path).hits == found)  # the report after the last answer
     assert becomes(lambda: info(tmp_path).cached > 0 == info(tmp_path).in_use)
     assert info(tmp_path).name == "one"
-    assert info(tmp_path).hits == sum(one["meta_info"]["cached_tokens"] for one in first + again)
     assert info(tmp_path).queries == 2 * sum(map(len, prompts()))
     assert becomes(lambda: engine.call("flush_cache").success)
     one_page = PAGE_BYTES * page // 16
@@ -175,14 +176,18 @@ def test_tensor_parallelism(
 
     half, capacity = PAGE_BYTES // 2, 40 * PAGE_BYTES // 2
     engine = start(
-        {"VMEM_CAPACITY": str(capacity), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        {
+            "VMEM_CAPACITY": str(capacity),
+            "VMEM_NAME": "pair",
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        },
         tp_size=2,
         disable_overlap_schedule=not overlap,
     )
-    assert [one.name for one in ranks()] == ["llama", "llama-2"]
+    assert [one.name for one in ranks()] == ["pair", "pair-2"]
     assert engine.answer(prompts()) == stock
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
-        order(ledger, "llama-2", limit=17 * half)
+        order(ledger, "pair-2", limit=17 * half)
     for _ in range(2):
         assert engine.answer(prompts()) == stock
         assert becomes(lambda: all(8 * half < one.used <= 17 * half for one in ranks()))
@@ -195,11 +200,11 @@ def test_tensor_parallelism(
     other.begin("generate", input_ids=prompts(), sampling_params=greedy(24))
     assert engine.answer(prompts()) == stock
     assert [one["output_ids"] for one in other.end()] == stock
-    first, second = (one for one in ranks() if one.name != "llama-3")
+    first, second = (one for one in ranks() if one.name != "llama")
     assert first.used == second.used
     with Ledger("host", folder=tmp_path / "ledger", create=False) as ledger:
-        order(ledger, "llama-2", asleep=True)
-    assert becomes(lambda: [one.used for one in ranks() if one.name != "llama-3"] == rest)
+        order(ledger, "pair-2", asleep=True)
+    assert becomes(lambda: [one.used for one in ranks() if one.name != "llama"] == rest)
 
 
 def test_a_prompt_that_the_limit_never_allows(start: Start, stock: list[list[int]]) -> None:

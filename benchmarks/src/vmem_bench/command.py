@@ -8,6 +8,7 @@ each part, and whenever a part asks for it.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,15 @@ from pyvmem.plumbing.paths import existing_file, replaced
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Command", "WrongResult", "add_common", "add_page", "open_command", "run_on_device"]
+__all__ = [
+    "Command",
+    "WrongResult",
+    "add_common",
+    "add_page",
+    "imports",
+    "open_command",
+    "run_on_device",
+]
 
 
 class WrongResult(RuntimeError):
@@ -162,6 +171,17 @@ def open_command(*args: Any, **options: Any) -> Command | None:
     except VMemError as error:
         print(f"vmem bench: {error}", file=sys.stderr)
         return None
+
+
+def imports(command: Command, part: Part, package: str) -> bool:
+    """True if an engine can be imported: its version goes to the record; else the part says why."""
+    try:
+        found = importlib.import_module(package)
+    except ImportError as error:
+        part.not_run("*", f"{package} cannot be imported: {error}")
+        return False
+    command.record.options[package] = found.__version__
+    return True
 
 
 def run_on_device(

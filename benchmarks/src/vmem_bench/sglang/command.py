@@ -24,12 +24,12 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.running import conducted, said
 from pyvmem.commands.tables import table
 from pyvmem.layouts.options import count, natural, positive, size
-from vmem_bench.command import Command, WrongResult, add_common, open_command
+from vmem_bench.command import Command, WrongResult, add_common, imports, open_command
 from vmem_bench.sglang import share
 from vmem_bench.sglang.engine import STEPS
 from vmem_bench.sglang.tables import HEAD, SHARED, body, shared, spread
 from vmem_bench.sglang.turns import SHAPES, Found, Turns
-from vmem_bench.vllm.engines import TimeUp
+from vmem_bench.vllm.engines import until_time_up
 from vmem_bench.vllm.full import there_and_back
 
 __all__ = ["ARMS", "add_parser", "run"]
@@ -210,28 +210,9 @@ def _report(command: Command, part: Part) -> str:
     return "\n".join([report.head(command.record), "", head, lines, *rest])
 
 
-def _turns(command: Command, part: Part) -> None:
-    try:
-        import sglang
-    except ImportError as error:
-        part.not_run("*", f"SGLang cannot be imported: {error}")
-    else:
-        command.record.options["sglang"] = sglang.__version__
-        measure(command, part)
-
-
-def _shared(command: Command, part: Part) -> None:
-    try:
-        share.measure(command, part)
-    except TimeUp as error:
-        if not part.rows:
-            raise
-        part.not_run("rest", str(error))
-
-
 PARTS: dict[str, tuple[str, dict[str, str], Callable[[Command, Part], None]]] = {
-    "sglang": ("the elastic pool beside stock SGLang", _METHOD, _turns),
-    "share": ("vLLM and SGLang, busy by turns", share.METHOD, _shared),
+    "sglang": ("the elastic pool beside stock SGLang", _METHOD, measure),
+    "share": ("vLLM and SGLang, busy by turns", share.METHOD, share.measure),
 }
 _NAMES = {
     "sglang": ("requests", "turns", "prompt", "answer", "page_size", "idle", "repeats"),
@@ -262,7 +243,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     part = command.record.part(args.part, title)
     with conducted(part):
-        run_part(command, part)
+        if args.part == "share" or imports(command, part, "sglang"):
+            with until_time_up(part):
+                run_part(command, part)
     command.write()
     return said(command.record, args, lambda: _report(command, part))
 
@@ -303,8 +286,8 @@ def add_parser(which: Any) -> None:
         help="beside stock SGLang, or on a device with vLLM: share (sglang)")  # fmt: skip
     add("--shape", choices=list(SHAPES), help="of the model (8b; share 1b)")
     add("--turns", type=count, default=2, metavar="N", help="of each engine (2)")
-    add("--requests", type=_requests, default=[64, 256], metavar="N,...",
-        help="at once (64,256)")  # fmt: skip
+    add("--requests", type=_requests, default=[16, 64, 256],
+        metavar="N,...", help="at once (16,64,256)")  # fmt: skip
     add("--prompt", type=count, default=1024, metavar="N", help="tokens (1024)")
     add("--answer", type=count, default=128, metavar="N", help="tokens (128)")
     add("--repeats", type=count, default=2, metavar="N", help="rounds in a turn (2)")

@@ -30,9 +30,9 @@ from pyvmem.bench.record import Part
 from pyvmem.bench.running import conducted
 from pyvmem.layouts.options import size
 from pyvmem.plumbing.paths import existing_file
-from vmem_bench.command import Command, add_common, open_command
+from vmem_bench.command import Command, add_common, imports, open_command
 from vmem_bench.vllm import blocks, first, full, idle, limit, load, offload, rough, share, sleep
-from vmem_bench.vllm.engines import SHAPES, TimeUp
+from vmem_bench.vllm.engines import SHAPES, until_time_up
 
 __all__ = ["PARTS", "add_parser", "run"]
 
@@ -117,18 +117,9 @@ def run(args: argparse.Namespace) -> int:
     title, measure = PARTS[args.part]
     part = command.record.part(args.part, title)
     with conducted(part):
-        try:
-            import vllm
-        except ImportError as error:
-            part.not_run("*", f"vLLM cannot be imported: {error}")
-        else:
-            command.record.options["vllm"] = vllm.__version__
-            try:
+        if imports(command, part, "vllm"):
+            with until_time_up(part):
                 measure(command, part)
-            except TimeUp as error:
-                if not part.rows:
-                    raise
-                part.not_run("rest", str(error))
     return command.finish()
 
 

@@ -13,16 +13,27 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyvmem.bench.record import Part
 from pyvmem.bench.timing import Deadline
 from pyvmem.ledger.accounts import EngineInfo, Ledger, devices
 from vmem_bench.command import Command, WrongResult
 
-__all__ = ["LLAMA", "LONGEST", "SHAPES", "Engine", "Fleet", "Plan", "TimeUp", "kill_group"]
+__all__ = [
+    "LLAMA",
+    "LONGEST",
+    "SHAPES",
+    "Engine",
+    "Fleet",
+    "Plan",
+    "TimeUp",
+    "kill_group",
+    "until_time_up",
+]
 
 LONGEST = 4096
 """Tokens of the longest request, unless a fleet allows longer ones."""
@@ -150,6 +161,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 class TimeUp(RuntimeError):
     """The command's deadline has passed."""
+
+
+@contextmanager
+def until_time_up(part: Part) -> Iterator[None]:
+    """Keeps the rows of a part that the deadline ends; TimeUp: there are none."""
+    try:
+        yield
+    except TimeUp as error:
+        if not part.rows:
+            raise
+        part.not_run("rest", str(error))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The numbers of `vmem top`, on vLLM's own ``/metrics``.
+"""The numbers of `vmem top`, on an inference engine's own ``/metrics``.
 
-The engine core and the API server are different processes; the server reads the ledger.
+The process that has the KV cache and the API server are different ones; the server reads the
+ledger.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _lock = threading.Lock()
 
 
 def identity_of(instance: str, replica: int = 0) -> int:
-    """The identity of a vLLM engine in the ledger.
+    """The identity of an engine in the ledger.
 
     Args:
-        instance: `instance_id` of its configuration.
-        replica: its data-parallel rank, since replicas share a configuration.
+        instance: what all its processes know, and no other engine has.
+        replica: its number among several accounts of the engine.
     """
     digest = hashlib.sha256(f"{instance}/{replica}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1 | 1
@@ -63,7 +64,10 @@ def _engines() -> Iterator[tuple[str, EngineInfo]]:
 
 
 def _add_to(of_files: Any) -> None:
-    """Adds the metrics to the multiprocess registry, which several API servers show instead."""
+    """Adds the metrics to the multiprocess registry.
+
+    SGLang's server shows it, and vLLM's, where there are several.
+    """
     collect = of_files.collect
 
     def collect_all(self: Any) -> Iterator[Any]:
@@ -74,7 +78,12 @@ def _add_to(of_files: Any) -> None:
 
 
 def publish(instance: str, replicas: Iterable[int] = (0,)) -> None:
-    """Adds an engine, or its ranks in data parallelism, to this process's metrics."""
+    """Adds an engine, or several accounts of it, to this process's metrics.
+
+    Args:
+        instance: as in `identity_of`.
+        replicas: the accounts' numbers.
+    """
     try:
         from prometheus_client import REGISTRY
         from prometheus_client.multiprocess import MultiProcessCollector
