@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from pyvmem.sglang.pool import PagePool, join
 from pyvmem.sglang.ranks import Alone, Ranks, Together
 
 __all__ = ["elastic_allocator"]
+
+_QUEUED = 1024  # requests of a queue that are looked at
 
 
 class _Freed:
@@ -195,6 +198,18 @@ class _Allocator:
     def evictable(self, tree_cache: Any) -> int:
         """Pages that hold only prefixes."""
         return int(tree_cache.evictable_size()) // self.page_size
+
+    def count_waiting(self, scheduler: Any) -> int:
+        """Pages that the queue of a scheduler of SGLang's needs beside what can be evicted.
+
+        Prefixes count that SGLang has found so far.
+        """
+        lengths = (
+            request.seqlen + 1 - len(request.prefix_indices)
+            for request in islice(scheduler.waiting_queue, _QUEUED)
+        )
+        pages = sum(-(-length // self.page_size) for length in lengths)
+        return pages - self.evictable(scheduler.tree_cache)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
         """Evicts as SGLang does, and where memory lacks, too."""

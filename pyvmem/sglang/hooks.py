@@ -133,6 +133,8 @@ HOOKS = (
         *("token_to_kv_pool_allocator", "tree_cache", "running_batch"),
         *("enable_overlap", "forward_stream"),
     ),
+    Hook(_SCHEDULER, "Scheduler.waiting_queue", "read", "what the queue lacks is asked for"),
+    *_members("srt.managers.schedule_batch", "Req", "read", "the same", "seqlen", "prefix_indices"),
     *_members(
         *("srt.mem_cache.unified_radix_cache", "UnifiedRadixCache", "called"),
         "prefixes are forgotten",

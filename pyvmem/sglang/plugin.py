@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from pyvmem.elastic.metrics import publish
@@ -190,6 +191,7 @@ def _tick(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if not allocator.serves:  # graphs have been captured by now
         allocator.serves = True
         allocator.pool.memory.headroom = _headroom(allocator.device)
+        allocator.pool.count_waiting = partial(allocator.count_waiting, scheduler)
     again = allocator.pool.tick(
         lambda: allocator.evictable(tree), lambda pages: evict(tree, pages * allocator.page_size)
     )

@@ -44,7 +44,7 @@ from pyvmem.sglang.ranks import Alone, News, Quota, Ranks
 __all__ = ["Arrival", "PagePool", "join"]
 
 _TICK = 0.05  # s between looks at what is idle
-_REPORT = 0.25  # s between reports to the ledger, and looks at what others need
+_REPORT = 0.1  # s between reports to the ledger, and looks at what others need
 _START_PATIENCE = 30.0  # s for other engines to leave room for page 0
 _LAST_PATIENCE = 2.0  # s for them to leave room for a request that runs alone
 _BACKOFF = 0.02  # s that a refusal is believed
@@ -146,6 +146,7 @@ class PagePool:
         admits: whether requests may be admitted.
         waits: growths for which a step waited.
         hits, queries: tokens found among prefixes, and looked for.
+        count_waiting: returns the pages that queued requests need beside evictable ones.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class PagePool:
         self.idle = IdleBlocks(self.geometry.group_unit)
         self.held = self.waits = self.hits = self.queries = 0
         self.short, self.admits = False, True
+        self.count_waiting: Callable[[], int] = lambda: 0
         reserve = _RESERVE if settings.reserve is None else settings.reserve
         reserve = min(reserve, self.quota.limit // 8)
         self.reserve = min(reserve // self.geometry.block_bytes, _MOST_RESERVE)
@@ -257,9 +259,11 @@ class PagePool:
     def ask(self, count: int) -> None:
         """Posts that a request lacks so many pages beside those that can be had, for others to see.
 
+        So does what the queue behind it lacks: one request at a time would wait for an answer each.
         The ledger compares with the room that there is, so that counts as wanted, too.
         """
         self._lacked = True
+        count = max(count, self.count_waiting() - self.obtainable())
         need = self.geometry.most_bytes(count) + self.quota.room()
         need = min(need, max(0, self.quota.limit - self.quota.used))
         if need or self.short:
@@ -420,8 +424,7 @@ class PagePool:
         at_rest = not used and now > self._busy_until
         if self._settings.prefix is not None:
             evict(self._count(cached * self.geometry.block_bytes - self._settings.prefix))
-        due = now > self._reported + _REPORT
-        if due:
+        if now > self._reported + _REPORT:
             self._reported = now
             self._look(used, cached, evict)
         keep = 0 if at_rest else self.reserve + self._peak.most - self.held
@@ -435,7 +438,7 @@ class PagePool:
         self._send()
         if at_rest and self._tidy and not self.backing.unconfirmed:
             self._tidy = self.memory.compact(_PIECE, self._step) > 0
-        return due and self.short
+        return self.short
 
     def _look(self, used: int, cached: int, evict: Callable[[int], None]) -> None:
         """Reads what other engines need, acts on it, and reports to the ledger."""

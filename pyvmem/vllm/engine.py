@@ -47,7 +47,7 @@ __all__ = ["ElasticEngine"]
 
 _TICK = 0.05  # s between scans for idle blocks
 _PIECE = 64 << 20  # bytes of slabs emptied at a time, while steps wait
-_REPORT = 0.25  # s between reports to the ledger, and checks of what a busy engine could give back
+_REPORT = 0.1  # s between reports to the ledger, and checks of what a busy engine could give back
 _BACKOFF = 0.02  # s for which a refusal is cached while a request waits for the memory
 _PATIENCE = 0.25  # s for which it is cached otherwise
 _START_PATIENCE = 30.0  # s for other engines to leave room for the null block
@@ -350,7 +350,7 @@ class ElasticEngine:
                 self._back(count - len(self.idle))
             if len(self.idle) < count:
                 self._denied, self._refused = True, time.monotonic()
-                self._ask_others(count - len(self.idle))
+                self._ask_others(max(count, self.count_waiting()) - len(self.idle))
         self._lacked |= len(self.idle) < count
 
     def could_back(self, count: int) -> bool:
@@ -395,7 +395,7 @@ class ElasticEngine:
             self._retire(list(self.idle))
 
     def _ask_others(self, blocks: int) -> None:
-        """Posts to the ledger how much memory a request lacks, up to the limit."""
+        """Posts to the ledger how much memory lacks for so many blocks, up to the limit."""
         need = self.backing.geometry.most_bytes(blocks) if blocks > 0 else 0
         need = min(need, max(0, self.quota.limit - self.quota.used))
         need -= need % max(1, self.backing.geometry.block_bytes)  # not enough left for a block

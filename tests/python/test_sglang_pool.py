@@ -188,6 +188,26 @@ def test_what_is_wanted_counts_the_room_that_there_is(memory: KVMemory, tmp_path
     pool.quota.close()
 
 
+def test_a_queue_is_asked_for_at_once(memory: KVMemory, tmp_path: Path) -> None:
+    """One request at a time would wait for an answer of the other engine each."""
+    capacity = 4 * GRANULE * 10
+    pool = open_pool(memory, ledger=str(tmp_path), capacity=capacity)
+    with Ledger("host", folder=tmp_path) as ledger:
+        other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
+        assert other.take(4 * GRANULE * 8)
+        pool.ask(1)
+        alone = other.excess()
+        pool.count_waiting = lambda: pool.obtainable() + 21
+        pool.ask(1)
+        assert other.excess() >= 4 * GRANULE * 6 > alone >= GRANULE
+        assert pool.tick(lambda: 0, lambda _: None), "a refused request may be tried again"
+        pool.count_waiting = lambda: -5
+        pool.ask(1)
+        assert other.excess() == alone
+        other.close()
+    pool.quota.close()
+
+
 def test_the_records_after_random_calls(memory: KVMemory) -> None:
     seed = random.randrange(1 << 30)
     print("seed", seed)
