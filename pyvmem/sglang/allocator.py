@@ -208,7 +208,7 @@ class _Allocator:
             request.seqlen + 1 - len(request.prefix_indices)
             for request in islice(scheduler.waiting_queue, _QUEUED)
         )
-        pages = sum(-(-length // self.page_size) for length in lengths)
+        pages: int = sum(-(-length // self.page_size) for length in lengths)
         return pages - self.evictable(scheduler.tree_cache)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> Any:
