@@ -205,7 +205,7 @@ class _Allocator:
         Prefixes count that SGLang has found so far.
         """
         lengths = (
-            request.seqlen + 1 - len(request.prefix_indices)
+            request.seqlen + 1 - request.prefix_len
             for request in islice(scheduler.waiting_queue, _QUEUED)
         )
         pages: int = sum(-(-length // self.page_size) for length in lengths)

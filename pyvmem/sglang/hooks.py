@@ -134,7 +134,7 @@ HOOKS = (
         *("enable_overlap", "forward_stream"),
     ),
     Hook(_SCHEDULER, "Scheduler.waiting_queue", "read", "what the queue lacks is asked for"),
-    *_members("srt.managers.schedule_batch", "Req", "read", "the same", "seqlen", "prefix_indices"),
+    *_members("srt.managers.schedule_batch", "Req", "read", "the same", "seqlen", "prefix_len"),
     *_members(
         *("srt.mem_cache.unified_radix_cache", "UnifiedRadixCache", "called"),
         "prefixes are forgotten",
