@@ -130,10 +130,9 @@ class _Fork:
             edits += ([parent, "span", span], [parent, "whole", whole])
             group.table.touched.add(parent)
         capacity, rows = group.layout.capacity(pages), pager.columns.held
-        owners, places = [], []
+        owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
-            places.append(slot.places)
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
             if many:
                 sharing.map_pieces(ops, slot, all_handles)
@@ -145,9 +144,9 @@ class _Fork:
             self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
             for slot, low, high in self.job.pieces:
                 pager.planner.populate(ops, slot, low, high, source)
-        noted = parent.places.noted
-        if noted:
-            noted = parent.places.noted_in(head, full)
+        places = parent.places
+        if places.noted:
+            places = places.within(head, full)
         held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
         group.table.touched.update(slots)
         edits += (
@@ -159,7 +158,7 @@ class _Fork:
             [slots, "granted", [pages] * count],
             [slots, "dirty", [0] * count],
             [slots, "head", [head] * count],
-            [places, "noted", [noted] * count],
+            [slots, "places", [places] * count],
             [pager, "granted_pages", pager.granted_pages + pages * count],
             [reclaimer, "held", held],
             [reclaimer, "slid", reclaimer.slid + head * count],

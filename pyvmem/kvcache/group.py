@@ -436,8 +436,8 @@ class Group:
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """The owner's unshared pages [low, high) outside the device."""
-        noted = slot.places.noted_in(slot.shared, slot.granted)
-        return [(low, high) for low, high, _ in noted]
+        places = slot.places.within(slot.shared, slot.granted)
+        return [(low, high) for low, high, _ in places.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
         """Bytes per tensor of a request's rows there: its last page may be only partly filled."""

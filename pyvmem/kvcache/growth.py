@@ -809,7 +809,7 @@ class Pager(Journaled):
             reclaimer.slid += head
         for block, *_ in span.parts:
             if slot.places.noted or block.away:
-                slot.places.put_all(span.stretches(head))
+                slot.places = slot.places.put(*span.stretches(head))
                 break
         self.granted_pages += pages
         self._set_capacity(slot, pages)
@@ -843,7 +843,8 @@ class Pager(Journaled):
             for slot, low, high in job.pieces:
                 slot.mapped = low
                 slot.cut(low)
-                slot.places.forget(low, high)
+                if slot.places.noted:
+                    slot.places = slot.places.without(low, high)
             if isinstance(error, NotRecoverable):
                 self.reclaimer.mark_broken(job.pieces)
             self.reclaimer.held -= job.new_pages

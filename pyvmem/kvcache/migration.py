@@ -187,7 +187,7 @@ class Mover:
             for low, high, tier in move.stretches:  # the old ones are gone
                 away = slot.places.away(low, high)
                 self._reclaimer.count_freed(high - low - sum(away.values()), away, reclaimed=False)
-                slot.places.put(low, high, tier)
+                slot.places = slot.places.put((low, high, tier))
                 slot.enlarge(low, high)
             if move.promotes:
                 self._promoted(self.copied, slot, [low for low, *_ in move.stretches])

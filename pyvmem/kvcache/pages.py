@@ -22,7 +22,7 @@ The pages of a block lie in one memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -40,6 +40,7 @@ __all__ = [
     "Block",
     "DEVICE",
     "EMPTY",
+    "NOWHERE",
     "Part",
     "Places",
     "SharedPages",
@@ -70,82 +71,46 @@ Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high), in every tensor, in one memory."""
 
 
-class Places(Journaled):
-    """The intervals of one slot that do not lie in the device, in order.
+class Places:
+    """The intervals of a slot's pages that do not lie in the device, in order. Immutable.
 
     Attributes:
         noted: these.
-
-    Args:
-        log: a journal's entries, where changes are noted.
-        changed: called before a change.
     """
 
-    __slots__ = ("_tell", "noted")
+    __slots__ = ("noted",)
 
-    _tell: Callable[[], None]
-
-    def __new__(cls, log: list[Any], changed: Callable[[], None]) -> Places:
-        """No interval yet."""
-        self = cls._with(log)
-        object.__setattr__(self, "_tell", changed)
-        return self
-
-    def __init__(self, log: list[Any], changed: Callable[[], None]) -> None:
-        self.noted: list[Stretch] = []
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._tell()
-        super().__setattr__(name, value)
+    def __init__(self, noted: Sequence[Stretch] = ()) -> None:
+        self.noted = noted
 
     def __bool__(self) -> bool:
         return bool(self.noted)
 
-    def put(self, low: int, high: int, tier: Tier) -> None:
-        """Notes where pages [low, high) lie."""
-        if self.noted:
-            self.forget(low, high)
-        if tier != DEVICE and low < high:
-            noted = sorted([*self.noted, (low, high, tier)])
-            joined = noted[:1]
-            for start, end, one in noted[1:]:
-                if joined[-1][1:] == (start, one):
-                    joined[-1] = (joined[-1][0], end, one)
-                else:
-                    joined.append((start, end, one))
-            self.noted = joined
-
-    def put_all(self, stretches: list[Stretch]) -> None:
-        """Notes several, as `take` returned them."""
+    def put(self, *stretches: Stretch) -> Places:
+        """The same, with pages [low, high) of each stretch in its memory."""
+        noted = self.noted
         for low, high, tier in stretches:
-            if self.noted or tier != DEVICE:
-                self.put(low, high, tier)
+            if noted or tier != DEVICE:
+                noted = _without(noted, low, high)
+            if tier != DEVICE and low < high:
+                joined: list[Stretch] = []
+                for start, end, one in sorted([*noted, (low, high, tier)]):
+                    if joined and joined[-1][1:] == (start, one):
+                        joined[-1] = (joined[-1][0], end, one)
+                    else:
+                        joined.append((start, end, one))
+                noted = joined
+        return Places(noted)
 
-    def forget(self, low: int, high: int) -> None:
-        """Pages [low, high) are there no longer."""
-        if self.noted:
-            self.noted = self.without(low, high)
-
-    def without(self, low: int, high: int) -> list[Stretch]:
+    def without(self, low: int, high: int) -> Places:
         """The entries outside [low, high)."""
-        return [
-            (start, end, tier)
-            for first, last, tier in self.noted
-            for start, end in ((first, min(last, low)), (max(first, high), last))
-            if start < end
-        ]
+        return Places(_without(self.noted, low, high))
 
-    def noted_in(self, low: int, high: int) -> list[Stretch]:
+    def within(self, low: int, high: int) -> Places:
         """The entries within [low, high)."""
         if not self.noted:
-            return []
-        return [one for one in self.stretches(low, high) if one[2] != DEVICE]
-
-    def take(self, low: int, high: int) -> list[Stretch]:
-        """`forget`, and what was noted there."""
-        taken = self.noted_in(low, high)
-        self.forget(low, high)
-        return taken
+            return self
+        return Places([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
         """[low, high) as stretches of one memory each, those of the device included."""
@@ -178,6 +143,18 @@ class Places(Journaled):
 
     def __repr__(self) -> str:
         return f"<Places {self.noted}>"
+
+
+def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
+    return [
+        (start, end, tier)
+        for first, last, tier in noted
+        for start, end in ((first, min(last, low)), (max(first, high), last))
+        if start < end
+    ]
+
+
+NOWHERE = Places()
 
 
 class Block:

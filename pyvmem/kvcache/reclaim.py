@@ -20,7 +20,7 @@ from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
+from pyvmem.kvcache.pages import EMPTY, NOWHERE, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.memory.info import RangeFlags
 from pyvmem.memory.ops import OpBatch
@@ -234,8 +234,8 @@ class Reclaimer(Journaled):
             edits.append([slot, "span", EMPTY])
         if places.noted:
             job.away = places.away(low + job.span.pages, mapped)
-            job.places = places.noted_in(low, mapped)
-            edits.append([places, "noted", places.without(low, mapped)])
+            job.places = places.within(low, mapped)
+            edits.append([slot, "places", places.without(low, mapped)])
         if slot.whole > keep:
             edits.append([slot, "whole", keep - keep % slot.block])
         self.table.touched.add(slot)
@@ -379,7 +379,7 @@ class Reclaimer(Journaled):
             self.journal.keep(unmap, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
                 slot.head, slot.kept = unmap.head, False
-                slot.places.put_all(unmap.places)
+                slot.places = slot.places.put(*unmap.places.noted)
                 unmap.away = {}
                 slot.mapped = unmap.high
                 if slot.block:
@@ -415,7 +415,7 @@ class Reclaimer(Journaled):
                     gone = gone + share
                     continue
                 slot.head = low  # undone: the pages are where they were
-                slot.places.put_all(slide.places.get(slot, []))
+                slot.places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
                 outside = slot.places.away(low + share.pages, head)
                 away.subtract(outside)
                 freed -= head - low - share.pages - sum(outside.values())
@@ -495,7 +495,7 @@ class Reclaimer(Journaled):
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
-        edits += ([slot, "broken", quarantined], [slot.places, "noted", []])
+        edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
         self.table.touched.add(slot)
         self.mapper.commit(edits, ops, slot.events)
         self.count_freed(own - sum(away.values()), away)

@@ -38,7 +38,6 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
@@ -49,7 +48,7 @@ from pyvmem._native import Columns
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.journal import Watched
-from pyvmem.kvcache.pages import DEVICE, EMPTY, Places, Span, Stretch, Tier
+from pyvmem.kvcache.pages import DEVICE, EMPTY, NOWHERE, Places, Span, Stretch, Tier
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -129,14 +128,11 @@ class Slot(Watched):
     freed_order: int = 0
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
-    places: Places = field(init=False)
+    places: Places = NOWHERE
 
     def __new__(cls, log: list[Any], changed: set[Any], *args: Any, **kwargs: Any) -> Slot:
         """A slot whose changes are noted in `log`, and itself in `changed`."""
         return cls._with(log, changed)
-
-    def __post_init__(self, log: list[Any], changed: set[Any]) -> None:
-        self.places = Places(log, partial(changed.add, self))
 
     @property
     def shared(self) -> int:
@@ -707,7 +703,7 @@ class Unmap:
     ticket: Any
     head: int = 0
     span: Span = EMPTY
-    places: list[Stretch] = field(default_factory=list)
+    places: Places = NOWHERE
     away: dict[Tier, int] = field(default_factory=dict)
 
     @property
@@ -740,7 +736,7 @@ class Slide:
     span: Span
     ticket: Any
     quiet: bool
-    places: dict[Slot, list[Stretch]]
+    places: dict[Slot, Places]
     away: dict[Tier, int]
 
     @property

@@ -269,8 +269,8 @@ class Truncation:
         granted = self.keep
         if places.noted:
             away = places.away(own, slot.mapped)
-            places.forget(self.shared, self.copied)
-            places.forget(self.end, slot.mapped)
+            places = places.without(self.shared, self.copied).without(self.end, slot.mapped)
+            slot.places = places
             granted = max(granted, places.away_end)
         gone = max(0, slot.mapped - own) - sum(away.values())
         kept, tail = slot.span.part(self.shared - slot.head)

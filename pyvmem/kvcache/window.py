@@ -31,7 +31,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import EMPTY, Block, Part, Span, Stretch, Tier
+from pyvmem.kvcache.pages import EMPTY, Block, Part, Places, Span, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
 from pyvmem.memory.ops import OpBatch
@@ -168,7 +168,7 @@ class Window:
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
-        places: dict[Slot, list[Stretch]] = {}
+        places: dict[Slot, Places] = {}
         away: Counter[Tier] = Counter()
         for slot, head, later, least in due:
             index = slot.index
@@ -190,9 +190,9 @@ class Window:
             else:
                 shares.append(EMPTY)
             if slot.places.noted:
-                places[slot] = slot.places.noted_in(slot.head, head)
+                places[slot] = slot.places.within(slot.head, head)
                 away.update(slot.places.away(slot.head + shares[-1].pages, head))
-                edits.append([slot.places, "noted", slot.places.without(slot.head, head)])
+                edits.append([slot, "places", slot.places.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
             self._end_uses(edits, count)
