@@ -14,9 +14,12 @@ struct pyvmem_outcome {
 /* Notes what a call returned, and what it made; applies the edits if it succeeded, and forgets them.
  *
  * An edit sets an attribute of an object, past its __setattr__, where the key is a str, and else an item; to a set it
- * adds the key. With a list of owners and a str it sets the attribute of each to the value at the same place of a list.
- * Each value is replaced by the one that was there, so that no finalizer runs before the caller drops the edits. */
+ * adds the key. Ellipsis as the value removes instead. With a list of owners and a str it sets the attribute of each to
+ * the value at the same place of a list. Each value is replaced by the one that was there (Ellipsis: none), so that no
+ * finalizer runs before the caller drops the edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
+/* Makes the edits without any call, or takes them back, if that is not done yet; they stay with the outcome. */
+void pyvmem_change(struct pyvmem_outcome *outcome, int back);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
                  const struct vmem_after *after, size_t num_after, uint32_t flags);
 int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,

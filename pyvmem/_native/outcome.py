@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyvmem._vmem import ffi
+from pyvmem._vmem import ffi, lib
 
 __all__ = ["Outcome", "cell_of"]
 
@@ -41,12 +41,20 @@ class Outcome:
         Args:
             edits: ``[owner, name, value]`` sets an attribute past its owner's `__setattr__`,
                 ``[owners, name, values]`` those of a list, and ``[items, key, value]`` an item,
-                whose key is no str; to a set it adds the key. C replaces each value by the one
-                that was there.
+                whose key is no str; to a set it adds the key. The value `...` removes. C replaces
+                each value by the one that was there; `...`: there was none.
         """
         self.edits = edits
         self.cell.edits = ffi.cast("void *", id(edits))
         return self
+
+    def change(self) -> None:
+        """Makes the edits, which no call goes with."""
+        lib.pyvmem_change(self.cell, 0)
+
+    def change_back(self) -> None:
+        """Takes back what `change` did, unless that is done or it did nothing."""
+        lib.pyvmem_change(self.cell, 1)
 
     @property
     def happened(self) -> bool:

@@ -161,6 +161,12 @@ class Journal:
         """Notes how a change is taken back, before it is made; it must be safe to run again."""
         self.entries.append((function, *args))
 
+    def change(self, edits: list[list[Any]]) -> None:
+        """Makes edits of the records (see `Outcome`), until an interruption takes them back."""
+        outcome = Outcome(edits)
+        self.entries.append((outcome.change_back,))
+        outcome.change()
+
     def keep(self, owner: Any, *names: str) -> None:
         """Notes attributes of an object that is no `Journaled`, before they are changed."""
         for name in names:

@@ -97,6 +97,7 @@ class Mapper:
         after: Iterable[Any] = (),
         *,
         ticket: Ticket | None = None,
+        late: bool = False,
         waits: Waits | None = None,
     ) -> None:
         """Runs a batch, or submits it where a ticket is given; C makes the edits if it succeeds.
@@ -106,6 +107,7 @@ class Mapper:
             ops: the batch.
             after: GPU work to wait for.
             ticket: of the batch; None: it runs in the calling thread.
+            late: as for `Context.submit`.
             waits: as for `Context.batch`.
 
         Raises:
@@ -117,7 +119,7 @@ class Mapper:
             if ticket is None:
                 self.context.batch(ops, after, outcome, waits)
             else:
-                self.context.submit(ops, after, ticket)
+                self.context.submit(ops, after, ticket, late)
         finally:
             outcome.edits = None
 
@@ -178,7 +180,7 @@ class Scratch:
         self._full: list[Reservation] = []  # pages in them could not be unmapped
 
     def take(self, nbytes: int) -> Reservation:
-        """Unmapped addresses, at least so many bytes.
+        """Unmapped addresses, at least so many bytes; freed after the call unless they are used.
 
         Raises:
             VMemError: none are available.
@@ -186,23 +188,18 @@ class Scratch:
         self.retry()
         kept = self._kept
         if kept is not None:
-            self._mapper.journal.keep(self, "_kept")
+            self._mapper.journal.held.append(kept)
             self._kept = None
             if kept.nbytes >= nbytes:
-                self._mapper.journal.held.append(kept)
                 return kept
             self._mapper.close(kept)
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Takes back addresses with nothing mapped there."""
-        if self._kept is None:
-            self._mapper.journal.keep(self, "_kept")
-            self._kept = addresses
-        else:
-            self._mapper.close(addresses)
-        self._mapper.journal.named(addresses)  # or unowned by now
+        """Takes back addresses of the call, with nothing mapped there, unless they were left."""
+        if self._kept is None and addresses.is_open:
+            self._kept = addresses  # others are freed at the end of the call
 
     def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
         """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later."""
@@ -211,7 +208,6 @@ class Scratch:
         try:
             self._mapper.commit([], ops)
         except VMemError:
-            self._mapper.journal.keep(self, "_full")
             self._full = [*self._full, addresses]
         else:
             self.give(addresses)

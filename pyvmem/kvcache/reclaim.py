@@ -443,18 +443,24 @@ class Reclaimer(Journaled):
         away: dict[Tier, int] = {}
         self.count_freed(self.shared.release(span, away), away)
 
-    def count_freed(self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True) -> None:
+    def count_freed(self, pages: int, away: Mapping[Tier, int]) -> None:
         """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
-        tensors = self.layout.num_tensors
-        self.held -= pages * tensors
-        self.own_away = None
-        if away:
-            self.away = self.away.copy()
+        self.journal.change(self.freeing(pages, away))
+
+    def freeing(
+        self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
+    ) -> list[list[Any]]:
+        """The edits of `count_freed`."""
+        tensors, counters, others = self.layout.num_tensors, self.counters, self.away.copy()
         for tier, count in away.items():
-            self.away[tier] -= count * tensors
-        if reclaimed:
-            gone = (pages + sum(away.values())) * tensors
-            self.counters.count(self.journal.entries, reclaimed=gone)
+            others[tier] -= count * tensors
+        gone = (pages + sum(away.values())) * tensors if reclaimed else 0
+        return [
+            [self, "held", self.held - pages * tensors],
+            [self, "away", others],
+            [self, "own_away", None],
+            [counters, "reclaimed", counters.reclaimed + gone],
+        ]
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""

@@ -242,12 +242,36 @@ def test_edits_are_made_by_the_call_that_succeeds() -> None:
         assert outcome.happened
         assert (one.held, two.held, list(items), table) == (6, 7, [1, 8], {5: 1, 6: 9})
         # What was there lives on until the edits are dropped.
-        assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, None, 2, None]
+        assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, ..., 2, ...]
         object.__setattr__(one, "held", 1)
         ops.clear()
         ops.unmap(addresses.addr, PAGE)
         context.batch(ops, (), outcome)
         assert one.held == 1, "made once"
+
+
+def test_edits_without_a_call_can_be_taken_back() -> None:
+    one = Guarded()
+    object.__setattr__(one, "held", 1)
+    items, table = array("Q", [1, 2]), {5: 1, 6: 2}
+    keys = [(1,), (2,), (3,)]
+    chosen = set(keys[:2])
+    edits: list[list[Any]] = [
+        [one, "held", 2], [[one], "held", [3]], [items, slice(None), array("Q", [3, 4])],
+        [table, 5, ...], [table, 7, 3], [table, 8, ...],
+        [chosen, keys[0], ...], [chosen, keys[1], None], [chosen, keys[2], None],
+    ]  # fmt: skip
+    outcome = Outcome(edits)
+    outcome.change_back()
+    assert (one.held, table, chosen) == (1, {5: 1, 6: 2}, set(keys[:2])), "nothing was made"
+    for _ in range(2):
+        outcome.change()
+        assert (one.held, list(items), table) == (3, [3, 4], {6: 2, 7: 3})
+        assert chosen == set(keys[1:])
+    for _ in range(2):
+        outcome.change_back()
+        assert (one.held, list(items), table) == (1, [1, 2], {5: 1, 6: 2})
+        assert chosen == set(keys[:2])
 
 
 def test_surplus_is_of_plain_slots() -> None:
