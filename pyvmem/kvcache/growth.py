@@ -7,6 +7,7 @@ import errno
 import logging
 import operator
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,8 @@ from pyvmem.memory.pages import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from pyvmem.kvcache.group import Loan
 
 
 __all__ = ["Pager", "Planner", "Source", "extend"]
@@ -767,62 +770,53 @@ class Pager(Journaled):
         for slot, rows in zip(slots, map(self.layout.capacity, pages), strict=True):
             capacity[slot.index] = rows
 
-    def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
-        """Takes pages from this one on from their owner; they stay mapped.
+    def granting(self, slot: Slot, pages: int) -> list[list[Any]]:
+        """The edits where a slot's owner has so many pages."""
+        granted = self.granted_pages + pages - slot.granted
+        return [
+            [self, "granted_pages", granted],
+            [slot, "granted", pages],
+            [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
+        ]
 
-        `written`: they are dirty.
-        """
-        if written:
-            slot.dirty = max(slot.dirty, slot.granted)
-        self.granted_pages += pages - slot.granted
-        slot.granted = pages
-        self._set_capacity(slot, pages)
-
-    def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
-        """Sets what a slot has once pages at its end are gone, and shared ones are its own."""
-        slot.dirty = min(max(slot.dirty, slot.granted), mapped)
-        self.granted_pages += granted - slot.granted
-        slot.span, slot.mapped, slot.granted = span, mapped, granted
-        slot.cut(mapped)
-        self._set_capacity(slot, granted)
-
-    def assign(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
-        """Gives a free slot to a request, with shared pages and, after them, some of its own.
-
-        The shared ones get references of the slot and of the request.
-
-        Args:
-            slot: a free slot with no page, or with the first ones of the span.
-            span: the shared pages.
-            pages: pages that the request owns in total.
-            mapped: pages that the slot has from now on.
-            head: the page that the span begins at; those before it left a window.
-        """
-        reclaimer, have = self.reclaimer, slot.span.pages
-        if 0 < have < span.pages:
-            reclaimer.shared.hold(span.slice(have, span.pages))
-        reclaimer.shared.use(span, hold=not have)
-        reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0, head=head)
-        if slot.block:
-            slot.enlarge(head, mapped)
-        if head:
-            reclaimer.slid += head
-        for block, *_ in span.parts:
-            if slot.places.noted or block.away:
-                slot.places = slot.places.put(*span.stretches(head))
-                break
-        self.granted_pages += pages
-        self._set_capacity(slot, pages)
-
-    def revoke(self, slot: Slot) -> None:
-        """Removes an owner's pages from the counts, before the slot is freed."""
-        self.granted_pages -= slot.granted
-        self._set_capacity(slot, 0)
-
-    def _set_capacity(self, slot: Slot, pages: int) -> None:
-        capacity, index = self.capacity, slot.index
-        self._log.append((capacity.__setitem__, index, capacity[index]))
-        capacity[index] = self.layout.capacity(pages) if pages else 0
+    def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
+        """The edits that give the slots of loans to requests."""
+        reclaimer, table = self.reclaimer, self.reclaimer.table
+        uses: Counter[Span] = Counter()
+        holds: Counter[Span] = Counter()
+        granted, slid = self.granted_pages, reclaimer.slid
+        edits: list[list[Any]] = []
+        for _, slot, span, head in loans:
+            have, end = slot.span.pages, head + span.pages
+            uses[span] += 1
+            holds[span.slice(have, span.pages) if have else span] += 1
+            granted += end
+            slid += head
+            edits += (
+                [slot, "active", True],
+                [slot, "kept", False],
+                [slot, "owner", slot.owner + 1],
+                [slot, "span", span],
+                [slot, "mapped", end],
+                [slot, "granted", end],
+                [slot, "dirty", 0],
+                [slot, "head", head],
+            )
+            if slot.block:
+                edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
+            for block, *_ in span.parts:
+                if slot.places.noted or block.away:
+                    edits.append([slot, "places", slot.places.put(*span.stretches(head))])
+                    break
+            edits.append([self.capacity, slot.index, self.layout.capacity(end) if end else 0])
+            table.touched.add(slot)
+        table.changes += len(loans)
+        return [
+            *edits,
+            [self, "granted_pages", granted],
+            [reclaimer, "slid", slid],
+            *reclaimer.shared.using(uses, holds),
+        ]
 
     def rebuild(self) -> None:
         """Recounts what is granted, slot by slot."""
@@ -842,7 +836,7 @@ class Pager(Journaled):
         if job.mapping is not None and _failed(job.mapping):
             for slot, low, high in job.pieces:
                 slot.mapped = low
-                slot.cut(low)
+                slot.whole = slot.whole_below(low)
                 if slot.places.noted:
                     slot.places = slot.places.without(low, high)
             if isinstance(error, NotRecoverable):

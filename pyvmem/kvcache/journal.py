@@ -74,15 +74,6 @@ class Journaled:
         self._log.append((put, self, name, getattr(self, name, None)))
         put(self, name, value)
 
-    def change(self, **values: Any) -> None:
-        """Sets several attributes, as assigning to each of them would."""
-        log = self._log
-        if self._changed is not None:
-            self._changed.add(self)
-        for name, value in values.items():
-            log.append((put, self, name, getattr(self, name)))
-            put(self, name, value)
-
 
 class Watched(Journaled):
     """A `Journaled` that puts itself into a set when it changes, so that an index can follow.
@@ -143,7 +134,7 @@ class Journal:
 
     Attributes:
         entries: see the module; `Journaled` appends to it.
-        held: handles and reservations that the call makes, each appended before it is made. What
+        held: handles and reservations that the call makes, each put here before it is made. What
             the records do not name when the call ends is given back.
         recoverables: what recovers, one for each cache.
     """
@@ -151,7 +142,7 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.recoverables: list[Recoverable] = []
-        self.held: list[Made] = []
+        self.held: dict[Made, None] = {}
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # all of a call lies in it
 
@@ -198,11 +189,6 @@ class Journal:
     def checkpoint(self) -> None:
         """Makes what the records say final: something outside them is about to follow from it."""
         self.entries.append(_Abort(_nothing, final=True))
-
-    def named(self, made: Made) -> None:
-        """Takes out of `held` what the records name from here on, unless they are undone."""
-        self.entries.append((self.held.append, made))
-        self.held.remove(made)
 
     def mark(self) -> int:
         """The journal's end, for `rollback`."""
@@ -283,14 +269,14 @@ class Journal:
     def _give_back(self) -> None:
         """Drops what the call made and the records do not name."""
         while self.held:
-            made = self.held[-1]
+            made = next(reversed(self.held))
             for owner in self.recoverables:
                 if owner.owns(made):
                     break
             else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
-            self.held.pop()
+            self.held.pop(made, None)
 
 
 def _nothing() -> None:

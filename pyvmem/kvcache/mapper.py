@@ -128,23 +128,31 @@ class Mapper:
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
         """A handle to mapped pages; dropped at the end of the call unless the records use it."""
         pages = Pages(self.context, Outcome(), size * count)
-        self.journal.held.append(pages)
+        self.journal.held[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
         """Drops a handle that the records no longer refer to."""
         self.journal.must(pages.abandon)
 
-    def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
-        """Drops a part of a handle that the records no longer use; on failure nothing changed."""
-        outcome = Outcome()
+    def drop_range(
+        self,
+        edits: list[list[Any]],
+        pages: Pages,
+        offset: int,
+        size: int,
+        count: int,
+        stride: int,
+    ) -> None:
+        """Drops a part of a handle, and makes the edits; on failure nothing changed."""
+        outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
         """Reserves addresses; freed at the end of the call unless the records refer to them."""
         found = Reservation(self.context, Outcome())
-        self.journal.held.append(found)
+        self.journal.held[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     def close(self, addresses: Reservation) -> None:
@@ -188,7 +196,7 @@ class Scratch:
         self.retry()
         kept = self._kept
         if kept is not None:
-            self._mapper.journal.held.append(kept)
+            self._mapper.journal.held[kept] = None
             self._kept = None
             if kept.nbytes >= nbytes:
                 return kept

@@ -200,13 +200,14 @@ class Mover:
         """Whole blocks of the slot's request."""
         return slot.granted // self._layout.block
 
-    def part(self, slot: Slot, low: int) -> None:
-        """Forgets what was promoted from page `low` on, where pages are replaced now or soon."""
+    def parting(self, slot: Slot, low: int) -> list[list[Any]]:
+        """The edits that forget what was promoted from page `low` on."""
         index, unit = slot.index, self._layout.block
-        for noted in (self.joined, self.copied):
-            if index in noted:
-                left = {at: n for at, n in noted[index].items() if at + unit <= low}
-                self._journal.change([[noted, index, left]])
+        return [
+            [noted, index, {at: n for at, n in noted[index].items() if at + unit <= low}]
+            for noted in (self.joined, self.copied)
+            if index in noted
+        ]
 
     # ---- cancelling ------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class Mover:
             left = [one for one in self.cancelled if one is not move]
             edits.append([self, "cancelled", left])
         if addresses is not None:
-            self._journal.held.append(addresses)
+            self._journal.held[addresses] = None
         self._table.touched.add(slot)
         if ops is None:
             self._journal.change(edits)
@@ -499,10 +500,9 @@ class Promoter:
                 done = max(0, held) * layout.row_bytes // size + 1
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
-    def forget(self, slot: Slot, page: int = 0) -> None:
-        """Pages of a slot from this one on are another's, or are written again."""
-        self._mover.part(slot, page)
-        self._next[slot.index] = 0
+    def forgetting(self, slot: Slot, page: int = 0) -> list[list[Any]]:
+        """The edits where pages of a slot from this one on are another's, or written again."""
+        return [*self._mover.parting(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
         """Blocks that there is memory for, beyond the watermark."""

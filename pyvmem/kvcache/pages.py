@@ -22,13 +22,13 @@ The pages of a block lie in one memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from operator import add, sub
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pyvmem.errors import OutOfMemory
-from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.memory.info import Location
 
@@ -64,8 +64,6 @@ class Tier(NamedTuple):
 
 DEVICE = Tier(Location.DEVICE)
 
-
-_ONE = repeat(1)
 
 Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high), in every tensor, in one memory."""
@@ -267,9 +265,10 @@ class Span:
 
 
 EMPTY = Span(())
+NOTHING: Mapping[Span, int] = {}
 
 
-class SharedPages(Journaled):
+class SharedPages:
     """The references to shared pages; all counts are of pages per tensor.
 
     Attributes:
@@ -281,10 +280,6 @@ class SharedPages(Journaled):
         lent: pages held beside those of slots, unmaps and prefixes, until a slot is renewed.
     """
 
-    def __new__(cls, layout: Layout, mapper: Mapper) -> SharedPages:
-        """No page yet."""
-        return cls._with(mapper.journal.entries)
-
     def __init__(self, layout: Layout, mapper: Mapper) -> None:
         self.layout = layout
         self._mapper = mapper
@@ -293,52 +288,62 @@ class SharedPages(Journaled):
         self.lent = EMPTY
         self._late: list[Part] = []
 
-    def adopt(self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE) -> Part:
-        """A new block, which owns the handle. One request holds and uses its pages."""
-        block = Block(handle, pages, events, tier)
-        self._mapper.journal.named(handle)
-        self._log.append((self.blocks.discard, block))
-        self.blocks.add(block)
-        if block.away:
-            self.away_uses += pages
-        else:
-            self.change(pages=self.pages + pages, used=self.used + pages, uses=self.uses + pages)
-        return Part(block, 0, pages)
+    def using(
+        self,
+        uses: Mapping[Span, int],
+        holds: Mapping[Span, int] = NOTHING,
+        new: Sequence[Block] = (),
+    ) -> list[list[Any]]:
+        """The edits where requests begin or end to use pages.
+
+        Args:
+            uses: by span, how many more requests use its pages, which are held; negative: fewer.
+            holds: by span, how many more hold them.
+            new: blocks, which own their handles from here on, with those that use their pages.
+        """
+        edits: list[list[Any]] = []
+        pages, used, total, away = self.pages, self.used, self.uses, self.away_uses
+        for name, spans in (("users", uses), ("refs", holds)):
+            copies: dict[Block, list[int]] = {}
+            for span, count in spans.items():
+                for block, low, high in span.parts:
+                    numbers = getattr(block, name)
+                    alone = len(spans) == len(span.parts) == 1
+                    if not alone:  # parts may have pages in common
+                        numbers = copies[block] = copies.get(block) or numbers[:]
+                    before = numbers[low:high]
+                    after = list(map(add, before, repeat(count)))
+                    if alone:
+                        edits.append([numbers, slice(low, high), after])
+                    else:
+                        numbers[low:high] = after
+                    if name == "refs":
+                        continue
+                    if block.away:
+                        away += (high - low) * count
+                    else:
+                        total += (high - low) * count
+                        used += before.count(0) - after.count(0)
+            for block, numbers in copies.items():
+                edits.append([getattr(block, name), slice(None), numbers])
+        for block in new:
+            edits += ([self.blocks, block, None], [self._mapper.journal.held, block.handle, ...])
+            if block.away:
+                away += sum(block.users)
+            else:
+                pages, used = pages + block.pages, used + block.pages
+                total += sum(block.users)
+        edits += (
+            [self, "pages", pages],
+            [self, "used", used],
+            [self, "uses", total],
+            [self, "away_uses", away],
+        )
+        return edits
 
     def hold(self, span: Span) -> None:
         """Adds a reference to each page."""
-        for block, low, high in span.parts:
-            refs = block.refs
-            before = refs[low:high]
-            self._log.append((refs.__setitem__, slice(low, high), before))
-            refs[low:high] = map(add, before, _ONE)
-
-    def use(self, span: Span, *, hold: bool = False, end: bool = False) -> None:
-        """Notes that a request uses the pages, which are held; `hold`: from here on.
-
-        `end`: takes one such use back.
-        """
-        change, idle = (sub, 1) if end else (add, 0)  # users of a page that no other request uses
-        uses = used = away = 0
-        for block, low, high in span.parts:
-            if hold:
-                before = block.refs[low:high]
-                self._log.append((block.refs.__setitem__, slice(low, high), before))
-                block.refs[low:high] = map(add, before, _ONE)
-            users = block.users
-            before = users[low:high]
-            self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = map(change, before, _ONE)
-            if block.away:
-                away += high - low
-            else:
-                uses += high - low
-                used += before.count(idle)
-        self.change(
-            uses=change(self.uses, uses),
-            used=change(self.used, used),
-            away_uses=change(self.away_uses, away),
-        )
+        self._mapper.journal.change(self.using({}, {span: 1}))
 
     def idle(self, span: Span, users: int = 0) -> int:
         """Pages of the device in the span that so many requests use."""
@@ -350,16 +355,10 @@ class SharedPages(Journaled):
 
     def kept(self, spans: Iterable[Span]) -> int:
         """Pages of the device that no request uses and that these spans keep, each once."""
-        named: dict[Block, list[tuple[int, int]]] = {}
-        for block, low, high in (part for span in spans for part in span.parts):
-            if not block.away:
-                named.setdefault(block, []).append((low, high))
         found = 0
-        for block, ranges in named.items():
-            end = 0
-            for low, high in sorted(ranges):
-                found += block.users[max(low, end) : high].count(0)
-                end = max(end, high)
+        for block, low, high in _merged([part for span in spans for part in span.parts]):
+            if not block.away:
+                found += block.users[low:high].count(0)
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
@@ -368,7 +367,7 @@ class SharedPages(Journaled):
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
                 counts = held.setdefault(block, [0] * block.pages)
-                counts[low:high] = map(add, counts[low:high], _ONE)
+                counts[low:high] = map(add, counts[low:high], repeat(1))
         found = 0
         for block, counts in held.items():
             found += sum(0 < held == refs for held, refs in zip(counts, block.refs, strict=True))
@@ -384,16 +383,10 @@ class SharedPages(Journaled):
         Returns:
             The pages per tensor that went to the device's pool.
         """
-        gone = list(self._late)
-        self._late = []
-        for block, low, high in span.parts:
-            refs = block.refs
-            before = refs[low:high]
-            self._log.append((refs.__setitem__, slice(low, high), before))
-            refs[low:high] = map(sub, before, _ONE)
-            gone.extend(_unreferenced(block, low, high))
+        parts = [*self._late, *span.parts]
+        self._mapper.journal.change([[self, "_late", []], *self.using({}, {span: -1})])
         done = 0
-        for part in gone:
+        for part in _unreferenced(parts):
             pages, tier = self._drop(part), part.block.tier
             if not part.block.away:
                 done += pages
@@ -405,23 +398,21 @@ class SharedPages(Journaled):
         """Gives back pages without a reference; returns how many."""
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
-        mark, here = journal.mark(), 0 if block.away else pages
-        whole = pages == block.live
-        journal.undo(block.gone.__setitem__, slice(low, high), block.gone[low:high])
-        block.gone[low:high] = [True] * pages
-        self.pages -= here
-        if whole:
-            journal.undo(self.blocks.add, block)
-            self.blocks.discard(block)
+        edits: list[list[Any]] = [
+            [block.gone, slice(low, high), [True] * pages],
+            [self, "pages", self.pages - (0 if block.away else pages)],
+        ]
+        if pages == block.live:
+            journal.change([*edits, [self.blocks, block, ...]])
             self._mapper.drop(block.handle)
             return pages
         try:
             size, stride = self.layout.page_size, block.pages * self.layout.page_size
             tensors = self.layout.num_tensors
-            self._mapper.drop_range(block.handle, low * size, pages * size, tensors, stride)
+            where = (low * size, pages * size, tensors, stride)
+            self._mapper.drop_range(edits, block.handle, *where)
         except OutOfMemory:  # no heap for the handle's bookkeeping; the next release tries again
-            journal.rollback(mark)
-            self._late = [*self._late, part]
+            journal.change([[self, "_late", [*self._late, part]]])
             return 0
         return pages
 
@@ -436,19 +427,14 @@ class SharedPages(Journaled):
             block.users[:] = [0] * block.pages
         self.pages = sum(block.live for block in self.blocks if not block.away)
         self.used = self.uses = self.away_uses = 0
-        for span in (*held, self.lent):
-            self.hold(span)
-        for span in used:
-            self.use(span)
-        self._late = [
-            part for block in self.blocks for part in _unreferenced(block, 0, block.pages)
-        ]
+        change = self._mapper.journal.change
+        change(self.using(Counter(used), Counter([*held, self.lent])))
+        self._late = _unreferenced([Part(block, 0, block.pages) for block in self.blocks])
 
     def close(self) -> None:
         """Drops every handle that is left, even if its pages are held."""
         for block in list(self.blocks):
-            self._mapper.journal.undo(self.blocks.add, block)
-            self.blocks.discard(block)
+            self._mapper.journal.change([[self.blocks, block, ...]])
             self._mapper.drop(block.handle)
         self._late = []
         self.pages = self.used = self.uses = self.away_uses = 0
@@ -493,13 +479,33 @@ class SharedPages(Journaled):
         return found
 
 
-def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
-    """The longest stretches of [low, high) without a reference that are still there."""
-    refs, gone = block.refs, block.gone
-    start = low
-    for page in range(low, high + 1):
-        if page < high and not gone[page] and not refs[page]:
-            continue
-        if start < page:
-            yield Part(block, start, page)
-        start = page + 1
+def _merged(parts: Sequence[Part]) -> Sequence[Part]:
+    """The same pages, each once."""
+    if len(parts) < 2:
+        return parts
+    ranges: dict[Block, list[tuple[int, int]]] = {}
+    for block, low, high in parts:
+        ranges.setdefault(block, []).append((low, high))
+    found = []
+    for block, each in ranges.items():
+        end = 0
+        for low, high in sorted(each):
+            if max(low, end) < high:
+                found.append(Part(block, max(low, end), high))
+                end = high
+    return found
+
+
+def _unreferenced(parts: Sequence[Part]) -> list[Part]:
+    """The longest stretches of parts without a reference that are still there."""
+    found = []
+    for block, low, high in _merged(parts):
+        refs, gone = block.refs, block.gone
+        start = low
+        for page in range(low, high + 1):
+            if page < high and not gone[page] and not refs[page]:
+                continue
+            if start < page:
+                found.append(Part(block, start, page))
+            start = page + 1
+    return found

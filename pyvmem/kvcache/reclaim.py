@@ -236,8 +236,8 @@ class Reclaimer(Journaled):
             job.away = places.away(low + job.span.pages, mapped)
             job.places = places.within(low, mapped)
             edits.append([slot, "places", places.without(low, mapped)])
-        if slot.whole > keep:
-            edits.append([slot, "whole", keep - keep % slot.block])
+        if slot.block:
+            edits.append([slot, "whole", slot.whole_below(keep)])
         self.table.touched.add(slot)
         return edits
 
@@ -423,7 +423,7 @@ class Reclaimer(Journaled):
                     slot.span = share + slot.span
                 if slot.owner == owner:
                     self.slid -= head - low
-                    self.shared.use(share)
+                    self.journal.change(self.shared.using({share: 1}))
             slide.span, slide.away = gone, away
         self.unmaps = [one for one in self.unmaps if one is not slide]
         self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
@@ -434,7 +434,8 @@ class Reclaimer(Journaled):
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
-        before, self.shared.lent = self.shared.lent, span
+        before = self.shared.lent
+        self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
         self.unref(before)
 

@@ -189,10 +189,9 @@ class Slot(Watched):
             return max(whole, high - high % block)
         return whole
 
-    def cut(self, page: int) -> None:
-        """Notes that pages from this one on are gone, or are to be."""
-        if self.whole > page:
-            self.whole = page - page % self.block
+    def whole_below(self, page: int) -> int:
+        """`whole` once pages from this one on are gone, or are to be."""
+        return page - page % self.block if self.whole > page else self.whole
 
     @property
     def grows_from(self) -> int:
@@ -242,6 +241,7 @@ class SlotTable:
         self, count: int, journal: Journal, base: int = 0, stride: int = 0, block: int = 0
     ) -> None:
         self.changes = 0
+        self._change = journal.change
         self.columns = Columns(count)
         self.touched: set[Slot] = set()
         self.slots = [
@@ -292,24 +292,30 @@ class SlotTable:
 
     # ---- ownership -------------------------------------------------------------------------------
 
-    def take(self, slot: Slot, **pages: Any) -> None:
-        """Gives a free slot to a new owner; `pages`: further attributes, if any is granted."""
+    def take(self, slot: Slot) -> None:
+        """Gives a free slot to a new owner."""
         self.changes += 1
-        slot.change(active=True, kept=False, owner=slot.owner + 1, **pages)
+        self.touched.add(slot)
+        owner = slot.owner + 1
+        self._change([[slot, "active", True], [slot, "kept", False], [slot, "owner", owner]])
 
-    def give_back(self, slot: Slot, event: Any, now: int) -> None:
-        """Ends an ownership; what was granted is dirty from now on."""
+    def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
+        """Ends an ownership, with edits; what was granted is dirty from now on."""
         self.changes += 1
         events = prune(slot.events) if slot.events else []
-        slot.change(
-            active=False,
-            writer=False,
-            owner=slot.owner + 1,
-            dirty=max(slot.dirty, slot.granted),
-            granted=0,
-            freed_at=now,
-            freed_order=next(self._order),
-            events=events if event is None else [*events, event],
+        self.touched.add(slot)
+        self._change(
+            [
+                [slot, "active", False],
+                [slot, "writer", False],
+                [slot, "owner", slot.owner + 1],
+                [slot, "dirty", max(slot.dirty, slot.granted)],
+                [slot, "granted", 0],
+                [slot, "freed_at", now],
+                [slot, "freed_order", next(self._order)],
+                [slot, "events", events if event is None else [*events, event]],
+                *edits,
+            ]
         )
 
     def mark_broken(self, slot: Slot) -> None:

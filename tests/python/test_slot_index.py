@@ -184,7 +184,7 @@ def test_a_slot_that_changes_is_filed_anew() -> None:
     journal.put_all([table[0], table[2]], "mapped", [4, 5])
     assert table.index.spare == 12
     table[2].whole = 4
-    table[2].change(active=True, granted=1)
+    table[2].active, table[2].granted = True, 1
     assert table.index.spare == 8, "an entry of 2 MiB that its owner has a part of"
     assert table.check() == []
 
