@@ -236,10 +236,6 @@ class Group:
         self.used_tokens = sum(self.rows)
         self.reclaim_due = self.unprepared = True
 
-    def undone(self) -> None:
-        """See `Recoverable.undone`."""
-        self.table.rebuild()
-
     def owns(self, held: object) -> bool:
         """See `Recoverable.owns`."""
         return held is self.parts.reservation or self.scratch.owns(held) or self.mover.owns(held)

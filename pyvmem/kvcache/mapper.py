@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""The one place where a cache asks its context for pages; each call is a transaction.
+"""The one place where a cache asks its context for pages.
 
     mapper.commit(edits, ops, after)      # the batch, and if it succeeds the records, in one C call
 
-Calls whose change of the records is not planned as data write it first:
-
-    with mapper.transaction() as change:
-        self._count(move, 1)              # intent: the records as they will be
-        change.run(ops, after)            # the act
-
-If the act fails, or an exception from outside comes before it, the records are as before; after it
-they are as intended, whatever happens next (journal.py).
+If the batch fails, or an exception from outside comes before it, the records are as before; after
+it they are as intended, whatever happens next (journal.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import Outcome, Waits
@@ -32,63 +24,15 @@ if TYPE_CHECKING:
     from pyvmem.memory.context import Context
     from pyvmem.memory.info import RangeInfo
 
-__all__ = ["Mapper", "Scratch", "Transaction"]
-
-
-class Transaction:
-    """One batch and the change of the records that goes with it."""
-
-    __slots__ = ("_context", "_journal", "_mark", "_ticket")
-
-    def __init__(self, context: Context, journal: Journal) -> None:
-        self._context = context
-        self._journal = journal
-        self._mark = len(journal.entries)
-        self._ticket: Ticket | None = None
-
-    @property
-    def ticket(self) -> Ticket:
-        """The batch's ticket; the records refer to it before the batch is submitted."""
-        if self._ticket is None:
-            self._ticket = Ticket(self._context)
-        return self._ticket
-
-    def submit(self, ops: OpBatch, after: Iterable[Any] = (), late: bool = False) -> Ticket:
-        """Gives the batch to the worker; see `Context.submit`."""
-        ticket = self.ticket
-        self._journal.entries.append(ticket.outcome)
-        return self._context.submit(ops, after, ticket, late)
-
-    def run(self, ops: OpBatch, after: Iterable[Any] = (), waits: Waits | None = None) -> None:
-        """Runs the batch in the calling thread; see `Context.batch`."""
-        outcome = Outcome()
-        self._journal.entries.append(outcome)
-        self._context.batch(ops, after, outcome, waits)
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, VMemError):
-            self._journal.rollback(self._mark)
+__all__ = ["Mapper", "Scratch"]
 
 
 class Mapper:
-    """A cache's access to its context.
-
-    Attributes:
-        transaction: changes records and mappings together, both or neither.
-    """
+    """A cache's access to its context."""
 
     def __init__(self, context: Context, journal: Journal) -> None:
         self.context = context
         self.journal = journal
-        self.transaction = partial(Transaction, context, journal)
 
     def commit(
         self,

@@ -17,7 +17,6 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
 from pyvmem.kvcache.pages import EMPTY, NOWHERE, SharedPages, Span, Tier
@@ -28,8 +27,6 @@ from pyvmem.memory.pages import Ticket
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from pyvmem.kvcache.mapper import Mapper
 
 __all__ = ["Reclaimer", "wait_for_unmaps"]
@@ -110,7 +107,7 @@ class Share(Protocol):
         """Contradictions in the budget's records, in words."""
 
 
-class Reclaimer(Journaled):
+class Reclaimer:
     """Unmaps pages without an owner in the background, after their last owners' GPU work.
 
     Attributes:
@@ -129,10 +126,6 @@ class Reclaimer(Journaled):
         share: the cache's part of a budget; None: the cache has a limit of its own.
         block: pages of a 2 MiB block, where memory is placed by blocks (`Runs.provide`); else 0.
     """
-
-    def __new__(cls, mapper: Mapper, *args: Any) -> Self:
-        """No page yet."""
-        return cls._with(mapper.journal.entries)
 
     def __init__(
         self,
@@ -288,7 +281,7 @@ class Reclaimer(Journaled):
         if low < slot.mapped:
             self._add_unmap(ops, slot, low, slot.mapped)
         if not len(ops):
-            slot.kept = True
+            self.table.change(slot, kept=True)
             return True
         ticket = Ticket(self.mapper.context)
         try:
@@ -369,33 +362,39 @@ class Reclaimer(Journaled):
         if isinstance(unmap, Slide):
             self._finish_slide(unmap, timeout)
             return
-        slot, pages = unmap.slot, unmap.pages
+        slot, pages, span, away = unmap.slot, unmap.pages, unmap.span, unmap.away
+        left = [one for one in self.unmaps if one is not unmap]
+        edits: list[list[Any]] = [[self, "unmaps", left], [slot, "job", None]]
         try:
             unmap.ticket.wait(timeout)
         except Timeout:
             return
         except VMemError as error:
             self.failed(slot, error)
-            self.journal.keep(unmap, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
-                slot.head, slot.kept = unmap.head, False
-                slot.places = slot.places.put(*unmap.places.noted)
-                unmap.away = {}
-                slot.mapped = unmap.high
-                if slot.block:
-                    slot.whole = unmap.high - unmap.high % slot.block  # as far as is known
-                slot.dirty = max(slot.dirty, unmap.dirty)  # an owner may have ended since
-                if unmap.span.pages:
-                    slot.span = unmap.span + slot.span
-                pages, unmap.span = 0, EMPTY
-        self.unmaps = [one for one in self.unmaps if one is not unmap]
-        slot.job = None
-        self.count_freed(pages, unmap.away)
-        self.unref(unmap.span)
+                edits += (
+                    [slot, "head", unmap.head],
+                    [slot, "kept", False],
+                    [slot, "places", slot.places.put(*unmap.places.noted)],
+                    [slot, "mapped", unmap.high],
+                    [slot, "dirty", max(slot.dirty, unmap.dirty)],  # an owner may have ended since
+                    [slot, "span", span + slot.span],
+                )
+                if slot.block:  # as far as is known
+                    edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
+                pages, span, away = 0, EMPTY, {}
+        self.table.touched.add(slot)
+        self.journal.change([*edits, *self.freeing(pages, away)])
+        self.unref(span)
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
         """The same for the pages that left the windows of slots."""
-        pages = freed = slide.pages
+        freed, slid, span, away = slide.pages, self.slid, slide.span, Counter(slide.away)
+        edits: list[list[Any]] = [
+            [self, "unmaps", [one for one in self.unmaps if one is not slide]],
+            [slide.slots, "job", [None] * len(slide.slots)],
+            [self, "sliding", self.sliding - slide.pages],
+        ]
         try:
             slide.ticket.wait(timeout)
         except Timeout:
@@ -406,31 +405,28 @@ class Reclaimer(Journaled):
             pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
             if isinstance(error, NotRecoverable):
                 self.mark_broken(pieces)
-            self.journal.keep(slide, "away", "span")
-            gone, away = EMPTY, Counter(slide.away)
+            span, uses = EMPTY, Counter[Span]()
             for (slot, low, head), owner, share in zip(
                 pieces, slide.owners, slide.shares, strict=True
             ):
                 if slot.broken:
-                    gone = gone + share
+                    span = span + share
                     continue
-                slot.head = low  # undone: the pages are where they were
-                slot.places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
-                outside = slot.places.away(low + share.pages, head)
+                # Undone: the pages are where they were.
+                places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
+                outside = places.away(low + share.pages, head)
                 away.subtract(outside)
                 freed -= head - low - share.pages - sum(outside.values())
-                if share.pages:
-                    slot.span = share + slot.span
+                edits += ([slot, "head", low], [slot, "places", places])
+                edits.append([slot, "span", share + slot.span])
                 if slot.owner == owner:
-                    self.slid -= head - low
-                    self.journal.change(self.shared.using({share: 1}))
-            slide.span, slide.away = gone, away
-        self.unmaps = [one for one in self.unmaps if one is not slide]
-        self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
-        self.sliding -= pages
-        self.count_freed(freed, slide.away)
-        if slide.span.pages:
-            self.unref(slide.span)
+                    slid -= head - low
+                    uses[share] += 1
+            edits += ([self, "slid", slid], *self.shared.using(uses))
+        self.table.touched.update(slide.slots)
+        self.journal.change([*edits, *self.freeing(freed, away)])
+        if span.pages:
+            self.unref(span)
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
@@ -770,7 +766,7 @@ class Reclaimer(Journaled):
                 for block, first, last in slot.span.parts
                 for low, high in gone.get(block, ())
             ):
-                slot.kept = False
+                self.table.change(slot, kept=False)
                 if slot.job is None:
                     self.try_unmap(slot, 0)
 
