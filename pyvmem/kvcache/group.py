@@ -226,14 +226,9 @@ class Group:
         if not self.place:
             self.prefixes.rebuild()
         reclaimer = self.reclaimer
-        reclaimer.shared.rebuild(
-            [one.span for one in (*self.table, *reclaimer.unmaps)]
-            + self.prefixes.spans(self.place),
-            [slot.span for slot in self.table if slot.active and not slot.stale],
-        )
-        self.pager.rebuild()
-        reclaimer.rebuild(*self.mover.pages())
-        self.used_tokens = sum(self.rows)
+        held = [one.span for one in (*self.table, *reclaimer.unmaps)]
+        reclaimer.shared.rebuild(held + self.prefixes.spans(self.place))
+        reclaimer.own_away = None
         self.reclaim_due = self.unprepared = True
 
     def owns(self, held: object) -> bool:

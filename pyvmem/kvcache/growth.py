@@ -802,13 +802,6 @@ class Pager:
             *reclaimer.shared.using(uses, holds),
         ]
 
-    def rebuild(self) -> None:
-        """Recounts what is granted, slot by slot."""
-        self.granted_pages = 0
-        for slot in self.reclaimer.table:
-            self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
-            self.granted_pages += slot.granted
-
     def _retiring(self, job: Growth) -> list[list[Any]]:
         growths = [one for one in self.growths if one is not job]
         return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]

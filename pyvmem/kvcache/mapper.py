@@ -153,14 +153,18 @@ class Scratch:
         if self._kept is None and addresses.is_open:
             self._kept = addresses  # others are freed at the end of the call
 
-    def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
-        """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later."""
+    def give_mapped(self, addresses: Reservation, nbytes: int, edits: list[list[Any]]) -> None:
+        """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later.
+
+        `edits`: made in any case.
+        """
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:
-            self._mapper.commit([], ops)
+            self._mapper.commit(edits, ops)
         except VMemError:
             self._full = [*self._full, addresses]
+            self._mapper.journal.change(edits)
         else:
             self.give(addresses)
 

@@ -28,7 +28,6 @@ from itertools import repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pyvmem.errors import OutOfMemory
 from pyvmem.kvcache.layout import Layout
 from pyvmem.memory.info import Location
 
@@ -278,6 +277,7 @@ class SharedPages:
         away_uses: uses of pages that do not lie in the device.
         blocks: those that have a page left.
         lent: pages held beside those of slots, unmaps and prefixes, until a slot is renewed.
+        unheld: pages without a reference that are still to be given back.
     """
 
     def __init__(self, layout: Layout, mapper: Mapper) -> None:
@@ -286,7 +286,7 @@ class SharedPages:
         self.pages = self.used = self.uses = self.away_uses = 0
         self.blocks: set[Block] = set()
         self.lent = EMPTY
-        self._late: list[Part] = []
+        self.unheld: list[Part] = []
 
     def using(
         self,
@@ -298,11 +298,12 @@ class SharedPages:
 
         Args:
             uses: by span, how many more requests use its pages, which are held; negative: fewer.
-            holds: by span, how many more hold them.
+            holds: by span, how many more hold them. What nobody holds then is `unheld`.
             new: blocks, which own their handles from here on, with those that use their pages.
         """
         edits: list[list[Any]] = []
         pages, used, total, away = self.pages, self.used, self.uses, self.away_uses
+        unheld = self.unheld
         for name, spans in (("users", uses), ("refs", holds)):
             copies: dict[Block, list[int]] = {}
             for span, count in spans.items():
@@ -318,8 +319,9 @@ class SharedPages:
                     else:
                         numbers[low:high] = after
                     if name == "refs":
-                        continue
-                    if block.away:
+                        if 0 in after:  # each page comes to 0 once
+                            unheld = unheld + _unheld(block, low, after)
+                    elif block.away:
                         away += (high - low) * count
                     else:
                         total += (high - low) * count
@@ -338,6 +340,7 @@ class SharedPages:
             [self, "used", used],
             [self, "uses", total],
             [self, "away_uses", away],
+            [self, "unheld", unheld],
         )
         return edits
 
@@ -355,10 +358,16 @@ class SharedPages:
 
     def kept(self, spans: Iterable[Span]) -> int:
         """Pages of the device that no request uses and that these spans keep, each once."""
-        found = 0
-        for block, low, high in _merged([part for span in spans for part in span.parts]):
+        named: dict[Block, list[tuple[int, int]]] = {}
+        for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
-                found += block.users[low:high].count(0)
+                named.setdefault(block, []).append((low, high))
+        found = 0
+        for block, ranges in named.items():
+            end = 0
+            for low, high in sorted(ranges):
+                found += block.users[max(low, end) : high].count(0)
+                end = max(end, high)
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
@@ -373,70 +382,45 @@ class SharedPages:
             found += sum(0 < held == refs for held, refs in zip(counts, block.refs, strict=True))
         return found
 
-    def release(self, span: Span, away: dict[Tier, int]) -> int:
-        """Takes one `hold` back.
+    def drop(self, part: Part, edits: list[list[Any]]) -> None:
+        """Gives back pages that nobody holds, with edits; on failure nothing changed.
 
-        Args:
-            span: what was held.
-            away: gets the pages per tensor that went to pools of other tiers.
-
-        Returns:
-            The pages per tensor that went to the device's pool.
+        Raises:
+            OutOfMemory: no heap for the handle's bookkeeping.
         """
-        parts = [*self._late, *span.parts]
-        self._mapper.journal.change([[self, "_late", []], *self.using({}, {span: -1})])
-        done = 0
-        for part in _unreferenced(parts):
-            pages, tier = self._drop(part), part.block.tier
-            if not part.block.away:
-                done += pages
-            elif pages:
-                away[tier] = away.get(tier, 0) + pages
-        return done
-
-    def _drop(self, part: Part) -> int:
-        """Gives back pages without a reference; returns how many."""
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
-        edits: list[list[Any]] = [
+        edits += (
             [block.gone, slice(low, high), [True] * pages],
             [self, "pages", self.pages - (0 if block.away else pages)],
-        ]
+            [self, "unheld", [one for one in self.unheld if one is not part]],
+        )
         if pages == block.live:
             journal.change([*edits, [self.blocks, block, ...]])
             self._mapper.drop(block.handle)
-            return pages
-        try:
-            size, stride = self.layout.page_size, block.pages * self.layout.page_size
-            tensors = self.layout.num_tensors
-            where = (low * size, pages * size, tensors, stride)
-            self._mapper.drop_range(edits, block.handle, *where)
-        except OutOfMemory:  # no heap for the handle's bookkeeping; the next release tries again
-            journal.change([[self, "_late", [*self._late, part]]])
-            return 0
-        return pages
+            return
+        size, stride = self.layout.page_size, block.pages * self.layout.page_size
+        where = (low * size, pages * size, self.layout.num_tensors, stride)
+        self._mapper.drop_range(edits, block.handle, *where)
 
-    def rebuild(self, held: list[Span], used: list[Span]) -> None:
-        """Counts again who holds and who uses what.
+    def rebuild(self, held: Sequence[Span]) -> None:
+        """Counts again who holds what, where only a part of an eviction stays done.
 
-        Args:
-            held: every span that somebody holds, but for `lent`. used: those that requests use.
+        `held`: every span that somebody holds, but for `lent`.
         """
         for block in self.blocks:
             block.refs[:] = [0] * block.pages
-            block.users[:] = [0] * block.pages
-        self.pages = sum(block.live for block in self.blocks if not block.away)
-        self.used = self.uses = self.away_uses = 0
-        change = self._mapper.journal.change
-        change(self.using(Counter(used), Counter([*held, self.lent])))
-        self._late = _unreferenced([Part(block, 0, block.pages) for block in self.blocks])
+        self._mapper.journal.change(self.using({}, Counter([*held, self.lent])))
+        self.unheld = []
+        for block in self.blocks:
+            self.unheld += _unheld(block, 0, list(map(add, block.refs, block.gone)))
 
     def close(self) -> None:
         """Drops every handle that is left, even if its pages are held."""
         for block in list(self.blocks):
             self._mapper.journal.change([[self.blocks, block, ...]])
             self._mapper.drop(block.handle)
-        self._late = []
+        self.unheld = []
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
@@ -453,7 +437,7 @@ class SharedPages:
             for block, counts in want.items():
                 if getattr(block, name) != counts:
                     found.append(f"a block has {name} {getattr(block, name)}, counted {counts}")
-        late = sum(part.high - part.low for part in self._late)
+        late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
             found.append(f"shared pages per tensor: {live} counted, others are live")
@@ -479,33 +463,13 @@ class SharedPages:
         return found
 
 
-def _merged(parts: Sequence[Part]) -> Sequence[Part]:
-    """The same pages, each once."""
-    if len(parts) < 2:
-        return parts
-    ranges: dict[Block, list[tuple[int, int]]] = {}
-    for block, low, high in parts:
-        ranges.setdefault(block, []).append((low, high))
-    found = []
-    for block, each in ranges.items():
-        end = 0
-        for low, high in sorted(each):
-            if max(low, end) < high:
-                found.append(Part(block, max(low, end), high))
-                end = high
-    return found
-
-
-def _unreferenced(parts: Sequence[Part]) -> list[Part]:
-    """The longest stretches of parts without a reference that are still there."""
-    found = []
-    for block, low, high in _merged(parts):
-        refs, gone = block.refs, block.gone
-        start = low
-        for page in range(low, high + 1):
-            if page < high and not gone[page] and not refs[page]:
-                continue
-            if start < page:
-                found.append(Part(block, start, page))
-            start = page + 1
+def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:
+    """The longest stretches without a reference, of pages from `low` on that have so many."""
+    found, start = [], 0
+    for page in range(len(refs) + 1):
+        if page < len(refs) and not refs[page]:
+            continue
+        if start < page:
+            found.append(Part(block, low + start, low + page))
+        start = page + 1
     return found

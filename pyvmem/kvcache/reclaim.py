@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyvmem.errors import (
@@ -19,7 +20,7 @@ from pyvmem.errors import (
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.pages import EMPTY, NOWHERE, SharedPages, Span, Tier
+from pyvmem.kvcache.pages import EMPTY, NOTHING, NOWHERE, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.memory.info import RangeFlags
 from pyvmem.memory.ops import OpBatch
@@ -309,40 +310,6 @@ class Reclaimer:
         if slot is not None and isinstance(error, NotRecoverable):
             self.table.mark_broken(slot)  # and its pages are no longer counted
 
-    def rebuild(self, moving: int, away: Mapping[Tier, int]) -> None:
-        """Counts again, by the slots, the unmaps and the shared pages, what is behind the cache.
-
-        Args:
-            moving: scratch pages per tensor of the device. away: of other tiers.
-        """
-        pages, self.slid, self.own_away = moving + self.shared.pages, 0, None
-        others = Counter(away)
-        others.update(self.shared.away())
-        for slot in self.table:
-            outside = slot.places.away(slot.shared, slot.mapped)
-            others.update(outside)
-            pages += slot.mapped - slot.shared - sum(outside.values())
-            self.slid += slot.head if slot.active and not slot.stale else 0
-        self.sliding = 0
-        for unmap in self.unmaps:
-            pages += unmap.pages
-            others.update(unmap.away)
-            self.sliding += unmap.pages if isinstance(unmap, Slide) else 0
-        tensors = self.layout.num_tensors
-        self.held = pages * tensors
-        self.away = Counter({tier: count * tensors for tier, count in others.items()})
-        scratch = (moving + sum(away.values())) * tensors
-        self._count_rest(self.held + sum(self.away.values()) - scratch)
-
-    def _count_rest(self, there: int) -> None:
-        """Counts pages that came or went in a call that was interrupted before it counted them."""
-        counters = self.counters
-        gone = counters.grown - counters.reclaimed - there
-        if gone > 0:
-            counters.reclaimed += gone
-        else:
-            counters.grown -= gone
-
     def poll(self) -> None:
         """Notes which unmaps are finished."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
@@ -384,12 +351,14 @@ class Reclaimer:
                     edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
                 pages, span, away = 0, EMPTY, {}
         self.table.touched.add(slot)
+        edits += self.shared.using({}, {span: -1})
         self.journal.change([*edits, *self.freeing(pages, away)])
-        self.unref(span)
+        self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
         """The same for the pages that left the windows of slots."""
         freed, slid, span, away = slide.pages, self.slid, slide.span, Counter(slide.away)
+        uses: Counter[Span] = Counter()
         edits: list[list[Any]] = [
             [self, "unmaps", [one for one in self.unmaps if one is not slide]],
             [slide.slots, "job", [None] * len(slide.slots)],
@@ -405,7 +374,7 @@ class Reclaimer:
             pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
             if isinstance(error, NotRecoverable):
                 self.mark_broken(pieces)
-            span, uses = EMPTY, Counter[Span]()
+            span = EMPTY
             for (slot, low, head), owner, share in zip(
                 pieces, slide.owners, slide.shares, strict=True
             ):
@@ -422,11 +391,11 @@ class Reclaimer:
                 if slot.owner == owner:
                     slid -= head - low
                     uses[share] += 1
-            edits += ([self, "slid", slid], *self.shared.using(uses))
+            edits.append([self, "slid", slid])
+        edits += self.shared.using(uses, {span: -1} if span.pages else NOTHING)
         self.table.touched.update(slide.slots)
         self.journal.change([*edits, *self.freeing(freed, away)])
-        if span.pages:
-            self.unref(span)
+        self.drop_unheld()
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
@@ -437,17 +406,22 @@ class Reclaimer:
 
     def unref(self, span: Span) -> None:
         """Takes a reference to shared pages back; those without another go to the pool."""
-        away: dict[Tier, int] = {}
-        self.count_freed(self.shared.release(span, away), away)
+        self.journal.change(self.shared.using({}, {span: -1}))
+        self.drop_unheld()
 
-    def count_freed(self, pages: int, away: Mapping[Tier, int]) -> None:
-        """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
-        self.journal.change(self.freeing(pages, away))
+    def drop_unheld(self) -> None:
+        """Gives back shared pages that nobody holds; what cannot be now, the next call does."""
+        for part in self.shared.unheld:
+            pages, away = part.high - part.low, dict[Tier, int]()
+            if part.block.away:
+                pages, away = 0, {part.block.tier: pages}
+            with suppress(OutOfMemory):
+                self.shared.drop(part, self.freeing(pages, away))
 
     def freeing(
         self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
-        """The edits of `count_freed`."""
+        """The edits where pages per tensor, the device's and others', are the cache's no longer."""
         tensors, counters, others = self.layout.num_tensors, self.counters, self.away.copy()
         for tier, count in away.items():
             others[tier] -= count * tensors
@@ -500,9 +474,10 @@ class Reclaimer:
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
         edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
         self.table.touched.add(slot)
+        edits += self.freeing(own - sum(away.values()), away)
+        edits += self.shared.using({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
-        self.count_freed(own - sum(away.values()), away)
-        self.unref(span)
+        self.drop_unheld()
 
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, with the others as notes."""

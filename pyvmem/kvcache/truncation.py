@@ -14,7 +14,7 @@ from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import EMPTY, Span, Tier
+from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.requests import have_pages
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
@@ -129,7 +129,7 @@ class Truncation:
         new_pages: physical pages that the copies take.
         end: pages from here on go where pages are unmapped at once.
         unmaps: they are.
-        addresses: where the copies are before they take their place.
+        addresses: where the copies are until they take their place; None: there are none.
     """
 
     group: Group
@@ -167,7 +167,7 @@ class Truncation:
             *(max(keep, copied), unmaps),
         )
 
-    def copy(self, ops: OpBatch) -> None:
+    def copy(self, ops: OpBatch) -> Reservation:
         """Adds to a batch that what is kept of shared pages is copied to scratch addresses.
 
         The request's own work is over; that of others who wrote the shared pages is waited for.
@@ -176,9 +176,9 @@ class Truncation:
         for block, *_ in slot.shared_part(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
-        self.addresses = group.scratch.take(self.stride * layout.num_tensors)
+        addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(
-            self.addresses.addr,
+            addresses.addr,
             self.stride,
             layout.num_tensors,
             self.stride,
@@ -187,19 +187,16 @@ class Truncation:
             copy_stride=layout.tensor_bytes,
             copy_bytes=layout.bytes_for(self.rows) - self.shared * layout.page_size,
         )
-
-    def give_addresses(self) -> None:
-        """Gives the scratch addresses back, where nothing is mapped."""
-        if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            self.group.scratch.give(addresses)
+        return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` once the batch has run."""
+        """Undoes `copy` once the batch has run; may be repeated."""
         if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
-            self.group.reclaimer.count_freed(self.copied - self.shared, {})
+            edits = self.group.reclaimer.freeing(self.copied - self.shared, {})
+            nbytes = self.stride * self.group.layout.num_tensors
+            self.group.scratch.give_mapped(
+                self.addresses, nbytes, [*edits, [self, "addresses", None]]
+            )
 
     def unmap(self, ops: OpBatch) -> None:
         """Adds to a batch that the copies are mapped over shared pages, and what follows goes."""
@@ -228,12 +225,6 @@ class Truncation:
                 split=True,
             )
 
-    @property
-    def gone(self) -> Span:
-        """The shared pages that go."""
-        slot = self.slot
-        return slot.span.slice(self.shared - slot.head, slot.span.pages) if self.unmaps else EMPTY
-
     def edits(self, work: PriorWork) -> list[list[Any]]:
         """The change of the records, but for `_unpin`; `work`: the last on the rows."""
         group, slot = self.group, self.slot
@@ -257,15 +248,17 @@ class Truncation:
             places = places.without(self.shared, self.copied).without(self.end, slot.mapped)
             granted = max(granted, places.away_end)
         freed = max(0, slot.mapped - own) - sum(away.values())
+        kept, gone = slot.span.part(self.shared - slot.head)
         group.table.touched.add(slot)
         return [
             [slot, "places", places],
-            [slot, "span", slot.span.slice(0, self.shared - slot.head)],
+            [slot, "span", kept],
             [slot, "mapped", mapped],
             [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
             [slot, "whole", slot.whole_below(mapped)],
             *group.pager.granting(slot, granted),
-            *group.reclaimer.shared.using({self.gone: -1}),
+            *group.reclaimer.shared.using({gone: -1}, {gone: -1}),
+            [self, "addresses", None],
             *group.reclaimer.freeing(freed, away),
         ]
 
@@ -288,18 +281,19 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
         for one in begun:
             one.unmap(ops)
         after = [event for one in begun for event in one.slot.events]
-        gone = [one.gone for one in each]
+        used = [(one.group.scratch, one.addresses) for one in begun]
         edits = [edit for one in each for edit in one.edits(work)]
         first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
         if isinstance(error, NotRecoverable):
             raise _lost(begun, error) from error
-        for one in begun:
-            one.drop_copy()
+        _drop_copies(begun)
         raise
-    for one, span in zip(each, gone, strict=True):
-        one.group.reclaimer.unref(span)
-        one.give_addresses()
+    for scratch, addresses in used:
+        if addresses is not None:
+            scratch.give(addresses)
+    for one in begun:
+        one.group.reclaimer.drop_unheld()
     _unpin(each)
     return True
 
@@ -311,22 +305,28 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
     if not have_pages([(one.group, one.new_pages) for one in copies]):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
+    edits: list[list[Any]] = []
+    first.journal.on_abort(partial(_drop_copies, copies))
     try:
         for one in copies:
-            one.copy(ops)
-        edits: list[list[Any]] = []
-        for one in copies:
             reclaimer, counters = one.group.reclaimer, one.group.counters
-            edits.append([reclaimer, "held", reclaimer.held + one.new_pages])
-            edits.append([counters, "grown", counters.grown + one.new_pages])
+            edits += (
+                [one, "addresses", one.copy(ops)],
+                [reclaimer, "held", reclaimer.held + one.new_pages],
+                [counters, "grown", counters.grown + one.new_pages],
+            )
         first.mapper.commit(edits, ops, waits=first.counters.waits)
     except VMemError as error:
-        for one in copies:
-            one.give_addresses()
         if first.sharing.is_shortage(error):
             return False
         raise
     return True
+
+
+def _drop_copies(copies: Sequence[Truncation]) -> None:
+    """Undoes `_copy_all`; may be repeated."""
+    for one in copies:
+        one.drop_copy()
 
 
 def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:
