@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import operator
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -215,8 +216,7 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.keep(journal, "recoverables")
-        journal.recoverables = [*journal.recoverables, self]
+        journal.change([[journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- after an exception from outside ---------------------------------------------------------
 
@@ -471,6 +471,47 @@ class Group:
 
         self.journal.on_abort(free)
 
+    def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
+        """The edits that give the slots of loans to requests."""
+        reclaimer, table, pager = self.reclaimer, self.table, self.pager
+        uses: Counter[Span] = Counter()
+        holds: Counter[Span] = Counter()
+        granted, slid = pager.granted_pages, reclaimer.slid
+        edits: list[list[Any]] = []
+        for _, slot, span, head in loans:
+            have, end = slot.span.pages, head + span.pages
+            uses[span] += 1
+            holds[span.slice(have, span.pages) if have else span] += 1
+            granted += end
+            if head and self.window is not None:
+                edits += self.window.beginning(slot, head)
+            slid += head
+            edits += (
+                [slot, "active", True],
+                [slot, "kept", False],
+                [slot, "owner", slot.owner + 1],
+                [slot, "span", span],
+                [slot, "mapped", end],
+                [slot, "granted", end],
+                [slot, "dirty", 0],
+                [slot, "head", head],
+            )
+            if slot.block:
+                edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
+            for block, *_ in span.parts:
+                if slot.places.noted or block.away:
+                    edits.append([slot, "places", slot.places.put(*span.stretches(head))])
+                    break
+            edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])
+            table.touched.add(slot)
+        table.changes += len(loans)
+        return [
+            *edits,
+            [pager, "granted_pages", granted],
+            [reclaimer, "slid", slid],
+            *reclaimer.shared.using(uses, holds),
+        ]
+
     def detach(self, slots: Sequence[Slot]) -> None:
         """Undoes `lend` and any growth since: frees the slots and waits until they are free."""
         for slot in slots:
@@ -626,11 +667,9 @@ def lend(loans: Sequence[Loan]) -> None:
     by_group: dict[Group, list[Loan]] = {}
     for loan in loans:
         by_group.setdefault(loan.group, []).append(loan)
-        if loan.head and loan.group.window is not None:
-            edits += loan.group.window.beginning(loan.slot, loan.head)
     for group, own in by_group.items():
         group.free_on_abort([loan.slot for loan in own])
-        edits += group.pager.lending(own)
+        edits += group.lending(own)
     try:
         if missing:
             first.mapper.commit(edits, ops)

@@ -7,10 +7,9 @@ import errno
 import logging
 import operator
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pyvmem import _native
 from pyvmem._native import Columns, Grown, Outcome
@@ -31,16 +30,11 @@ from pyvmem.kvcache.events import (
 )
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
 from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.group import Loan
-
 
 __all__ = ["Pager", "Planner", "Source", "extend"]
 
@@ -761,45 +755,6 @@ class Pager:
             [self, "granted_pages", granted],
             [slot, "granted", pages],
             [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
-        ]
-
-    def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
-        """The edits that give the slots of loans to requests."""
-        reclaimer, table = self.reclaimer, self.reclaimer.table
-        uses: Counter[Span] = Counter()
-        holds: Counter[Span] = Counter()
-        granted, slid = self.granted_pages, reclaimer.slid
-        edits: list[list[Any]] = []
-        for _, slot, span, head in loans:
-            have, end = slot.span.pages, head + span.pages
-            uses[span] += 1
-            holds[span.slice(have, span.pages) if have else span] += 1
-            granted += end
-            slid += head
-            edits += (
-                [slot, "active", True],
-                [slot, "kept", False],
-                [slot, "owner", slot.owner + 1],
-                [slot, "span", span],
-                [slot, "mapped", end],
-                [slot, "granted", end],
-                [slot, "dirty", 0],
-                [slot, "head", head],
-            )
-            if slot.block:
-                edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
-            for block, *_ in span.parts:
-                if slot.places.noted or block.away:
-                    edits.append([slot, "places", slot.places.put(*span.stretches(head))])
-                    break
-            edits.append([self.capacity, slot.index, self.layout.capacity(end) if end else 0])
-            table.touched.add(slot)
-        table.changes += len(loans)
-        return [
-            *edits,
-            [self, "granted_pages", granted],
-            [reclaimer, "slid", slid],
-            *reclaimer.shared.using(uses, holds),
         ]
 
     def _retiring(self, job: Growth) -> list[list[Any]]:

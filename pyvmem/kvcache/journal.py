@@ -5,9 +5,9 @@ An exception may come from outside between any two of Python's instructions: Ctr
 signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its records
 and in the context. So while a call runs, the journal holds, oldest first:
 
-    undo    how to take one change of the records back; harmless when done twice
-    act     a call of the context, with its outcome; the records before it say what is true when it
-            happens: *intent first*, then the act
+    undo    how to take edits of the records back; harmless when done twice
+    act     a call of the context, with its outcome; if it succeeded, C has made the edits that go
+            with it (`Mapper.commit`)
     abort   how to take back a part of the call that is complete by itself, such as a slot taken
 
     | undo undo ACT undo ABORT undo undo ACT undo |
@@ -173,8 +173,12 @@ class Journal:
 
     def recover(self) -> None:
         """Settles what an exception interrupted, by what the context has done."""
-        self._undo(lambda entries: bool(entries) and not _stays(entries[-1]))
         entries = self.entries
+        while entries and not _stays(entries[-1]):
+            entry = entries[-1]
+            if type(entry) is tuple:
+                entry[0](*entry[1:])
+            entries.pop()
         for owner in self.recoverables:
             owner.rebuild()
         if entries:
@@ -193,15 +197,6 @@ class Journal:
             self._pending.pop()
         self._give_back()
         entries.clear()
-
-    def _undo(self, further: Callable[[list[Any]], bool]) -> None:
-        """Undoes the last entry while there is one to be undone."""
-        entries = self.entries
-        while further(entries):
-            entry = entries[-1]
-            if type(entry) is tuple:
-                entry[0](*entry[1:])
-            entries.pop()
 
     def _give_back(self) -> None:
         """Drops what the call made and the records do not name."""
