@@ -46,7 +46,6 @@ static void exchange(PyObject *owner, PyObject *key, PyObject *values, Py_ssize_
 
 /* Makes the edits, or takes them `back`: the last first. */
 static void apply(PyObject *edits, int back) {
-  PyGILState_STATE state = PyGILState_Ensure();
   Py_ssize_t count = PyList_Size(edits);
   for (Py_ssize_t i = 0; i < count; i++) {
     PyObject *edit = PyList_GetItem(edits, back ? count - 1 - i : i);
@@ -57,25 +56,33 @@ static void apply(PyObject *edits, int back) {
     }
     for (Py_ssize_t at = 0; at < PyList_Size(owner); at++) exchange(PyList_GetItem(owner, at), key, value, at);
   }
-  PyGILState_Release(state);
 }
 
 #include "_holes.h"
 
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value) {
-  PyObject *edits = outcome->edits;
+  PyObject *edits = (PyObject *)outcome->edits;
   outcome->code = code;
   outcome->value = code ? 0 : value;
-  outcome->edits = NULL;
-  if (edits && !code) apply(edits, 0);
+  outcome->edits = 0;
+  if (edits && !code) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    apply(edits, 0);
+    PyGILState_Release(state);
+  }
   outcome->called = 1;
   return code;
 }
 
-void pyvmem_change(struct pyvmem_outcome *outcome, int back) {
-  if (outcome->called == !back) return;
-  apply(outcome->edits, back);
-  outcome->called = !back;
+void pyvmem_change(uintptr_t change, int back) {
+  PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *list = (PyObject *)change, *next = back ? Py_False : Py_True;
+  if (PyList_GetItem(list, 0) != next) {
+    apply(PyList_GetItem(list, 1), back);
+    Py_INCREF(next);
+    PyList_SetItem(list, 0, next);
+  }
+  PyGILState_Release(state);
 }
 
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,

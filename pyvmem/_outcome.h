@@ -8,7 +8,7 @@ struct pyvmem_outcome {
   int32_t called; /* 1: the call was made and has returned */
   int32_t code;   /* what it returned */
   uint64_t value; /* what it made: a ticket, a handle, an address; 0 = nothing */
-  void *edits;    /* list of [owner, key, value]: applied if the call succeeds, before it returns; NULL: none */
+  uintptr_t edits; /* list of [owner, key, value]: applied if the call succeeds, before it returns; 0: none */
 };
 
 /* Notes what a call returned, and what it made; applies the edits if it succeeded, and forgets them.
@@ -18,8 +18,9 @@ struct pyvmem_outcome {
  * the value at the same place of a list. Each value is replaced by the one that was there (Ellipsis: none), so that no
  * finalizer runs before the caller drops the edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
-/* Makes the edits without any call, or takes them back, if that is not done yet; they stay with the outcome. */
-void pyvmem_change(struct pyvmem_outcome *outcome, int back);
+/* Makes edits without any call, or takes them back. `change` is a list of whether they are made, and of them; nothing
+ * is done twice. */
+void pyvmem_change(uintptr_t change, int back);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
                  const struct vmem_after *after, size_t num_after, uint32_t flags);
 int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -474,14 +473,15 @@ class Group:
     def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
         """The edits that give the slots of loans to requests."""
         reclaimer, table, pager = self.reclaimer, self.table, self.pager
-        uses: Counter[Span] = Counter()
-        holds: Counter[Span] = Counter()
+        uses: dict[Span, int] = {}
+        holds: dict[Span, int] = {}
         granted, slid = pager.granted_pages, reclaimer.slid
         edits: list[list[Any]] = []
         for _, slot, span, head in loans:
             have, end = slot.span.pages, head + span.pages
-            uses[span] += 1
-            holds[span.slice(have, span.pages) if have else span] += 1
+            more = span.slice(have, span.pages) if have else span
+            uses[span] = uses.get(span, 0) + 1
+            holds[more] = holds.get(more, 0) + 1
             granted += end
             if head and self.window is not None:
                 edits += self.window.beginning(slot, head)

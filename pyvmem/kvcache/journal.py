@@ -26,6 +26,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 from pyvmem.plumbing.reentry import call_part, within
@@ -115,9 +116,9 @@ class Journal:
 
     def change(self, edits: list[list[Any]]) -> None:
         """Makes edits of the records (see `Outcome`), until an interruption takes them back."""
-        outcome = Outcome(edits)
-        self.entries.append((outcome.change_back,))
-        outcome.change()
+        made: list[Any] = [False, edits]
+        self.entries.append(made)
+        _native.change(made)
 
     def keep(self, owner: Any, *names: str) -> None:
         """Notes attributes of an object that is no `Journaled`, before they are changed."""
@@ -176,7 +177,9 @@ class Journal:
         entries = self.entries
         while entries and not _stays(entries[-1]):
             entry = entries[-1]
-            if type(entry) is tuple:
+            if type(entry) is list:
+                _native.change_back(entry)
+            elif type(entry) is tuple:
                 entry[0](*entry[1:])
             entries.pop()
         for owner in self.recoverables:

@@ -335,13 +335,15 @@ class SharedPages:
             else:
                 pages, used = pages + block.pages, used + block.pages
                 total += sum(block.users)
-        edits += (
-            [self, "pages", pages],
-            [self, "used", used],
-            [self, "uses", total],
-            [self, "away_uses", away],
-            [self, "unheld", unheld],
-        )
+        if uses or new:
+            edits += (
+                [self, "pages", pages],
+                [self, "used", used],
+                [self, "uses", total],
+                [self, "away_uses", away],
+            )
+        if unheld is not self.unheld:
+            edits.append([self, "unheld", unheld])
         return edits
 
     def hold(self, span: Span) -> None:

@@ -351,7 +351,8 @@ class Reclaimer:
                     edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
                 pages, span, away = 0, EMPTY, {}
         self.table.touched.add(slot)
-        edits += self.shared.using({}, {span: -1})
+        if span.pages:
+            edits += self.shared.using({}, {span: -1})
         self.journal.change([*edits, *self.freeing(pages, away)])
         self.drop_unheld()
 
@@ -422,16 +423,17 @@ class Reclaimer:
         self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
     ) -> list[list[Any]]:
         """The edits where pages per tensor, the device's and others', are the cache's no longer."""
-        tensors, counters, others = self.layout.num_tensors, self.counters, self.away.copy()
-        for tier, count in away.items():
-            others[tier] -= count * tensors
-        gone = (pages + sum(away.values())) * tensors if reclaimed else 0
-        return [
-            [self, "held", self.held - pages * tensors],
-            [self, "away", others],
-            [self, "own_away", None],
-            [counters, "reclaimed", counters.reclaimed + gone],
-        ]
+        tensors, counters = self.layout.num_tensors, self.counters
+        edits = [[self, "held", self.held - pages * tensors], [self, "own_away", None]]
+        if away:
+            others = self.away.copy()
+            for tier, count in away.items():
+                others[tier] -= count * tensors
+            edits.append([self, "away", others])
+        if reclaimed:
+            gone = (pages + sum(away.values())) * tensors
+            edits.append([counters, "reclaimed", counters.reclaimed + gone])
+        return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""

@@ -10,7 +10,16 @@ from typing import Any
 import numpy
 import pytest
 
-from pyvmem import Context, DriverError, Inject, InvalidArgument, KVCache, KVCacheConfig, OpBatch
+from pyvmem import (
+    Context,
+    DriverError,
+    Inject,
+    InvalidArgument,
+    KVCache,
+    KVCacheConfig,
+    OpBatch,
+    _native,
+)
 from pyvmem._native import Columns, Outcome, Waits, extend
 
 PAGE, ROW = 4096, 100
@@ -261,15 +270,15 @@ def test_edits_without_a_call_can_be_taken_back() -> None:
         [table, 5, ...], [table, 7, 3], [table, 8, ...],
         [chosen, keys[0], ...], [chosen, keys[1], None], [chosen, keys[2], None],
     ]  # fmt: skip
-    outcome = Outcome(edits)
-    outcome.change_back()
+    made: list[Any] = [False, edits]
+    _native.change_back(made)
     assert (one.held, table, chosen) == (1, {5: 1, 6: 2}, set(keys[:2])), "nothing was made"
     for _ in range(2):
-        outcome.change()
+        _native.change(made)
         assert (one.held, list(items), table) == (3, [3, 4], {6: 2, 7: 3})
         assert chosen == set(keys[1:])
     for _ in range(2):
-        outcome.change_back()
+        _native.change_back(made)
         assert (one.held, list(items), table) == (1, [1, 2], {5: 1, 6: 2})
         assert chosen == set(keys[:2])
 
