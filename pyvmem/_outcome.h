@@ -5,9 +5,9 @@
 #include <vmem.h>
 
 struct pyvmem_outcome {
-  int32_t called; /* 1: the call was made and has returned */
-  int32_t code;   /* what it returned */
-  uint64_t value; /* what it made: a ticket, a handle, an address; 0 = nothing */
+  int32_t called;  /* 1: the call was made and has returned */
+  int32_t code;    /* what it returned */
+  uint64_t value;  /* what it made: a ticket, a handle, an address; 0 = nothing */
   uintptr_t edits; /* list of [owner, key, value]: applied if the call succeeds, before it returns; 0: none */
 };
 
