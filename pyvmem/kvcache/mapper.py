@@ -9,7 +9,7 @@ it they are as intended, whatever happens next (journal.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import Outcome, Waits
@@ -153,7 +153,9 @@ class Scratch:
         if self._kept is None and addresses.is_open:
             self._kept = addresses  # others are freed at the end of the call
 
-    def give_mapped(self, addresses: Reservation, nbytes: int, edits: list[list[Any]]) -> None:
+    def give_mapped(
+        self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
+    ) -> None:
         """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later.
 
         `edits`: made in any case.
@@ -161,10 +163,10 @@ class Scratch:
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:
-            self._mapper.commit(edits, ops)
+            self._mapper.commit([*edits], ops)
         except VMemError:
             self._full = [*self._full, addresses]
-            self._mapper.journal.change(edits)
+            self._mapper.journal.change([*edits])
         else:
             self.give(addresses)
 
