@@ -8,33 +8,47 @@
 #include "_outcome.h"
 /* clang-format on */
 
+/* Sets what `key` names of `owner`; to Ellipsis: removes it. */
+static int assign(PyObject *owner, PyObject *key, PyObject *value) {
+  int gone = value == Py_Ellipsis;
+  if (PyUnicode_Check(key)) return PyObject_GenericSetAttr(owner, key, gone ? NULL : value);
+  if (PySet_Check(owner)) return gone ? PySet_Discard(owner, key) : PySet_Add(owner, key);
+  return gone ? PyObject_DelItem(owner, key) : PyObject_SetItem(owner, key, value);
+}
+
+/* What `key` names of `owner`; Ellipsis: there is nothing. */
+static PyObject *find(PyObject *owner, PyObject *key) {
+  PyObject *found = NULL;
+  if (PySet_Check(owner)) {
+    found = PySet_Contains(owner, key) == 1 ? Py_None : NULL;
+    Py_XINCREF(found);
+  } else {
+    found = PyUnicode_Check(key) ? PyObject_GetAttr(owner, key) : PyObject_GetItem(owner, key);
+  }
+  if (!found) {
+    PyErr_Clear();
+    Py_INCREF(Py_Ellipsis);
+    found = Py_Ellipsis;
+  }
+  return found;
+}
+
 /* Puts `values[at]` where it belongs, and what was there into `values[at]`. */
 static void exchange(PyObject *owner, PyObject *key, PyObject *values, Py_ssize_t at) {
-  int attribute = PyUnicode_Check(key);
-  PyObject *old = attribute ? PyObject_GetAttr(owner, key) : PyObject_GetItem(owner, key);
-  if (!old) { /* there was nothing */
-    PyErr_Clear();
-    Py_INCREF(Py_None);
-    old = Py_None;
-  }
-  PyObject *value = PyList_GetItem(values, at);
+  PyObject *old = find(owner, key), *value = PyList_GetItem(values, at);
   Py_XINCREF(value);
-  int failed = !value;
-  if (value && attribute)
-    failed = PyObject_GenericSetAttr(owner, key, value);
-  else if (value && PySet_Check(owner))
-    failed = PySet_Add(owner, key);
-  else if (value)
-    failed = PyObject_SetItem(owner, key, value);
+  /* Removing what is not there changes nothing. */
+  int failed = !value || (!(value == Py_Ellipsis && old == Py_Ellipsis) && assign(owner, key, value) < 0);
   if (failed) PyErr_WriteUnraisable(owner); /* the records are wrong from here on */
   PyList_SetItem(values, at, old);
   Py_XDECREF(value);
 }
 
-static void apply(PyObject *edits) {
-  PyGILState_STATE state = PyGILState_Ensure();
-  for (Py_ssize_t i = 0; i < PyList_Size(edits); i++) {
-    PyObject *edit = PyList_GetItem(edits, i);
+/* Makes the edits, or takes them `back`: the last first. */
+static void apply(PyObject *edits, int back) {
+  Py_ssize_t count = PyList_Size(edits);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *edit = PyList_GetItem(edits, back ? count - 1 - i : i);
     PyObject *owner = PyList_GetItem(edit, 0), *key = PyList_GetItem(edit, 1), *value = PyList_GetItem(edit, 2);
     if (!PyList_Check(owner) || !PyUnicode_Check(key)) {
       exchange(owner, key, edit, 2);
@@ -42,19 +56,33 @@ static void apply(PyObject *edits) {
     }
     for (Py_ssize_t at = 0; at < PyList_Size(owner); at++) exchange(PyList_GetItem(owner, at), key, value, at);
   }
-  PyGILState_Release(state);
 }
 
 #include "_holes.h"
 
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value) {
-  PyObject *edits = outcome->edits;
+  PyObject *edits = (PyObject *)outcome->edits;
   outcome->code = code;
   outcome->value = code ? 0 : value;
-  outcome->edits = NULL;
-  if (edits && !code) apply(edits);
+  outcome->edits = 0;
+  if (edits && !code) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    apply(edits, 0);
+    PyGILState_Release(state);
+  }
   outcome->called = 1;
   return code;
+}
+
+void pyvmem_change(uintptr_t change, int back) {
+  PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *list = (PyObject *)change, *next = back ? Py_False : Py_True;
+  if (PyList_GetItem(list, 0) != next) {
+    apply(PyList_GetItem(list, 1), back);
+    Py_INCREF(next);
+    PyList_SetItem(list, 0, next);
+  }
+  PyGILState_Release(state);
 }
 
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,

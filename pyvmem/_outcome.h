@@ -5,18 +5,22 @@
 #include <vmem.h>
 
 struct pyvmem_outcome {
-  int32_t called; /* 1: the call was made and has returned */
-  int32_t code;   /* what it returned */
-  uint64_t value; /* what it made: a ticket, a handle, an address; 0 = nothing */
-  void *edits;    /* list of [owner, key, value]: applied if the call succeeds, before it returns; NULL: none */
+  int32_t called;  /* 1: the call was made and has returned */
+  int32_t code;    /* what it returned */
+  uint64_t value;  /* what it made: a ticket, a handle, an address; 0 = nothing */
+  uintptr_t edits; /* list of [owner, key, value]: applied if the call succeeds, before it returns; 0: none */
 };
 
 /* Notes what a call returned, and what it made; applies the edits if it succeeded, and forgets them.
  *
  * An edit sets an attribute of an object, past its __setattr__, where the key is a str, and else an item; to a set it
- * adds the key. With a list of owners and a str it sets the attribute of each to the value at the same place of a list.
- * Each value is replaced by the one that was there, so that no finalizer runs before the caller drops the edits. */
+ * adds the key. Ellipsis as the value removes instead. With a list of owners and a str it sets the attribute of each to
+ * the value at the same place of a list. Each value is replaced by the one that was there (Ellipsis: none), so that no
+ * finalizer runs before the caller drops the edits. */
 int pyvmem_note(struct pyvmem_outcome *outcome, int code, uint64_t value);
+/* Makes edits without any call, or takes them back. `change` is a list of whether they are made, and of them; nothing
+ * is done twice. */
+void pyvmem_change(uintptr_t change, int back);
 int pyvmem_batch(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,
                  const struct vmem_after *after, size_t num_after, uint32_t flags);
 int pyvmem_submit(struct pyvmem_outcome *outcome, vmem_t vm, const struct vmem_op *ops, size_t n,

@@ -54,7 +54,7 @@ from pyvmem._native.objects import (
     reserve,
     version,
 )
-from pyvmem._native.outcome import Outcome
+from pyvmem._native.outcome import Outcome, change, change_back
 from pyvmem._vmem import ffi
 
 __all__ = [
@@ -67,6 +67,8 @@ __all__ = [
     "backend_names",
     "batch",
     "buffer_at",
+    "change",
+    "change_back",
     "check",
     "close",
     "compact",

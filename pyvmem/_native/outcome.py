@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyvmem._vmem import ffi
+from pyvmem._vmem import ffi, lib
 
-__all__ = ["Outcome", "cell_of"]
+__all__ = ["Outcome", "cell_of", "change", "change_back"]
 
 
 class Outcome:
@@ -33,7 +33,7 @@ class Outcome:
         self.cell = ffi.new("struct pyvmem_outcome *")
         self.edits = edits
         if edits is not None:
-            self.cell.edits = ffi.cast("void *", id(edits))
+            self.cell.edits = id(edits)
 
     def of(self, edits: list[list[Any]]) -> Outcome:
         """Has the call, which is still to be made, make edits before it returns, if it succeeds.
@@ -41,11 +41,11 @@ class Outcome:
         Args:
             edits: ``[owner, name, value]`` sets an attribute past its owner's `__setattr__`,
                 ``[owners, name, values]`` those of a list, and ``[items, key, value]`` an item,
-                whose key is no str; to a set it adds the key. C replaces each value by the one
-                that was there.
+                whose key is no str; to a set it adds the key. The value `...` removes. C replaces
+                each value by the one that was there; `...`: there was none.
         """
         self.edits = edits
-        self.cell.edits = ffi.cast("void *", id(edits))
+        self.cell.edits = id(edits)
         return self
 
     @property
@@ -68,3 +68,17 @@ class Outcome:
 def cell_of(outcome: Outcome | None) -> Any:
     """Where a call writes its outcome; for None, a cell that nobody reads."""
     return (outcome or Outcome()).cell
+
+
+def change(made: list[Any]) -> None:
+    """Makes edits (see `Outcome.of`), which no call goes with.
+
+    Args:
+        made: ``[False, edits]``, where False becomes True.
+    """
+    lib.pyvmem_change(id(made), 0)
+
+
+def change_back(made: list[Any]) -> None:
+    """Takes back what `change` did, unless that is done or it did nothing."""
+    lib.pyvmem_change(id(made), 1)

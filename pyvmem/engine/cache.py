@@ -311,7 +311,7 @@ class RequestCache(Closable):
             self._journal.on_abort(partial(self._settle, *lengths))
             if self.cache.step(self._lengths(wanted), stream) != 0:
                 return self._shortage(wanted)
-            self._journal.put_all(list(lengths), "length", list(wanted.values()))
+            self._journal.change([[list(lengths), "length", list(wanted.values())]])
             return None
 
     def prepare(self, lengths: Mapping[Request, int]) -> Shortage | None:
@@ -354,8 +354,7 @@ class RequestCache(Closable):
             if self.cache.truncate(slot, rows, work) != 0:
                 needed = self.cache.copied_bytes(slot, rows)
                 return self._shortage({slot: request.length}, needed=needed)
-            self._journal.keep(request, "length")
-            request.length = rows
+            self._journal.change([[request, "length", rows]])
             return None
 
     # ---- sharing ---------------------------------------------------------------------------------
@@ -641,15 +640,13 @@ class RequestCache(Closable):
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
         request = Request(number, namespace, length, owner=self.cache.owner(slot), _slot=slot)
-        self._journal.undo(self._requests.pop, request, None)
-        self._requests[request] = None
+        self._journal.change([[self._requests, request, None]])
         return request
 
     def _end(self, request: Request) -> None:
         rows = request.rows
         self._keep(request)
-        self._journal.keep_dict(self._requests)
-        self._requests.pop(request, None)
+        self._journal.change([[self._requests, request, ...]])
         request.held, request._slot, request.rows = State.ENDED, None, None
         if rows is not None:
             rows.close(self._journal)

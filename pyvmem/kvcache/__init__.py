@@ -5,7 +5,7 @@ The modules, each of which imports only from those before it:
 
     config, layout          the model's shape and the policy; where everything lies
     events                  the caller's GPU work
-    journal, mapper         the undo log; every call of the context for pages, a transaction
+    journal, mapper         the undo log; every call of the context for pages
     pages, slots, metrics   the records: kinds and references of pages, slots and batches, counts
     reclaim                 pages taken back: victims, unmapping in the background
     migration, window       pages replaced under their addresses; sliding windows

@@ -333,17 +333,13 @@ class Budget(Closable):
                     bytes=floor,
                     limit=share.within_reach(),
                 )
-            self.journal.undo(self._forget, pager)
-            self._shares.append(share)
-            pager.reclaimer.share = share
+            shares = [*self._shares, share]
+            self.journal.change([[self, "_shares", shares], [pager.reclaimer, "share", share]])
 
     def leave(self, pager: Pager) -> None:
         """Forgets a cache that has been closed."""
         with self.lock, self.journal:
-            self._forget(pager)
-
-    def _forget(self, pager: Pager) -> None:
-        self._shares = [share for share in self._shares if share.pager is not pager]
+            self._shares = [share for share in self._shares if share.pager is not pager]
 
     # ---- the ledger ------------------------------------------------------------------------------
 

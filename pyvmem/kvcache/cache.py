@@ -231,8 +231,7 @@ class KVCache(MustClose):
 
     journal: Journal
     """Undoes a call that was not completed. A caller that makes several calls one registers here
-    how to undo changes of its own records: `Journal.undo`, `Journal.keep`, `Journal.keep_dict`,
-    `Journal.on_abort`."""
+    how to undo changes of its own records: `Journal.change`, `Journal.keep`, `Journal.on_abort`."""
 
     users: weakref.WeakSet[Any]
     """Objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: while one of
@@ -915,7 +914,7 @@ class KVCache(MustClose):
             floor = -(-group.config.memory_floor // group.layout.page_size)
             if count < floor:
                 raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
-            group.reclaimer.limit = count
+            self.journal.change([[group.reclaimer, "limit", count]])
 
     def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
         """Unmaps the pages of free slots in the background, each after its owners' last GPU work.

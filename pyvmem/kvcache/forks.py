@@ -6,9 +6,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, filterfalse, repeat
-from operator import add, attrgetter
-from typing import TYPE_CHECKING, Any
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any
 
 from pyvmem.errors import (
     NotRecoverable,
@@ -28,9 +28,6 @@ from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.truncation import check_kept
 from pyvmem.memory.ops import OpBatch
-
-if TYPE_CHECKING:
-    from pyvmem.memory.pages import Pages
 
 __all__ = ["fork_all", "forked"]
 
@@ -69,9 +66,7 @@ class _Fork:
     goals: list[int] = field(default_factory=list)
     job: Growth | None = None
 
-    def add(
-        self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool
-    ) -> list[Pages]:
+    def add(self, ops: OpBatch, edits: list[list[Any]], room: int | None, *, ahead: bool) -> None:
         """Adds to a batch, and what it changes in the records to the edits; changes nothing.
 
         The batch makes the parent's full pages read-only, maps them in each slot, and copies the
@@ -82,14 +77,11 @@ class _Fork:
             edits: see `Outcome`.
             room: bytes that are free in the budget, if that is known.
             ahead: map more pages than these rows need, where requests grow by runs.
-
-        Returns:
-            The handles that the records have from then on.
         """
         group, parent, slots = self.group, self.parent, self.slots
         full, pages, head, count = self.full, self.pages, parent.head, len(slots)
         sharing, pager, reclaimer = group.sharing, group.pager, group.reclaimer
-        shared, counters = reclaimer.shared, group.counters
+        counters = group.counters
         own: list[Held] = sharing.handles(parent, self.low, full)
         # A request that was forked at many lengths has as many parts; one handle covers all.
         many = len(parent.span.parts) + len(own) > _FEW_PARTS
@@ -99,55 +91,39 @@ class _Fork:
         if ahead and pages > full:
             self.goals = goals = pager.runs.ahead(count, pages, full, head, room)
         self.job = Growth(slots)
-        # Shared pages, those in use and their uses, each per tensor and in the device.
-        here, used, uses, away = shared.pages, shared.used, shared.uses, shared.away_uses
         span = parent.span if full >= self.low else parent.shared_part(head, full)
-        for block, low, high in span.parts:
-            at, users = slice(low, high), block.users[low:high]
-            edits.append([block.refs, at, list(map(add, block.refs[at], repeat(count)))])
-            edits.append([block.users, at, list(map(add, users, repeat(count)))])
-            if block.away:
-                away += (high - low) * count
-            else:
-                uses += (high - low) * count
-                used += users.count(0)
-        kept: list[Pages] = []
+        uses = {span: count}
+        blocks: list[Block] = []
         if own:
             parts, whole = list(span.parts), parent.whole
             for handle, low, high, tier in own:
-                kept.append(handle)
-                block = Block(handle, high - low, [], tier, holders=1 + count)
-                parts.append(Part(block, 0, high - low))
-                edits.append([shared.blocks, block, None])
-                if block.away:
-                    away += (high - low) * (1 + count)
-                else:
-                    here, used = here + high - low, used + high - low
-                    uses += (high - low) * (1 + count)
+                blocks.append(Block(handle, high - low, [], tier, holders=1 + count))
+                parts.append(Part(blocks[-1], 0, high - low))
                 if parent.block:
                     whole = parent.whole_with(low, high, whole)
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
             edits += ([parent, "span", span], [parent, "whole", whole])
             group.table.touched.add(parent)
+        edits += reclaimer.shared.using(uses, uses, blocks)
         capacity, rows = group.layout.capacity(pages), pager.columns.held
-        owners, places = [], []
+        owners = []
         for slot in slots:
             owners.append(slot.owner + 1)
-            places.append(slot.places)
             edits += ([pager.capacity, slot.index, capacity], [rows, slot.index, self.rows])
             if many:
                 sharing.map_pieces(ops, slot, all_handles)
             else:
-                sharing.map_span(ops, slot, span, head)
+                at = slot.addr + head * group.layout.page_size
+                sharing.map_at(ops, at, group.layout.tensor_bytes, span)
         if pages > full:
             source = Source(parent.addr, group.layout.tensor_bytes, self.nbytes)
             self.job.pieces = list(zip(slots, repeat(full), goals))
             self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
             for slot, low, high in self.job.pieces:
                 pager.planner.populate(ops, slot, low, high, source)
-        noted = parent.places.noted
-        if noted:
-            noted = parent.places.noted_in(head, full)
+        places = parent.places
+        if places.noted:
+            places = places.within(head, full)
         held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
         group.table.touched.update(slots)
         edits += (
@@ -159,15 +135,11 @@ class _Fork:
             [slots, "granted", [pages] * count],
             [slots, "dirty", [0] * count],
             [slots, "head", [head] * count],
-            [places, "noted", [noted] * count],
+            [slots, "places", [places] * count],
             [pager, "granted_pages", pager.granted_pages + pages * count],
             [reclaimer, "held", held],
             [reclaimer, "slid", reclaimer.slid + head * count],
             [reclaimer, "own_away", None],
-            [shared, "pages", here],
-            [shared, "used", used],
-            [shared, "uses", uses],
-            [shared, "away_uses", away],
             [counters, "grown", counters.grown + new],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
             [group, "used_tokens", group.used_tokens + self.rows * count],
@@ -176,7 +148,6 @@ class _Fork:
             wholes = map(Slot.whole_with, slots, repeat(head), goals, repeat(0))
             edits.append([slots, "whole", list(wholes)])
         group.table.changes += count
-        return kept
 
     def mark_broken(self, error: NotRecoverable) -> NotRecoverable:
         """Retires the slots whose undo failed; returns what to raise."""
@@ -297,15 +268,11 @@ def _fork(parts: Sequence[_Fork]) -> bool:
         room = None if share is None else share.room()
         edits: list[list[Any]] = []
         ops = OpBatch(most)
-        kept: list[Pages] = []
         try:
             for part in parts:
-                kept += part.add(ops, edits, room, ahead=ahead)
+                part.add(ops, edits, room, ahead=ahead)
                 if room is not None and part.job is not None:
                     room -= part.job.new_pages * part.group.layout.page_size
-            if kept:
-                others = list(filterfalse(kept.__contains__, journal.held))
-                edits.append([journal.held, slice(None), others])
             first.mapper.commit(edits, ops, waits=first.counters.waits)
             break
         except NotRecoverable as error:

@@ -26,7 +26,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.growth import Pager
-from pyvmem.kvcache.journal import Journal, put
+from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import BLOCK_BYTES, Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
 from pyvmem.kvcache.metrics import Counters
@@ -85,7 +85,7 @@ def make_parts(
         SPARSE.require(info, f"sparse, with pages of {info.granule} bytes")
     # Pages of more than 2 MiB (the default alignment) need addresses aligned to them.
     reservation = Reservation(context, Outcome())
-    journal.held.append(reservation)
+    journal.held[reservation] = None
     context.reserve(
         layout.total_bytes,
         into=reservation,
@@ -215,8 +215,7 @@ class Group:
         self._eager_pages = min(config.eager_pages, layout.slot_pages)
         self._newcomers = max(1, config.max_batch // _NEWCOMERS)
         self._prepared: Slot | None = None
-        journal.keep(journal, "recoverables")
-        journal.recoverables = [*journal.recoverables, self]
+        journal.change([[journal, "recoverables", [*journal.recoverables, self]]])
 
     # ---- after an exception from outside ---------------------------------------------------------
 
@@ -226,19 +225,10 @@ class Group:
         if not self.place:
             self.prefixes.rebuild()
         reclaimer = self.reclaimer
-        reclaimer.shared.rebuild(
-            [one.span for one in (*self.table, *reclaimer.unmaps)]
-            + self.prefixes.spans(self.place),
-            [slot.span for slot in self.table if slot.active and not slot.stale],
-        )
-        self.pager.rebuild()
-        reclaimer.rebuild(*self.mover.pages())
-        self.used_tokens = sum(self.rows)
+        held = [one.span for one in (*self.table, *reclaimer.unmaps)]
+        reclaimer.shared.rebuild(held + self.prefixes.spans(self.place))
+        reclaimer.own_away = None
         self.reclaim_due = self.unprepared = True
-
-    def undone(self) -> None:
-        """See `Recoverable.undone`."""
-        self.table.rebuild()
 
     def owns(self, held: object) -> bool:
         """See `Recoverable.owns`."""
@@ -321,33 +311,49 @@ class Group:
         """
         if self.mover.moves:
             self.mover.abandon(slot)
-        if self.promoter is not None:
-            self.promoter.forget(slot)
-        if slot.granted:
-            self.pager.revoke(slot)
-        if self.window is not None:
-            self.window.forget(slot)
-        if slot.span.pages and not slot.stale:
-            self.reclaimer.shared.use(slot.span, end=True)
         if slot.pins:
             self.prefixes.unpin(slot)
-        self.table.give_back(slot, event, self.clock)
-        if self.reclaimer.own_away is not None:
-            self.reclaimer.own_away = None
-        self.enter(slot, 0)
+        edits = [*self.entering(slot, 0), [self.reclaimer, "own_away", None]]
+        if self.promoter is not None:
+            edits += self.promoter.forgetting(slot)
+        if slot.granted:
+            edits += self.pager.granting(slot, 0)
+        if self.window is not None:
+            edits += self.window.forgetting(slot)
+        if slot.span.pages and not slot.stale:
+            edits += self.reclaimer.shared.using({slot.span: -1})
+        self.table.give_back(slot, event, self.clock, edits)
         if (slot.span.pages or slot.head or slot.places.noted) and not slot.lost:  # it is stale
             self.reclaim_due = True
 
+    def entering(self, slot: Slot, length: int) -> list[list[Any]]:
+        """The edits where a slot holds so many rows, independent of `step`."""
+        rows, index = self.pager.columns.held, slot.index
+        used = self.used_tokens + length - rows[index]
+        return [[self, "used_tokens", used], [rows, index, length]]
+
     def enter(self, slot: Slot, length: int) -> None:
         """Records that a slot holds so many rows, independent of `step`."""
-        rows, index = self.pager.columns.held, slot.index
-        before = rows[index]
-        self.journal.entries += (
-            (put, self, "used_tokens", self.used_tokens),
-            (rows.__setitem__, index, before),
-        )
-        self.used_tokens += length - before
-        rows[index] = length
+        self.journal.change(self.entering(slot, length))
+
+    def disowning(
+        self, slot: Slot, keep: int, event: Any, *, written: bool = True
+    ) -> list[list[Any]]:
+        """The edits that leave a request only its first pages; the others stay mapped.
+
+        Args:
+            slot: the request's.
+            keep: pages per tensor.
+            event: the GPU work that may still touch the others.
+            written: they are dirty.
+        """
+        edits = [*self.pager.granting(slot, keep), [self.reclaimer, "own_away", None]]
+        if written:
+            edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
+        if event is not None:
+            edits.append([slot, "events", [*prune(slot.events), event]])
+        self.table.touched.add(slot)
+        return edits
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
         """Leaves a request only its first `length` rows and their pages.
@@ -355,12 +361,10 @@ class Group:
         `event`: the GPU work that may still touch the others. The slot has no batch in flight.
         """
         pages = -(-self.layout.bytes_for(length) // self.layout.page_size)
-        keep = max(pages, slot.shared)
+        keep, edits = max(pages, slot.shared), self.entering(slot, length)
         if slot.granted > keep:
-            self.pager.shrink(slot, keep)
-            if event is not None:
-                slot.events = [*prune(slot.events), event]
-        self.enter(slot, length)
+            edits += self.disowning(slot, keep, event)
+        self.journal.change(edits)
 
     @property
     def rows(self) -> array[int]:
@@ -436,8 +440,8 @@ class Group:
 
     def _own_away(self, slot: Slot) -> list[tuple[int, int]]:
         """The owner's unshared pages [low, high) outside the device."""
-        noted = slot.places.noted_in(slot.shared, slot.granted)
-        return [(low, high) for low, high, _ in noted]
+        places = slot.places.within(slot.shared, slot.granted)
+        return [(low, high) for low, high, _ in places.noted]
 
     def _bytes_away(self, slot: Slot) -> int:
         """Bytes per tensor of a request's rows there: its last page may be only partly filled."""
@@ -465,6 +469,48 @@ class Group:
             self.detach([slot for slot, owner in taken if slot.active and slot.owner == owner + 1])
 
         self.journal.on_abort(free)
+
+    def lending(self, loans: Sequence[Loan]) -> list[list[Any]]:
+        """The edits that give the slots of loans to requests."""
+        reclaimer, table, pager = self.reclaimer, self.table, self.pager
+        uses: dict[Span, int] = {}
+        holds: dict[Span, int] = {}
+        granted, slid = pager.granted_pages, reclaimer.slid
+        edits: list[list[Any]] = []
+        for _, slot, span, head in loans:
+            have, end = slot.span.pages, head + span.pages
+            more = span.slice(have, span.pages) if have else span
+            uses[span] = uses.get(span, 0) + 1
+            holds[more] = holds.get(more, 0) + 1
+            granted += end
+            if head and self.window is not None:
+                edits += self.window.beginning(slot, head)
+            slid += head
+            edits += (
+                [slot, "active", True],
+                [slot, "kept", False],
+                [slot, "owner", slot.owner + 1],
+                [slot, "span", span],
+                [slot, "mapped", end],
+                [slot, "granted", end],
+                [slot, "dirty", 0],
+                [slot, "head", head],
+            )
+            if slot.block:
+                edits.append([slot, "whole", slot.whole_with(head, end, slot.whole)])
+            for block, *_ in span.parts:
+                if slot.places.noted or block.away:
+                    edits.append([slot, "places", slot.places.put(*span.stretches(head))])
+                    break
+            edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])
+            table.touched.add(slot)
+        table.changes += len(loans)
+        return [
+            *edits,
+            [pager, "granted_pages", granted],
+            [reclaimer, "slid", slid],
+            *reclaimer.shared.using(uses, holds),
+        ]
 
     def detach(self, slots: Sequence[Slot]) -> None:
         """Undoes `lend` and any growth since: frees the slots and waits until they are free."""
@@ -617,17 +663,18 @@ def lend(loans: Sequence[Loan]) -> None:
     ops = OpBatch(parts)
     for group, slot, more, page in missing:
         group.sharing.map_span(ops, slot, more, page)
-    for group, slot, *_ in loans:
-        group.free_on_abort([slot])
+    edits: list[list[Any]] = []
+    by_group: dict[Group, list[Loan]] = {}
+    for loan in loans:
+        by_group.setdefault(loan.group, []).append(loan)
+    for group, own in by_group.items():
+        group.free_on_abort([loan.slot for loan in own])
+        edits += group.lending(own)
     try:
-        with first.mapper.transaction() as change:
-            for group, slot, span, head in loans:
-                end = head + span.pages
-                group.pager.assign(slot, span, end, end, head)
-                if group.window is not None:
-                    group.window.begin(slot, head)
-            if missing:
-                change.run(ops)
+        if missing:
+            first.mapper.commit(edits, ops)
+        else:
+            first.journal.change(edits)
     except NotRecoverable:
         for group, slot, more, page in missing:
             group.reclaimer.mark_broken([(slot, page, page + more.pages)])

@@ -9,7 +9,7 @@ import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pyvmem import _native
 from pyvmem._native import Columns, Grown, Outcome
@@ -28,19 +28,13 @@ from pyvmem.kvcache.events import (
     order_ticket,
     prune,
 )
-from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
 from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 __all__ = ["Pager", "Planner", "Source", "extend"]
 
@@ -174,7 +168,7 @@ class Planner:
         return ops
 
 
-class Pager(Journaled):
+class Pager:
     """Grows slots, in the calling thread or in the background, and tracks what requests own.
 
     Attributes:
@@ -189,10 +183,6 @@ class Pager(Journaled):
         planner: writes growths into batches.
         ops: the batch of growths, of all groups of the cache; `array`: its operations.
     """
-
-    def __new__(cls, reclaimer: Reclaimer, *args: Any) -> Self:
-        """No page yet."""
-        return cls._with(reclaimer.mapper.journal.entries)
 
     def __init__(
         self,
@@ -394,10 +384,11 @@ class Pager(Journaled):
             grants = job.grants
             if late:
                 job.grants = []  # not granted before the zeroing of old contents has begun
+            wait_to_grant = bool(tentative or late or job.handover)
             if not len(self.planner.mapping):
-                self._begin(job, granted=not (tentative or late or job.handover))
+                self.journal.change(self._growing(job, granted=not wait_to_grant))
                 break
-            wait_to_grant = bool(tentative or background or late or job.handover)
+            wait_to_grant |= background
             if self._map(job, want, background, reclaim, goals is not None, wait_to_grant):
                 break
             if goals is None:
@@ -405,36 +396,37 @@ class Pager(Journaled):
             goals = None
         if self.runs.limit:
             self.runs.grown(job.pieces)
-        counters = self.counters
-        counters.grown += job.new_pages
-        counters.reused += job.reused_pages
-        counters.zeroed += job.zeroed_pages
-        counters.peak_mapped = max(counters.peak_mapped, self.reclaimer.held)
         if late:
-            with self.mapper.transaction() as change:
-                self.journal.keep(job, "grants", "filling")
-                job.grants, job.filling = grants, change.ticket
-                change.submit(self.planner.filling(late), writers)
-            pages = sum(high - low for _, low, high in late)
-            job.filling_pages = pages * self.layout.num_tensors
-            counters.zeroed += job.filling_pages
+            ticket, counters = Ticket(self.mapper.context), self.counters
+            pages = sum(high - low for _, low, high in late) * self.layout.num_tensors
+            edits = [
+                [job, "grants", grants],
+                [job, "filling", ticket],
+                [job, "filling_pages", pages],
+                [counters, "zeroed", counters.zeroed + pages],
+            ]
+            self.mapper.commit(edits, self.planner.filling(late), writers, ticket=ticket)
         return True
 
-    def _begin(self, job: Growth, granted: bool = False) -> None:
-        """Writes a growth into the records; `granted`: as a complete one."""
-        journal = self.journal
-        if job.pieces:
-            slots, _, mapped = zip(*job.pieces, strict=True)
-            journal.put_all(slots, "mapped", mapped)
-            if self.layout.block:
-                for slot, low, high in job.pieces:
-                    slot.enlarge(low, high)
-        self.reclaimer.held += job.new_pages
+    def _growing(self, job: Growth, *, granted: bool) -> list[list[Any]]:
+        """The edits for a growth that begins; `granted`: it is complete."""
+        reclaimer, counters = self.reclaimer, self.counters
+        held = reclaimer.held + job.new_pages
+        edits: list[list[Any]] = [
+            [reclaimer, "held", held],
+            [counters, "grown", counters.grown + job.new_pages],
+            [counters, "reused", counters.reused + job.reused_pages],
+            [counters, "zeroed", counters.zeroed + job.zeroed_pages],
+            [counters, "peak_mapped", max(held, counters.peak_mapped)],
+        ]
+        for slot, low, high in job.pieces:
+            whole = slot.whole_with(low, high, slot.whole)
+            edits += ([slot, "mapped", high], [slot, "whole", whole])
+        reclaimer.table.touched.update(job.slots)
         if granted:
-            self._grant_all(job)
-            return
-        journal.put_all(job.slots, "job", [job] * len(job.slots))
-        self.growths = [*self.growths, job]
+            return edits + self._granting(job)
+        growths = [*self.growths, job]
+        return [*edits, [job.slots, "job", [job] * len(job.slots)], [self, "growths", growths]]
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -633,15 +625,12 @@ class Pager(Journaled):
             if missing <= 0:
                 if self.runs.spreads:
                     self.runs.provide(pages)
+                job.mapping = Ticket(self.mapper.context) if background else None
+                edits = self._growing(job, granted=not wait_to_grant)
                 try:
-                    with self.mapper.transaction() as change:
-                        job.mapping = change.ticket if background else None
-                        self._begin(job, granted=not wait_to_grant)
-                        if background:
-                            change.submit(mapping, late=True)
-                        else:
-                            with self.counters.waiting():
-                                change.run(mapping)
+                    self.mapper.commit(
+                        edits, mapping, ticket=job.mapping, late=True, waits=self.counters.waits
+                    )
                     return True
                 except NotRecoverable:
                     self.reclaimer.mark_broken(job.pieces)
@@ -723,13 +712,12 @@ class Pager(Journaled):
             return error
         for event in job.handover if job.awaited else ():  # the slot keeps them for its next owner
             order_after(event, stream, device)
-        self.journal.keep(job, "handover", "granted")
-        job.handover = []
-        if not job.granted:
-            job.granted = True
-            self._grant_all(job)
+        edits = [] if job.granted else self._granting(job)
+        edits += ([job, "handover", []], [job, "granted", True])
         if job.done():
-            self._retire(job)
+            edits += self._retiring(job)
+        self.reclaimer.table.touched.update(job.slots)
+        self.journal.change(edits)
         return None
 
     def poll(self) -> None:
@@ -750,107 +738,52 @@ class Pager(Journaled):
         short = short and not self.reclaimer.table.lockstep
         return None if short or job.quiet else error
 
-    def _grant_all(self, job: Growth) -> None:
-        """Gives the pages of a growth to the owners that are still there."""
-        found = [
-            (slot, pages, pages - slot.granted)
-            for slot, owner, pages in job.grants
-            if slot.owner == owner and pages > slot.granted
+    def _granting(self, job: Growth) -> list[list[Any]]:
+        """The edits that give the pages of a growth to the owners that are still there."""
+        edits: list[list[Any]] = []
+        granted, capacity = self.granted_pages, self.layout.capacity
+        for slot, owner, pages in job.grants:
+            if slot.owner == owner and pages > slot.granted:
+                granted += pages - slot.granted
+                edits += ([slot, "granted", pages], [self.capacity, slot.index, capacity(pages)])
+        return [*edits, [self, "granted_pages", granted]]
+
+    def granting(self, slot: Slot, pages: int) -> list[list[Any]]:
+        """The edits where a slot's owner has so many pages."""
+        granted = self.granted_pages + pages - slot.granted
+        return [
+            [self, "granted_pages", granted],
+            [slot, "granted", pages],
+            [self.capacity, slot.index, self.layout.capacity(pages) if pages else 0],
         ]
-        if not found:
-            return
-        slots, pages, added = zip(*found, strict=True)
-        self.granted_pages += sum(added)
-        self.journal.put_all(slots, "granted", pages)
-        capacity = self.capacity
-        self.journal.undo(capacity.__setitem__, slice(None), capacity[:])
-        for slot, rows in zip(slots, map(self.layout.capacity, pages), strict=True):
-            capacity[slot.index] = rows
 
-    def shrink(self, slot: Slot, pages: int, *, written: bool = True) -> None:
-        """Takes pages from this one on from their owner; they stay mapped.
-
-        `written`: they are dirty.
-        """
-        if written:
-            slot.dirty = max(slot.dirty, slot.granted)
-        self.granted_pages += pages - slot.granted
-        slot.granted = pages
-        self._set_capacity(slot, pages)
-
-    def replace(self, slot: Slot, span: Span, mapped: int, granted: int) -> None:
-        """Sets what a slot has once pages at its end are gone, and shared ones are its own."""
-        slot.dirty = min(max(slot.dirty, slot.granted), mapped)
-        self.granted_pages += granted - slot.granted
-        slot.span, slot.mapped, slot.granted = span, mapped, granted
-        slot.cut(mapped)
-        self._set_capacity(slot, granted)
-
-    def assign(self, slot: Slot, span: Span, pages: int, mapped: int, head: int = 0) -> None:
-        """Gives a free slot to a request, with shared pages and, after them, some of its own.
-
-        The shared ones get references of the slot and of the request.
-
-        Args:
-            slot: a free slot with no page, or with the first ones of the span.
-            span: the shared pages.
-            pages: pages that the request owns in total.
-            mapped: pages that the slot has from now on.
-            head: the page that the span begins at; those before it left a window.
-        """
-        reclaimer, have = self.reclaimer, slot.span.pages
-        if 0 < have < span.pages:
-            reclaimer.shared.hold(span.slice(have, span.pages))
-        reclaimer.shared.use(span, hold=not have)
-        reclaimer.table.take(slot, span=span, mapped=mapped, granted=pages, dirty=0, head=head)
-        if slot.block:
-            slot.enlarge(head, mapped)
-        if head:
-            reclaimer.slid += head
-        for block, *_ in span.parts:
-            if slot.places.noted or block.away:
-                slot.places.put_all(span.stretches(head))
-                break
-        self.granted_pages += pages
-        self._set_capacity(slot, pages)
-
-    def revoke(self, slot: Slot) -> None:
-        """Removes an owner's pages from the counts, before the slot is freed."""
-        self.granted_pages -= slot.granted
-        self._set_capacity(slot, 0)
-
-    def _set_capacity(self, slot: Slot, pages: int) -> None:
-        capacity, index = self.capacity, slot.index
-        self._log.append((capacity.__setitem__, index, capacity[index]))
-        capacity[index] = self.layout.capacity(pages) if pages else 0
-
-    def rebuild(self) -> None:
-        """Recounts what is granted, slot by slot."""
-        self.granted_pages = 0
-        for slot in self.reclaimer.table:
-            self.capacity[slot.index] = self.layout.capacity(slot.granted) if slot.granted else 0
-            self.granted_pages += slot.granted
-
-    def _retire(self, job: Growth) -> None:
-        self.growths = [one for one in self.growths if one is not job]
-        self.journal.put_all(job.slots, "job", [None] * len(job.slots))
+    def _retiring(self, job: Growth) -> list[list[Any]]:
+        growths = [one for one in self.growths if one is not job]
+        return [[self, "growths", growths], [job.slots, "job", [None] * len(job.slots)]]
 
     def _undo(self, job: Growth, error: VMemError) -> None:
         """Undoes a failed growth in the records; libvmem has undone the mapping."""
+        reclaimer, counters, zeroed = self.reclaimer, self.counters, self.counters.zeroed
+        edits = self._retiring(job)
         if job.filling is not None and _failed(job.filling):
-            self.counters.zeroed -= job.filling_pages  # of pages that were mapped before
+            zeroed -= job.filling_pages  # of pages that were mapped before
         if job.mapping is not None and _failed(job.mapping):
-            for slot, low, high in job.pieces:
-                slot.mapped = low
-                slot.cut(low)
-                slot.places.forget(low, high)
             if isinstance(error, NotRecoverable):
-                self.reclaimer.mark_broken(job.pieces)
-            self.reclaimer.held -= job.new_pages
-            self.counters.grown -= job.new_pages
-            self.counters.reused -= job.reused_pages
-            self.counters.zeroed -= job.zeroed_pages
-        self._retire(job)
+                reclaimer.mark_broken(job.pieces)
+            for slot, low, high in job.pieces:
+                edits += (
+                    [slot, "mapped", low],
+                    [slot, "whole", slot.whole_below(low)],
+                    [slot, "places", slot.places.without(low, high)],
+                )
+            zeroed -= job.zeroed_pages
+            edits += (
+                [reclaimer, "held", reclaimer.held - job.new_pages],
+                [counters, "grown", counters.grown - job.new_pages],
+                [counters, "reused", counters.reused - job.reused_pages],
+            )
+        reclaimer.table.touched.update(job.slots)
+        self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
         """Pages grown, reused and zeroed that the counters have, and that may still fail."""

@@ -5,9 +5,9 @@ An exception may come from outside between any two of Python's instructions: Ctr
 signal's handler, a test's timeout, no memory. A call of the cache is then half done, in its records
 and in the context. So while a call runs, the journal holds, oldest first:
 
-    undo    how to take one change of the records back; harmless when done twice
-    act     a call of the context, with its outcome; the records before it say what is true when it
-            happens: *intent first*, then the act
+    undo    how to take edits of the records back; harmless when done twice
+    act     a call of the context, with its outcome; if it succeeded, C has made the edits that go
+            with it (`Mapper.commit`)
     abort   how to take back a part of the call that is complete by itself, such as a slot taken
 
     | undo undo ACT undo ABORT undo undo ACT undo |
@@ -21,14 +21,12 @@ What was interrupted is settled while the exception propagates, or else by the n
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import repeat
-from operator import attrgetter
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 from pyvmem.plumbing.reentry import call_part, within
@@ -37,68 +35,30 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Journaled", "Recoverable", "Journal", "Watched", "drain", "put", "put_all"]
+__all__ = ["Journal", "Journaled", "Recoverable", "put"]
 
 put: Final = object.__setattr__
 """Sets an attribute past a journal."""
-
-drain: Final = deque[Any](maxlen=0).extend
-"""Runs an iterator to its end."""
 
 
 class Journaled:
     """An object whose attributes belong to the records: what they were is journaled.
 
-    A subclass makes itself by `_with`, in `__new__`.
+    A subclass is made with the entries of a journal.
     """
 
-    __slots__ = ("_changed", "_log")
+    __slots__ = ("_log",)
 
     _log: list[Any]
-    _changed: set[Any] | None
 
-    @classmethod
-    def _with(cls, log: list[Any], changed: set[Any] | None = None) -> Self:
-        """An object without any other attribute yet.
-
-        Args:
-            log: a journal's entries.
-            changed: the set that a `Watched` is put into.
-        """
+    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Self:
+        """An object without any other attribute yet."""
         self = object.__new__(cls)
         put(self, "_log", log)
-        put(self, "_changed", changed)
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._log.append((put, self, name, getattr(self, name, None)))
-        put(self, name, value)
-
-    def change(self, **values: Any) -> None:
-        """Sets several attributes, as assigning to each of them would."""
-        log = self._log
-        if self._changed is not None:
-            self._changed.add(self)
-        for name, value in values.items():
-            log.append((put, self, name, getattr(self, name)))
-            put(self, name, value)
-
-
-class Watched(Journaled):
-    """A `Journaled` that puts itself into a set when it changes, so that an index can follow.
-
-    What an undo changes is not noted.
-    """
-
-    __slots__ = ()
-
-    _changed: set[Any]
-    _unwatched: ClassVar[frozenset[str]] = frozenset()  # attributes that no index is made of
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._log.append((put, self, name, getattr(self, name, None)))
-        if name not in self._unwatched:
-            self._changed.add(self)
         put(self, name, value)
 
 
@@ -114,9 +74,6 @@ class Recoverable(Protocol):
 
     def rebuild(self) -> None:
         """Counts and indexes again what the slots, nodes and batches say by themselves."""
-
-    def undone(self) -> None:
-        """Notes that slots were undone, so that no index of them is to be trusted."""
 
     def owns(self, held: Made) -> bool:
         """True if the records name what a call has made."""
@@ -143,7 +100,7 @@ class Journal:
 
     Attributes:
         entries: see the module; `Journaled` appends to it.
-        held: handles and reservations that the call makes, each appended before it is made. What
+        held: handles and reservations that the call makes, each put here before it is made. What
             the records do not name when the call ends is given back.
         recoverables: what recovers, one for each cache.
     """
@@ -151,34 +108,22 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Any] = []
         self.recoverables: list[Recoverable] = []
-        self.held: list[Made] = []
+        self.held: dict[Made, None] = {}
         self._pending: list[Callable[[], None]] = []  # aborts to be run by `recover`
         self._caller: FrameType | None = None  # all of a call lies in it
 
     # ---- what a call writes ----------------------------------------------------------------------
 
-    def undo(self, function: Callable[..., Any], *args: Any) -> None:
-        """Notes how a change is taken back, before it is made; it must be safe to run again."""
-        self.entries.append((function, *args))
+    def change(self, edits: list[list[Any]]) -> None:
+        """Makes edits of the records (see `Outcome`), until an interruption takes them back."""
+        made: list[Any] = [False, edits]
+        self.entries.append(made)
+        _native.change(made)
 
     def keep(self, owner: Any, *names: str) -> None:
         """Notes attributes of an object that is no `Journaled`, before they are changed."""
         for name in names:
             self.entries.append((put, owner, name, getattr(owner, name)))
-
-    def put_all(self, owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:
-        """Sets one attribute of several objects of a kind, as assigning to each of them would."""
-        if owners and isinstance(owners[0], Watched):
-            owners[0]._changed.update(owners)
-        before = list(map(attrgetter(name), owners))
-        self.entries.append((put_all, owners, name, before))
-        put_all(owners, name, values)
-
-    def keep_dict(self, items: dict[Any, Any]) -> None:
-        """Notes what a dictionary holds, before it is changed."""
-        # The other way round: an undo runs from the last entry.
-        self.entries.append((items.update, dict(items)))
-        self.entries.append((items.clear,))
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Notes what takes back a part of the call; `run` must be safe to run again."""
@@ -192,21 +137,6 @@ class Journal:
     def checkpoint(self) -> None:
         """Makes what the records say final: something outside them is about to follow from it."""
         self.entries.append(_Abort(_nothing, final=True))
-
-    def named(self, made: Made) -> None:
-        """Takes out of `held` what the records name from here on, unless they are undone."""
-        self.entries.append((self.held.append, made))
-        self.held.remove(made)
-
-    def mark(self) -> int:
-        """The journal's end, for `rollback`."""
-        return len(self.entries)
-
-    def rollback(self, mark: int) -> None:
-        """Takes back what was written since; no act since then may have happened."""
-        self._undo(lambda entries: len(entries) > mark)
-        for owner in self.recoverables:
-            owner.undone()
 
     # ---- around a call ---------------------------------------------------------------------------
 
@@ -244,8 +174,14 @@ class Journal:
 
     def recover(self) -> None:
         """Settles what an exception interrupted, by what the context has done."""
-        self._undo(lambda entries: bool(entries) and not _stays(entries[-1]))
         entries = self.entries
+        while entries and not _stays(entries[-1]):
+            entry = entries[-1]
+            if type(entry) is list:
+                _native.change_back(entry)
+            elif type(entry) is tuple:
+                entry[0](*entry[1:])
+            entries.pop()
         for owner in self.recoverables:
             owner.rebuild()
         if entries:
@@ -265,35 +201,21 @@ class Journal:
         self._give_back()
         entries.clear()
 
-    def _undo(self, further: Callable[[list[Any]], bool]) -> None:
-        """Undoes the last entry while there is one to be undone."""
-        entries = self.entries
-        while further(entries):
-            entry = entries[-1]
-            if type(entry) is tuple:
-                entry[0](*entry[1:])
-            entries.pop()
-
     def _give_back(self) -> None:
         """Drops what the call made and the records do not name."""
         while self.held:
-            made = self.held[-1]
+            made = next(reversed(self.held))
             for owner in self.recoverables:
                 if owner.owns(made):
                     break
             else:
                 with suppress(VMemError):  # consumed or dropped before: as it should be
                     made.abandon()
-            self.held.pop()
+            self.held.pop(made, None)
 
 
 def _nothing() -> None:
     pass
-
-
-def put_all(owners: Sequence[Any], name: str, values: Sequence[Any]) -> None:
-    """Sets an attribute of each object past its journal."""
-    drain(map(put, owners, repeat(name), values))
 
 
 def _stays(entry: Any) -> bool:

@@ -131,8 +131,8 @@ class Manager:
         prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
         ops = OpBatch(Planner.OPS * sum(config.max_batch for config in configs))
         for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
-            journal.keep(self, "groups")
-            self.groups += (Group(config, one, journal, table, prefixes, place, ops),)
+            group = Group(config, one, journal, table, prefixes, place, ops)
+            journal.change([[self, "groups", (*self.groups, group)]])
         if budget is not None:
             for group in self.groups:
                 call_part(partial(budget.join, group.pager, group.config.memory_floor))

@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""The one place where a cache asks its context for pages; each call is a transaction.
+"""The one place where a cache asks its context for pages.
 
     mapper.commit(edits, ops, after)      # the batch, and if it succeeds the records, in one C call
 
-Calls whose change of the records is not planned as data write it first:
-
-    with mapper.transaction() as change:
-        self._count(move, 1)              # intent: the records as they will be
-        change.run(ops, after)            # the act
-
-If the act fails, or an exception from outside comes before it, the records are as before; after it
-they are as intended, whatever happens next (journal.py).
+If the batch fails, or an exception from outside comes before it, the records are as before; after
+it they are as intended, whatever happens next (journal.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pyvmem._native import Outcome, Waits
@@ -32,63 +24,15 @@ if TYPE_CHECKING:
     from pyvmem.memory.context import Context
     from pyvmem.memory.info import RangeInfo
 
-__all__ = ["Mapper", "Scratch", "Transaction"]
-
-
-class Transaction:
-    """One batch and the change of the records that goes with it."""
-
-    __slots__ = ("_context", "_journal", "_mark", "_ticket")
-
-    def __init__(self, context: Context, journal: Journal) -> None:
-        self._context = context
-        self._journal = journal
-        self._mark = len(journal.entries)
-        self._ticket: Ticket | None = None
-
-    @property
-    def ticket(self) -> Ticket:
-        """The batch's ticket; the records refer to it before the batch is submitted."""
-        if self._ticket is None:
-            self._ticket = Ticket(self._context)
-        return self._ticket
-
-    def submit(self, ops: OpBatch, after: Iterable[Any] = (), late: bool = False) -> Ticket:
-        """Gives the batch to the worker; see `Context.submit`."""
-        ticket = self.ticket
-        self._journal.entries.append(ticket.outcome)
-        return self._context.submit(ops, after, ticket, late)
-
-    def run(self, ops: OpBatch, after: Iterable[Any] = (), waits: Waits | None = None) -> None:
-        """Runs the batch in the calling thread; see `Context.batch`."""
-        outcome = Outcome()
-        self._journal.entries.append(outcome)
-        self._context.batch(ops, after, outcome, waits)
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, VMemError):
-            self._journal.rollback(self._mark)
+__all__ = ["Mapper", "Scratch"]
 
 
 class Mapper:
-    """A cache's access to its context.
-
-    Attributes:
-        transaction: changes records and mappings together, both or neither.
-    """
+    """A cache's access to its context."""
 
     def __init__(self, context: Context, journal: Journal) -> None:
         self.context = context
         self.journal = journal
-        self.transaction = partial(Transaction, context, journal)
 
     def commit(
         self,
@@ -97,6 +41,7 @@ class Mapper:
         after: Iterable[Any] = (),
         *,
         ticket: Ticket | None = None,
+        late: bool = False,
         waits: Waits | None = None,
     ) -> None:
         """Runs a batch, or submits it where a ticket is given; C makes the edits if it succeeds.
@@ -106,6 +51,7 @@ class Mapper:
             ops: the batch.
             after: GPU work to wait for.
             ticket: of the batch; None: it runs in the calling thread.
+            late: as for `Context.submit`.
             waits: as for `Context.batch`.
 
         Raises:
@@ -117,7 +63,7 @@ class Mapper:
             if ticket is None:
                 self.context.batch(ops, after, outcome, waits)
             else:
-                self.context.submit(ops, after, ticket)
+                self.context.submit(ops, after, ticket, late)
         finally:
             outcome.edits = None
 
@@ -126,23 +72,31 @@ class Mapper:
     def gather(self, addr: int, size: int, count: int, stride: int) -> Pages:
         """A handle to mapped pages; dropped at the end of the call unless the records use it."""
         pages = Pages(self.context, Outcome(), size * count)
-        self.journal.held.append(pages)
+        self.journal.held[pages] = None
         return self.context.gather(addr, size, count, stride, pages)
 
     def drop(self, pages: Pages) -> None:
         """Drops a handle that the records no longer refer to."""
         self.journal.must(pages.abandon)
 
-    def drop_range(self, pages: Pages, offset: int, size: int, count: int, stride: int) -> None:
-        """Drops a part of a handle that the records no longer use; on failure nothing changed."""
-        outcome = Outcome()
+    def drop_range(
+        self,
+        edits: list[list[Any]],
+        pages: Pages,
+        offset: int,
+        size: int,
+        count: int,
+        stride: int,
+    ) -> None:
+        """Drops a part of a handle, and makes the edits; on failure nothing changed."""
+        outcome = Outcome(edits)
         self.journal.entries.append(outcome)
         pages.drop_range(offset, size, count, stride, outcome)
 
     def reserve(self, size: int, align: int, visible: bool | None) -> Reservation:
         """Reserves addresses; freed at the end of the call unless the records refer to them."""
         found = Reservation(self.context, Outcome())
-        self.journal.held.append(found)
+        self.journal.held[found] = None
         return self.context.reserve(size, visible=visible, align=align, into=found)
 
     def close(self, addresses: Reservation) -> None:
@@ -219,7 +173,7 @@ class Scratch:
         self._full: list[Reservation] = []  # pages in them could not be unmapped
 
     def take(self, nbytes: int) -> Reservation:
-        """Unmapped addresses, at least so many bytes.
+        """Unmapped addresses, at least so many bytes; freed after the call unless they are used.
 
         Raises:
             VMemError: none are available.
@@ -227,33 +181,33 @@ class Scratch:
         self.retry()
         kept = self._kept
         if kept is not None:
-            self._mapper.journal.keep(self, "_kept")
+            self._mapper.journal.held[kept] = None
             self._kept = None
             if kept.nbytes >= nbytes:
-                self._mapper.journal.held.append(kept)
                 return kept
             self._mapper.close(kept)
         visible = False if Caps.PLAIN in self._mapper.context.info.caps else None
         return self._mapper.reserve(nbytes, self._align, visible)
 
     def give(self, addresses: Reservation) -> None:
-        """Takes back addresses with nothing mapped there."""
-        if self._kept is None:
-            self._mapper.journal.keep(self, "_kept")
-            self._kept = addresses
-        else:
-            self._mapper.close(addresses)
-        self._mapper.journal.named(addresses)  # or unowned by now
+        """Takes back addresses of the call, with nothing mapped there, unless they were left."""
+        if self._kept is None and addresses.is_open:
+            self._kept = addresses  # others are freed at the end of the call
 
-    def give_mapped(self, addresses: Reservation, nbytes: int) -> None:
-        """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later."""
+    def give_mapped(
+        self, addresses: Reservation, nbytes: int, edits: Sequence[list[Any]] = ()
+    ) -> None:
+        """Takes back addresses and unmaps their first `nbytes`; a failed unmap is retried later.
+
+        `edits`: made in any case.
+        """
         ops = OpBatch(1)
         ops.unmap(addresses.addr, nbytes)
         try:
-            self._mapper.commit([], ops)
+            self._mapper.commit([*edits], ops)
         except VMemError:
-            self._mapper.journal.keep(self, "_full")
             self._full = [*self._full, addresses]
+            self._mapper.journal.change([*edits])
         else:
             self.give(addresses)
 

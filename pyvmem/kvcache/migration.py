@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any
@@ -35,6 +36,7 @@ from pyvmem.kvcache.pages import DEVICE, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Move, QuietTicket, Slot, Unmap
 from pyvmem.memory.ops import OpBatch
+from pyvmem.memory.pages import Ticket
 from pyvmem.memory.reservation import Reservation
 
 __all__ = ["Mover", "Promoter"]
@@ -83,43 +85,26 @@ class Mover:
         Raises:
             OutOfMemory: of the back end; nothing changed. VMemError: the driver failed; likewise.
         """
+        moves = [[self.moves, move.slot, move]]
         if not move.stretches:
-            self._note(move)
+            self._journal.change(moves)
             return
-        move.addresses = self._scratch.take(self._plan.place(move))
+        addresses = move.addresses = self._scratch.take(self._plan.place(move))
+        ticket = move.ticket = Ticket(self._mapper.context) if background else None
         ops = self._plan.copies(move)
+        counts = self._counts(-move.here(), {tier: -n for tier, n in move.away().items()})
         try:
-            with self._mapper.transaction() as change:
-                move.ticket = change.ticket if background else None
-                self._note(move)
-                self._count(move, 1)
-                if background:
-                    change.submit(ops, after)
-                else:
-                    change.run(ops, after, self._counters.waits)
+            waits = self._counters.waits
+            self._mapper.commit(moves + counts, ops, after, ticket=ticket, waits=waits)
         except VMemError:
-            addresses, move.addresses, move.ticket = move.addresses, None, None
+            move.addresses = move.ticket = None
             self._scratch.give(addresses)
             raise
 
-    def _note(self, move: Move) -> None:
-        self._journal.keep_dict(self.moves)
-        self.moves[move.slot] = move
-
-    def _remove(self, move: Move) -> None:
-        self._journal.keep_dict(self.moves)
-        del self.moves[move.slot]
-
-    def _count(self, move: Move, sign: int) -> None:
-        """Counts scratch pages as memory of the cache, or no longer."""
-        reclaimer, tensors = self._reclaimer, self._layout.num_tensors
-        reclaimer.held += sign * move.here() * tensors
-        counters = self._counters
-        counters.peak_mapped = max(counters.peak_mapped, reclaimer.held)
-        if move.away():
-            reclaimer.away = reclaimer.away.copy()
-        for tier, pages in move.away().items():
-            reclaimer.away[tier] += sign * pages * tensors
+    def _counts(self, here: int, away: Mapping[Tier, int]) -> list[list[Any]]:
+        """The edits where scratch pages per tensor are no longer memory of the cache."""
+        counters, edits = self._counters, self._reclaimer.freeing(here, away, reclaimed=False)
+        return [*edits, [counters, "peak_mapped", max(counters.peak_mapped, edits[0][2])]]
 
     # ---- the second phase ------------------------------------------------------------------------
 
@@ -154,11 +139,9 @@ class Mover:
         try:
             if move.ticket is not None:
                 move.ticket.wait()
-                self._journal.keep(move, "ticket")
                 move.ticket = None
-        except VMemError:
+        except VMemError:  # nothing was mapped
             self._remove(move)
-            self._forget(move)
             raise
         try:
             if move.stretches:
@@ -171,8 +154,6 @@ class Mover:
                 self._counters.promoted += move.pages * self._layout.num_tensors
         except VMemError as error:
             if self.moves.get(move.slot) is move:
-                self._remove(move)
-            if move.addresses is not None:
                 self._drop(move)
             if isinstance(error, NotRecoverable):
                 raise self._table.lose(move.slot, error) from error
@@ -180,55 +161,53 @@ class Mover:
 
     def _swap(self, move: Move, after: list[Any]) -> None:
         """One batch: the new pages replace the old ones, the scratch addresses are empty again."""
-        layout, slot = self._layout, move.slot
-        ops = self._plan.swap(move)
-        with self._mapper.transaction() as change:
-            self._remove(move)
-            for low, high, tier in move.stretches:  # the old ones are gone
-                away = slot.places.away(low, high)
-                self._reclaimer.count_freed(high - low - sum(away.values()), away, reclaimed=False)
-                slot.places.put(low, high, tier)
-                slot.enlarge(low, high)
-            if move.promotes:
-                self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
-            addresses = self._take_addresses(move)
-            change.run(ops, after)
-        self._scratch.give(addresses)
-        self._counters.moved += sum(high - low for low, high, _ in move.stretches) * (
-            layout.num_tensors
-        )
+        slot, counters, pages, whole = move.slot, self._counters, 0, move.slot.whole
+        away: Counter[Tier] = Counter()
+        for low, high, _ in move.stretches:  # the old ones are gone
+            pages += high - low
+            away.update(slot.places.away(low, high))
+            whole = slot.whole_with(low, high, whole)
+        edits = [
+            [slot, "places", slot.places.put(*move.stretches)],
+            [slot, "whole", whole],
+            [counters, "moved", counters.moved + pages * self._layout.num_tensors],
+            *self._reclaimer.freeing(pages - away.total(), away, reclaimed=False),
+        ]
+        if move.promotes:
+            edits += self._promoted(self.copied, slot, [low for low, *_ in move.stretches])
+        self._take_out(move, edits, self._plan.swap(move), after)
 
     def _join(self, move: Move, after: list[Any]) -> None:
         """Joins the pages of each run, in all tensors."""
-        layout, slot = self._layout, move.slot
+        layout, slot, whole = self._layout, move.slot, move.slot.whole
         ops = OpBatch(len(move.runs))
-        with self._mapper.transaction() as change:
-            self._promoted(self.joined, slot, [low for low, _ in move.runs])
-            for low, high in move.runs:
-                at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
-                ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
-                slot.enlarge(low, high)
-            change.run(ops, after)
+        for low, high in move.runs:
+            at, nbytes = slot.addr + low * layout.page_size, (high - low) * layout.page_size
+            ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
+            whole = slot.whole_with(low, high, whole)
+        edits = self._promoted(self.joined, slot, [low for low, _ in move.runs])
+        self._table.touched.add(slot)
+        self._mapper.commit([[slot, "whole", whole], *edits], ops, after)
 
     def _promoted(
         self, noted: dict[int, dict[int, int]], slot: Slot, firsts: Sequence[int]
-    ) -> None:
-        """Notes blocks in `joined` or `copied`."""
-        self._journal.keep_dict(noted)
+    ) -> list[list[Any]]:
+        """The edit that notes blocks in `joined` or `copied`."""
         blocks = dict.fromkeys(firsts, self.blocks(slot))
-        noted[slot.index] = noted.get(slot.index, {}) | blocks
+        return [[noted, slot.index, noted.get(slot.index, {}) | blocks]]
 
     def blocks(self, slot: Slot) -> int:
         """Whole blocks of the slot's request."""
         return slot.granted // self._layout.block
 
-    def part(self, slot: Slot, low: int) -> None:
-        """Forgets what was promoted from page `low` on, where pages are replaced now or soon."""
+    def parting(self, slot: Slot, low: int) -> list[list[Any]]:
+        """The edits that forget what was promoted from page `low` on."""
         index, unit = slot.index, self._layout.block
-        for noted in (self.joined, self.copied):
-            if index in noted:
-                self._journal.keep_dict(noted)
-                noted[index] = {at: n for at, n in noted[index].items() if at + unit <= low}
+        return [
+            [noted, index, {at: n for at, n in noted[index].items() if at + unit <= low}]
+            for noted in (self.joined, self.copied)
+            if index in noted
+        ]
 
     # ---- cancelling ------------------------------------------------------------------------------
 
@@ -241,23 +220,24 @@ class Mover:
         move = self.moves.get(slot)
         if move is None:
             return
-        self._remove(move)
+        reclaimer, edits = self._reclaimer, self._cancelling(move)
         if move.ticket is not None:
-            unmap = Unmap(
-                slot, slot.mapped, slot.mapped, slot.dirty, QuietTicket(move.ticket), slot.head
-            )
+            ticket = QuietTicket(move.ticket)
             if slot.job is None:
-                slot.job = unmap
-                self._reclaimer.unmaps = [*self._reclaimer.unmaps, unmap]
+                unmap = Unmap(slot, slot.mapped, slot.mapped, slot.dirty, ticket, slot.head)
+                edits += [[slot, "job", unmap], [reclaimer, "unmaps", [*reclaimer.unmaps, unmap]]]
+                self._table.touched.add(slot)
             else:
-                unmap.ticket.wait()
-        if move.addresses is not None:
-            self._cancel(move)
-            self.sweep()
+                ticket.wait()
+        self._journal.change(edits)
+        self.sweep()
 
-    def _cancel(self, move: Move) -> None:
-        self._journal.keep(self, "cancelled")
-        self.cancelled = [*self.cancelled, move]
+    def _cancelling(self, move: Move) -> list[list[Any]]:
+        """The edits that leave only a move's scratch addresses, if it has any."""
+        edits: list[list[Any]] = [[self.moves, move.slot, ...]]
+        if move.addresses is not None:
+            edits.append([self, "cancelled", [*self.cancelled, move]])
+        return edits
 
     def make_way(self, slot: Slot, page: int) -> bool:
         """Cancels what changes pages below this one; whether nothing is under way there."""
@@ -306,48 +286,59 @@ class Mover:
         """Takes back the scratch pages of cancelled moves whose copies are over."""
         self._scratch.retry()
         for move in [move for move in self.cancelled if move.done()]:
-            self._journal.keep(self, "cancelled")
-            self.cancelled = [one for one in self.cancelled if one is not move]
             try:
                 if move.ticket is not None:
                     move.ticket.wait()
-                    self._journal.keep(move, "ticket")
                     move.ticket = None
             except VMemError:  # nothing was mapped
-                self._forget(move)
+                self._remove(move)
             else:
                 self._drop(move)
 
     def _drop(self, move: Move) -> None:
         """Unmaps the scratch pages; where that fails, the next sweep tries again."""
+        if move.addresses is None:
+            self._remove(move)
+            return
+        counts = self._counts(move.here(), move.away())
         try:
-            with self._mapper.transaction() as change:
-                addresses = self._uncount(move)
-                change.run(self._plan.unmaps(move, addresses))
+            self._take_out(move, counts, self._plan.unmaps(move, move.addresses))
         except NotRecoverable:
-            self._uncount(move).leave()  # quarantined
+            move.addresses.leave()  # quarantined
+            self._remove(move)
         except VMemError:
-            self._cancel(move)
+            if move not in self.cancelled:
+                self._journal.change(self._cancelling(move))
+
+    def _remove(self, move: Move) -> None:
+        """Takes a move out of the records, with nothing mapped at its scratch addresses."""
+        here, away = (0, {}) if move.addresses is None else (move.here(), move.away())
+        self._take_out(move, self._counts(here, away))
+
+    def _take_out(
+        self,
+        move: Move,
+        edits: list[list[Any]],
+        ops: OpBatch | None = None,
+        after: Sequence[Any] = (),
+    ) -> None:
+        """The same, with edits and the batch that they go with."""
+        addresses, slot = move.addresses, move.slot
+        edits = [*edits, [move, "addresses", None]]
+        if self.moves.get(slot) is move:
+            edits.append([self.moves, slot, ...])
+        if self.cancelled:
+            left = [one for one in self.cancelled if one is not move]
+            edits.append([self, "cancelled", left])
+        if addresses is not None:
+            self._journal.held[addresses] = None
+        self._table.touched.add(slot)
+        if ops is None:
+            self._journal.change(edits)
         else:
+            self._mapper.commit(edits, ops, after)
+        if addresses is not None:
             self._scratch.give(addresses)
-
-    def _take_addresses(self, move: Move) -> Reservation:
-        """Takes a move's scratch addresses from it."""
-        assert move.addresses is not None
-        addresses, journal = move.addresses, self._journal
-        journal.held.append(addresses)
-        journal.keep(move, "addresses")
-        move.addresses = None
-        return addresses
-
-    def _uncount(self, move: Move) -> Reservation:
-        self._count(move, -1)
-        return self._take_addresses(move)
-
-    def _forget(self, move: Move) -> None:
-        """Gives back the scratch addresses of a move, with nothing mapped there."""
-        if move.addresses is not None:
-            self._scratch.give(self._uncount(move))
 
     def owns(self, held: object) -> bool:
         """Whether a move has this reservation."""
@@ -509,10 +500,9 @@ class Promoter:
                 done = max(0, held) * layout.row_bytes // size + 1
                 self._next[index] = -(-done * size // layout.row_bytes) + self._kept
 
-    def forget(self, slot: Slot, page: int = 0) -> None:
-        """Pages of a slot from this one on are another's, or are written again."""
-        self._mover.part(slot, page)
-        self._next[slot.index] = 0
+    def forgetting(self, slot: Slot, page: int = 0) -> list[list[Any]]:
+        """The edits where pages of a slot from this one on are another's, or written again."""
+        return [*self._mover.parting(slot, page), [self._next, slot.index, 0]]
 
     def _room(self) -> int:
         """Blocks that there is memory for, beyond the watermark."""

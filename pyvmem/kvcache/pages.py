@@ -22,13 +22,12 @@ The pages of a block lie in one memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from operator import add, sub
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from pyvmem.errors import OutOfMemory
-from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.memory.info import Location
 
@@ -40,6 +39,7 @@ __all__ = [
     "Block",
     "DEVICE",
     "EMPTY",
+    "NOWHERE",
     "Part",
     "Places",
     "SharedPages",
@@ -64,88 +64,50 @@ class Tier(NamedTuple):
 DEVICE = Tier(Location.DEVICE)
 
 
-_ONE = repeat(1)
-
 Stretch: TypeAlias = tuple[int, int, Tier]
 """Pages [low, high), in every tensor, in one memory."""
 
 
-class Places(Journaled):
-    """The intervals of one slot that do not lie in the device, in order.
+class Places:
+    """The intervals of a slot's pages that do not lie in the device, in order. Immutable.
 
     Attributes:
         noted: these.
-
-    Args:
-        log: a journal's entries, where changes are noted.
-        changed: called before a change.
     """
 
-    __slots__ = ("_tell", "noted")
+    __slots__ = ("noted",)
 
-    _tell: Callable[[], None]
-
-    def __new__(cls, log: list[Any], changed: Callable[[], None]) -> Places:
-        """No interval yet."""
-        self = cls._with(log)
-        object.__setattr__(self, "_tell", changed)
-        return self
-
-    def __init__(self, log: list[Any], changed: Callable[[], None]) -> None:
-        self.noted: list[Stretch] = []
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._tell()
-        super().__setattr__(name, value)
+    def __init__(self, noted: Sequence[Stretch] = ()) -> None:
+        self.noted = noted
 
     def __bool__(self) -> bool:
         return bool(self.noted)
 
-    def put(self, low: int, high: int, tier: Tier) -> None:
-        """Notes where pages [low, high) lie."""
-        if self.noted:
-            self.forget(low, high)
-        if tier != DEVICE and low < high:
-            noted = sorted([*self.noted, (low, high, tier)])
-            joined = noted[:1]
-            for start, end, one in noted[1:]:
-                if joined[-1][1:] == (start, one):
-                    joined[-1] = (joined[-1][0], end, one)
-                else:
-                    joined.append((start, end, one))
-            self.noted = joined
-
-    def put_all(self, stretches: list[Stretch]) -> None:
-        """Notes several, as `take` returned them."""
+    def put(self, *stretches: Stretch) -> Places:
+        """The same, with pages [low, high) of each stretch in its memory."""
+        noted = self.noted
         for low, high, tier in stretches:
-            if self.noted or tier != DEVICE:
-                self.put(low, high, tier)
+            if noted or tier != DEVICE:
+                noted = _without(noted, low, high)
+            if tier != DEVICE and low < high:
+                joined: list[Stretch] = []
+                for start, end, one in sorted([*noted, (low, high, tier)]):
+                    if joined and joined[-1][1:] == (start, one):
+                        joined[-1] = (joined[-1][0], end, one)
+                    else:
+                        joined.append((start, end, one))
+                noted = joined
+        return Places(noted)
 
-    def forget(self, low: int, high: int) -> None:
-        """Pages [low, high) are there no longer."""
-        if self.noted:
-            self.noted = self.without(low, high)
-
-    def without(self, low: int, high: int) -> list[Stretch]:
+    def without(self, low: int, high: int) -> Places:
         """The entries outside [low, high)."""
-        return [
-            (start, end, tier)
-            for first, last, tier in self.noted
-            for start, end in ((first, min(last, low)), (max(first, high), last))
-            if start < end
-        ]
+        return Places(_without(self.noted, low, high))
 
-    def noted_in(self, low: int, high: int) -> list[Stretch]:
+    def within(self, low: int, high: int) -> Places:
         """The entries within [low, high)."""
         if not self.noted:
-            return []
-        return [one for one in self.stretches(low, high) if one[2] != DEVICE]
-
-    def take(self, low: int, high: int) -> list[Stretch]:
-        """`forget`, and what was noted there."""
-        taken = self.noted_in(low, high)
-        self.forget(low, high)
-        return taken
+            return self
+        return Places([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
         """[low, high) as stretches of one memory each, those of the device included."""
@@ -178,6 +140,18 @@ class Places(Journaled):
 
     def __repr__(self) -> str:
         return f"<Places {self.noted}>"
+
+
+def _without(noted: Sequence[Stretch], low: int, high: int) -> list[Stretch]:
+    return [
+        (start, end, tier)
+        for first, last, tier in noted
+        for start, end in ((first, min(last, low)), (max(first, high), last))
+        if start < end
+    ]
+
+
+NOWHERE = Places()
 
 
 class Block:
@@ -290,9 +264,10 @@ class Span:
 
 
 EMPTY = Span(())
+NOTHING: Mapping[Span, int] = {}
 
 
-class SharedPages(Journaled):
+class SharedPages:
     """The references to shared pages; all counts are of pages per tensor.
 
     Attributes:
@@ -302,11 +277,8 @@ class SharedPages(Journaled):
         away_uses: uses of pages that do not lie in the device.
         blocks: those that have a page left.
         lent: pages held beside those of slots, unmaps and prefixes, until a slot is renewed.
+        unheld: pages without a reference that are still to be given back.
     """
-
-    def __new__(cls, layout: Layout, mapper: Mapper) -> SharedPages:
-        """No page yet."""
-        return cls._with(mapper.journal.entries)
 
     def __init__(self, layout: Layout, mapper: Mapper) -> None:
         self.layout = layout
@@ -314,54 +286,69 @@ class SharedPages(Journaled):
         self.pages = self.used = self.uses = self.away_uses = 0
         self.blocks: set[Block] = set()
         self.lent = EMPTY
-        self._late: list[Part] = []
+        self.unheld: list[Part] = []
 
-    def adopt(self, handle: Pages, pages: int, events: list[Any], tier: Tier = DEVICE) -> Part:
-        """A new block, which owns the handle. One request holds and uses its pages."""
-        block = Block(handle, pages, events, tier)
-        self._mapper.journal.named(handle)
-        self._log.append((self.blocks.discard, block))
-        self.blocks.add(block)
-        if block.away:
-            self.away_uses += pages
-        else:
-            self.change(pages=self.pages + pages, used=self.used + pages, uses=self.uses + pages)
-        return Part(block, 0, pages)
+    def using(
+        self,
+        uses: Mapping[Span, int],
+        holds: Mapping[Span, int] = NOTHING,
+        new: Sequence[Block] = (),
+    ) -> list[list[Any]]:
+        """The edits where requests begin or end to use pages.
+
+        Args:
+            uses: by span, how many more requests use its pages, which are held; negative: fewer.
+            holds: by span, how many more hold them. What nobody holds then is `unheld`.
+            new: blocks, which own their handles from here on, with those that use their pages.
+        """
+        edits: list[list[Any]] = []
+        pages, used, total, away = self.pages, self.used, self.uses, self.away_uses
+        unheld = self.unheld
+        for name, spans in (("users", uses), ("refs", holds)):
+            copies: dict[Block, list[int]] = {}
+            for span, count in spans.items():
+                for block, low, high in span.parts:
+                    numbers = getattr(block, name)
+                    alone = len(spans) == len(span.parts) == 1
+                    if not alone:  # parts may have pages in common
+                        numbers = copies[block] = copies.get(block) or numbers[:]
+                    before = numbers[low:high]
+                    after = list(map(add, before, repeat(count)))
+                    if alone:
+                        edits.append([numbers, slice(low, high), after])
+                    else:
+                        numbers[low:high] = after
+                    if name == "refs":
+                        if 0 in after:  # each page comes to 0 once
+                            unheld = unheld + _unheld(block, low, after)
+                    elif block.away:
+                        away += (high - low) * count
+                    else:
+                        total += (high - low) * count
+                        used += before.count(0) - after.count(0)
+            for block, numbers in copies.items():
+                edits.append([getattr(block, name), slice(None), numbers])
+        for block in new:
+            edits += ([self.blocks, block, None], [self._mapper.journal.held, block.handle, ...])
+            if block.away:
+                away += sum(block.users)
+            else:
+                pages, used = pages + block.pages, used + block.pages
+                total += sum(block.users)
+        if uses or new:
+            edits += (
+                [self, "pages", pages],
+                [self, "used", used],
+                [self, "uses", total],
+                [self, "away_uses", away],
+            )
+        if unheld is not self.unheld:
+            edits.append([self, "unheld", unheld])
+        return edits
 
     def hold(self, span: Span) -> None:
         """Adds a reference to each page."""
-        for block, low, high in span.parts:
-            refs = block.refs
-            before = refs[low:high]
-            self._log.append((refs.__setitem__, slice(low, high), before))
-            refs[low:high] = map(add, before, _ONE)
-
-    def use(self, span: Span, *, hold: bool = False, end: bool = False) -> None:
-        """Notes that a request uses the pages, which are held; `hold`: from here on.
-
-        `end`: takes one such use back.
-        """
-        change, idle = (sub, 1) if end else (add, 0)  # users of a page that no other request uses
-        uses = used = away = 0
-        for block, low, high in span.parts:
-            if hold:
-                before = block.refs[low:high]
-                self._log.append((block.refs.__setitem__, slice(low, high), before))
-                block.refs[low:high] = map(add, before, _ONE)
-            users = block.users
-            before = users[low:high]
-            self._log.append((users.__setitem__, slice(low, high), before))
-            users[low:high] = map(change, before, _ONE)
-            if block.away:
-                away += high - low
-            else:
-                uses += high - low
-                used += before.count(idle)
-        self.change(
-            uses=change(self.uses, uses),
-            used=change(self.used, used),
-            away_uses=change(self.away_uses, away),
-        )
+        self._mapper.journal.change(self.using({}, {span: 1}))
 
     def idle(self, span: Span, users: int = 0) -> int:
         """Pages of the device in the span that so many requests use."""
@@ -391,89 +378,51 @@ class SharedPages(Journaled):
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
                 counts = held.setdefault(block, [0] * block.pages)
-                counts[low:high] = map(add, counts[low:high], _ONE)
+                counts[low:high] = map(add, counts[low:high], repeat(1))
         found = 0
         for block, counts in held.items():
             found += sum(0 < held == refs for held, refs in zip(counts, block.refs, strict=True))
         return found
 
-    def release(self, span: Span, away: dict[Tier, int]) -> int:
-        """Takes one `hold` back.
+    def drop(self, part: Part, edits: list[list[Any]]) -> None:
+        """Gives back pages that nobody holds, with edits; on failure nothing changed.
 
-        Args:
-            span: what was held.
-            away: gets the pages per tensor that went to pools of other tiers.
-
-        Returns:
-            The pages per tensor that went to the device's pool.
+        Raises:
+            OutOfMemory: no heap for the handle's bookkeeping.
         """
-        gone = list(self._late)
-        self._late = []
-        for block, low, high in span.parts:
-            refs = block.refs
-            before = refs[low:high]
-            self._log.append((refs.__setitem__, slice(low, high), before))
-            refs[low:high] = map(sub, before, _ONE)
-            gone.extend(_unreferenced(block, low, high))
-        done = 0
-        for part in gone:
-            pages, tier = self._drop(part), part.block.tier
-            if not part.block.away:
-                done += pages
-            elif pages:
-                away[tier] = away.get(tier, 0) + pages
-        return done
-
-    def _drop(self, part: Part) -> int:
-        """Gives back pages without a reference; returns how many."""
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
-        mark, here = journal.mark(), 0 if block.away else pages
-        whole = pages == block.live
-        journal.undo(block.gone.__setitem__, slice(low, high), block.gone[low:high])
-        block.gone[low:high] = [True] * pages
-        self.pages -= here
-        if whole:
-            journal.undo(self.blocks.add, block)
-            self.blocks.discard(block)
+        edits += (
+            [block.gone, slice(low, high), [True] * pages],
+            [self, "pages", self.pages - (0 if block.away else pages)],
+            [self, "unheld", [one for one in self.unheld if one is not part]],
+        )
+        if pages == block.live:
+            journal.change([*edits, [self.blocks, block, ...]])
             self._mapper.drop(block.handle)
-            return pages
-        try:
-            size, stride = self.layout.page_size, block.pages * self.layout.page_size
-            tensors = self.layout.num_tensors
-            self._mapper.drop_range(block.handle, low * size, pages * size, tensors, stride)
-        except OutOfMemory:  # no heap for the handle's bookkeeping; the next release tries again
-            journal.rollback(mark)
-            self._late = [*self._late, part]
-            return 0
-        return pages
+            return
+        size, stride = self.layout.page_size, block.pages * self.layout.page_size
+        where = (low * size, pages * size, self.layout.num_tensors, stride)
+        self._mapper.drop_range(edits, block.handle, *where)
 
-    def rebuild(self, held: list[Span], used: list[Span]) -> None:
-        """Counts again who holds and who uses what.
+    def rebuild(self, held: Sequence[Span]) -> None:
+        """Counts again who holds what, where only a part of an eviction stays done.
 
-        Args:
-            held: every span that somebody holds, but for `lent`. used: those that requests use.
+        `held`: every span that somebody holds, but for `lent`.
         """
         for block in self.blocks:
             block.refs[:] = [0] * block.pages
-            block.users[:] = [0] * block.pages
-        self.pages = sum(block.live for block in self.blocks if not block.away)
-        self.used = self.uses = self.away_uses = 0
-        for span in (*held, self.lent):
-            self.hold(span)
-        for span in used:
-            self.use(span)
-        self._late = [
-            part for block in self.blocks for part in _unreferenced(block, 0, block.pages)
-        ]
+        self._mapper.journal.change(self.using({}, Counter([*held, self.lent])))
+        self.unheld = []
+        for block in self.blocks:
+            self.unheld += _unheld(block, 0, list(map(add, block.refs, block.gone)))
 
     def close(self) -> None:
         """Drops every handle that is left, even if its pages are held."""
         for block in list(self.blocks):
-            self._mapper.journal.undo(self.blocks.add, block)
-            self.blocks.discard(block)
+            self._mapper.journal.change([[self.blocks, block, ...]])
             self._mapper.drop(block.handle)
-        self._late = []
+        self.unheld = []
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
@@ -490,7 +439,7 @@ class SharedPages(Journaled):
             for block, counts in want.items():
                 if getattr(block, name) != counts:
                     found.append(f"a block has {name} {getattr(block, name)}, counted {counts}")
-        late = sum(part.high - part.low for part in self._late)
+        late = sum(part.high - part.low for part in self.unheld)
         live = sum(sum(map(bool, block.refs)) for block in self.blocks) + late
         if live != sum(block.live for block in self.blocks):
             found.append(f"shared pages per tensor: {live} counted, others are live")
@@ -516,13 +465,13 @@ class SharedPages(Journaled):
         return found
 
 
-def _unreferenced(block: Block, low: int, high: int) -> Iterator[Part]:
-    """The longest stretches of [low, high) without a reference that are still there."""
-    refs, gone = block.refs, block.gone
-    start = low
-    for page in range(low, high + 1):
-        if page < high and not gone[page] and not refs[page]:
+def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:
+    """The longest stretches without a reference, of pages from `low` on that have so many."""
+    found, start = [], 0
+    for page in range(len(refs) + 1):
+        if page < len(refs) and not refs[page]:
             continue
         if start < page:
-            yield Part(block, start, page)
+            found.append(Part(block, low + start, low + page))
         start = page + 1
+    return found

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pyvmem.errors import (
@@ -17,10 +18,9 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.metrics import Counters
-from pyvmem.kvcache.pages import EMPTY, SharedPages, Span, Tier
+from pyvmem.kvcache.pages import EMPTY, NOTHING, NOWHERE, SharedPages, Span, Tier
 from pyvmem.kvcache.slots import DoneTicket, Piece, Slide, Slot, SlotTable, Unmap
 from pyvmem.memory.info import RangeFlags
 from pyvmem.memory.ops import OpBatch
@@ -28,8 +28,6 @@ from pyvmem.memory.pages import Ticket
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from pyvmem.kvcache.mapper import Mapper
 
 __all__ = ["Reclaimer", "wait_for_unmaps"]
@@ -110,7 +108,7 @@ class Share(Protocol):
         """Contradictions in the budget's records, in words."""
 
 
-class Reclaimer(Journaled):
+class Reclaimer:
     """Unmaps pages without an owner in the background, after their last owners' GPU work.
 
     Attributes:
@@ -129,10 +127,6 @@ class Reclaimer(Journaled):
         share: the cache's part of a budget; None: the cache has a limit of its own.
         block: pages of a 2 MiB block, where memory is placed by blocks (`Runs.provide`); else 0.
     """
-
-    def __new__(cls, mapper: Mapper, *args: Any) -> Self:
-        """No page yet."""
-        return cls._with(mapper.journal.entries)
 
     def __init__(
         self,
@@ -234,10 +228,10 @@ class Reclaimer(Journaled):
             edits.append([slot, "span", EMPTY])
         if places.noted:
             job.away = places.away(low + job.span.pages, mapped)
-            job.places = places.noted_in(low, mapped)
-            edits.append([places, "noted", places.without(low, mapped)])
-        if slot.whole > keep:
-            edits.append([slot, "whole", keep - keep % slot.block])
+            job.places = places.within(low, mapped)
+            edits.append([slot, "places", places.without(low, mapped)])
+        if slot.block:
+            edits.append([slot, "whole", slot.whole_below(keep)])
         self.table.touched.add(slot)
         return edits
 
@@ -288,7 +282,7 @@ class Reclaimer(Journaled):
         if low < slot.mapped:
             self._add_unmap(ops, slot, low, slot.mapped)
         if not len(ops):
-            slot.kept = True
+            self.table.change(slot, kept=True)
             return True
         ticket = Ticket(self.mapper.context)
         try:
@@ -316,40 +310,6 @@ class Reclaimer(Journaled):
         if slot is not None and isinstance(error, NotRecoverable):
             self.table.mark_broken(slot)  # and its pages are no longer counted
 
-    def rebuild(self, moving: int, away: Mapping[Tier, int]) -> None:
-        """Counts again, by the slots, the unmaps and the shared pages, what is behind the cache.
-
-        Args:
-            moving: scratch pages per tensor of the device. away: of other tiers.
-        """
-        pages, self.slid, self.own_away = moving + self.shared.pages, 0, None
-        others = Counter(away)
-        others.update(self.shared.away())
-        for slot in self.table:
-            outside = slot.places.away(slot.shared, slot.mapped)
-            others.update(outside)
-            pages += slot.mapped - slot.shared - sum(outside.values())
-            self.slid += slot.head if slot.active and not slot.stale else 0
-        self.sliding = 0
-        for unmap in self.unmaps:
-            pages += unmap.pages
-            others.update(unmap.away)
-            self.sliding += unmap.pages if isinstance(unmap, Slide) else 0
-        tensors = self.layout.num_tensors
-        self.held = pages * tensors
-        self.away = Counter({tier: count * tensors for tier, count in others.items()})
-        scratch = (moving + sum(away.values())) * tensors
-        self._count_rest(self.held + sum(self.away.values()) - scratch)
-
-    def _count_rest(self, there: int) -> None:
-        """Counts pages that came or went in a call that was interrupted before it counted them."""
-        counters = self.counters
-        gone = counters.grown - counters.reclaimed - there
-        if gone > 0:
-            counters.reclaimed += gone
-        else:
-            counters.grown -= gone
-
     def poll(self) -> None:
         """Notes which unmaps are finished."""
         for unmap in [unmap for unmap in self.unmaps if unmap.done()]:
@@ -369,33 +329,42 @@ class Reclaimer(Journaled):
         if isinstance(unmap, Slide):
             self._finish_slide(unmap, timeout)
             return
-        slot, pages = unmap.slot, unmap.pages
+        slot, pages, span, away = unmap.slot, unmap.pages, unmap.span, unmap.away
+        left = [one for one in self.unmaps if one is not unmap]
+        edits: list[list[Any]] = [[self, "unmaps", left], [slot, "job", None]]
         try:
             unmap.ticket.wait(timeout)
         except Timeout:
             return
         except VMemError as error:
             self.failed(slot, error)
-            self.journal.keep(unmap, "away", "span")
             if not isinstance(error, NotRecoverable):  # undone: the pages are where they were
-                slot.head, slot.kept = unmap.head, False
-                slot.places.put_all(unmap.places)
-                unmap.away = {}
-                slot.mapped = unmap.high
-                if slot.block:
-                    slot.whole = unmap.high - unmap.high % slot.block  # as far as is known
-                slot.dirty = max(slot.dirty, unmap.dirty)  # an owner may have ended since
-                if unmap.span.pages:
-                    slot.span = unmap.span + slot.span
-                pages, unmap.span = 0, EMPTY
-        self.unmaps = [one for one in self.unmaps if one is not unmap]
-        slot.job = None
-        self.count_freed(pages, unmap.away)
-        self.unref(unmap.span)
+                edits += (
+                    [slot, "head", unmap.head],
+                    [slot, "kept", False],
+                    [slot, "places", slot.places.put(*unmap.places.noted)],
+                    [slot, "mapped", unmap.high],
+                    [slot, "dirty", max(slot.dirty, unmap.dirty)],  # an owner may have ended since
+                    [slot, "span", span + slot.span],
+                )
+                if slot.block:  # as far as is known
+                    edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
+                pages, span, away = 0, EMPTY, {}
+        self.table.touched.add(slot)
+        if span.pages:
+            edits += self.shared.using({}, {span: -1})
+        self.journal.change([*edits, *self.freeing(pages, away)])
+        self.drop_unheld()
 
     def _finish_slide(self, slide: Slide, timeout: float | None) -> None:
         """The same for the pages that left the windows of slots."""
-        pages = freed = slide.pages
+        freed, slid, span, away = slide.pages, self.slid, slide.span, Counter(slide.away)
+        uses: Counter[Span] = Counter()
+        edits: list[list[Any]] = [
+            [self, "unmaps", [one for one in self.unmaps if one is not slide]],
+            [slide.slots, "job", [None] * len(slide.slots)],
+            [self, "sliding", self.sliding - slide.pages],
+        ]
         try:
             slide.ticket.wait(timeout)
         except Timeout:
@@ -406,55 +375,65 @@ class Reclaimer(Journaled):
             pieces = list(zip(slide.slots, slide.lows, slide.heads, strict=True))
             if isinstance(error, NotRecoverable):
                 self.mark_broken(pieces)
-            self.journal.keep(slide, "away", "span")
-            gone, away = EMPTY, Counter(slide.away)
+            span = EMPTY
             for (slot, low, head), owner, share in zip(
                 pieces, slide.owners, slide.shares, strict=True
             ):
                 if slot.broken:
-                    gone = gone + share
+                    span = span + share
                     continue
-                slot.head = low  # undone: the pages are where they were
-                slot.places.put_all(slide.places.get(slot, []))
-                outside = slot.places.away(low + share.pages, head)
+                # Undone: the pages are where they were.
+                places = slot.places.put(*slide.places.get(slot, NOWHERE).noted)
+                outside = places.away(low + share.pages, head)
                 away.subtract(outside)
                 freed -= head - low - share.pages - sum(outside.values())
-                if share.pages:
-                    slot.span = share + slot.span
+                edits += ([slot, "head", low], [slot, "places", places])
+                edits.append([slot, "span", share + slot.span])
                 if slot.owner == owner:
-                    self.slid -= head - low
-                    self.shared.use(share)
-            slide.span, slide.away = gone, away
-        self.unmaps = [one for one in self.unmaps if one is not slide]
-        self.journal.put_all(slide.slots, "job", [None] * len(slide.slots))
-        self.sliding -= pages
-        self.count_freed(freed, slide.away)
-        if slide.span.pages:
-            self.unref(slide.span)
+                    slid -= head - low
+                    uses[share] += 1
+            edits.append([self, "slid", slid])
+        edits += self.shared.using(uses, {span: -1} if span.pages else NOTHING)
+        self.table.touched.update(slide.slots)
+        self.journal.change([*edits, *self.freeing(freed, away)])
+        self.drop_unheld()
 
     def lend(self, span: Span) -> None:
         """Keeps these pages, whoever else lets them go, and no longer those of the call before."""
-        before, self.shared.lent = self.shared.lent, span
+        before = self.shared.lent
+        self.journal.change([[self.shared, "lent", span]])
         self.shared.hold(span)
         self.unref(before)
 
     def unref(self, span: Span) -> None:
         """Takes a reference to shared pages back; those without another go to the pool."""
-        away: dict[Tier, int] = {}
-        self.count_freed(self.shared.release(span, away), away)
+        self.journal.change(self.shared.using({}, {span: -1}))
+        self.drop_unheld()
 
-    def count_freed(self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True) -> None:
-        """Counts pages per tensor that are no longer behind the cache: device's, then others'."""
-        tensors = self.layout.num_tensors
-        self.held -= pages * tensors
-        self.own_away = None
+    def drop_unheld(self) -> None:
+        """Gives back shared pages that nobody holds; what cannot be now, the next call does."""
+        for part in self.shared.unheld:
+            pages, away = part.high - part.low, dict[Tier, int]()
+            if part.block.away:
+                pages, away = 0, {part.block.tier: pages}
+            with suppress(OutOfMemory):
+                self.shared.drop(part, self.freeing(pages, away))
+
+    def freeing(
+        self, pages: int, away: Mapping[Tier, int], *, reclaimed: bool = True
+    ) -> list[list[Any]]:
+        """The edits where pages per tensor, the device's and others', are the cache's no longer."""
+        tensors, counters = self.layout.num_tensors, self.counters
+        edits = [[self, "held", self.held - pages * tensors], [self, "own_away", None]]
         if away:
-            self.away = self.away.copy()
-        for tier, count in away.items():
-            self.away[tier] -= count * tensors
+            others = self.away.copy()
+            for tier, count in away.items():
+                others[tier] -= count * tensors
+            edits.append([self, "away", others])
         if reclaimed:
             gone = (pages + sum(away.values())) * tensors
-            self.counters.count(self.journal.entries, reclaimed=gone)
+            edits.append([counters, "reclaimed", counters.reclaimed + gone])
+        return edits
 
     def mark_broken(self, pieces: list[Piece]) -> None:
         """Retires a slot in which an undo failed: it is never handed out again."""
@@ -495,11 +474,12 @@ class Reclaimer(Journaled):
         own, away = slot.mapped - first, slot.places.away(first, slot.mapped)
         gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
-        edits += ([slot, "broken", quarantined], [slot.places, "noted", []])
+        edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
         self.table.touched.add(slot)
+        edits += self.freeing(own - sum(away.values()), away)
+        edits += self.shared.using({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
-        self.count_freed(own - sum(away.values()), away)
-        self.unref(span)
+        self.drop_unheld()
 
     def raise_errors(self) -> None:
         """Raises the oldest failure of a background batch, with the others as notes."""
@@ -763,7 +743,7 @@ class Reclaimer(Journaled):
                 for block, first, last in slot.span.parts
                 for low, high in gone.get(block, ())
             ):
-                slot.kept = False
+                self.table.change(slot, kept=False)
                 if slot.job is None:
                     self.try_unmap(slot, 0)
 

@@ -270,7 +270,7 @@ class Runs:
                 except VMemError as error:
                     if isinstance(error, NotRecoverable):
                         self._table.mark_broken(slot)
-                        slot.lost = True
+                        self._table.change(slot, lost=True)
                     self._reclaimer.errors.append(error)
                     break
         before = self._used
@@ -300,7 +300,8 @@ class Runs:
         first = self._first(slot)
         calls = 0
         if first < slot.mapped:
-            slot.enlarge(first, slot.mapped)
+            whole = slot.whole_with(first, slot.mapped, slot.whole)
+            self._table.change(slot, whole=whole)
             self._mapper.journal.checkpoint()  # an interrupted join may have made some entries
             nbytes = (slot.mapped - first) * layout.page_size
             for tensor in range(layout.num_tensors):

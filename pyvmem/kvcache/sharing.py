@@ -17,7 +17,7 @@ from pyvmem.errors import (
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import order_after, prune
 from pyvmem.kvcache.growth import Pager
-from pyvmem.kvcache.pages import DEVICE, Span, Tier
+from pyvmem.kvcache.pages import DEVICE, Block, Part, Span, Tier
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
 
@@ -73,9 +73,7 @@ class Sharing:
         ops = OpBatch(len(pieces))
         self.map_pieces(ops, slot, pieces, replace=True)
         try:
-            with self.mapper.transaction() as change:
-                self.adopt(slot, pieces, [], unit_pages)
-                change.run(ops)
+            self.mapper.commit(self._adopting(slot, pieces, [], unit_pages), ops)
         except NotRecoverable as error:
             raise self.table.lose(slot, error) from error
 
@@ -85,15 +83,24 @@ class Sharing:
         Where it is about to be freed, they need no new mapping; whoever maps them waits for
         `events`, the GPU work that writes them.
         """
-        shared = self.reclaimer.shared
-        if self.reclaimer.own_away is not None:
-            self.reclaimer.own_away = None
-        parts = list(slot.span.parts)
+        self.mapper.journal.change(self._adopting(slot, pieces, events, unit_pages))
+
+    def _adopting(
+        self, slot: Slot, pieces: list[Held], events: list[Any], unit_pages: int
+    ) -> list[list[Any]]:
+        """The edits of `adopt`."""
+        parts, new, whole = list(slot.span.parts), [], slot.whole
         for handle, low, high, tier in pieces:
-            parts.append(shared.adopt(handle, high - low, list(events), tier))
-            if slot.block:
-                slot.enlarge(low, high)  # where they are mapped again, by as few calls as can be
-        slot.span = Span(tuple(parts), unit_pages)
+            new.append(Block(handle, high - low, list(events), tier))
+            parts.append(Part(new[-1], 0, high - low))
+            whole = slot.whole_with(low, high, whole)  # mapped again by as few calls as can be
+        self.table.touched.add(slot)
+        return [
+            [slot, "span", Span(tuple(parts), unit_pages)],
+            [slot, "whole", whole],
+            [self.reclaimer, "own_away", None],
+            *self.reclaimer.shared.using({}, new=new),
+        ]
 
     def handles(self, slot: Slot, low: int, high: int) -> list[Held]:
         """Handles to a slot's pages, one for each stretch of a memory."""

@@ -38,7 +38,6 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import partial
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
@@ -48,8 +47,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 from pyvmem._native import Columns
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.journal import Watched
-from pyvmem.kvcache.pages import DEVICE, EMPTY, Places, Span, Stretch, Tier
+from pyvmem.kvcache.journal import Journaled
+from pyvmem.kvcache.pages import DEVICE, EMPTY, NOWHERE, Places, Span, Stretch, Tier
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -76,8 +75,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Slot(Watched):
-    """One request's place in every tensor; what changes it is journaled, and filed anew.
+class Slot(Journaled):
+    """One request's place in every tensor; what changes it is journaled.
+
+    Who changes what the index is made of puts the slot into `SlotTable.touched` first.
 
     Attributes:
         index: the reqid.
@@ -103,12 +104,7 @@ class Slot(Watched):
         freed_order: counts up with every slot that becomes free.
     """
 
-    _unwatched: ClassVar[frozenset[str]] = frozenset(
-        ("writer", "owner", "events", "pins", "freed_at", "block")
-    )
-
     log: InitVar[list[Any]]
-    changed: InitVar[set[Any]]
     index: int
     addr: int = 0
     active: bool = False
@@ -129,14 +125,7 @@ class Slot(Watched):
     freed_order: int = 0
     span: Span = EMPTY
     pins: list[Any] = field(default_factory=list)
-    places: Places = field(init=False)
-
-    def __new__(cls, log: list[Any], changed: set[Any], *args: Any, **kwargs: Any) -> Slot:
-        """A slot whose changes are noted in `log`, and itself in `changed`."""
-        return cls._with(log, changed)
-
-    def __post_init__(self, log: list[Any], changed: set[Any]) -> None:
-        self.places = Places(log, partial(changed.add, self))
+    places: Places = NOWHERE
 
     @property
     def shared(self) -> int:
@@ -181,22 +170,16 @@ class Slot(Watched):
         granted = self.granted
         return granted + -granted % self.block if granted < self.whole else granted
 
-    def enlarge(self, low: int, high: int) -> None:
-        """Notes that pages [low, high) are mapped; whole blocks may have large entries."""
-        if self.block:
-            self.whole = self.whole_with(low, high, self.whole)
-
     def whole_with(self, low: int, high: int, whole: int) -> int:
-        """`whole` once pages [low, high) are mapped."""
+        """`whole` once pages [low, high) are mapped: whole blocks may have large entries."""
         block = self.block
         if block and (low + -low % block) + block <= high:
             return max(whole, high - high % block)
         return whole
 
-    def cut(self, page: int) -> None:
-        """Notes that pages from this one on are gone, or are to be."""
-        if self.whole > page:
-            self.whole = page - page % self.block
+    def whole_below(self, page: int) -> int:
+        """`whole` once pages from this one on are gone, or are to be."""
+        return page - page % self.block if self.whole > page else self.whole
 
     @property
     def grows_from(self) -> int:
@@ -220,9 +203,8 @@ class Slot(Watched):
 class SlotTable:
     """All slots, and how to find one.
 
-    A slot notes its own changes (`Watched`). The index is brought up to date when it is used, so a
-    call that changes much pays for that once, and a call that an exception ended leaves at worst an
-    index to be made anew.
+    The index is brought up to date when it is used, so a call that changes much pays for that once,
+    and a call that an exception ended leaves at worst an index to be made anew.
 
     Args:
         count: how many.
@@ -246,11 +228,11 @@ class SlotTable:
         self, count: int, journal: Journal, base: int = 0, stride: int = 0, block: int = 0
     ) -> None:
         self.changes = 0
+        self._journal = journal
         self.columns = Columns(count)
         self.touched: set[Slot] = set()
         self.slots = [
-            Slot(journal.entries, self.touched, i, base + i * stride, block=block)
-            for i in range(count)
+            Slot(journal.entries, i, base + i * stride, block=block) for i in range(count)
         ]
         self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
@@ -294,37 +276,46 @@ class SlotTable:
         """The slots that a request may get, least recently used first."""
         return self.index.free
 
+    def change(self, slot: Slot, **values: Any) -> None:
+        """Sets attributes of a slot, and has it filed anew."""
+        self.touched.add(slot)
+        self._journal.change([[slot, name, value] for name, value in values.items()])
+
     # ---- ownership -------------------------------------------------------------------------------
 
-    def take(self, slot: Slot, **pages: Any) -> None:
-        """Gives a free slot to a new owner; `pages`: further attributes, if any is granted."""
+    def take(self, slot: Slot) -> None:
+        """Gives a free slot to a new owner."""
         self.changes += 1
-        slot.change(active=True, kept=False, owner=slot.owner + 1, **pages)
+        self.change(slot, active=True, kept=False, owner=slot.owner + 1)
 
-    def give_back(self, slot: Slot, event: Any, now: int) -> None:
-        """Ends an ownership; what was granted is dirty from now on."""
+    def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
+        """Ends an ownership, with edits; what was granted is dirty from now on."""
         self.changes += 1
         events = prune(slot.events) if slot.events else []
-        slot.change(
-            active=False,
-            writer=False,
-            owner=slot.owner + 1,
-            dirty=max(slot.dirty, slot.granted),
-            granted=0,
-            freed_at=now,
-            freed_order=next(self._order),
-            events=events if event is None else [*events, event],
+        self.touched.add(slot)
+        self._journal.change(
+            [
+                [slot, "active", False],
+                [slot, "writer", False],
+                [slot, "owner", slot.owner + 1],
+                [slot, "dirty", max(slot.dirty, slot.granted)],
+                [slot, "granted", 0],
+                [slot, "freed_at", now],
+                [slot, "freed_order", next(self._order)],
+                [slot, "events", events if event is None else [*events, event]],
+                *edits,
+            ]
         )
 
     def mark_broken(self, slot: Slot) -> None:
         """Never hands this slot out again."""
         warn(_log, "slot", "reqid %d is retired: a failed batch was not rolled back", slot.index)
-        slot.broken = True
+        self.change(slot, broken=True)
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
         """Retires the slot of a request whose rows are gone, and returns what to raise."""
         self.mark_broken(slot)
-        slot.lost = True
+        self.change(slot, lost=True)
         return NotRecoverable(
             f"reqid {slot.index} has lost its rows, free it: {error}",
             errno=errno.ENOTRECOVERABLE,
@@ -707,7 +698,7 @@ class Unmap:
     ticket: Any
     head: int = 0
     span: Span = EMPTY
-    places: list[Stretch] = field(default_factory=list)
+    places: Places = NOWHERE
     away: dict[Tier, int] = field(default_factory=dict)
 
     @property
@@ -740,7 +731,7 @@ class Slide:
     span: Span
     ticket: Any
     quiet: bool
-    places: dict[Slot, list[Stretch]]
+    places: dict[Slot, Places]
     away: dict[Tier, int]
 
     @property

@@ -508,9 +508,8 @@ def _disown(group: Group, want: _Want) -> None:
     """Makes a growth in flight one that no request waits for; its pages can be taken back."""
     for slot, _ in want:
         if isinstance(slot.job, Growth):
-            group.journal.keep(slot.job, "grants", "handover")
-            slot.job.grants = []
-            slot.job.handover = []  # the slot keeps these events for its next owner
+            # The slot keeps the events of `handover` for its next owner.
+            group.journal.change([[slot.job, "grants", []], [slot.job, "handover", []]])
     group.pager.poll()
 
 

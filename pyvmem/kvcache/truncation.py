@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.pages import EMPTY, Span, Tier
+from pyvmem.kvcache.pages import Tier
 from pyvmem.kvcache.requests import have_pages
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
@@ -59,7 +59,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
         work.wait()
     ownerless = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
     if not unmaps:
-        _note_all(each, work)
+        groups[0].journal.change([edit for one in each for edit in one.edits(work)])
         _unpin(each)
     elif not _unmap_all(each, work):
         return -1
@@ -75,35 +75,6 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
     check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
     each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
-
-
-def _note_all(each: Sequence[Truncation], work: PriorWork) -> list[Span]:
-    """Writes the truncation into the records of every group, but for `_unpin`.
-
-    Args:
-        each: by group.
-        work: the last work on the rows.
-
-    Returns:
-        The shared pages that go, by group.
-    """
-    gone = []
-    for one in each:
-        group, slot = one.group, one.slot
-        if one.unmaps:
-            gone.append(one.note())
-        else:
-            gone.append(EMPTY)
-            if one.keep < slot.granted:
-                event = work.record()
-                group.pager.shrink(slot, one.keep)
-                group.reclaimer.own_away = None
-                slot.events = [*prune(slot.events), *(() if event is None else (event,))]
-        if group.promoter is not None:
-            group.promoter.forget(slot, one.first)
-        group.enter(slot, one.rows)
-        group.table.changes += 1
-    return gone
 
 
 def _unpin(each: Sequence[Truncation]) -> None:
@@ -127,11 +98,8 @@ def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: Pri
             each.append((group, slot, keep))
     event = work.record() if each else None
     for group, slot, keep in each:
-        group.pager.shrink(slot, keep, written=False)
-        group.reclaimer.own_away = None
+        group.journal.change(group.disowning(slot, keep, event, written=False))
         group.table.changes += 1
-        if event is not None:
-            slot.events = [*prune(slot.events), event]
         if not group.config.deferred_reclaim and slot.job is None:
             group.reclaimer.try_unmap(slot, keep)
 
@@ -161,7 +129,7 @@ class Truncation:
         new_pages: physical pages that the copies take.
         end: pages from here on go where pages are unmapped at once.
         unmaps: they are.
-        addresses: where the copies are before they take their place.
+        addresses: where the copies are until they take their place; None: there are none.
     """
 
     group: Group
@@ -199,7 +167,7 @@ class Truncation:
             *(max(keep, copied), unmaps),
         )
 
-    def copy(self, ops: OpBatch) -> None:
+    def copy(self, ops: OpBatch) -> Reservation:
         """Adds to a batch that what is kept of shared pages is copied to scratch addresses.
 
         The request's own work is over; that of others who wrote the shared pages is waited for.
@@ -208,9 +176,9 @@ class Truncation:
         for block, *_ in slot.shared_part(self.shared, self.copied).parts:
             for event in prune(block.events):
                 wait_for(event)
-        self.addresses = group.scratch.take(self.stride * layout.num_tensors)
+        addresses = group.scratch.take(self.stride * layout.num_tensors)
         ops.populate(
-            self.addresses.addr,
+            addresses.addr,
             self.stride,
             layout.num_tensors,
             self.stride,
@@ -219,20 +187,16 @@ class Truncation:
             copy_stride=layout.tensor_bytes,
             copy_bytes=layout.bytes_for(self.rows) - self.shared * layout.page_size,
         )
-
-    def give_addresses(self) -> None:
-        """Gives the scratch addresses back, where nothing is mapped."""
-        if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            self.group.scratch.give(addresses)
+        return addresses
 
     def drop_copy(self) -> None:
-        """Undoes `copy` once the batch has run."""
+        """Undoes `copy` once the batch has run; may be repeated."""
         if self.addresses is not None:
-            addresses, self.addresses = self.addresses, None
-            self.group.scratch.give_mapped(addresses, self.stride * self.group.layout.num_tensors)
-            self.group.reclaimer.held -= self.new_pages
-            self.group.counters.reclaimed += self.new_pages
+            edits = self.group.reclaimer.freeing(self.copied - self.shared, {})
+            nbytes = self.stride * self.group.layout.num_tensors
+            self.group.scratch.give_mapped(
+                self.addresses, nbytes, [*edits, [self, "addresses", None]]
+            )
 
     def unmap(self, ops: OpBatch) -> None:
         """Adds to a batch that the copies are mapped over shared pages, and what follows goes."""
@@ -261,23 +225,42 @@ class Truncation:
                 split=True,
             )
 
-    def note(self) -> Span:
-        """Does in the records what `unmap` does; returns the shared pages that go."""
+    def edits(self, work: PriorWork) -> list[list[Any]]:
+        """The change of the records, but for `_unpin`; `work`: the last on the rows."""
+        group, slot = self.group, self.slot
+        edits = group.entering(slot, self.rows)
+        if self.unmaps:
+            edits += self._unmapping()
+        elif self.keep < slot.granted:
+            edits += group.disowning(slot, self.keep, work.record())
+        if group.promoter is not None:
+            edits += group.promoter.forgetting(slot, self.first)
+        return [*edits, [group.table, "changes", group.table.changes + 1]]
+
+    def _unmapping(self) -> list[list[Any]]:
+        """What `unmap` does."""
         group, slot, places = self.group, self.slot, self.slot.places
-        own = max(self.end, slot.head + slot.span.pages)
+        own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
         away: dict[Tier, int] = {}
         granted = self.keep
         if places.noted:
             away = places.away(own, slot.mapped)
-            places.forget(self.shared, self.copied)
-            places.forget(self.end, slot.mapped)
+            places = places.without(self.shared, self.copied).without(self.end, slot.mapped)
             granted = max(granted, places.away_end)
-        gone = max(0, slot.mapped - own) - sum(away.values())
-        kept, tail = slot.span.part(self.shared - slot.head)
-        group.pager.replace(slot, kept, min(slot.mapped, self.end), granted)
-        group.reclaimer.shared.use(tail, end=True)
-        group.reclaimer.count_freed(gone, away)
-        return tail
+        freed = max(0, slot.mapped - own) - sum(away.values())
+        kept, gone = slot.span.part(self.shared - slot.head)
+        group.table.touched.add(slot)
+        return [
+            [slot, "places", places],
+            [slot, "span", kept],
+            [slot, "mapped", mapped],
+            [slot, "dirty", min(max(slot.dirty, slot.granted), mapped)],
+            [slot, "whole", slot.whole_below(mapped)],
+            *group.pager.granting(slot, granted),
+            *group.reclaimer.shared.using({gone: -1}, {gone: -1}),
+            [self, "addresses", None],
+            *group.reclaimer.freeing(freed, away),
+        ]
 
 
 def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
@@ -298,18 +281,19 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
         for one in begun:
             one.unmap(ops)
         after = [event for one in begun for event in one.slot.events]
-        with first.mapper.transaction() as change:
-            gone = _note_all(each, work)
-            change.run(ops, after, first.counters.waits)
+        used = [(one.group.scratch, one.addresses) for one in begun]
+        edits = [edit for one in each for edit in one.edits(work)]
+        first.mapper.commit(edits, ops, after, waits=first.counters.waits)
     except VMemError as error:
         if isinstance(error, NotRecoverable):
             raise _lost(begun, error) from error
-        for one in begun:
-            one.drop_copy()
+        _drop_copies(begun)
         raise
-    for one, span in zip(each, gone, strict=True):
-        one.group.reclaimer.unref(span)
-        one.give_addresses()
+    for scratch, addresses in used:
+        if addresses is not None:
+            scratch.give(addresses)
+    for one in begun:
+        one.group.reclaimer.drop_unheld()
     _unpin(each)
     return True
 
@@ -321,22 +305,28 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
     if not have_pages([(one.group, one.new_pages) for one in copies]):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
+    edits: list[list[Any]] = []
+    first.journal.on_abort(partial(_drop_copies, copies))
     try:
         for one in copies:
-            one.copy(ops)
-        with first.mapper.transaction() as change:
-            for one in copies:
-                one.group.reclaimer.held += one.new_pages
-            change.run(ops, waits=first.counters.waits)
+            reclaimer, counters = one.group.reclaimer, one.group.counters
+            edits += (
+                [one, "addresses", one.copy(ops)],
+                [reclaimer, "held", reclaimer.held + one.new_pages],
+                [counters, "grown", counters.grown + one.new_pages],
+            )
+        first.mapper.commit(edits, ops, waits=first.counters.waits)
     except VMemError as error:
-        for one in copies:
-            one.give_addresses()
         if first.sharing.is_shortage(error):
             return False
         raise
-    for one in copies:
-        one.group.counters.grown += one.new_pages
     return True
+
+
+def _drop_copies(copies: Sequence[Truncation]) -> None:
+    """Undoes `_copy_all`; may be repeated."""
+    for one in copies:
+        one.drop_copy()
 
 
 def _lost(begun: Sequence[Truncation], error: NotRecoverable) -> NotRecoverable:

@@ -22,8 +22,8 @@ import errno
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain, compress, repeat
-from operator import attrgetter, sub
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from pyvmem.errors import OutOfMemory, TooManyBatches
@@ -31,7 +31,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.pages import EMPTY, Block, Part, Span, Stretch, Tier
+from pyvmem.kvcache.pages import EMPTY, Part, Places, Span, Tier
 from pyvmem.kvcache.reclaim import Reclaimer
 from pyvmem.kvcache.slots import Slide, Slot
 from pyvmem.memory.ops import OpBatch
@@ -168,7 +168,7 @@ class Window:
         shares, parted = [], dict[tuple[tuple[Part, ...], int], tuple[Span, Span]]()
         count: Counter[Span] = Counter()
         keeping, kept = [], []
-        places: dict[Slot, list[Stretch]] = {}
+        places: dict[Slot, Places] = {}
         away: Counter[Tier] = Counter()
         for slot, head, later, least in due:
             index = slot.index
@@ -183,19 +183,19 @@ class Window:
                 if key not in parted:
                     parted[key] = slot.span.part(head - slot.head)
                 share, rest = parted[key]
-                count[share] += 1
+                count[share] -= 1
                 shares.append(share)
                 keeping.append(slot)
                 kept.append(rest)
             else:
                 shares.append(EMPTY)
             if slot.places.noted:
-                places[slot] = slot.places.noted_in(slot.head, head)
+                places[slot] = slot.places.within(slot.head, head)
                 away.update(slot.places.away(slot.head + shares[-1].pages, head))
-                edits.append([slot.places, "noted", slot.places.without(slot.head, head)])
+                edits.append([slot, "places", slot.places.without(slot.head, head)])
         if keeping:
             edits.append([keeping, "span", kept])
-            self._end_uses(edits, count)
+            edits += reclaimer.shared.using(count)
         reclaimer.table.columns.unmaps(indexes, lows, heads, ops)
         parts = chain.from_iterable(map(attrgetter("parts"), shares))
         span = Span(tuple(parts)) if keeping else EMPTY
@@ -211,30 +211,9 @@ class Window:
         )
         reclaimer.table.touched.update(slots)
 
-    def _end_uses(self, edits: list[list[Any]], spans: Counter[Span]) -> None:
-        """Adds that so many requests no longer use these shared pages, which stay held."""
-        shared, users = self.reclaimer.shared, dict[Block, list[int]]()
-        used, uses, away = shared.used, shared.uses, shared.away_uses
-        for span, count in spans.items():
-            for block, low, high in span.parts:
-                of = users.setdefault(block, block.users[:])
-                of[low:high] = map(sub, of[low:high], repeat(count))
-                if block.away:
-                    away -= (high - low) * count
-                else:
-                    uses -= (high - low) * count
-                    used -= of[low:high].count(0)
-        edits += (
-            [list(users), "users", list(users.values())],
-            [shared, "used", used],
-            [shared, "uses", uses],
-            [shared, "away_uses", away],
-        )
-
-    def begin(self, slot: Slot, head: int) -> None:
-        """Notes that a request begins with the window of a recorded prefix, from page `head` on."""
-        if head:
-            self._set(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
+    def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
+        """The edits of a request with the window of a recorded prefix, from page `head` on."""
+        return self._setting(slot.index, self._goes_at(head + 1), self._window + self._rows(head))
 
     def follow(self, slots: Sequence[Slot], parent: Slot) -> None:
         """Notes that requests begin with the rows that another's window holds."""
@@ -252,16 +231,16 @@ class Window:
         if low > slot.head and slot.job is None:
             _begin([(self, [(slot, low, self._goes_at(low + 1), least)])], [])
 
-    def forget(self, slot: Slot) -> None:
-        """Ends a request; call it while the slot is still its own."""
-        if not slot.stale:
-            self.reclaimer.slid -= slot.head
-        self._set(slot.index, self._first, 0)
+    def forgetting(self, slot: Slot) -> list[list[Any]]:
+        """The edits for the end of a request; the slot is still its own."""
+        slid = self.reclaimer.slid - (0 if slot.stale else slot.head)
+        return [[self.reclaimer, "slid", slid], *self._setting(slot.index, self._first, 0)]
+
+    def _setting(self, index: int, later: int, least: int) -> list[list[Any]]:
+        return [[self._next, index, later], [self._least, index, least]]
 
     def _set(self, index: int, later: int, least: int) -> None:
-        for numbers, value in ((self._next, later), (self._least, least)):
-            self._journal.undo(numbers.__setitem__, index, numbers[index])
-            numbers[index] = value
+        self._journal.change(self._setting(index, later, least))
 
 
 def slide(windows: Sequence[tuple[Window, Sequence[int]]], stream: Any) -> None:

@@ -341,7 +341,7 @@ class Context(AddressSpace, Closable):
         """
         if not isinstance(ops, OpBatch):
             raise unexpected("ops", ops, "OpBatch")
-        items, _keep = self._ready(after)
+        items, _keep = self._ready(after) if after else (_native.AFTER_NONE, ())
         _native.batch(self.handle, ops._array, len(ops), items, outcome=outcome, waits=waits)
         for pages in ops._consumed:
             pages._done = True

@@ -10,7 +10,16 @@ from typing import Any
 import numpy
 import pytest
 
-from pyvmem import Context, DriverError, Inject, InvalidArgument, KVCache, KVCacheConfig, OpBatch
+from pyvmem import (
+    Context,
+    DriverError,
+    Inject,
+    InvalidArgument,
+    KVCache,
+    KVCacheConfig,
+    OpBatch,
+    _native,
+)
 from pyvmem._native import Columns, Outcome, Waits, extend
 
 PAGE, ROW = 4096, 100
@@ -242,12 +251,36 @@ def test_edits_are_made_by_the_call_that_succeeds() -> None:
         assert outcome.happened
         assert (one.held, two.held, list(items), table) == (6, 7, [1, 8], {5: 1, 6: 9})
         # What was there lives on until the edits are dropped.
-        assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, None, 2, None]
+        assert [edits[0][2], *edits[1][2], edits[2][2], edits[3][2]] == [first, 5, ..., 2, ...]
         object.__setattr__(one, "held", 1)
         ops.clear()
         ops.unmap(addresses.addr, PAGE)
         context.batch(ops, (), outcome)
         assert one.held == 1, "made once"
+
+
+def test_edits_without_a_call_can_be_taken_back() -> None:
+    one = Guarded()
+    object.__setattr__(one, "held", 1)
+    items, table = array("Q", [1, 2]), {5: 1, 6: 2}
+    keys = [(1,), (2,), (3,)]
+    chosen = set(keys[:2])
+    edits: list[list[Any]] = [
+        [one, "held", 2], [[one], "held", [3]], [items, slice(None), array("Q", [3, 4])],
+        [table, 5, ...], [table, 7, 3], [table, 8, ...],
+        [chosen, keys[0], ...], [chosen, keys[1], None], [chosen, keys[2], None],
+    ]  # fmt: skip
+    made: list[Any] = [False, edits]
+    _native.change_back(made)
+    assert (one.held, table, chosen) == (1, {5: 1, 6: 2}, set(keys[:2])), "nothing was made"
+    for _ in range(2):
+        _native.change(made)
+        assert (one.held, list(items), table) == (3, [3, 4], {6: 2, 7: 3})
+        assert chosen == set(keys[1:])
+    for _ in range(2):
+        _native.change_back(made)
+        assert (one.held, list(items), table) == (1, [1, 2], {5: 1, 6: 2})
+        assert chosen == set(keys[:2])
 
 
 def test_surplus_is_of_plain_slots() -> None:

@@ -21,6 +21,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,12 +81,20 @@ def scenario(make: Scenario) -> Scenario:
     return make
 
 
+def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Callable[[], None]:
+    """A call that returns this value."""
+
+    def call() -> None:
+        assert function(*args) == value
+
+    return call
+
+
 # ---- taking and giving slots ---------------------------------------------------------------------
 
 
 def _allocating(engine: Engine, cache: Any) -> Steps:
-    def call() -> Any:
-        return cache.alloc_reqid(ROWS)
+    call = partial(cache.alloc_reqid, ROWS)
 
     def again() -> None:
         engine.take(cache, call(), [])
@@ -147,9 +156,7 @@ def _growing(engine: Engine, cache: Any, more: dict[int, int], call: Any = None)
                 assert is_zero(part, reqid, held, rows - held), "new rows are not zero"
             engine.write(cache, reqid, rows)
 
-    def step() -> None:
-        assert cache.step(want) == 0
-
+    step = _gives(0, cache.step, want)
     return call or step, again
 
 
@@ -188,8 +195,7 @@ def _short(
     """A request for which memory is short; fewer rows fit."""
     want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
-    def call() -> None:
-        assert step(want) == -1
+    call = _gives(-1, step, want)
 
     def again() -> None:
         call()
@@ -202,8 +208,7 @@ def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
     want = lens(cache, more)
     _, step = _growing(engine, cache, more)
 
-    def call() -> None:
-        assert cache.step_async(want) == 0
+    call = _gives(0, cache.step_async, want)
 
     def again() -> None:
         call()
@@ -247,8 +252,7 @@ def _sliding(engine: Engine, **changes: Any) -> Steps:
     want = lens(cache, {reqid: 41})
     low = 24  # the step to 41 leaves the rows from 28 on, and with them the page from 24 on
 
-    def call() -> None:
-        assert cache.step(want) == 0
+    call = _gives(0, cache.step, want)
 
     def again() -> None:
         call()
@@ -273,9 +277,7 @@ def step_without_some(engine: Engine) -> Steps:
     reqid = engine.start(cache, 3)
     want = [3 * ROWS if slot == reqid else 0 for slot in range(4)]
 
-    def call() -> None:
-        assert cache.step(want) == 0
-
+    call = _gives(0, cache.step, want)
     _, again = _growing(engine, cache, {reqid: 3 * ROWS})
     return call, again
 
@@ -340,8 +342,7 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
     tags = engine.held[cache, reqid]
     engine.held[cache, reqid] = tags[:length]
 
-    def call() -> None:
-        assert cache.truncate(reqid, length) == 0
+    call = _gives(0, cache.truncate, reqid, length)
 
     def again() -> None:
         held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
@@ -370,8 +371,7 @@ def truncate_short(engine: Engine) -> Steps:
     cache.record(reqid, list(range(2 * ROWS)))
     other = engine.start(cache, 2 * ROWS)
 
-    def call() -> None:
-        assert cache.truncate(reqid, ROWS + 3) == -1
+    call = _gives(-1, cache.truncate, reqid, ROWS + 3)
 
     def again() -> None:
         call()
@@ -387,8 +387,7 @@ def truncate_short(engine: Engine) -> Steps:
 def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count: int = 1) -> Steps:
     tags = engine.held[cache, parent][:length]
 
-    def call() -> Any:
-        return cache.fork_many(parent, count, length)
+    call = partial(cache.fork_many, parent, count, length)
 
     def again() -> None:
         children = call()
@@ -438,8 +437,7 @@ def fork_into(engine: Engine) -> Steps:
     """The caller knows which slot, as with `claim`."""
     cache, parent = _forkable(engine, ROWS + 3)
 
-    def call() -> Any:
-        return cache.fork(parent, into=4)
+    call = partial(cache.fork, parent, into=4)
 
     def again() -> None:
         if cache.is_taken(4):
@@ -480,8 +478,7 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
 
-    def call() -> Any:
-        return cache.record(reqid, tokens)
+    call = partial(cache.record, reqid, tokens)
 
     def again() -> None:
         assert call() == whole
@@ -640,8 +637,7 @@ def can_admit_a_match_again(engine: Engine) -> Steps:
 
 
 def _prefixed(engine: Engine, cache: Any, prompt: Any, tags: list[int], leave: int = 1) -> Steps:
-    def call() -> Any:
-        return cache.alloc_prefix(prompt, leave)
+    call = partial(cache.alloc_prefix, prompt, leave)
 
     def again() -> None:
         taken = call()
@@ -878,6 +874,22 @@ def step_evicts_a_window(engine: Engine) -> Steps:
 # ---- preemption, admission, reports --------------------------------------------------------------
 
 
+def _swapped(engine: Engine, call: Callable[[], None]) -> bool:
+    """True once a request is out: one that nobody has the rows of must be there still.
+
+    But for the last instructions, between the end of the records' part and the caller.
+    """
+    if not engine.swapped:
+        try:
+            call()
+        except InvalidArgument:
+            assert engine.place.startswith(
+                ("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after ")
+            )
+            return False
+    return True
+
+
 def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
     tags = engine.held[cache, reqid]
     engine.leaves(cache, reqid)
@@ -886,22 +898,11 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
         engine.swapped.append(cache.swap_out(reqid))
 
     def again() -> None:
-        """A request that nobody has the rows of must be there still.
-
-        But for the last instructions, between the end of the records' part and the caller.
-        """
         engine.leaving.clear()
-        if not engine.swapped:
-            try:
-                call()
-            except InvalidArgument:
-                assert engine.place.startswith(
-                    ("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after ")
-                )
-                del engine.held[cache, reqid]
-                return
+        out = _swapped(engine, call)
         del engine.held[cache, reqid]
-        engine.take(cache, cache.swap_in(engine.swapped[0]), tags)
+        if out:
+            engine.take(cache, cache.swap_in(engine.swapped[0]), tags)
 
     return call, again
 
@@ -918,14 +919,8 @@ def swap_out_with_a_window(engine: Engine) -> Steps:
         engine.swapped.append(cache.swap_out(reqid))
 
     def again() -> None:
-        if not engine.swapped:
-            try:
-                call()
-            except InvalidArgument:
-                assert engine.place.startswith(
-                    ("kvcache/journal.py", "kvcache/cache.py", "kvcache/waits.py", "after ")
-                )
-                return
+        if not _swapped(engine, call):
+            return
         back = cache.swap_in(engine.swapped[0])
         assert back is not None, "no slot"
         assert read_rows(cache, back, 24, tags[24:]), "rows in the window"
@@ -947,8 +942,7 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
     swapped = cache.swap_out(reqid)
     engine.swapped.append(swapped)
 
-    def call() -> Any:
-        return cache.swap_in(swapped)
+    call = partial(cache.swap_in, swapped)
 
     def again() -> None:
         """If it is in already, some slot has its rows."""
@@ -988,8 +982,7 @@ def swap_in_short(engine: Engine) -> Steps:
     engine.swapped.append(swapped)
     other = engine.start(cache, 2 * ROWS)
 
-    def call() -> None:
-        assert cache.swap_in(swapped) is None
+    call = _gives(None, cache.swap_in, swapped)
 
     def again() -> None:
         call()
@@ -1362,8 +1355,7 @@ def map_common_pages(engine: Engine) -> Steps:
     """Every slot is taken or none; those of a call whose result nobody received are given back."""
     cache = _common(engine)
 
-    def call() -> Any:
-        return cache.map_common_pages(ROWS)
+    call = partial(cache.map_common_pages, ROWS)
 
     def again() -> None:
         assert len(engine.unknown(cache)) in (0, cache.config.max_batch)
@@ -1977,8 +1969,7 @@ def layered_step_slides(engine: Engine) -> Steps:
     tags = {reqid: engine.held.pop((cache, reqid)) for reqid in (first, second)}
     want = lens(cache, dict.fromkeys(tags, 5 * ROWS + 1))
 
-    def call() -> None:
-        assert cache.step(want) == 0
+    call = _gives(0, cache.step, want)
 
     def again() -> None:
         call()
@@ -2267,9 +2258,7 @@ def engine_match(engine: Engine) -> Steps:
 def engine_record(engine: Engine) -> Steps:
     served = Served(engine)
 
-    def call() -> None:
-        assert served.requests.record(served.one, list(range(served.one.length))) == 2 * ROWS
-
+    call = _gives(2 * ROWS, served.requests.record, served.one, list(range(served.one.length)))
     return served.steps(call, call)
 
 
@@ -2291,8 +2280,7 @@ def engine_fork_async(engine: Engine) -> Steps:
 def engine_prepare(engine: Engine) -> Steps:
     served = Served(engine)
 
-    def call() -> None:
-        assert served.requests.prepare({served.one: 4 * ROWS}) is None
+    call = _gives(None, served.requests.prepare, {served.one: 4 * ROWS})
 
     def again() -> None:
         call()
@@ -2305,8 +2293,7 @@ def engine_prepare(engine: Engine) -> Steps:
 def engine_extend(engine: Engine) -> Steps:
     served = Served(engine)
 
-    def call() -> None:
-        assert served.requests.extend({served.one: 4 * ROWS}) is None
+    call = _gives(None, served.requests.extend, {served.one: 4 * ROWS})
 
     def again() -> None:
         held = len(served.rows[served.one])
@@ -2320,8 +2307,7 @@ def engine_extend(engine: Engine) -> Steps:
 def _served_truncating(served: Served) -> Steps:
     length = ROWS + 3
 
-    def call() -> None:
-        assert served.requests.truncate(served.one, length) is None
+    call = _gives(None, served.requests.truncate, served.one, length)
 
     def again() -> None:
         call()
@@ -2331,8 +2317,7 @@ def _served_truncating(served: Served) -> Steps:
 
 
 def _served_forking(served: Served) -> Steps:
-    def call() -> Any:
-        return served.requests.fork(served.one, 2)
+    call = partial(served.requests.fork, served.one, 2)
 
     def again() -> None:
         made = call()
@@ -2388,8 +2373,7 @@ def engine_swap_in(engine: Engine) -> Steps:
     served = Served(engine)
     served.requests.swap_out(served.one)
 
-    def call() -> None:
-        assert served.requests.swap_in(served.one) is None
+    call = _gives(None, served.requests.swap_in, served.one)
 
     def again() -> None:
         if served.one.state is State.SWAPPED:

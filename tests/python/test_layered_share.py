@@ -20,7 +20,8 @@ from pyvmem import (
     VMemError,
 )
 from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
-from pyvmem.kvcache.growth import Pager, Planner
+from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.growth import Planner
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -137,19 +138,20 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
         parent, tags = started(cache, 2 * UNIT + 1)
         cache.record(parent, range(2 * UNIT))
         before, pages = state(cache), cache.stats().active_pages
-        pager = cache._groups[place].pager
+        group = cache._groups[place]
 
         def broken(real: Any, owner: Any) -> Any:
-            def call(self: Any, *args: Any) -> None:
+            def call(self: Any, *args: Any) -> Any:
                 if self is owner:
                     raise error("the driver has no more of it")
-                real(self, *args)
+                return real(self, *args)
 
             return call
 
         with monkeypatch.context() as patch:
-            patch.setattr(Pager, "assign", broken(Pager.assign, pager))  # of prefixes
-            patch.setattr(Planner, "populate", broken(Planner.populate, pager.planner))  # of forks
+            patch.setattr(Group, "lending", broken(Group.lending, group))  # of prefixes
+            planner = group.pager.planner
+            patch.setattr(Planner, "populate", broken(Planner.populate, planner))  # of forks
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None

@@ -57,11 +57,12 @@ def _change(table: SlotTable, rng: random.Random) -> None:
     elif what == 2 and rng.random() < 0.1:
         table.mark_broken(slot)
     else:
+        table.touched.add(slot)
         if what == 3:
             slot.mapped = rng.randrange(slot.job is not None, 6)
             slot.granted, slot.head = min(slot.granted, slot.mapped), min(slot.head, slot.mapped)
             slot.span = EMPTY
-            slot.places.forget(slot.mapped, 8)
+            slot.places = slot.places.without(slot.mapped, 8)
         elif what == 4 and slot.active:
             slot.granted = rng.randrange(slot.mapped + 1)
         elif what == 5:
@@ -74,7 +75,7 @@ def _change(table: SlotTable, rng: random.Random) -> None:
         elif what == 7:
             slot.head = rng.randrange(slot.mapped + 1) if rng.random() < 0.3 else 0
         elif what == 8 and slot.mapped >= 2:
-            slot.places.put(0, 2, rng.choice([DEVICE, Tier(Location.HOST)]))
+            slot.places = slot.places.put((0, 2, rng.choice([DEVICE, Tier(Location.HOST)])))
         elif what == 9:
             slot.whole = rng.randrange(slot.mapped + 1) // 2 * 2
     for one in table:
@@ -135,14 +136,14 @@ def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
     for slot in table:
         table.take(slot)
     for index in (2, 0, 3, 1):
-        table[index].mapped = 2
+        table.change(table[index], mapped=2)
         table.give_back(table[index], None, 0)
     for index in (2, 0, 3, 1):
         found = table.best_fit(1)
         assert found is table[index]
         table.take(found)
         table.give_back(found, None, 0)
-    table[3].mapped = 1
+    table.change(table[3], mapped=1)
     assert table.best_fit(1) is table[3], "the best fit goes first"
     assert table.best_fit(3) is table[2], "else the most, and of these the one free for longest"
 
@@ -165,12 +166,12 @@ def test_ranks_take_the_slot_that_was_freed_last() -> None:
 def test_victims_may_be_cut_while_they_are_gone_through() -> None:
     table = SlotTable(3, Journal())
     for slot in table:
-        slot.mapped = 2
+        table.change(slot, mapped=2)
     seen = []
     for slot in table.victims():
         seen.append(slot)
         for one in table:
-            one.job = SimpleNamespace(takes_pages=True, pages=2)
+            table.change(one, job=SimpleNamespace(takes_pages=True, pages=2))
         assert table.index.returning == 6
     assert seen == [table[0]]
 
@@ -179,12 +180,13 @@ def test_a_slot_that_changes_is_filed_anew() -> None:
     journal = Journal()
     table = SlotTable(3, journal, block=4)
     assert table.index.spare == 0
-    table[1].mapped = 3
+    table.change(table[1], mapped=3)
     assert table.index.spare == 3
-    journal.put_all([table[0], table[2]], "mapped", [4, 5])
+    table.touched.update([table[0], table[2]])
+    journal.change([[[table[0], table[2]], "mapped", [4, 5]]])
     assert table.index.spare == 12
-    table[2].whole = 4
-    table[2].change(active=True, granted=1)
+    table.change(table[2], whole=4)
+    table.change(table[2], active=True, granted=1)
     assert table.index.spare == 8, "an entry of 2 MiB that its owner has a part of"
     assert table.check() == []
 
@@ -192,7 +194,7 @@ def test_a_slot_that_changes_is_filed_anew() -> None:
 def test_what_nobody_noted_is_found() -> None:
     table = SlotTable(2, Journal())
     assert table.check() == []
-    object.__setattr__(table[1], "mapped", 3)  # past the slot's own note
+    table[1].mapped = 3
     found = table.check()
     assert any("spare is 0, made anew 3" in one for one in found)
     table.rebuild()
