@@ -16,7 +16,7 @@ from pyvmem.commands import cli
 
 WIDTH = "88"  # width of usage lines, independent of the terminal
 # Benchmarks of whole engines have their own page.
-SERVING = ("serve", "sharing", "swap", "vllm", "models", "paper")
+SERVING = ("serve", "sharing", "swap", "vllm", "sglang", "models", "paper")
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

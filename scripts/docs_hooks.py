@@ -54,6 +54,7 @@ LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^( *)(```+|~~~+)", re.M)
 INCLUDE = re.compile(r"^<!-- include (\S+) (\w+) -->$", re.M)
 TABLE = re.compile(r"<table>.*?</table>", re.S)
+LONG = 20  # rows of a table that a phone shows folded
 CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.S)
 CODE = re.compile(r"<code>[^<]*</code>")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
@@ -277,7 +278,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks table cells and options that must not wrap, or need width.
+    """Marks table cells and options that must not wrap, or need width; long tables can be folded.
 
     Also shows names that a docstring describes together as equals.
     """
@@ -292,7 +293,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     def table(match: re.Match[str]) -> str:
         columns = match[0].partition("</tr>")[0].count("<th")
         wide = columns > 2
-        return CELL.sub(lambda found: cell(found, columns), match[0]) if wide else match[0]
+        text = CELL.sub(lambda found: cell(found, columns), match[0]) if wide else match[0]
+        rows = text.count("<tr>") - 1
+        if rows < LONG:
+            return text
+        summary = f"<summary>Table of {rows} rows</summary>"
+        return f'<details class="rows" open>{summary}{text}</details>'
 
     def code(match: re.Match[str]) -> str:
         return OPTION.sub(r'<span class="option">\g<0></span>', match[0])

@@ -43,7 +43,7 @@ from pyvmem.ledger.accounts import Ledger, Participant, device_of, weakly
 from pyvmem.memory.context import Context
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import RLock, free_in_children, reentrant_lock, when_collected
-from pyvmem.plumbing.units import counted
+from pyvmem.plumbing.units import counted, format_bytes
 from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
@@ -205,6 +205,10 @@ class Budget(Closable):
             )
             when_collected(self, self._ledger.close).atexit = True
             self._ledger.start(weakly(self._tend))
+
+    def __repr__(self) -> str:
+        size, caches = format_bytes(self.total_bytes), counted(len(self._shares), "cache")
+        return f"<Budget of {size} for {caches}{', on a ledger' * self.on_ledger}>"
 
     @property
     def on_ledger(self) -> bool:

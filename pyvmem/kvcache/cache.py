@@ -95,6 +95,9 @@ class GroupView:
         self.config, self.layout = parts.layout.config, parts.layout
         self.context, self.reservation = parts.context, parts.reservation
 
+    def __repr__(self) -> str:
+        return f"<GroupView of {counted(self.config.num_layers, 'layer')}: {self.layout!r}>"
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """See `KVCache.tensors`."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pyvmem.kvcache.checks import bounded, invalid, real, switched
@@ -72,25 +72,20 @@ _SWITCHES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KVCacheConfig:
     """Shape, limits and policy of a `KVCache`. Checked on construction.
+
+    Most engines set the model's shape, `max_batch`, `max_seq_len` and perhaps `memory_limit`. The
+    fields after that are passed by name. They are of models (`tensors_per_layer` to `state`), of
+    what kernels read (`overread_rows` to `packed_slots`), further limits (`memory_floor` to
+    `max_mappings`), and of when memory is mapped, kept and given back. The `repr` shows what
+    differs from the defaults.
 
     Attributes:
         num_layers: layers of the model that have keys and values.
         num_kv_heads: key/value heads of a layer (on this device).
         head_dim: elements of one head.
-        tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
-            latent and the rotary part together), which `KVCache.k` returns.
-        window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
-            before it are unmapped while a request runs, and no kernel may read them. By growing a
-            request, a `step` states that the work on its rows so far was launched on the step's
-            stream. The window before the end of a request's last whole sharing unit
-            (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
-            prefix.
-        window_tile: rows before the window that stay mapped: the most that a kernel reads there,
-            since it reads whole tiles, and the most tokens that an engine may take back. What
-            `step` joins (`KVCache.promote`) leaves this many of the last rows alone.
         dtype: name of the elements' type (see `DTYPE_BYTES`), or a `torch.dtype`.
         max_batch: slots, the most requests at a time.
         max_seq_len: tokens that a slot can hold; addresses for all of them are reserved.
@@ -104,27 +99,21 @@ class KVCacheConfig:
         memory_limit: the most physical memory behind the cache, in bytes, rounded down to pages. 0:
             0.9 of what is free on the GPU when the cache is made; on host, all that is available;
             no more than a given context's `mem_limit`.
-        memory_floor: bytes that the other caches of its `Budget` must leave to it.
-        host_limit: the most host memory that `KVCache.move` uses, in bytes, for all layers
-            together; 0: no limit but the machine's.
-        peer_limit: the same for all peer devices together.
-        host_prefixes: host memory for recorded prefixes that are evicted, in bytes, for all layers
-            together; 0: none, their rows are lost. The least recently used of them make room for
-            others, and `KVCache.alloc_prefix` copies them back. The memory is taken when it is
-            needed, locked in a cache of a GPU, and kept until the cache is closed. Needs numpy;
-            not with a window or a state, and not on several ranks.
-        zero_fill: zero pages before they go to another request.
-        deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
-            unmapped in the background as soon as the slot's last GPU work is over.
-        keep_mapped: what `KVCache.free_reqid` records stays mapped in the freed slot, read-only,
-            while slots are not scarce and until it is evicted: the next turn of a conversation
-            takes that slot without a driver call.
-        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: never by
-            age.
-        eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
-            background while memory is ample and nothing else is being mapped.
-        low_watermark: with less than this fraction of the memory free, pages of free slots are
-            unmapped in the background, least recently used first; 0 to 1.
+        tensors_per_layer: 2: keys and values; 1: one tensor, such as MLA's latent (one head of the
+            latent and the rotary part together), which `KVCache.k` returns.
+        window: tokens that every layer attends to, the present one included; 0: all. Pages of rows
+            before it are unmapped while a request runs, and no kernel may read them. By growing a
+            request, a `step` states that the work on its rows so far was launched on the step's
+            stream. The window before the end of a request's last whole sharing unit
+            (`KVCache.sharing_unit`) stays mapped as well, so that its rows can be recorded as a
+            prefix.
+        window_tile: rows before the window that stay mapped: the most that a kernel reads there,
+            since it reads whole tiles, and the most tokens that an engine may take back. What
+            `step` joins (`KVCache.promote`) leaves this many of the last rows alone.
+        state: the layers keep one row per request instead of one per token: the whole row is there
+            from the first token on, and every token updates it. For linear attention, state spaces
+            and convolutions. What requests hold is still counted in tokens. Forks copy the state;
+            it cannot be rolled back, and recorded prefixes do not include it (`KVCache.match`).
         overread_rows: rows to map past a request's length, since a kernel may read them: 191 for
             FlashAttention-3's contiguous call, 127 for FlexAttention on a GPU, 0 for all others
             (`pyvmem.attention.overread_rows`). A step that adds more than `PREFILL_TOKENS` tokens
@@ -142,6 +131,30 @@ class KVCacheConfig:
             (``stride(0) == max_seq_len * stride(1)``); a full slot must then be whole pages.
             Otherwise slots are aligned to 2 MiB where that costs few addresses, so that a run of
             small pages can become one big mapping.
+        memory_floor: bytes that the other caches of its `Budget` must leave to it.
+        host_limit: the most host memory that `KVCache.move` uses, in bytes, for all layers
+            together; 0: no limit but the machine's.
+        peer_limit: the same for all peer devices together.
+        host_prefixes: host memory for recorded prefixes that are evicted, in bytes, for all layers
+            together; 0: none, their rows are lost. The least recently used of them make room for
+            others, and `KVCache.alloc_prefix` copies them back. The memory is taken when it is
+            needed, locked in a cache of a GPU, and kept until the cache is closed. Needs numpy;
+            not with a window or a state, and not on several ranks.
+        max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its
+            default. For several caches on one machine, whose defaults may add up to more than the
+            driver allows.
+        zero_fill: zero pages before they go to another request.
+        deferred_reclaim: a freed slot keeps its pages for the next request; otherwise they are
+            unmapped in the background as soon as the slot's last GPU work is over.
+        keep_mapped: what `KVCache.free_reqid` records stays mapped in the freed slot, read-only,
+            while slots are not scarce and until it is evicted: the next turn of a conversation
+            takes that slot without a driver call.
+        reclaim_steps: unmap pages of slots that have been free for this many steps; 0: never by
+            age.
+        eager_pages: keep one free slot with this many pages per tensor mapped, prepared in the
+            background while memory is ample and nothing else is being mapped.
+        low_watermark: with less than this fraction of the memory free, pages of free slots are
+            unmapped in the background, least recently used first; 0 to 1.
         growth_fraction: with ample memory, a request that lacks a page gets up to this fraction of
             what it has, rounded to a power of two of pages and at most 2 MiB per tensor: fewer
             driver calls and mappings. Pages beyond its need are mapped but unowned (`CacheStats`:
@@ -159,18 +172,11 @@ class KVCacheConfig:
             piece what grew in pieces, where the back end can (`pyvmem.Caps.JOIN`). It waits
             for all work on the device first, and other threads must not launch work on the cache
             meanwhile. 1: only a `step` that would otherwise return -1; 0: never.
-        max_mappings: limit on mappings of the context that the cache opens (`Context`); 0: its
-            default. For several caches on one machine, whose defaults may add up to more than the
-            driver allows.
         idle_seconds: after this long without a call that allocates, frees or steps a request, unmap
             unowned pages and return the pool's memory to the device; 0: never. None: 0.5 where the
             cache owns its context; never in a shared context, whose other users may be about to use
             its free memory, and never on several ranks, which have no common clock.
         idle_prefixes: evict recorded prefixes then as well.
-        state: the layers keep one row per request instead of one per token: the whole row is there
-            from the first token on, and every token updates it. For linear attention, state spaces
-            and convolutions. What requests hold is still counted in tokens. Forks copy the state;
-            it cannot be rolled back, and recorded prefixes do not include it (`KVCache.match`).
         idle_compact: compact live pages then, so that the memory between them returns to the
             device, slab by slab: an incoming call waits for one slab at most. None: only while no
             request is active, or when the last `step` named none (all zeros), so that nothing can
@@ -190,31 +196,32 @@ class KVCacheConfig:
     page_size: int = 0
     group_size: int = 1
     memory_limit: int = 0
+    _: KW_ONLY
+    tensors_per_layer: int = 2
+    window: int = 0
+    window_tile: int = 192
+    state: bool = False
+    overread_rows: int = 0
+    overread_decode: bool = False
+    sparse: bool = False
+    packed_slots: bool = False
     memory_floor: int = 0
+    host_limit: int = 0
+    peer_limit: int = 0
+    host_prefixes: int = 0
+    max_mappings: int = 0
     zero_fill: bool = True
     deferred_reclaim: bool = True
     keep_mapped: bool = True
     reclaim_steps: int = 0
     eager_pages: int = 0
     low_watermark: float = 0.1
-    overread_rows: int = 0
-    overread_decode: bool = False
-    sparse: bool = False
-    packed_slots: bool = False
+    growth_fraction: float = 1 / 16
+    ahead_tokens: int = 0
+    join_at: float = 0.75
     idle_seconds: float | None = None
     idle_prefixes: bool = False
     idle_compact: bool | None = None
-    tensors_per_layer: int = 2
-    window: int = 0
-    window_tile: int = 192
-    host_limit: int = 0
-    peer_limit: int = 0
-    growth_fraction: float = 1 / 16
-    join_at: float = 0.75
-    max_mappings: int = 0
-    state: bool = False
-    ahead_tokens: int = 0
-    host_prefixes: int = 0
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
@@ -256,6 +263,11 @@ class KVCacheConfig:
             value = getattr(self, name)
             if name != "idle_seconds" or value is not None:
                 object.__setattr__(self, name, real(name, value, high))
+
+    def __repr__(self) -> str:
+        pairs = [(one.name, getattr(self, one.name), one.default) for one in fields(self)]
+        shown = [f"{name}={value!r}" for name, value, default in pairs if value != default]
+        return f"KVCacheConfig({', '.join(shown)})"
 
     @property
     def itemsize(self) -> int:

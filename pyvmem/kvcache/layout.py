@@ -24,6 +24,7 @@ from typing import Any
 
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import PREFILL_TOKENS, KVCacheConfig
+from pyvmem.plumbing.units import counted, format_bytes
 
 __all__ = ["BLOCK_BYTES", "Layout"]
 
@@ -120,6 +121,12 @@ class Layout:
                 size=self.total_bytes,
                 limit=_MAX_ADDRESSES,
             )
+
+    def __repr__(self) -> str:
+        return (
+            f"<Layout of {counted(self.num_tensors, 'tensor')}: {self.row_bytes} bytes a row, "
+            f"pages of {format_bytes(self.page_size)}, {format_bytes(self.slot_bytes)} a slot>"
+        )
 
     def bytes_for(self, seq_len: int) -> int:
         """Bytes per tensor that `seq_len` tokens take, from the start of the slot."""

@@ -206,6 +206,7 @@ class Demand:
 
     def _allocate(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         running = request.status is RequestStatus.RUNNING
+        again = request.status is RequestStatus.PREEMPTED
         if not running or request.is_prefill_chunk:
             self._computing[request.request_id] = request
         if running:
@@ -218,7 +219,7 @@ class Demand:
             result = self._allocate_slots(request, *args, **kwargs)
         finally:
             self._margin = 0
-        if result is not None:
+        if result is not None and not again:  # after a preemption it finds its own rows
             self.elastic.hits += kwargs.get("num_new_computed_tokens", 0)
             self.elastic.queries += request.num_tokens
         return result

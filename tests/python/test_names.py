@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
 from pyvmem.attention import Attention  # noqa: E402
 from pyvmem.engine import RequestCache  # noqa: E402
-from pyvmem.kvcache import LayeredCache, LayerShape  # noqa: E402
+from pyvmem.kvcache import Budget, LayeredCache, LayerShape  # noqa: E402
 
 
 def test_completion_finds_the_public_names_alone() -> None:
@@ -37,6 +37,24 @@ def test_a_cache_of_layers_that_differ_counts_them_all() -> None:
     shapes = [LayerShape(4, 64), LayerShape(2, 64), LayerShape(4, 64)]
     with LayeredCache(shapes, backend="host", max_batch=2, max_seq_len=64) as cache:
         assert repr(cache) == "<LayeredCache on host: 3 layers, 2 slots of 64 tokens, open>"
+
+
+def test_a_configuration_shows_what_differs_from_the_defaults() -> None:
+    config = KVCacheConfig(2, 4, 64, max_batch=4, window=128)
+    text = "KVCacheConfig(num_layers=2, num_kv_heads=4, head_dim=64, max_batch=4, window=128)"
+    assert repr(config) == text
+    assert eval(text) == config
+
+
+def test_the_parts_of_a_cache_say_what_they_are() -> None:
+    with pyvmem.Context(backend="host") as context, Budget(context, 32 << 20) as budget:
+        assert repr(budget) == "<Budget of 32.0M for 0 caches>"
+        config = KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=4096)
+        with KVCache(config, budget=budget) as cache:
+            assert repr(budget) == "<Budget of 32.0M for 1 cache>"
+            layout = "<Layout of 4 tensors: 512 bytes a row, pages of 64.0K, 2.0M a slot>"
+            assert repr(cache.layout) == layout
+            assert repr(cache.caches[0]) == f"<GroupView of 2 layers: {layout}>"
 
 
 def test_a_cache_that_could_not_be_made_says_so() -> None:

@@ -109,6 +109,9 @@ def test_requests_are_retracted_where_memory_lacks(
     assert [together[0], together[2]] == alone
     assert 16 * PAGE_BYTES < most <= limit
     assert "Retract requests" in engine.log.read_text("utf-8")
+    # Each prompt is counted once, however often it was refused or began again.
+    assert becomes(lambda: info(tmp_path).queries == sum(map(len, [*ids, *three])))
+    assert info(tmp_path).hits == 0
 
 
 def test_a_long_request_among_short_ones(start: Start) -> None:
