@@ -76,11 +76,16 @@ class AllBlocksCleared:
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class _Internals(Protocol):
+    def prefix_changes(self, after: int | None = None) -> list[Change]: ...
+
+
 class _Cache(Protocol):
     @property
     def sharing_unit(self) -> int: ...
 
-    def prefix_changes(self, after: int | None = None) -> list[Change]: ...
+    @property
+    def internals(self) -> _Internals: ...
 
 
 def block_hashes(tokens: Any, unit: int, namespace: Hashable = None) -> list[int]:
@@ -133,7 +138,7 @@ class KVEvents:
         self._cache = cache
         self._rank = data_parallel_rank
         self._told: _Told | None = None
-        cache.prefix_changes(-1)  # are collected from here on
+        cache.internals.prefix_changes(-1)  # are collected from here on
 
     def poll(self) -> list[KVEvent]:
         """What happened since the last call, in order. BadHandle: the cache is closed.
@@ -147,7 +152,7 @@ class KVEvents:
     def _untold(self) -> tuple[list[KVEvent], _Told]:
         """What is to be reported, and what the reader knows then."""
         told = _Told(-1, {}) if self._told is None else self._told
-        changes = self._cache.prefix_changes(told.number)
+        changes = self._cache.internals.prefix_changes(told.number)
         unit = self._cache.sharing_unit
         events: list[KVEvent] = [AllBlocksCleared()] if self._told is None else []
         if not changes:

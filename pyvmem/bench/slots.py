@@ -155,7 +155,7 @@ class _Slots(Closable):
             self._steps(more, rounds[-1], -1)
         for reqid in last_ids:
             cache.free_reqid(reqid)
-        cache.reclaim_free(wait=True)
+        cache.memory.reclaim_free(wait=True)
         self.ids = [*self.ids[: -self.needy], *(_alloc(cache) for _ in last_ids)]
         self.lens = [0] * self.count
         for reqid in self.ids:
@@ -206,7 +206,7 @@ class _Async(Closable):
             _must(cache.step(lens), 0)
         for reqid in ids:
             cache.free_reqid(reqid)
-        cache.reclaim_free(wait=True)
+        cache.memory.reclaim_free(wait=True)
 
 
 def _alloc(cache: KVCache, seq_len: int = 0) -> int:

@@ -68,7 +68,7 @@ class Manager:
         context.remains.unclaimed = True
         try:
             self.cache = KVCache(config, context)
-            self.cache.set_limit(0)
+            self.cache.memory.set_limit(0)
             context.remains.unclaimed = True  # still
             self.megacache = bool(megacache)
             self.lengths = [0] * config.max_batch
@@ -104,7 +104,7 @@ class Manager:
         stats = self.cache.stats()
         pages = max(nbytes // least * 2 * layers, stats.total_pages)
         self.cache.context.warm((pages - stats.total_pages + stats.free_pages) * page)
-        self.cache.set_limit(pages)
+        self.cache.memory.set_limit(pages)
         return pages
 
     # ---- requests ------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ class Manager:
         if common is None:
             reqid = self.cache.alloc_reqid(length)
         else:
-            self.cache.missing_pages(None, length)  # raises if the length is out of range
+            self.cache.memory.for_request(None, length)  # raises if the length is out of range
             if not common.idle:
                 for index in range(len(self.lengths)):
-                    if not self.cache.is_taken(index):  # a call that gave it back failed
+                    if not self.cache.slots.is_taken(index):  # a call that gave it back failed
                         common.renew(index)
             reqid = min(common.idle, default=None)
         if reqid is None:
@@ -138,7 +138,7 @@ class Manager:
         if self.common is not None:
             if index not in self.common.idle:  # in use, or an earlier call failed to free it
                 self.common.renew(index)
-        elif self.cache.is_taken(index):
+        elif self.cache.slots.is_taken(index):
             self.cache.free_reqid(index)
         self.lengths[index] = 0
 
@@ -158,9 +158,9 @@ class Manager:
                 op="map_common_pages",
             )
         try:
-            with self.cache.lock, self.cache.journal:
-                self.cache.journal.keep(self, "common")
-                self.common = self.cache.map_common_pages(tokens)
+            with self.cache.internals.lock, self.cache.internals.journal:
+                self.cache.internals.journal.keep(self, "common")
+                self.common = self.cache.slots.map_common_pages(tokens)
         except OutOfMemory:
             raise self._short([tokens]) from None
 
@@ -186,12 +186,12 @@ class Manager:
                 self._truncate(index, length)
         try:
             for index, length in enumerate(lengths):
-                if not length or self.cache.is_taken(index):
+                if not length or self.cache.slots.is_taken(index):
                     continue
                 if self.common is not None:
                     self.common.renew(index)
                 else:
-                    self.cache.claim(index)
+                    self.cache.slots.claim(index)
                     claimed.append(index)
             if self.cache.step(lengths) == -1:
                 self._give_up_ahead()
@@ -234,12 +234,12 @@ class Manager:
         if keep_next:
             free = [slot for slot in self.cache.snapshot() if slot.state == "cached"]
             keep = [slot.reqid for slot in sorted(free, key=lambda slot: -slot.mapped_pages)[:1]]
-        self.cache.reclaim_free(keep)
+        self.cache.memory.reclaim_free(keep)
 
     def _taken(self, index: int) -> bool:
         """True if a request has the id."""
         idle = self.common is not None and index in self.common.idle
-        return not idle and self.cache.is_taken(index)
+        return not idle and self.cache.slots.is_taken(index)
 
     def _checked(self, seq_lens: Sequence[int]) -> list[int]:
         lengths = [operator.index(length) for length in seq_lens]
@@ -286,7 +286,7 @@ class Manager:
         self.common = None
         for index in range(len(self.lengths)):
             self.free(index)
-        self.cache.reclaim_free(wait=True)
+        self.cache.memory.reclaim_free(wait=True)
         self.cache.context.trim()
 
     def describe(self) -> list[str]:

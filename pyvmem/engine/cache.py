@@ -66,7 +66,7 @@ class RequestCache(Closable):
         self.max_batch = config.max_batch
         self.max_seq_len = config.max_seq_len
         self._device = cache.context.cuda_device
-        self._turns, self._journal = cache.lock, cache.journal
+        self._turns, self._journal = cache.internals.lock, cache.internals.journal
         self._background = Background()
         self._numbers = count_up()
         self._requests: dict[Request, None] = {}
@@ -74,7 +74,7 @@ class RequestCache(Closable):
         self._generations = count_up()
         self._most_spaces = _FEW
         self._lock = reentrant_lock()  # guards the namespaces
-        cache.users.add(self)
+        cache.internals.users.add(self)
 
     def __repr__(self) -> str:
         return f"<RequestCache of {counted(len(self._requests), 'request')} in {self.cache!r}>"
@@ -233,11 +233,11 @@ class RequestCache(Closable):
                     short = self._shortage({slot: want})
             except VMemError:
                 cache.free_reqid(slot, stream)
-                cache.withdraw_prompt()
+                cache.internals.withdraw_prompt()
                 raise
             if short is not None:  # with its tokens, so that the prefix stays mapped there
                 cache.free_reqid(slot, stream, prefix.tokens if held else None)
-                cache.withdraw_prompt()
+                cache.internals.withdraw_prompt()
                 prefix.renew()
                 return short
             return self._begun(slot, held, prefix.namespace)
@@ -337,7 +337,7 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         with self._turns, self._journal:
-            return self.cache.capacity(self._slot(request))
+            return self.cache.slots.capacity(self._slot(request))
 
     def truncate(self, request: Request, length: int, stream: Any = None) -> Shortage | None:
         """Drops a request's rows from `length` on: draft tokens that were not accepted.
@@ -352,7 +352,7 @@ class RequestCache(Closable):
             slot = self._slot(request)
             self._journal.on_abort(partial(self._settle, request))
             if self.cache.truncate(slot, rows, work) != 0:
-                needed = self.cache.copied_bytes(slot, rows)
+                needed = self.cache.memory.for_truncate(slot, rows)
                 return self._shortage({slot: request.length}, needed=needed)
             self._journal.change([[request, "length", rows]])
             return None
@@ -399,7 +399,7 @@ class RequestCache(Closable):
         rows = request.length if length is None else operator.index(length)
         slots = self.cache.fork_many(slot, count, rows, work)
         if slots is None:
-            needed = self.cache.forked_bytes(slot, count, rows)
+            needed = self.cache.memory.for_fork(slot, count, rows)
             return self._shortage({}, rows, count, needed=needed)
         return [self._begun(one, rows, request.namespace) for one in slots]
 
@@ -495,7 +495,7 @@ class RequestCache(Closable):
         """
         self._refuse_busy(request)
         look = partial(waits.before_swap_in, length=request.length, work=self._work(stream))
-        self.cache.wait_before(look)
+        self.cache.internals.wait_before(look)
         with self._turns, self._journal:
             self._require(request, State.SWAPPED)
             return self._swap_in(request, stream)
@@ -516,7 +516,7 @@ class RequestCache(Closable):
             return self._shortage({}, request.length)
         self._keep(request)
         request._slot, request.rows, request.held = slot, None, State.RUNNING
-        request.owner = self.cache.owner(slot)
+        request.owner = self.cache.slots.owner(slot)
         return None
 
     # ---- reports and end -------------------------------------------------------------------------
@@ -559,7 +559,7 @@ class RequestCache(Closable):
     def _has(self, request: Request) -> bool:
         """True if the request still owns its slot."""
         slot = request._slot
-        return slot is not None and self.cache.owner(slot) == request.owner
+        return slot is not None and self.cache.slots.owner(slot) == request.owner
 
     def _look(self, request: Request) -> None:
         """Updates a request's state from the cache.
@@ -581,7 +581,7 @@ class RequestCache(Closable):
             rows, slot = request.rows, request._slot
             if rows is not None and rows.is_open:
                 request.held = State.SWAPPED
-            elif slot is not None and (owner := self.cache.owner(slot)) is not None:
+            elif slot is not None and (owner := self.cache.slots.owner(slot)) is not None:
                 request.length, request.owner = self.cache.seq_len(slot), owner
                 request.held = State.RUNNING
             else:
@@ -629,7 +629,7 @@ class RequestCache(Closable):
                 if one.held is running and not one.calls and one._slot is not None
             ]
             owners = [one.owner for one in requests]
-            if len(slots) == len(owners) and self.cache.owners(slots) == owners:
+            if len(slots) == len(owners) and self.cache.slots.owners(slots) == owners:
                 return slots
         return list(map(self._slot, requests))
 
@@ -639,7 +639,7 @@ class RequestCache(Closable):
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
-        request = Request(number, namespace, length, owner=self.cache.owner(slot), _slot=slot)
+        request = Request(number, namespace, length, owner=self.cache.slots.owner(slot), _slot=slot)
         self._journal.change([[self._requests, request, None]])
         return request
 
@@ -692,13 +692,13 @@ class RequestCache(Closable):
         Or `count` new requests of `new` tokens, which begin with a match. `needed`: bytes, None
         where the tokens say it.
         """
-        size = self.cache.missing_bytes
+        size = self.cache.memory.for_request
         if needed is None:
             lengths = self._lengths(wanted)
-            needed = self.cache.lacking_bytes(lengths) if wanted else size(None, new, match)
-        slots = 0 if wanted else max(0, count - self.cache.num_free_slots)
+            needed = self.cache.memory.for_step(lengths) if wanted else size(None, new, match)
+        slots = 0 if wanted else max(0, count - self.cache.slots.num_free)
         largest = max(new, *wanted.values(), 0)
-        available, limit = self.cache.obtainable_bytes()
+        available, limit = self.cache.memory.obtainable()
         return Shortage(needed, available, limit, size(None, largest), slots)
 
     # ---- the background --------------------------------------------------------------------------
@@ -719,7 +719,7 @@ class RequestCache(Closable):
     def _clear(self, request: Request, look: Callable[..., waits.Waits]) -> None:
         """Does, without the lock, the waits that a call on a request's slot would do."""
         if request._slot is not None:
-            self.cache.wait_before(partial(look, reqid=request._slot))
+            self.cache.internals.wait_before(partial(look, reqid=request._slot))
 
     def _clear_prefix(self, prefix: Prefix, stream: Any) -> None:
         """Does, without the lock, the waits of admitting a request with this prefix."""
@@ -730,7 +730,7 @@ class RequestCache(Closable):
             reader=work_of(stream),
             namespace=None,
         )
-        self.cache.wait_before(look)
+        self.cache.internals.wait_before(look)
 
     def _begin(
         self,
@@ -756,7 +756,7 @@ class RequestCache(Closable):
 
         def finish() -> _T:
             try:
-                self.cache.wait_before(look)
+                self.cache.internals.wait_before(look)
                 with self._turns, self._journal:
                     self._look(request)
                     if request.held is not state:

@@ -41,8 +41,8 @@ class Request:
         namespace: whose prefixes it begins with and records; None: the common one.
         length: rows that it holds: tokens whose keys and values are in its slot, or will be by the
             work that the engine launches next. Pages are counted apart: `RequestCache.capacity`.
-        owner: the slot's owner number (`KVCache.owner`) at admission; if it differs now, the slot
-            is another request's.
+        owner: the slot's owner number (`CacheSlots.owner`) at admission; if it differs now, the
+            slot is another request's.
         rows: its rows in host memory while it is swapped out.
         held: `state`, ignoring background calls.
         calls: its background calls; some may be over.

@@ -157,7 +157,7 @@ class NamedRequests:
             if not held:
                 cache.release(request, stream=self.stream)
                 if prompt is not None:  # it will be retried
-                    self.kvcache.withdraw_prompt()
+                    self.kvcache.internals.withdraw_prompt()
         if held:
             self._new.pop(name, None)
             self._requests[name] = new
@@ -198,14 +198,14 @@ class NamedRequests:
 
     def pages(self) -> tuple[int, int]:
         """Physical pages still available to requests, and the total."""
-        free, total = self.kvcache.obtainable_bytes()
+        free, total = self.kvcache.memory.obtainable()
         return free // self._page, total // self._page
 
     def missing(self, name: str, tokens: int) -> int:
         """Physical pages that the request lacks to hold so many tokens."""
         one = self._requests.get(name)
         reqid = None if one is None else one.request.slot
-        return self.kvcache.missing_bytes(reqid, tokens) // self._page
+        return self.kvcache.memory.for_request(reqid, tokens) // self._page
 
     def granted(self, name: str) -> int:
         """Pages of the request in each tensor of the first group; 0 without a slot."""

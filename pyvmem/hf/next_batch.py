@@ -121,7 +121,7 @@ def close_quietly(cache: KVCache, attention: Attention, stream: Any = None) -> N
     Requests of the plug that calls it end with the cache.
     """
     attention.close()
-    cache.users.clear()
+    cache.internals.users.clear()
     try:
         cache.close(stream)
     except Busy:

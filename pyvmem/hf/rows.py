@@ -328,7 +328,7 @@ class Rows:
         try:
             self._taken = rows
             for row in range(before, rows):
-                cache.claim(row)
+                cache.slots.claim(row)
             if cache.step(self._lengths(rows, tokens)) == -1:
                 raise self._short(cache, rows, tokens)
         except BaseException:
@@ -372,7 +372,7 @@ class Rows:
             for part in self.parts:
                 part.drop()  # and the autograd graph of what was written to them
         while self._taken > count:
-            if self.cache.is_taken(self._taken - 1):
+            if self.cache.slots.is_taken(self._taken - 1):
                 self.cache.free_reqid(self._taken - 1)
             self._taken -= 1
 

@@ -25,6 +25,7 @@ The modules, each of which imports only from those before it:
     trim, idle              memory given back, by a call or by a thread
     common_pages            pages that every slot has
     waits                   what a call waits for before it takes the lock
+    facets                  what KVCache keeps behind memory, slots and internals
     cache                   KVCache and LayeredCache: the lock and the documentation
     distributed             several ranks that agree
 """

@@ -122,7 +122,7 @@ def _reach(groups: Sequence[Group]) -> int:
 
 
 def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
-    """See `KVCache.obtainable_bytes`."""
+    """See `CacheMemory.obtainable`."""
     for group in groups:
         group.reclaimer.poll()
     first, page = groups[0].reclaimer, groups[0].layout.page_size
@@ -135,7 +135,7 @@ def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
 def missing(
     groups: Sequence[Group], reqid: int | None, seq_len: int, match: PrefixMatch | None
 ) -> int:
-    """See `KVCache.missing_pages`."""
+    """See `CacheMemory.for_request`, in pages."""
     pages, length = 0, _length(groups[0], seq_len)
     for group in groups:
         held, have = 0, 0
@@ -150,7 +150,7 @@ def missing(
 
 
 def lacking(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
-    """See `KVCache.lacking_bytes`."""
+    """See `CacheMemory.for_step`."""
     pages = 0
     for group in groups:
         *_, short = group.pager.scan(seq_lens)
@@ -160,7 +160,7 @@ def lacking(groups: Sequence[Group], seq_lens: Sequence[int]) -> int:
 
 
 def is_ready(groups: Sequence[Group], reqid: int, seq_len: int) -> bool:
-    """See `KVCache.is_ready`."""
+    """See `CacheSlots.is_ready`."""
     slots, length = [group.slot(reqid) for group in groups], _length(groups[0], seq_len)
     needs = [group.layout.pages_for_step(group.rows[slots[0].index], length) for group in groups]
     return all(
@@ -178,7 +178,7 @@ def _length(group: Group, seq_len: int) -> int:
 
 
 def free_pages(groups: Sequence[Group]) -> int:
-    """See `KVCache.num_free_pages`: each group sees all that the budget has."""
+    """See `CacheMemory.num_free_pages`: each group sees all that the budget has."""
     for group in groups:
         group.reclaimer.poll()
     free = [group.reclaimer.free for group in groups]

@@ -5,8 +5,8 @@ It takes the lock, checks that the cache is open, and hands the call to a module
 it in every group of layers: one here, several in a `LayeredCache`.
 
 `KVCache` chooses slots itself, and its limit is set when it is made. A program written for another
-cache may choose slots itself (`KVCache.claim`) or reserve memory after the tensors exist
-(`KVCache.set_limit`).
+cache may choose slots itself (`CacheSlots.claim`) or reserve memory after the tensors exist
+(`CacheMemory.set_limit`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from __future__ import annotations
 import errno
 import math
 import operator
-import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pyvmem._native import backend_names
-from pyvmem.errors import Busy, NotSupported
+from pyvmem.errors import Busy
 from pyvmem.kvcache import (
     admission,
     forks,
@@ -36,19 +34,17 @@ from pyvmem.kvcache import (
     waits,
 )
 from pyvmem.kvcache.budget import Budget
-from pyvmem.kvcache.checks import bounded, invalid
-from pyvmem.kvcache.common_pages import CommonPages
-from pyvmem.kvcache.config import MOST_BYTES, KVCacheConfig, policy_of
+from pyvmem.kvcache.checks import invalid
+from pyvmem.kvcache.config import KVCacheConfig, policy_of
 from pyvmem.kvcache.events import PriorWork, wait_for_device
+from pyvmem.kvcache.facets import CacheMemory, CacheSlots, Internals
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
 from pyvmem.kvcache.integrity import IntegrityError
-from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager, check_memory
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
 from pyvmem.kvcache.prefix_cache import PrefixMatch
-from pyvmem.kvcache.prefix_tree import Change
 from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
 from pyvmem.memory.context import Context
@@ -63,7 +59,6 @@ from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
 
 __all__ = [
@@ -72,6 +67,7 @@ __all__ = [
     "LayeredCache",
     "cache_of",
     "check_arguments",
+    "over",
 ]
 
 
@@ -124,13 +120,13 @@ class GroupView:
         return self.config.sparse and Caps.SPARSE_ATOMIC in caps and one_step
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """See `KVCache.readable_rows`."""
+        """See `CacheSlots.readable_rows`."""
         manager = self._manager
         with manager.lock:
             return manager.open()[self._place].readable_rows(reqids)
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
-        """See `KVCache.first_rows`."""
+        """See `CacheSlots.first_rows`."""
         manager = self._manager
         with manager.lock:
             return manager.open()[self._place].first_rows(reqids)
@@ -227,18 +223,14 @@ class KVCache(MustClose):
     """The groups of equal layers: one, or those of a `LayeredCache`, in the order in which its
     layers first use them. For tensors, layouts and reports."""
 
-    lock: AbstractContextManager[Any]
-    """Held by every call. Re-entrant: ``with cache.lock, cache.journal:`` makes several calls one.
-    No other thread's call comes in between, and an exception from outside (Ctrl-C) completes or
-    undoes all of them together."""
+    memory: CacheMemory
+    """How much memory calls need, and how much there is; the limit."""
 
-    journal: Journal
-    """Undoes a call that was not completed. A caller that makes several calls one registers here
-    how to undo changes of its own records: `Journal.change`, `Journal.keep`, `Journal.on_abort`."""
+    slots: CacheSlots
+    """For programs that choose slots themselves, or keep records of them."""
 
-    users: weakref.WeakSet[Any]
-    """Objects with `requests` in the cache, such as a `pyvmem.engine.RequestCache`: while one of
-    them has any, the cache is not closed."""
+    internals: Internals
+    """For layers on top of the cache: its lock, its journal, its users."""
 
     def __init__(
         self,
@@ -251,22 +243,17 @@ class KVCache(MustClose):
         self._closed = True  # until the groups are made
         self._begin(Manager("KVCache", config, None, context, backend, device, budget))
 
-    @classmethod
-    def over(cls, manager: Manager) -> Self:
-        """A cache over a manager that another module of this package has made."""
-        cache = cls.__new__(cls)
-        cache._begin(manager)
-        return cache
-
     def _begin(self, manager: Manager) -> None:
         """Takes over the manager and its groups."""
         self._manager = manager
-        self.users = weakref.WeakSet()
         try:
             manager.make()
             self._open = manager.open
             self._groups = manager.groups
-            self.lock, self.journal = manager.lock, manager.journal
+            self._lock, self._journal = manager.lock, manager.journal
+            self.memory = CacheMemory(manager, manager.open)
+            self.slots = CacheSlots(manager, manager.open)
+            self.internals = Internals(manager, manager.open)
             self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
             self.config = self.caches[0].config
             idle = self.config.idle_seconds
@@ -308,7 +295,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: `seq_len` is negative or above `max_seq_len`.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             return requests.alloc(self._open(), seq_len)
 
     def free_reqid(
@@ -340,7 +327,7 @@ class KVCache(MustClose):
                 is being captured into a CUDA graph, or (`NotGpuWork`) is none.
             VMemError: it could not be recorded; it was not freed.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             requests.free(self._open(), reqid, stream, tokens, namespace)
 
     def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
@@ -417,7 +404,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             return steps.step(self._open(), seq_lens, stream)
 
     def step_async(self, seq_lens: Sequence[int], stream: Any = None) -> int:
@@ -446,7 +433,7 @@ class KVCache(MustClose):
         """
         if stream is not None:
             check(stream)
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             return steps.step_async(self._open(), seq_lens)
 
     # ---- forks -----------------------------------------------------------------------------------
@@ -588,7 +575,7 @@ class KVCache(MustClose):
         Raises:
             InvalidArgument: bad tokens or namespace, or a negative `leave`.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             return self._open()[0].prefixes.match(tokens, leave, namespace)
 
     def alloc_prefix(
@@ -629,32 +616,6 @@ class KVCache(MustClose):
                 namespace=namespace,
             ),
         )
-
-    def withdraw_prompt(self) -> None:
-        """Takes the last `alloc_prefix` out of the counters of prompts.
-
-        For a request that is freed because it could not go on: it will be asked for again.
-        """
-        with self.lock, self.journal:
-            prefix_alloc.withdraw(self._open())
-
-    def prefix_changes(self, after: int | None = None) -> list[Change]:
-        """The prefixes recorded and evicted since the last call, for `pyvmem.kv_events`.
-
-        The first call reports what is recorded and starts collecting changes: keep calling, or they
-        pile up.
-
-        Args:
-            after: `Change.number` of the last one that the caller has taken note of, -1 for none:
-                those after it are returned, also if an earlier call returned them to somebody whom
-                an exception kept from using them. None: the last one that any call returned.
-        """
-        with self.lock, self.journal:
-            tree = self._open()[0].prefixes.tree
-            found = tree.changes_after(tree.told if after is None else operator.index(after))
-        if found:
-            tree.told = found[-1].number  # last: until then the next call returns them again
-        return found
 
     # ---- preemption and admission ----------------------------------------------------------------
 
@@ -726,7 +687,7 @@ class KVCache(MustClose):
                 per request; a match longer than its request, or of another cache.
             PrefixEvicted: as in `alloc_prefix`.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             return admission.can_admit(self._open(), seq_lens, matches)
 
     def trim(
@@ -765,7 +726,7 @@ class KVCache(MustClose):
                 f"KVCacheConfig.host_prefixes (here {self.config.host_prefixes}), 'host'"
             )
         owner = self._manager
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             self._open()
             before = self.context.stats().slab_bytes
         if compact:
@@ -867,206 +828,10 @@ class KVCache(MustClose):
 
     # ---- for programs written for another cache --------------------------------------------------
 
-    def claim(self, reqid: int) -> None:
-        """Takes one particular free slot, as `KVCache.alloc_reqid` takes the one that fits best.
-
-        Raises:
-            InvalidArgument: no such slot, it is taken, or its addresses are lost.
-        """
-        with self.lock, self.journal:
-            requests.claim(self._open(), reqid)
-
-    def map_common_pages(self, tokens: int) -> CommonPages:
-        """Maps the same first pages in all slots: reqid 0 may write them, the others read them.
-
-        Takes every slot. `CommonPages.renew` gives one to its next request.
-
-        Args:
-            tokens: rows that are common, rounded up to whole pages that end with a row.
-
-        Raises:
-            InvalidArgument: `tokens` out of range, or a slot is taken. NotSupported: pages cannot
-                be mapped twice or read-only here, or layers are of several groups. OutOfMemory: too
-                few pages. Nothing changed.
-        """
-        self._only("map_common_pages")
-        return CommonPages(self._manager, tokens)
-
-    def set_limit(self, pages: int) -> None:
-        """Changes how many physical pages the cache may have; nothing is mapped or unmapped.
-
-        Raises:
-            InvalidArgument: negative, less than the cache holds now or than its floor, or more than
-                2**62 bytes.
-            NotSupported: the layers are of several groups, or the ranks of a `ParallelKVCache` have
-                agreed on their limit.
-        """
-        with self.lock, self.journal:
-            group = self._only("set_limit")
-            if group.table.lockstep:
-                raise NotSupported(
-                    "set_limit: the ranks have agreed on their limit",
-                    errno=errno.EOPNOTSUPP,
-                    op="KVCache",
-                )
-            group.reclaimer.poll()
-            most = MOST_BYTES // group.layout.page_size
-            count, held = bounded("pages", pages, 0, most), group.reclaimer.held
-            if count < held:
-                raise invalid(f"a limit of {count} pages: {held} are behind the cache", limit=held)
-            floor = -(-group.config.memory_floor // group.layout.page_size)
-            if count < floor:
-                raise invalid(f"a limit of {count} pages: the floor is {floor}", limit=floor)
-            self.journal.change([[group.reclaimer, "limit", count]])
-
-    def reclaim_free(self, keep: Collection[int] = (), *, wait: bool = False) -> None:
-        """Unmaps the pages of free slots in the background, each after its owners' last GPU work.
-
-        Args:
-            keep: reqids whose pages stay.
-            wait: return when it is done; otherwise slots with a batch in flight are left alone.
-
-        Raises:
-            VMemError: a background batch failed (`wait` alone); the cache is consistent.
-        """
-        waits.when_clear(
-            self._manager,
-            partial(waits.before_reclaim, keep=keep) if wait else lambda groups: [],
-            partial(requests.reclaim_free, keep=keep, wait=wait),
-        )
-
-    def capacity(self, reqid: int) -> int:
-        """Tokens that a taken slot has pages for; a `KVCache.step` up to there maps nothing.
-
-        With several groups of layers, that of the group with the fewest.
-
-        Raises:
-            InvalidArgument: no such reqid, or it is not taken.
-        """
-        with self.lock, self.journal:
-            groups = self._open()
-            index = groups[0].slot(reqid).index
-            return min([group.pager.capacity[index] for group in groups])
-
-    def is_ready(self, reqid: int, seq_len: int) -> bool:
-        """True if a `step` of a request to so many tokens would neither map nor wait for that.
-
-        True once what `step_async` began has ended, even before a `step` grants it; also if it
-        failed, which the next `step` raises.
-
-        Args:
-            reqid: a taken slot.
-            seq_len: tokens, as in `step`.
-
-        Raises:
-            InvalidArgument: no such reqid, not taken, or a length out of range.
-        """
-        with self.lock, self.journal:
-            return admission.is_ready(self._open(), reqid, seq_len)
-
-    def missing_pages(
-        self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None
-    ) -> int:
-        """Physical pages, in all tensors together, that a request lacks to hold `seq_len` tokens.
-
-        Args:
-            reqid: a taken slot; None: a request that has none yet.
-            seq_len: tokens.
-            match: with None, a leased match that it begins with: pages that it shares are there.
-
-        Raises:
-            InvalidArgument: no such reqid, not taken, or a length out of range.
-        """
-        with self.lock, self.journal:
-            return admission.missing(self._open(), reqid, seq_len, match)
-
-    def obtainable_pages(self) -> tuple[int, int]:
-        """Physical pages that requests could still get, and all that the cache may have.
-
-        The first number counts what is free and what could be reclaimed, recorded prefixes that no
-        request uses included.
-        """
-        size = self._groups[0].layout.page_size
-        some, every = self.obtainable_bytes()
-        return some // size, every // size
-
-    def missing_bytes(
-        self, reqid: int | None, seq_len: int, match: PrefixMatch | None = None
-    ) -> int:
-        """`missing_pages` in bytes."""
-        return self.missing_pages(reqid, seq_len, match) * self._groups[0].layout.page_size
-
-    def copied_bytes(self, reqid: int, length: int) -> int:
-        """Bytes that `truncate` to so many tokens, fewer than are held, needs for its copies.
-
-        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
-        than it holds.
-        """
-        with self.lock, self.journal:
-            return truncation.copied(self._open(), reqid, operator.index(length))
-
-    def forked_bytes(self, reqid: int, count: int, length: int) -> int:
-        """Bytes that `fork_many` of the first tokens of a request needs: what is not shared.
-
-        Raises InvalidArgument for a reqid that does not exist or is not taken, and for more tokens
-        than it holds.
-        """
-        with self.lock, self.journal:
-            return forks.forked(self._open(), reqid, operator.index(count), operator.index(length))
-
-    def lacking_bytes(self, seq_lens: Sequence[int]) -> int:
-        """`missing_bytes` of all requests together, for a `step` with these numbers.
-
-        Raises InvalidArgument for what `step` refuses.
-        """
-        with self.lock, self.journal:
-            return admission.lacking(self._open(), seq_lens)
-
-    def obtainable_bytes(self) -> tuple[int, int]:
-        """`obtainable_pages` in bytes."""
-        with self.lock, self.journal:
-            return admission.obtainable(self._open())
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that a request could get."""
-        with self.lock, self.journal:
-            groups = self._open()
-            requests.sync_free_slots(groups)
-            return len(groups[0].table.free)
-
     @property
     def lockstep(self) -> bool:
         """True if answers must be the same on several ranks (`ParallelKVCache`)."""
         return self._groups[0].table.lockstep
-
-    def wait_before(self, look: waits.Look) -> None:
-        """Waits, without the lock, for what a call would wait for; `look`: which call.
-
-        A single call does this by itself. Inside `lock` it would wait while holding the lock, so a
-        caller that makes several calls one waits first:
-        ``cache.wait_before(partial(waits.before_fork, ...))``, `pyvmem.kvcache.waits`.
-        """
-        waits.clear(self._manager, look)
-
-    def owner(self, reqid: int) -> int | None:
-        """The number of a slot's present owner, never used before for this slot; None: it is free.
-
-        `owner`, `owners` and `seq_len` serve callers that keep their own records of requests: they
-        only read numbers, even while the `journal` settles an interrupted call.
-
-        Raises InvalidArgument for a reqid that does not exist.
-        """
-        return self.owners([reqid])[0]
-
-    def owners(self, reqids: Sequence[int]) -> list[int | None]:
-        """`owner` of several slots."""
-        group = self._groups[0]
-        slots, reqids = group.table.slots, list(map(operator.index, reqids))
-        if reqids and not 0 <= min(reqids) <= max(reqids) < len(slots):
-            for reqid in reqids:
-                group.slot(reqid, taken=False)  # refuses the wrong one
-        return [slots[reqid].owner if slots[reqid].active else None for reqid in reqids]
 
     def seq_len(self, reqid: int) -> int:
         """Tokens whose rows a slot holds; 0 for a free one.
@@ -1075,15 +840,6 @@ class KVCache(MustClose):
         """
         group = self._groups[0]
         return group.rows[group.slot(reqid, taken=False).index]
-
-    def is_taken(self, reqid: int) -> bool:
-        """True if a request has the slot.
-
-        Raises:
-            InvalidArgument: no such slot.
-        """
-        with self.lock, self.journal:
-            return self._open()[0].slot(reqid, taken=False).active
 
     # ---- tensors -------------------------------------------------------------------------------
 
@@ -1121,22 +877,12 @@ class KVCache(MustClose):
     # ---- reports -------------------------------------------------------------------------------
 
     @property
-    def num_free_pages(self) -> int:
-        """Physical pages that the cache could take without reclaiming any.
-
-        A request can also get `CacheStats.cached_pages`, which are reclaimed when needed. With a
-        budget: what the other caches leave now.
-        """
-        with self.lock, self.journal:
-            return admission.free_pages(self._open())
-
-    @property
     def layout(self) -> Layout:
         """The sizes and offsets of the cache, for planning or drawing.
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
-        return self._only("layout").layout
+        return self._manager.only("layout").layout
 
     @property
     def budget(self) -> Budget | None:
@@ -1154,7 +900,7 @@ class KVCache(MustClose):
 
         NotSupported where layers are of several groups: `caches` has one for each.
         """
-        return self._only("reservation").parts.reservation
+        return self._manager.only("reservation").parts.reservation
 
     @property
     def safe_overread(self) -> bool:
@@ -1165,40 +911,20 @@ class KVCache(MustClose):
         """
         return all(view.safe_overread for view in self.caches)
 
-    def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """For each reqid, how many rows, from the first on, have memory; 0 for free slots.
-
-        Raises InvalidArgument for a reqid that does not exist.
-        """
-        with self.lock:
-            each = [group.readable_rows(reqids) for group in self._open()]
-            return each[0] if len(each) == 1 else list(map(min, *each))
-
-    def first_rows(self, reqids: Sequence[int]) -> list[int]:
-        """For each reqid, the first row that has memory: those before it left the window.
-
-        With several groups of layers, the last of their first rows.
-
-        Raises InvalidArgument for a reqid that does not exist.
-        """
-        with self.lock:
-            each = [group.first_rows(reqids) for group in self._open()]
-            return each[0] if len(each) == 1 else list(map(max, *each))
-
     def stats(self) -> CacheStats:
         """The present state and the counters, summed over groups of layers.
 
         Slots, steps and prefix tokens, which are the same in all groups, are the first group's.
         Peaks are the sum of the groups' peaks.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             groups = self._open()
             room = admission.free_pages(groups)
             return together([integrity.stats(group) for group in groups], room)
 
     def snapshot(self) -> list[SlotInfo]:
         """Every slot's pages as they are now, summed over groups of layers."""
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             each = [call_part(view.snapshot) for view in self.caches]  # perhaps wrapped
         return [slots[0].and_others(slots[1:]) for slots in zip(*each, strict=True)]
 
@@ -1211,7 +937,7 @@ class KVCache(MustClose):
         Raises:
             IntegrityError: lists every contradiction found.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             groups = self._open()
             for group in groups:
                 group.reclaimer.poll()
@@ -1241,10 +967,10 @@ class KVCache(MustClose):
             BadHandle: the descriptor of an `FdEvent` is closed; likewise.
         """
         check(stream)
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             if self._closed:
                 return
-            living = [request for user in list(self.users) for request in user.requests]
+            living = [request for user in list(self.internals.users) for request in user.requests]
             if living:
                 raise Busy(
                     f"a RequestCache has {counted(len(living), 'open request')}, such as "
@@ -1259,19 +985,12 @@ class KVCache(MustClose):
                 self._idle.end()
             self._closed = True
 
-    def _only(self, what: str) -> Group:
-        """The group of equal layers, where there is one.
 
-        Raises:
-            NotSupported: there are more.
-        """
-        if len(self._groups) > 1:
-            raise NotSupported(
-                f"{what}: the layers are in {len(self._groups)} groups; see caches",
-                errno=errno.EOPNOTSUPP,
-                op="KVCache",
-            )
-        return self._groups[0]
+def over(manager: Manager) -> KVCache:
+    """A cache over a manager that another module of this package has made."""
+    cache = KVCache.__new__(KVCache)
+    cache._begin(manager)
+    return cache
 
 
 class LayeredCache(KVCache):

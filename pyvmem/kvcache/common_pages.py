@@ -21,7 +21,7 @@ _WRITER = 0
 
 
 class CommonPages:
-    """What `KVCache.map_common_pages` returns: the first pages of all slots, which it has taken.
+    """What `CacheSlots.map_common_pages` returns: the first pages of all slots, which it has taken.
 
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...

@@ -50,10 +50,11 @@ from pyvmem.errors import (
     VMemError,
 )
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.cache import KVCache
+from pyvmem.kvcache.cache import KVCache, over
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import record
+from pyvmem.kvcache.facets import CacheMemory, CacheSlots, Internals
 from pyvmem.kvcache.group import Group, open_context
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager
@@ -431,14 +432,22 @@ class ParallelKVCache(MustClose):
         self._manager = manager = Manager(
             "KVCache", config, None, self._own, "", 0, None, LockstepTable
         )
-        self._cache = cache = KVCache.over(manager)
-        self.lock, self.journal = manager.lock, manager.journal
-        self.users = cache.users
+        self._cache = cache = over(manager)
+        self._lock, self._journal = manager.lock, manager.journal
+        ref = weakref.WeakMethod(self._usable_groups)
+
+        def opened() -> Sequence[Group]:
+            usable = ref()
+            assert usable is not None
+            return usable()
+
+        self.memory, self.slots = CacheMemory(manager, opened), CacheSlots(manager, opened)
+        self.internals = Internals(manager, opened)
+        self.internals.users = cache.internals.users
         self.config, self.context, self.caches = cache.config, cache.context, cache.caches
         self.layout, self.reservation = cache.layout, cache.reservation
         self.layer_views, self.budget = cache.layer_views, cache.budget
-        self.owner, self.owners, self.seq_len = cache.owner, cache.owners, cache.seq_len
-        self.wait_before = cache.wait_before
+        self.seq_len = cache.seq_len
         self._closed = False
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
@@ -455,7 +464,7 @@ class ParallelKVCache(MustClose):
         """
         entered = False
         try:
-            with self.lock, self.journal:
+            with self._lock, self._journal:
                 entered = True
                 return call()
         except BaseException as error:
@@ -511,9 +520,14 @@ class ParallelKVCache(MustClose):
             raise _too_many(f"{self._out_of_mappings}; call check_step, as the other ranks do")
         return self._manager.open()[0]
 
+    def _usable_groups(self) -> Sequence[Group]:
+        """The groups, for a call that holds the lock and is not compared."""
+        self._open()
+        return self._manager.groups
+
     def _usable(self) -> KVCache:
         """The cache, for a call that is not compared."""
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             self._open()
         assert self._cache is not None
         return self._cache
@@ -544,7 +558,7 @@ class ParallelKVCache(MustClose):
 
         Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
         """
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             own = (
                 self._failure.status
                 if self._failure
@@ -578,7 +592,7 @@ class ParallelKVCache(MustClose):
             raise
 
     def _agree(self, status: int, digest: int, negative: int) -> None:
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             reason, self._out_of_mappings = self._out_of_mappings, ""
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
@@ -859,18 +873,8 @@ class ParallelKVCache(MustClose):
 
     k, v = _told(KVCache.k), _told(KVCache.v)
     stats, snapshot = _told(KVCache.stats), _told(KVCache.snapshot)
-    withdraw_prompt = _told(KVCache.withdraw_prompt)
     check_integrity = _told(KVCache.check_integrity)
-    prefix_changes = _told(KVCache.prefix_changes)
-    promote, set_limit = _told(KVCache.promote), _told(KVCache.set_limit)
-    claim, is_taken = _told(KVCache.claim), _told(KVCache.is_taken)
-    capacity, is_ready = _told(KVCache.capacity), _told(KVCache.is_ready)
-    readable_rows, reclaim_free = _told(KVCache.readable_rows), _told(KVCache.reclaim_free)
-    missing_pages, missing_bytes = _told(KVCache.missing_pages), _told(KVCache.missing_bytes)
-    lacking_bytes, copied_bytes = _told(KVCache.lacking_bytes), _told(KVCache.copied_bytes)
-    forked_bytes = _told(KVCache.forked_bytes)
-    obtainable_pages = _told(KVCache.obtainable_pages)
-    obtainable_bytes = _told(KVCache.obtainable_bytes)
+    promote = _told(KVCache.promote)
 
     lockstep: ClassVar[bool] = True
 
@@ -883,16 +887,6 @@ class ParallelKVCache(MustClose):
     def sharing_unit(self) -> int:
         """See `KVCache.sharing_unit`."""
         return self._usable().sharing_unit
-
-    @property
-    def num_free_slots(self) -> int:
-        """See `KVCache.num_free_slots`."""
-        return self._usable().num_free_slots
-
-    @property
-    def num_free_pages(self) -> int:
-        """See `KVCache.num_free_pages`."""
-        return self._usable().num_free_pages
 
     @property
     def safe_overread(self) -> bool:
@@ -915,7 +909,7 @@ class ParallelKVCache(MustClose):
             RankFailed: a rank could not be reset; every rank stays poisoned.
         """
         check(stream)
-        with self.lock, self.journal:
+        with self._lock, self._journal:
             have = [0] * (len(self._manager.groups[0].table) + 1)
             status = 0
             self._poison(_Broken("interrupted"), "recover")  # until every rank is reset

@@ -304,7 +304,7 @@ def _make_room(parts: Sequence[_Fork], error: VMemError) -> bool:
 
 
 def forked(groups: Sequence[Group], reqid: int, count: int, length: int) -> int:
-    """See `KVCache.forked_bytes`."""
+    """See `CacheMemory.for_fork`."""
     slot = groups[0].slot(reqid)
     check_kept(length, slot.index, max(group.rows[slot.index] for group in groups))
     if count < 0:

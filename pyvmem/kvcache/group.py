@@ -380,14 +380,14 @@ class Group:
         return bool(self.pager.growths or self.reclaimer.unmaps or self.mover.moves)
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
-        """See `KVCache.readable_rows`."""
+        """See `CacheSlots.readable_rows`."""
         size, row, most = self.layout.page_size, self.layout.row_bytes, self.layout.max_rows
         if self.layout.state:
             return [self.layout.capacity(slot.granted) for slot in self._slots(reqids)]
         return [min(slot.granted * size // row, most) for slot in self._slots(reqids)]
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
-        """See `KVCache.first_rows`."""
+        """See `CacheSlots.first_rows`."""
         size, row = self.layout.page_size, self.layout.row_bytes
         # A head past what is granted is an earlier owner's: those pages are unmapped before this
         # owner's first row.

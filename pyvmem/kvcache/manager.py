@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pyvmem.errors import BadHandle, Busy
+from pyvmem.errors import BadHandle, Busy, NotSupported
 from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
@@ -154,6 +154,22 @@ class Manager:
             self.context.stats()  # raises what is wrong: closed, or of the parent of a fork
         self.context.remains.unclaimed = False
         return self.groups
+
+    def only(self, what: str, alone: str = "") -> Group:
+        """The group of equal layers, where there is one.
+
+        Raises:
+            NotSupported: there are more; or the cache is one of several ranks, which have agreed
+                on what `alone` names.
+        """
+        reason = ""
+        if len(self.groups) > 1:
+            reason = f"the layers are in {len(self.groups)} groups; see caches"
+        elif alone and self.groups[0].table.lockstep:
+            reason = f"the ranks have agreed on their {alone}"
+        if reason:
+            raise NotSupported(f"{what}: {reason}", errno=errno.EOPNOTSUPP, op="KVCache")
+        return self.groups[0]
 
     def close(self, stream: Any = None) -> None:
         """Gives everything back, for a call that holds the lock. Idempotent.

@@ -119,7 +119,7 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
 
 
 def withdraw(groups: Sequence[Group]) -> None:
-    """See `KVCache.withdraw_prompt`."""
+    """See `Internals.withdraw_prompt`."""
     counters = groups[0].counters
     if counters.last_prompt is not None:
         _count_prompt(groups[0], counters.last_prompt, -1)

@@ -41,7 +41,7 @@ def alloc(groups: Sequence[Group], seq_len: int) -> int | None:
 
 
 def claim(groups: Sequence[Group], reqid: int) -> None:
-    """See `KVCache.claim`."""
+    """See `CacheSlots.claim`."""
     sync_free_slots(groups)
     for group, slot in [(group, group.free_slot(reqid)) for group in groups]:
         group.take(slot)
@@ -115,7 +115,7 @@ def have_pages(needs: Sequence[tuple[Group, int]]) -> bool:
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:
-    """See `KVCache.reclaim_free`."""
+    """See `CacheMemory.reclaim_free`."""
     for group in groups:
         group.reclaimer.poll()
         for slot in group.table.free:

@@ -58,7 +58,7 @@ class SwappedRequest(Closable):
     def close(self, journal: Journal | None = None) -> None:
         """Drops the request and its host memory. Idempotent.
 
-        `journal`: of the calls that this is one with, and undone with (`KVCache.journal`).
+        `journal`: of the calls that this is one with, and undone with (`Internals.journal`).
         """
         if journal is not None:
             journal.keep(self, "_rows")

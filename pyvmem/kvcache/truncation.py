@@ -70,7 +70,7 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
 
 
 def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
-    """See `KVCache.copied_bytes`."""
+    """See `CacheMemory.for_truncate`."""
     slots = [group.slot(reqid) for group in groups]
     check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
     each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]

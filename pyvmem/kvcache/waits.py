@@ -261,7 +261,7 @@ def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> W
 
 
 def before_reclaim(groups: Groups, keep: Collection[int]) -> Waits:
-    """See `KVCache.reclaim_free`, with `wait`."""
+    """See `CacheMemory.reclaim_free`, with `wait`."""
     return [
         wait
         for group in groups

@@ -111,7 +111,7 @@ def _follow(what: KVCache | ParallelKVCache | Budget, limit: int) -> bool:
     pages, stats = limit // what.layout.page_size, what.stats()
     if not what.lockstep and stats.active_pages + stats.cached_pages > pages:
         what.trim()
-    return _lower(what.set_limit, pages)
+    return _lower(what.memory.set_limit, pages)
 
 
 def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:

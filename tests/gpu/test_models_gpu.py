@@ -76,7 +76,7 @@ def test_a_latent(context: Context) -> None:
             assert cache.step(lens) == 0
             k = cache.k(0)
             for reqid, length in enumerate(lens):
-                k[reqid, : cache.readable_rows([reqid])[0]] = float("nan")
+                k[reqid, : cache.slots.readable_rows([reqid])[0]] = float("nan")
                 k[reqid, :length].normal_()
             attend = Attention(cache, v_head_dim=512)
             batch = attend.batch(case.reqids, case.q_lens, case.kv_lens)
@@ -103,7 +103,7 @@ def test_a_latent_with_its_up_projections(context: Context) -> None:
         k = torch.full((3, max(lens), 16, 192), float("nan"), device=CUDA)
         v = torch.full((3, max(lens), 16, 128), float("nan"), device=CUDA)
         for reqid, length in enumerate(lens):
-            rows[reqid, : cache.readable_rows([reqid])[0]] = float("nan")
+            rows[reqid, : cache.slots.readable_rows([reqid])[0]] = float("nan")
             some = rows[reqid, :length, 0].normal_()
             k[reqid, :length, :, :128] = torch.einsum("rl,hnl->rhn", some[:, :512], up.key)
             k[reqid, :length, :, 128:] = some[:, None, 512:]

@@ -114,7 +114,7 @@ class Growing:
         """Ends who has no room, full of NaN; makes the others as long as was planned."""
         cache = self.cache
         for reqid in self.ended:
-            (mapped,) = cache.readable_rows([reqid])
+            (mapped,) = cache.slots.readable_rows([reqid])
             for layer in range(LAYERS):
                 cache.k(layer)[reqid, :mapped].fill_(float("nan"))
                 cache.v(layer)[reqid, :mapped].fill_(float("nan"))
@@ -194,7 +194,7 @@ def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -
             pytest.skip(why)
         assert cache.alloc_reqid() == 0
         assert cache.step([100] + [0] * (SLOTS - 1)) == 0
-        (mapped,) = cache.readable_rows([0])
+        (mapped,) = cache.slots.readable_rows([0])
         with pytest.raises(
             pyvmem.InvalidArgument, match="whole tiles in decoding: it needs overread_decode"
         ):
@@ -207,7 +207,7 @@ def test_a_tile_reader_is_refused_where_its_rows_are_missing(context: Context) -
     with make(context, 191, overread_decode=True) as cache:
         assert cache.alloc_reqid() == 0
         assert cache.step([100] + [0] * (SLOTS - 1)) == 0
-        (mapped,) = cache.readable_rows([0])
+        (mapped,) = cache.slots.readable_rows([0])
         attend = Attention(cache, "fa3")
         attend.batch([0], [64], [100])
         with pytest.raises(OverRead, match="fa3 may read up to row"):

@@ -338,7 +338,7 @@ class EngineModel:
             assert life.request not in self.engine.requests
             assert life.request.state is State.ENDED
         else:
-            self.cache.reclaim_free(wait=False)
+            self.cache.memory.reclaim_free(wait=False)
 
     def any_step(self) -> None:
         """One random thing."""

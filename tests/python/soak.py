@@ -397,7 +397,7 @@ def described(cache: KVCache) -> Iterator[str]:
         yield f"errors: {group.reclaimer.errors}, refused: {group.pager.runs.refused!r}"
     for part in cache.caches:
         yield str(part.stats())
-    some, every = cache.obtainable_bytes()
+    some, every = cache.memory.obtainable()
     yield f"{some} of {every} bytes can be had"
 
 

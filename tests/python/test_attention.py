@@ -345,7 +345,7 @@ def test_the_paged_call_gets_what_it_needs(
     for case in CASES:
         with filled(host, case, **shape) as cache:
             q = queries(cache, case, 2)
-            batch = Batch([Part((cache,))], case.reqids, case.q_lens, case.kv_lens, q.device)
+            batch = Batch([Part(cache.caches)], case.reqids, case.q_lens, case.kv_lens, q.device)
             for layer in range(LAYERS):
                 out = flash.fa3_paged(q, cache.k(layer), cache.v(layer), batch, q.shape[2] ** -0.5)
                 close(out, reference(q, cache, layer, case))
@@ -438,7 +438,7 @@ def test_decoding_takes_no_kernel_whose_rows_only_prefills_map(
 def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -> None:
     """Rows that were mapped for the tile can be used, but then the tile's own are missing."""
     with filled(host, MIXED, overread_rows=191, overread_decode=True) as cache:
-        (mapped,) = cache.readable_rows([4])
+        (mapped,) = cache.slots.readable_rows([4])
         assert 90 + 191 <= mapped < 400
         attend = Attention(cache)
         assert attend.batch([4], [20], [mapped - 191]).kernel == "fa3"
@@ -457,7 +457,7 @@ def test_rows_without_memory_are_not_read(host: pyvmem.Context, pretend: None) -
         assert batch.kv_lens == [mapped - 191]
         q = torch.randn(1, 2, 32)
         attend(q, 0, batch)
-        bare = Batch([Part((cache,))], [4], [1], [9], torch.device("cpu"))
+        bare = Batch([Part(cache.caches)], [4], [1], [9], torch.device("cpu"))
         with pytest.raises(InvalidArgument, match=r"take one of Attention\.batch"):
             attend(q, 0, bare)
         attend.close()
@@ -467,13 +467,13 @@ def test_the_end_of_a_slot_ends_what_is_read(host: pyvmem.Context, pretend: None
     """No kernel reads behind the tensor's last row, so the longest request needs no more."""
     case = Case("full", (0,), (1,), (512,))
     with filled(host, case, overread_rows=191, overread_decode=True) as cache:
-        assert cache.readable_rows([0, 1]) == [512, 0]
+        assert cache.slots.readable_rows([0, 1]) == [512, 0]
         attend = Attention(cache, "fa3")
         assert attend.batch([0], [1], [512]).reads.end(512, 512) == 512
         attend.close()
         for wrong in (-1, 6):
             with pytest.raises(InvalidArgument, match=f"reqid {wrong} is not between 0 and 5"):
-                cache.readable_rows([wrong])
+                cache.slots.readable_rows([wrong])
 
 
 def test_a_sparse_cache_protects_where_pages_appear_in_one_step(

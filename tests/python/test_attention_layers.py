@@ -179,10 +179,10 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
             assert cache.step([length, 0]) == 0
         attend = Attention(cache)
         for _ in range(1000):
-            if cache.first_rows([0])[0]:
+            if cache.slots.first_rows([0])[0]:
                 break
             cache.step([length, 0])
-        there = cache.first_rows([0])[0]
+        there = cache.slots.first_rows([0])[0]
         assert there == -(-(9 * rows + 5 - 8) * 256 // page) * rows or there % rows == 0
         assert 0 < there <= 9 * rows + 5 - 8
         attend.batch([0], [5], [length])
@@ -190,7 +190,7 @@ def test_rows_that_left_the_window_are_not_read(host: pyvmem.Context) -> None:
         with pytest.raises(InvalidArgument, match=f"window of {rows}; rows before {there} are go"):
             attend.batch([0], [2 * rows], [length])
         with pytest.raises(InvalidArgument, match="reqid 2 is not between 0 and 1"):
-            cache.first_rows([2])
+            cache.slots.first_rows([2])
         attend.close()
 
 
@@ -213,10 +213,10 @@ def test_a_tile_before_the_window_needs_its_rows(
         for length in (2048, 2049):
             assert cache.step([length]) == 0
         for _ in range(1000):
-            if cache.first_rows([0])[0]:
+            if cache.slots.first_rows([0])[0]:
                 break
             cache.step([length])
-        there = cache.first_rows([0])[0]
+        there = cache.slots.first_rows([0])[0]
         assert there
         attend.batch([0], [1], [2049])
         new = 2049 - 64 + 1 - there  # the window itself is there, the tile before it is not

@@ -986,7 +986,7 @@ def test_slots_keep_memory_that_no_request_needs() -> None:
         slot, _ = taken(store)
         assert store.hold([slot], [LONGEST])
         store.release(slot)
-        store.cache.reclaim_free(wait=True)
+        store.cache.memory.reclaim_free(wait=True)
         stats = context.stats()
         assert stats.used_bytes == 0
         assert stats.slab_bytes >= 4 << 20

@@ -213,7 +213,7 @@ def test_a_step_in_which_windows_slide(context: Context, shared: bool) -> None:
         slid = calls_of(lambda: cache.step(longer))  # each also crosses a page
         assert context.stats().batches - batches <= 2
         assert slid.result == 0
-        assert all(cache.first_rows(range(count)))
+        assert all(cache.slots.first_rows(range(count)))
         joins = len(cache.caches) * (Caps.JOIN in context.info.caps)
         assert slid.count <= 80 + joins, slid
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
@@ -287,7 +287,7 @@ def shared(context: Context, pages: int, layers: int) -> dict[str, int]:
         assert begun.result[1] == pages * ROWS
         found["alloc_prefix"] = begun.count
         cache.free_reqid(begun.result[0], tokens=tokens)
-        cache.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
+        cache.memory.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
         resumed = calls_of(lambda: cache.alloc_prefix(tokens, leave=0))
         assert cache.stats().prefix_resumed == 1
         found["next turn"] = resumed.count
@@ -323,11 +323,11 @@ def freed(context: Context, pages: int, layers: int) -> dict[str, int]:
             reqid, lens = begun[0], [0] * 8
             lens[reqid] = len(tokens)
             assert cache.step(lens) == 0
-            cache.reclaim_free(keep=range(8), wait=True)
+            cache.memory.reclaim_free(keep=range(8), wait=True)
             call = partial(cache.free_reqid, reqid, tokens=tokens)
             found[name] = calls_of(call).count
             cache.check_integrity()
-            cache.reclaim_free(keep=range(8), wait=True)
+            cache.memory.reclaim_free(keep=range(8), wait=True)
     return found
 
 
@@ -405,7 +405,7 @@ def test_what_shares_pages_after_gpu_work(
             lens[first] = 20 * ROWS
             assert cache.step(lens) == 0
             cache.free_reqid(first, stream, tokens=tokens)
-            cache.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
+            cache.memory.reclaim_free(keep=range(8), wait=True)  # the worker may be fast or slow
             resumed = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
             assert resumed.result == (first, 20 * ROWS)
             begun = calls_of(lambda: cache.alloc_prefix(tokens, leave=0, stream=stream))
@@ -448,7 +448,7 @@ def engine_calls(context: Context, requests: int) -> dict[str, Calls]:
         lengths = dict.fromkeys(running, ROWS)
         for _ in range(2):
             assert engine.extend(lengths) is None
-        cache.set_limit((requests + 1) * cache.layout.num_tensors)
+        cache.memory.set_limit((requests + 1) * cache.layout.num_tensors)
         found = {
             "same": calls_of(lambda: engine.extend(lengths)),
             "prepare": calls_of(lambda: engine.prepare(lengths)),

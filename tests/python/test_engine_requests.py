@@ -575,7 +575,7 @@ def test_a_request_whose_slot_was_taken_back_has_ended(host: Context, name: str)
                 calls[name]()
         assert first.state is State.ENDED
         assert cache.requests == []
-        assert kv(cache).is_taken(other)
+        assert kv(cache).slots.is_taken(other)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -797,7 +797,7 @@ def while_it_runs(cache: RequestCache, name: str, call: Callable[[], Any]) -> It
 def test_a_background_call_finds_what_an_earlier_call_has_left(host: Context) -> None:
     """It was begun while another thread's call on the request was under way."""
     with requests(host) as cache:
-        free = kv(cache).num_free_slots
+        free = kv(cache).slots.num_free
         request = computed(cache, PROMPT)
         futures: list[Future[Any]] = []
         with while_it_runs(cache, "swap_out", lambda: cache.swap_out(request)):
@@ -822,7 +822,7 @@ def test_a_background_call_finds_what_an_earlier_call_has_left(host: Context) ->
             late.result(WAIT)
         assert request.state is State.ENDED
         assert cache.requests == []
-        assert kv(cache).num_free_slots == free
+        assert kv(cache).slots.num_free == free
 
 
 def test_a_state_is_never_older_than_the_end_of_a_call(host: Context) -> None:

@@ -118,8 +118,8 @@ def test_a_call_of_another_thread_does_not_hang_the_child(
         assert cache.alloc_reqid() == 0
         waiting = threading.Thread(target=lambda: cache.step([64]))
         waiting.start()
-        while cache.lock.acquire(blocking=False):
-            cache.lock.release()
+        while cache.internals.lock.acquire(blocking=False):
+            cache.internals.lock.release()
             time.sleep(0.001)
 
         def child() -> None:

@@ -215,13 +215,13 @@ def test_a_fork_takes_no_name_that_has_a_slot(requests: NamedRequests) -> None:
     for name, tokens, _ in both:
         assert requests.hold(name, len(tokens))
     compute(requests, both)
-    free = requests.kvcache.num_free_slots
+    free = requests.kvcache.slots.num_free
     for child in ("a", "b"):
         with pytest.raises(InvalidArgument, match=f"request {child} has a slot already"):
             requests.fork("a", child, 2)
-    assert (requests.kvcache.num_free_slots, len(requests)) == (free, 2)
+    assert (requests.kvcache.slots.num_free, len(requests)) == (free, 2)
     requests.drop_all(forget=True)
-    assert requests.kvcache.num_free_slots == SLOTS
+    assert requests.kvcache.slots.num_free == SLOTS
 
 
 def test_a_dropped_request_is_not_in_the_batch(requests: NamedRequests) -> None:

@@ -109,10 +109,10 @@ def claim(engine: Engine) -> Steps:
     engine.start(cache, 3)
 
     def call() -> None:
-        cache.claim(2)
+        cache.slots.claim(2)
 
     def again() -> None:
-        if cache.is_taken(2):
+        if cache.slots.is_taken(2):
             cache.free_reqid(2)
         call()
         engine.take(cache, 2, [])
@@ -440,7 +440,7 @@ def fork_into(engine: Engine) -> Steps:
     call = partial(cache.fork, parent, into=4)
 
     def again() -> None:
-        if cache.is_taken(4):
+        if cache.slots.is_taken(4):
             cache.free_reqid(4)
         engine.take(cache, call(), engine.held[cache, parent])
 
@@ -461,7 +461,7 @@ def _slid(engine: Engine, cache: Any, rows: int) -> int:
     reqid = engine.start(cache, rows - 3)
     engine.grow(cache, reqid, rows)
     eventually(lambda: not any(s.in_flight for part in parts(cache) for s in part.snapshot()))
-    assert cache.first_rows([reqid])[0]
+    assert cache.slots.first_rows([reqid])[0]
     return reqid
 
 
@@ -966,7 +966,7 @@ def swap_in_over_clean_pages(engine: Engine) -> Steps:
     """They are mapped already, and zero: what was written to them before the exception is not."""
     cache = engine.cache(eager_pages=3)
     steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
-    cache.reclaim_free(wait=True)
+    cache.memory.reclaim_free(wait=True)
     cache.free_reqid(cache.alloc_reqid())
     eventually(lambda: any(slot.mapped_pages == 3 for slot in cache.snapshot()))
     cache.step(lens(cache))
@@ -1010,7 +1010,7 @@ def reports(engine: Engine) -> Steps:
         cache.check_integrity()
         assert cache.stats().active_slots == 1
         assert len(cache.snapshot()) == 4
-        assert cache.num_free_pages == 0
+        assert cache.memory.num_free_pages == 0
 
     return call, call
 
@@ -1020,11 +1020,11 @@ def set_limit(engine: Engine) -> Steps:
     cache, reqid = _reclaiming(engine)
 
     def again() -> None:
-        cache.set_limit(5 * TENSORS)
+        cache.memory.set_limit(5 * TENSORS)
         assert cache.stats().total_pages == 5 * TENSORS
         engine.grow(cache, reqid, 5 * ROWS)
 
-    return lambda: cache.set_limit(5 * TENSORS), again
+    return lambda: cache.memory.set_limit(5 * TENSORS), again
 
 
 @scenario
@@ -1032,10 +1032,10 @@ def reclaim_free(engine: Engine) -> Steps:
     cache, _ = _reclaiming(engine)
 
     def again() -> None:
-        cache.reclaim_free(wait=True)
+        cache.memory.reclaim_free(wait=True)
         assert cache.stats().cached_pages == 0
 
-    return lambda: cache.reclaim_free(wait=True), again
+    return lambda: cache.memory.reclaim_free(wait=True), again
 
 
 @scenario
@@ -1355,7 +1355,7 @@ def map_common_pages(engine: Engine) -> Steps:
     """Every slot is taken or none; those of a call whose result nobody received are given back."""
     cache = _common(engine)
 
-    call = partial(cache.map_common_pages, ROWS)
+    call = partial(cache.slots.map_common_pages, ROWS)
 
     def again() -> None:
         assert len(engine.unknown(cache)) in (0, cache.config.max_batch)
@@ -1368,7 +1368,7 @@ def map_common_pages(engine: Engine) -> Steps:
 
 def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
     """A request that has grown beyond the common rows; the next one has these and no other."""
-    common = cache.map_common_pages(ROWS)
+    common = cache.slots.map_common_pages(ROWS)
     common.idle.clear()
     tags = _read_common(engine, cache)
     engine.grow(cache, reqid, 2 * ROWS)
@@ -2502,7 +2502,7 @@ SCENARIOS |= {
     "record": lambda e: _recording(e, *_forkable(e, 2 * ROWS + 3), 2 * ROWS),
     "record_a_window": lambda e: _recording(e, *_windowed(e, 5 * ROWS + 3), 5 * ROWS),
     "layered_record": lambda e: _recording(e, *_request(e, UNIT + 3, _layered), UNIT),
-    "prefix_changes": lambda e: _telling(e, lambda cache: cache.prefix_changes),
+    "prefix_changes": lambda e: _telling(e, lambda cache: cache.internals.prefix_changes),
     "kv_events": lambda e: _telling(e, lambda cache: KVEvents(cache).poll),
     "swap_out": lambda e: _swapping_out(e, *_request(e, 2 * ROWS + 3)),
     "layered_swap_out": lambda e: _swapping_out(e, *_request(e, UNIT + 3, _layered)),

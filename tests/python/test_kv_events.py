@@ -259,19 +259,25 @@ def test_an_interrupted_call_tells_nothing(
 
 def test_changes_are_returned_until_the_caller_has_taken_note_of_them(sharing: Context) -> None:
     with small_cache(sharing) as cache:
-        assert cache.prefix_changes(-1) == []
+        assert cache.internals.prefix_changes(-1) == []
         serve(cache, [1] * ROWS)
         serve(cache, [2] * ROWS)
-        one, two = cache.prefix_changes(-1)
-        assert [one, two] == cache.prefix_changes(-1)
-        assert [two] == cache.prefix_changes(one.number) == cache.prefix_changes(one.number)
-        assert cache.prefix_changes() == []
+        one, two = cache.internals.prefix_changes(-1)
+        assert [one, two] == cache.internals.prefix_changes(-1)
+        assert (
+            [two]
+            == cache.internals.prefix_changes(one.number)
+            == cache.internals.prefix_changes(one.number)
+        )
+        assert cache.internals.prefix_changes() == []
         serve(cache, [3] * ROWS)
-        (three,) = cache.prefix_changes(two.number)
+        (three,) = cache.internals.prefix_changes(two.number)
         assert three.number == two.number + 1
-        assert cache.prefix_changes(three.number) == cache.prefix_changes(-1) == []
+        assert (
+            cache.internals.prefix_changes(three.number) == cache.internals.prefix_changes(-1) == []
+        )
         with pytest.raises(TypeError):
-            cache.prefix_changes("1")  # type: ignore[arg-type]
+            cache.internals.prefix_changes("1")  # type: ignore[arg-type]
 
 
 def _nothing(tree: object) -> object:

@@ -229,13 +229,13 @@ def test_shortage_is_minus_one_and_changes_nothing(context: Context, ahead: bool
         cache.alloc_reqid()
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS, r1=2 * ROWS)) == 0
-        assert cache.num_free_pages == TENSORS
+        assert cache.memory.num_free_pages == TENSORS
         before = state(cache)
         assert step(lens(cache, r0=3 * ROWS, r1=3 * ROWS)) == -1
         assert state(cache) == before
         assert cache.stats().short == 1
         assert step(lens(cache, r0=3 * ROWS, r1=2 * ROWS)) == 0
-        assert cache.num_free_pages == 0, "also of step_async: the pages are taken at once"
+        assert cache.memory.num_free_pages == 0, "also of step_async: the pages are taken at once"
         assert cache.step(lens(cache, r0=3 * ROWS, r1=2 * ROWS)) == 0
 
 
@@ -272,7 +272,7 @@ def test_pages_of_free_slots_are_reclaimed_for_a_step(context: Context) -> None:
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 1, 5, 0], "oldest first"
         assert cache.stats().reclaimed_pages == 3 * TENSORS
         assert cache.step(lens(cache, r2=6 * ROWS)) == 0
-        assert cache.num_free_pages == 0
+        assert cache.memory.num_free_pages == 0
 
 
 def test_leftovers_of_an_active_slot_are_reclaimed(context: Context) -> None:
@@ -429,7 +429,7 @@ def test_step_async_twice_and_more_than_promised(context: Context) -> None:
         assert cache.snapshot()[0].mapped_pages == 1
         assert cache.stats().waits == 0, "what is promised is not waited for"
         assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0
-        eventually(lambda: cache.is_ready(0, ROWS))
+        eventually(lambda: cache.slots.is_ready(0, ROWS))
         assert cache.step_async(lens(cache, r0=2 * ROWS)) == 0, "more than is under way comes later"
         assert cache.snapshot()[0].mapped_pages == 2
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
@@ -492,7 +492,7 @@ def test_stats(context: Context) -> None:
         assert cache.step(lens(cache, r0=ROWS + 1, r1=1)) == 0
         now = cache.stats()
         assert now.total_pages == 64 * TENSORS
-        assert now.free_pages == cache.num_free_pages == 61 * TENSORS
+        assert now.free_pages == cache.memory.num_free_pages == 61 * TENSORS
         assert (now.active_pages, now.cached_pages) == (3 * TENSORS, 0)
         assert now.mapped_bytes == now.peak_mapped_bytes == 3 * TENSORS * page
         assert now.used_bytes == now.peak_used_bytes == (ROWS + 2) * row * TENSORS
@@ -616,7 +616,7 @@ def test_use_after_close(context: Context) -> None:
         lambda: cache.tensors,
         lambda: cache.stats(),
         lambda: cache.snapshot(),
-        lambda: cache.num_free_pages,
+        lambda: cache.memory.num_free_pages,
         lambda: cache.check_integrity(),
     ):
         with pytest.raises(BadHandle, match="the KVCache is closed"):

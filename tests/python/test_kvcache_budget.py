@@ -70,9 +70,9 @@ def longer(cache: KVCache, reqid: int, pages: int) -> list[int]:
 
 def test_a_cache_takes_up_to_its_ceiling(context: Context) -> None:
     with two(context, 64, {"ceiling": 12}, {}) as (_, a, _b):
-        assert a.num_free_pages == 12
+        assert a.memory.num_free_pages == 12
         reqid = hold(a, 3)
-        assert a.num_free_pages == 0
+        assert a.memory.num_free_pages == 0
         before = state(a)
         assert a.step(longer(a, reqid, 4)) == -1
         assert state(a) == before
@@ -80,8 +80,8 @@ def test_a_cache_takes_up_to_its_ceiling(context: Context) -> None:
 
 def test_what_others_floors_keep_cannot_be_had(context: Context) -> None:
     with two(context, 16, {}, {"floor": 6}) as (budget, a, b):
-        assert a.num_free_pages == 10
-        assert b.num_free_pages == 16
+        assert a.memory.num_free_pages == 10
+        assert b.memory.num_free_pages == 16
         reqid = hold(a, 2)
         assert not a.can_admit([8])
         assert a.step(longer(a, reqid, 3)) == -1
@@ -99,7 +99,7 @@ def test_free_slots_of_others_give_their_pages_down_to_the_floor(context: Contex
         for reqid in [hold(b, 4), hold(b, 4)]:
             b.free_reqid(reqid)
         assert b.stats().cached_pages == 16
-        assert a.num_free_pages == 0
+        assert a.memory.num_free_pages == 0
         assert a.can_admit([ROWS["a"] * 3])
         assert not a.can_admit([ROWS["a"] * 4])
         reqid = hold(a, 2)
@@ -173,8 +173,8 @@ def test_a_closed_cache_leaves_the_budget(context: Context) -> None:
     with KVCache(config(page, "a", floor=4), budget=budget) as a:
         with KVCache(config(page, "b", floor=8), budget=budget) as b:
             hold(b, 4)
-            assert a.num_free_pages == 8
-        assert a.num_free_pages == 16
+            assert a.memory.num_free_pages == 8
+        assert a.memory.num_free_pages == 16
         assert len(budget.stats().caches) == 1
     assert budget.stats().caches == ()
 
@@ -238,7 +238,7 @@ def test_bad_input(context: Context) -> None:
         with pytest.raises(InvalidArgument, match=f"floors of other caches keep {10 * page}"):
             KVCache(config(page, "b", floor=7), budget=budget)
         with pytest.raises(InvalidArgument, match="a limit of 9 pages: the floor is 10"):
-            cache.set_limit(9)
+            cache.memory.set_limit(9)
         assert len(budget.stats().caches) == 1
 
 
@@ -290,11 +290,11 @@ def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
 
         def busy() -> None:
             hold(a, 2)  # all that there is: waits for the work on b's slot
-            with a.lock:
+            with a.internals.lock:
                 order.append("a again")
 
         def other() -> None:
-            with b.lock:
+            with b.internals.lock:
                 order.append("b")
             assert b.step([0] * 4) == 0
 
@@ -302,7 +302,7 @@ def test_a_cache_that_is_busy_lets_others_in(context: Context) -> None:
         threads[0].start()
         eventually(lambda: bool(b._groups[0].reclaimer.unmaps))
         threads[1].start()
-        eventually(lambda: at_the_gate(b.lock))
+        eventually(lambda: at_the_gate(b.internals.lock))
         work.set()
         for thread in threads:
             thread.join(60)

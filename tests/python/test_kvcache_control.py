@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -28,41 +29,41 @@ TENSORS = 2 * LAYERS
 
 def test_a_claimed_slot_is_as_an_allocated_one(context: Context) -> None:
     with small_cache(context) as cache:
-        cache.claim(2)
+        cache.slots.claim(2)
         assert cache.step(lens(cache, r2=ROWS)) == 0
         stamp(cache, 2, 0, ROWS, 3.0)
         before = state(cache)
         for reqid, text in ((2, "reqid 2 is taken"), (4, "reqid 4 is not between 0 and 3")):
             with pytest.raises(InvalidArgument, match=text):
-                cache.claim(reqid)
+                cache.slots.claim(reqid)
         assert state(cache) == before
         assert sorted(cache.alloc_reqid() or 0 for _ in range(3)) == [0, 1, 3]
         assert cache.alloc_reqid() is None
         cache.free_reqid(2)
-        cache.claim(2)
+        cache.slots.claim(2)
         assert cache.step(lens(cache, r2=1)) == 0
         assert rows_are_zero(cache, 2, 0, 1)
 
 
 def test_a_limit_can_be_changed_but_not_below_what_is_held(context: Context) -> None:
     with small_cache(context) as cache:
-        cache.claim(0)
-        cache.set_limit(2 * TENSORS)
-        assert cache.num_free_pages == 2 * TENSORS
+        cache.slots.claim(0)
+        cache.memory.set_limit(2 * TENSORS)
+        assert cache.memory.num_free_pages == 2 * TENSORS
         assert cache.step(lens(cache, r0=3 * ROWS)) == -1
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
         with pytest.raises(InvalidArgument, match=f"a limit of {2 * TENSORS - 1} pages"):
-            cache.set_limit(2 * TENSORS - 1)
+            cache.memory.set_limit(2 * TENSORS - 1)
         for pages in (-1, 1 << 70, 7.0):
             with pytest.raises(InvalidArgument, match=r"pages is|pages must"):
-                cache.set_limit(pages)  # type: ignore[arg-type]
-        cache.set_limit(3 * TENSORS)
+                cache.memory.set_limit(pages)  # type: ignore[arg-type]
+        cache.memory.set_limit(3 * TENSORS)
         assert cache.step(lens(cache, r0=3 * ROWS)) == 0
 
 
 def test_close_behind_a_descriptor_that_is_none(context: Context) -> None:
     with small_cache(context) as cache:
-        cache.claim(0)
+        cache.slots.claim(0)
         assert cache.step(lens(cache, r0=1)) == 0
         with pytest.raises(BadHandle):
             cache.close(FdEvent(1 << 20))
@@ -73,7 +74,7 @@ def test_close_behind_a_descriptor_that_is_none(context: Context) -> None:
 def test_where_the_context_is_gone_close_asks_for_no_descriptor(backend: str) -> None:
     context = open_context(backend)
     cache = KVCache(small_config(context.info.granule), context)
-    cache.claim(0)
+    cache.slots.claim(0)
     context.close()
     cache.close(FdEvent(1 << 20))
     assert cache.is_closed
@@ -82,108 +83,139 @@ def test_where_the_context_is_gone_close_asks_for_no_descriptor(backend: str) ->
 def test_pages_of_free_slots_come_back_but_those_that_are_kept(context: Context) -> None:
     with small_cache(context) as cache:
         for reqid in range(4):
-            cache.claim(reqid)
+            cache.slots.claim(reqid)
         assert cache.step([ROWS, 2 * ROWS, 3 * ROWS, ROWS]) == 0
         for reqid in range(3):
             cache.free_reqid(reqid)
-        cache.reclaim_free(keep=[1], wait=True)
+        cache.memory.reclaim_free(keep=[1], wait=True)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 2, 0, 1]
-        cache.reclaim_free()
-        cache.reclaim_free(wait=True)
+        cache.memory.reclaim_free()
+        cache.memory.reclaim_free(wait=True)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [0, 0, 0, 1]
 
 
 def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: Context) -> None:
     with small_cache(context) as cache:
-        cache.claim(1)
-        assert not cache.is_ready(1, 1)
+        cache.slots.claim(1)
+        assert not cache.slots.is_ready(1, 1)
         assert cache.step_async(lens(cache, r1=ROWS + 1)) == 0
-        eventually(lambda: cache.is_ready(1, ROWS + 1))
-        assert cache.capacity(1) == 0  # no step has granted it
-        assert cache.is_ready(1, 2 * ROWS)
-        assert not cache.is_ready(1, 2 * ROWS + 1)
+        eventually(lambda: cache.slots.is_ready(1, ROWS + 1))
+        assert cache.slots.capacity(1) == 0  # no step has granted it
+        assert cache.slots.is_ready(1, 2 * ROWS)
+        assert not cache.slots.is_ready(1, 2 * ROWS + 1)
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
-        assert cache.is_ready(1, 2 * ROWS)
-        assert not cache.is_ready(1, 2 * ROWS + 1)
+        assert cache.slots.is_ready(1, 2 * ROWS)
+        assert not cache.slots.is_ready(1, 2 * ROWS + 1)
         cache.free_reqid(1)
-        cache.claim(1)
-        assert not cache.is_ready(1, 3 * ROWS)  # the earlier owner's growth is not the next one's
+        cache.slots.claim(1)
+        assert not cache.slots.is_ready(
+            1, 3 * ROWS
+        )  # the earlier owner's growth is not the next one's
         with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
-            cache.is_ready(0, 1)
+            cache.slots.is_ready(0, 1)
         longest = cache.config.max_seq_len
         with pytest.raises(InvalidArgument, match=f"seq_len {longest + 1} is not between 0 and"):
-            cache.is_ready(1, longest + 1)
+            cache.slots.is_ready(1, longest + 1)
 
 
 def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
     with small_cache(context) as cache:
-        cache.set_limit(4 * TENSORS)
-        cache.claim(1)
-        assert cache.capacity(1) == 0
-        assert cache.missing_pages(1, ROWS + 1) == cache.missing_pages(None, ROWS + 1)
-        assert cache.missing_pages(1, ROWS + 1) == 2 * TENSORS
-        assert cache.obtainable_pages() == (4 * TENSORS, 4 * TENSORS)
+        cache.memory.set_limit(4 * TENSORS)
+        cache.slots.claim(1)
+        assert cache.slots.capacity(1) == 0
+        assert (
+            cache.memory.for_request(1, ROWS + 1) // cache.layout.page_size
+            == cache.memory.for_request(None, ROWS + 1) // cache.layout.page_size
+        )
+        assert cache.memory.for_request(1, ROWS + 1) // cache.layout.page_size == 2 * TENSORS
+        assert [size // cache.layout.page_size for size in cache.memory.obtainable()] == [
+            4 * TENSORS,
+            4 * TENSORS,
+        ]
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
-        assert cache.capacity(1) == 2 * ROWS
-        assert cache.missing_pages(1, 2 * ROWS) == cache.missing_pages(1, 0) == 0
-        assert cache.missing_pages(1, 2 * ROWS + 1) == TENSORS
-        assert cache.obtainable_pages() == (2 * TENSORS, 4 * TENSORS)
+        assert cache.slots.capacity(1) == 2 * ROWS
+        assert (
+            cache.memory.for_request(1, 2 * ROWS) // cache.layout.page_size
+            == cache.memory.for_request(1, 0) // cache.layout.page_size
+            == 0
+        )
+        assert cache.memory.for_request(1, 2 * ROWS + 1) // cache.layout.page_size == TENSORS
+        assert [size // cache.layout.page_size for size in cache.memory.obtainable()] == [
+            2 * TENSORS,
+            4 * TENSORS,
+        ]
         size = cache.layout.page_size
         assert (
-            cache.lacking_bytes(lens(cache, r1=2 * ROWS)) == cache.lacking_bytes(lens(cache)) == 0
+            cache.memory.for_step(lens(cache, r1=2 * ROWS))
+            == cache.memory.for_step(lens(cache))
+            == 0
         )
-        assert cache.lacking_bytes(lens(cache, r1=4 * ROWS + 1)) == 3 * TENSORS * size
-        cache.claim(2)
+        assert cache.memory.for_step(lens(cache, r1=4 * ROWS + 1)) == 3 * TENSORS * size
+        cache.slots.claim(2)
         both = lens(cache, r1=2 * ROWS + 1, r2=ROWS)
-        assert cache.lacking_bytes(both) == 2 * TENSORS * size
+        assert cache.memory.for_step(both) == 2 * TENSORS * size
         with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
-            cache.lacking_bytes(lens(cache, r0=1))
+            cache.memory.for_step(lens(cache, r0=1))
         cache.free_reqid(2)
         before = state(cache)
-        for call in (lambda: cache.capacity(0), lambda: cache.missing_pages(0, 1)):
+        for call in (
+            lambda: cache.slots.capacity(0),
+            lambda: cache.memory.for_request(0, 1) // cache.layout.page_size,
+        ):
             with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
                 call()
         longest = cache.config.max_seq_len
         for length in (-1, longest + 1):
             with pytest.raises(InvalidArgument, match=f"seq_len {length} is not between 0 and"):
-                cache.missing_pages(1, length)
+                cache.memory.for_request(1, length) // cache.layout.page_size
         assert state(cache) == before
         cache.free_reqid(1)  # its pages can be had again
-        assert cache.obtainable_pages() == (4 * TENSORS, 4 * TENSORS)
+        assert [size // cache.layout.page_size for size in cache.memory.obtainable()] == [
+            4 * TENSORS,
+            4 * TENSORS,
+        ]
 
 
 @pytest.mark.parametrize("reqid", [-1, 4, 1 << 70])
-@pytest.mark.parametrize("name", ["owner", "seq_len", "is_taken", "capacity"])
+@pytest.mark.parametrize("name", ["slots.owner", "seq_len", "slots.is_taken", "slots.capacity"])
 def test_a_reqid_that_is_none(context: Context, name: str, reqid: int) -> None:
     with small_cache(context) as cache:
         text = f"reqid {reqid} is not between 0 and 3"
         with pytest.raises(InvalidArgument, match=text):
-            getattr(cache, name)(reqid)
+            attrgetter(name)(cache)(reqid)
         for several in ("owners", "readable_rows", "first_rows"):
             with pytest.raises(InvalidArgument, match=text):
-                getattr(cache, several)([0, reqid])
+                getattr(cache.slots, several)([0, reqid])
 
 
 @pytest.mark.parametrize("reqid", ["0", 1.0, None])
-@pytest.mark.parametrize("name", ["owner", "seq_len", "is_taken", "capacity"])
+@pytest.mark.parametrize("name", ["slots.owner", "seq_len", "slots.is_taken", "slots.capacity"])
 def test_a_reqid_that_is_no_whole_number(context: Context, name: str, reqid: Any) -> None:
     text = f"'{type(reqid).__name__}' object cannot be interpreted as an integer"
     with small_cache(context) as cache:
         with pytest.raises(TypeError, match=text):
-            getattr(cache, name)(reqid)
+            attrgetter(name)(cache)(reqid)
         with pytest.raises(TypeError, match=text):
-            cache.owners([0, reqid])
+            cache.slots.owners([0, reqid])
 
 
 def test_arguments_that_are_none(context: Context) -> None:
     with small_cache(context) as cache:
-        cache.claim(0)
+        cache.slots.claim(0)
         assert cache.step(lens(cache, r0=ROWS)) == 0
         calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-            (InvalidArgument, "length -1: reqid 0 holds", lambda: cache.copied_bytes(0, -1)),
-            (InvalidArgument, "length 999: reqid 0 holds", lambda: cache.copied_bytes(0, 999)),
-            (InvalidArgument, "length 999: reqid 0 holds", lambda: cache.forked_bytes(0, 1, 999)),
-            (InvalidArgument, "count is -1", lambda: cache.forked_bytes(0, -1, 1)),
+            (InvalidArgument, "length -1: reqid 0 holds", lambda: cache.memory.for_truncate(0, -1)),
+            (
+                InvalidArgument,
+                "length 999: reqid 0 holds",
+                lambda: cache.memory.for_truncate(0, 999),
+            ),
+            (
+                InvalidArgument,
+                "length 999: reqid 0 holds",
+                lambda: cache.memory.for_fork(0, 1, 999),
+            ),
+            (InvalidArgument, "count is -1", lambda: cache.memory.for_fork(0, -1, 1)),
             (InvalidArgument, "location 7 is not one of", lambda: cache.move(0, 7)),  # type: ignore[arg-type]
             (InvalidArgument, "location None is not one of", lambda: cache.move(0, None)),  # type: ignore[arg-type]
             (
@@ -192,7 +224,7 @@ def test_arguments_that_are_none(context: Context) -> None:
                 lambda: _record(cache, float("nan")),
             ),
             (TypeError, r"matches\[0\]: expected PrefixMatch", lambda: cache.can_admit([1], ["x"])),  # type: ignore[list-item]
-            (TypeError, "as an integer", lambda: cache.map_common_pages(None)),  # type: ignore[arg-type]
+            (TypeError, "as an integer", lambda: cache.slots.map_common_pages(None)),  # type: ignore[arg-type]
         ]
         before = state(cache)
         for kind, text, call in calls:

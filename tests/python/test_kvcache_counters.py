@@ -49,7 +49,7 @@ class Trace:
         self.last = cache.stats()
         self.base = driver_calls(cache.context) - self.last.driver_calls
         self.used = self.last.used_bytes
-        cache.prefix_changes()
+        cache.internals.prefix_changes()
 
     # ---- calls ----------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Trace:
     def check(self, *, settled: bool) -> None:
         cache, tensors = self.cache, self.cache.layout.num_tensors
         unit = cache.sharing_unit
-        for change in cache.prefix_changes():
+        for change in cache.internals.prefix_changes():
             if not change.stored:
                 pages = (len(change.ids) - change.first * unit) // ROWS
                 self.want["evicted_pages"] += pages * tensors

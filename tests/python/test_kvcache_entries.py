@@ -221,7 +221,7 @@ def test_a_free_slot_gives_a_part_of_its_entry(cache: KVCache) -> None:
     first = prefill(cache, 2 * FULL)
     cache.free_reqid(first)
     assert cache.step(lens(cache)) == 0
-    second = cache.claim(3)
+    second = cache.slots.claim(3)
     assert second is None
     assert cache.step(lens(cache, r3=20 * ROWS)) == 0
     assert entries(cache, first) == [BLOCK, PAGE, 0, 0]

@@ -247,7 +247,7 @@ def test_a_budget_can_be_shared_with_another_cache(context: Context) -> None:
         assert cache.can_admit([20])
         assert not cache.can_admit([24])
         assert cache.step([20, 0, 0, 0]) == 0
-        assert other.num_free_pages == 8
+        assert other.memory.num_free_pages == 8
 
 
 def test_a_context_of_its_own(backend: str) -> None:

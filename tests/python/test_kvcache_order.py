@@ -40,16 +40,16 @@ def test_pages_are_not_unmapped_before_the_work_is_over(context: Context) -> Non
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=2 * ROWS)) == 0
         stamp(cache, 0, 0, 2 * ROWS, 4.0)
-        free = cache.num_free_pages
+        free = cache.memory.num_free_pages
         cache.free_reqid(0, work)
         for _ in range(20):
             assert cache.step(lens(cache)) == 0
             assert rows_are(cache, 0, 0, 2 * ROWS, 4.0)
-            assert cache.num_free_pages == free
+            assert cache.memory.num_free_pages == free
         cache.check_integrity()
         assert cache.snapshot()[0].in_flight
         work.set()
-        eventually(lambda: cache.num_free_pages == free + 2 * TENSORS)
+        eventually(lambda: cache.memory.num_free_pages == free + 2 * TENSORS)
         assert cache.snapshot()[0].state == "empty"
         assert not context.query(cache.reservation.addr).mapped
 
@@ -377,7 +377,7 @@ def test_eager_pages_come_after_what_requests_wait_for(
                 assert calls == begun, "only the request's own pages are being mapped"
             finally:
                 work.set()
-        eventually(lambda: cache.is_ready(reqid, 3 * ROWS))
+        eventually(lambda: cache.slots.is_ready(reqid, 3 * ROWS))
         both = lens(cache, **{f"r{reqid}": 3 * ROWS, f"r{other}": ROWS})
         eventually(lambda: cache.step(both) == 0 and prepared(cache))
 
@@ -388,7 +388,7 @@ def test_eager_pages_make_way(context: Context) -> None:
         reqid = cache.alloc_reqid()
         assert reqid == 0
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
-        assert cache.num_free_pages == 0
+        assert cache.memory.num_free_pages == 0
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=4 * ROWS)) == 0
 
@@ -433,9 +433,9 @@ def test_watermark(context: Context) -> None:
         assert cache.step([4 * ROWS, 4 * ROWS, 4 * ROWS, 0]) == 0
         cache.free_reqid(1)
         cache.free_reqid(0)
-        assert cache.num_free_pages == 4 * TENSORS, "not below it yet"
+        assert cache.memory.num_free_pages == 4 * TENSORS, "not below it yet"
         assert cache.step([0, 0, 4 * ROWS, 3 * ROWS]) == 0
-        eventually(lambda: cache.num_free_pages == 4 * TENSORS)
+        eventually(lambda: cache.memory.num_free_pages == 4 * TENSORS)
         assert [slot.mapped_pages for slot in cache.snapshot()] == [4, 1, 4, 3]
 
 
@@ -444,9 +444,9 @@ def test_watermark_when_the_last_pages_are_freed(context: Context) -> None:
     with small_cache(context, memory_limit=limit, low_watermark=0.5) as cache:
         cache.alloc_reqid()
         assert cache.step(lens(cache, r0=6 * ROWS)) == 0
-        assert cache.num_free_pages == 2 * TENSORS
+        assert cache.memory.num_free_pages == 2 * TENSORS
         cache.free_reqid(0)
-        eventually(lambda: cache.num_free_pages == 4 * TENSORS)
+        eventually(lambda: cache.memory.num_free_pages == 4 * TENSORS)
         assert cache.snapshot()[0].mapped_pages == 4
 
 

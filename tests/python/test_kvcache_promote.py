@@ -286,7 +286,7 @@ def test_promotion_takes_what_memory_there_is(backend: str) -> None:
             assert cache.promote(one, wait=True) == 1, "there is room for one part at a time"
             assert cache.promote(one, wait=True) == 1
             assert cache.promote(two) == 1
-            assert cache.num_free_pages == 0
+            assert cache.memory.num_free_pages == 0
             grow(cache, one, 2 * PART, 2 * PART + 1)
             assert cache.snapshot()[two].moving_pages == 0, "given up for a request that grows"
             assert cache.stats().moving_pages == 0
@@ -415,14 +415,16 @@ def test_a_request_grows_in_the_room_that_its_promotion_gives_up(backend: str) -
             cache.free_reqid(third, work)
             assert cache.alloc_reqid() == third
             assert cache.promote(one) == 1
-            assert cache.num_free_pages == 0
+            assert cache.memory.num_free_pages == 0
             want = lens(cache)
             want[one], want[third] = PART + ROWS, 1
-            eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(one, PART + ROWS))
+            eventually(
+                lambda: cache.step_async(want) == 0 and cache.slots.is_ready(one, PART + ROWS)
+            )
             cache.check_integrity()
-            assert cache.num_free_pages == (UNIT - 1) * TENSORS
-            assert cache.is_ready(one, PART + ROWS), "what was given up ended the growth"
-            assert not cache.is_ready(third, 1)
+            assert cache.memory.num_free_pages == (UNIT - 1) * TENSORS
+            assert cache.slots.is_ready(one, PART + ROWS), "what was given up ended the growth"
+            assert not cache.slots.is_ready(third, 1)
             work.set()
             assert cache.step(want) == 0
             assert whole(cache, one, PART)

@@ -333,8 +333,8 @@ def test_a_growth_that_lacked_mappings_in_the_background_fails_no_other_call(cal
         eventually(lambda: not context.stats().pending)
         answer = CALLS[call](cache)
         assert call not in ("step", "step_async", "truncate") or answer == 0
-        assert call not in ("free_reqid", "free_reqid with tokens") or not cache.is_taken(1)
-        if cache.is_taken(1):
+        assert call not in ("free_reqid", "free_reqid with tokens") or not cache.slots.is_taken(1)
+        if cache.slots.is_taken(1):
             assert cache.step([ROWS, 5 * ROWS, 0, 0]) == -1
             cache.free_reqid(1)
         cache.check_integrity()

@@ -81,7 +81,7 @@ def shared(cache: KVCache, event: FdEvent) -> None:
     with full_queue(cache.context):
         cache.free_reqid(0)
         assert cache.snapshot()[0].shared_pages
-        cache.claim(0)
+        cache.slots.claim(0)
 
 
 def away(cache: KVCache, event: FdEvent) -> None:
@@ -91,7 +91,7 @@ def away(cache: KVCache, event: FdEvent) -> None:
     with full_queue(cache.context):
         cache.free_reqid(0)
         assert cache.snapshot()[0].away_pages
-        cache.claim(0)
+        cache.slots.claim(0)
 
 
 WAYS = {
@@ -116,8 +116,8 @@ def stale(backend: str, way: str) -> Iterator[tuple[KVCache, FdEvent]]:
         cache = stack.enter_context(small_cache(context, **options))
         event = stack.enter_context(pending())
         make(cache, event)
-        if not cache.is_taken(0):
-            cache.claim(0)
+        if not cache.slots.is_taken(0):
+            cache.slots.claim(0)
         assert cache._groups[0].table[0].stale
         cache.check_integrity()
         yield cache, event
@@ -126,20 +126,20 @@ def stale(backend: str, way: str) -> Iterator[tuple[KVCache, FdEvent]]:
 def look(cache: KVCache) -> None:
     slot, stats = cache.snapshot()[0], cache.stats()
     assert (slot.state, slot.seq_len, slot.granted_pages) == ("active", 0, 0)
-    assert cache.first_rows([0]) == [0]
-    assert cache.readable_rows([0]) == [0]
-    assert cache.capacity(0) == 0
+    assert cache.slots.first_rows([0]) == [0]
+    assert cache.slots.readable_rows([0]) == [0]
+    assert cache.slots.capacity(0) == 0
     assert cache.seq_len(0) == 0
     assert stats.ahead_pages <= stats.cached_pages
-    assert cache.missing_pages(0, ROWS) == TENSORS
-    assert not cache.is_ready(0, 1)
-    assert cache.is_ready(0, 0)
+    assert cache.memory.for_request(0, ROWS) // cache.layout.page_size == TENSORS
+    assert not cache.slots.is_ready(0, 1)
+    assert cache.slots.is_ready(0, 0)
 
 
 def fork(cache: KVCache) -> None:
     child = cache.fork(0)
     assert child is not None
-    assert cache.first_rows([child]) == [0]
+    assert cache.slots.first_rows([child]) == [0]
     grow(cache, child, 0, 2 * ROWS, 50)
     assert whole(cache, child, 2 * ROWS, 50)
 
@@ -149,7 +149,7 @@ def swap(cache: KVCache) -> None:
     assert back is not None
     if back:
         cache.free_reqid(back)
-        cache.claim(0)
+        cache.slots.claim(0)
 
 
 def swap_out(cache: KVCache) -> None:
@@ -198,7 +198,7 @@ def trim(cache: KVCache) -> None:
 
 
 def reclaim(cache: KVCache) -> None:
-    cache.reclaim_free(wait=True)
+    cache.memory.reclaim_free(wait=True)
 
 
 def nothing(cache: KVCache) -> None:
@@ -225,11 +225,11 @@ def test_a_call_takes_nothing_of_the_earlier_owner_for_the_requests(
         with firing_later(event):
             call(cache)
             cache.check_integrity()
-        if not cache.is_taken(0):
-            cache.claim(0)
+        if not cache.slots.is_taken(0):
+            cache.slots.claim(0)
         cache.check_integrity()
         assert cache.step(lens(cache, r0=2 * ROWS + 1)) == 0
-        assert cache.first_rows([0]) == [0]
+        assert cache.slots.first_rows([0]) == [0]
         assert is_zero(cache, 0, 0, 2 * ROWS + 1)
         write_rows(cache, 0, 0, list(range(70, 70 + 2 * ROWS + 1)))
         assert whole(cache, 0, 2 * ROWS + 1, 70)
@@ -247,9 +247,9 @@ def test_what_it_has_of_the_earlier_owner_can_be_taken_back(backend: str, way: s
     """All memory but what other requests have is for whoever is short."""
     with stale(backend, way) as (cache, event), firing_later(event):
         page, stats = cache.layout.page_size, cache.stats()
-        cache.set_limit(max(stats.active_pages + 6 * TENSORS, stats.mapped_bytes // page))
+        cache.memory.set_limit(max(stats.active_pages + 6 * TENSORS, stats.mapped_bytes // page))
         other = next(slot.reqid for slot in cache.snapshot() if slot.state != "active")
-        cache.claim(other)
+        cache.slots.claim(other)
         want = lens(cache)
         want[other] = 6 * ROWS
         assert cache.can_admit([6 * ROWS])
@@ -263,7 +263,7 @@ def test_what_goes_first_is_not_counted_as_mapped(backend: str, way: str, pages:
     """`step` keeps what `step_async` has promised, where others keep the earlier owner's pages."""
     with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
         mapped = cache.stats().mapped_bytes // cache.layout.page_size
-        cache.set_limit(mapped + TENSORS)
+        cache.memory.set_limit(mapped + TENSORS)
         want = lens(cache, r0=pages * ROWS)
         promised = cache.step_async(want)
         with firing_later(event):
@@ -277,7 +277,7 @@ def test_what_does_not_come_back_is_not_counted(backend: str, way: str, pages: i
     """`can_admit` is right about another request: shared pages stay, and those of other tiers."""
     with stale(backend, way) as (cache, event), cache.match([*PROMPT, 7]):
         mapped = cache.stats().mapped_bytes // cache.layout.page_size
-        cache.set_limit(mapped + TENSORS)
+        cache.memory.set_limit(mapped + TENSORS)
         other = cache.alloc_reqid()
         fits = cache.can_admit([pages * ROWS])
         want = lens(cache)
@@ -306,7 +306,7 @@ def test_a_freed_slot_that_another_requests_growth_is_over(backend: str, pages: 
         want[one], want[other] = 5 * ROWS, 3 * ROWS
         assert cache.step_async(want) == 0  # zeroes what the event's work may still write
         cache.free_reqid(one)
-        cache.set_limit(cache.stats().mapped_bytes // cache.layout.page_size)
+        cache.memory.set_limit(cache.stats().mapped_bytes // cache.layout.page_size)
         last = cache.alloc_reqid()
         fits = cache.can_admit([pages * ROWS])
         want = lens(cache)

@@ -77,14 +77,17 @@ def test_the_recurrent_state_is_float32_beside_rows_of_half_precision(host: pyvm
 def test_a_state_does_not_grow(host: pyvmem.Context) -> None:
     with hybrid(host) as cache:
         assert cache.alloc_reqid() == 0
-        assert cache.missing_pages(0, 100) == 2 * 4 + 3 * 1 + 3 * 2
+        assert (
+            cache.memory.for_request(0, 100) // cache.caches[0].layout.page_size
+            == 2 * 4 + 3 * 1 + 3 * 2
+        )
         for length in (1, 2, 32, 33, 512):
             assert cache.step([length, 0, 0, 0]) == 0
             assert state_pages(cache) == 3 * 1 + 3 * 2
             cache.check_integrity()
         parts = cache.caches
         assert [part.readable_rows([0, 1]) for part in parts[1:]] == [[512, 0]] * 2
-        assert cache.capacity(0) == 512
+        assert cache.slots.capacity(0) == 512
         used = sum(part.stats().used_bytes for part in parts)
         assert used == 512 * 2 * 128 + 3 * 640 + 3 * 6400
         cache.free_reqid(0)
@@ -254,7 +257,7 @@ def test_a_model_of_states_alone(host: pyvmem.Context) -> None:
         assert cache.stats().active_pages == 2
         assert cache.trim() is not None
         with pytest.raises(NotSupported, match="map_common_pages: the layers have a state"):
-            cache.map_common_pages(10)
+            cache.slots.map_common_pages(10)
         cache.check_integrity()
 
 

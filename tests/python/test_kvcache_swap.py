@@ -124,11 +124,11 @@ def test_swap_in_without_memory(context: Context) -> None:
     with small_cache(context, memory_limit=limit) as cache:
         swapped = cache.swap_out(started(cache, 2 * ROWS))
         other = started(cache, 2 * ROWS, 6.0)
-        free = cache.num_free_pages
+        free = cache.memory.num_free_pages
         assert not cache.can_admit([swapped.seq_len])
         assert cache.swap_in(swapped) is None
         assert swapped.is_open
-        assert cache.num_free_pages == free
+        assert cache.memory.num_free_pages == free
         assert cache.stats().active_slots == 1
         cache.free_reqid(other)
         assert cache.can_admit([swapped.seq_len])
@@ -276,7 +276,9 @@ def test_a_failure_while_idle_is_raised_by_the_next_step(context: Context) -> No
         reqid = started(cache, ROWS)
         context.inject(Inject.UNMAP)
         cache.free_reqid(reqid)
-        eventually(lambda: bool(cache._groups[0].reclaimer.errors) or cache.num_free_pages < 0)
+        eventually(
+            lambda: bool(cache._groups[0].reclaimer.errors) or cache.memory.num_free_pages < 0
+        )
         context.inject(Inject.UNMAP, count=0)
         with pytest.raises(DriverError):
             cache.step(lens(cache))

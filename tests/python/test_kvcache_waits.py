@@ -97,11 +97,11 @@ def test_a_step_ahead_waits_for_no_pages_that_come_back(context: Context, work: 
         want = lens(cache, **{f"r{other}": 4 * ROWS})
         for _ in range(2):
             assert promptly(lambda: cache.step_async(want), work) == 0
-            assert not cache.is_ready(other, 4 * ROWS)
+            assert not cache.slots.is_ready(other, 4 * ROWS)
         work.set()
         eventually(lambda: cache.stats().free_pages == 3 * TENSORS)
         assert cache.step_async(want) == 0
-        eventually(lambda: cache.is_ready(other, 4 * ROWS))
+        eventually(lambda: cache.slots.is_ready(other, 4 * ROWS))
         assert cache.step(want) == 0
         assert rows_are(cache, other, 0, ROWS, 1.0)
         want = lens(cache, **{f"r{other}": 6 * ROWS})
@@ -117,7 +117,7 @@ def test_a_step_takes_idle_pages_though_busy_ones_are_to_come_back(
         one, other, stays = (started(cache, 2 * ROWS) for _ in range(3))
         cache.free_reqid(one, stream=work)
         if begun == "reclaim_free":
-            cache.reclaim_free()
+            cache.memory.reclaim_free()
         if begun == "a step ahead":
             assert cache.step_async(lens(cache, r1=2 * ROWS, r2=3 * ROWS)) == 0
         cache.free_reqid(other)
@@ -175,7 +175,7 @@ def test_a_step_takes_idle_pages_of_another_cache(
             for reqid in (idle, busy) if idle_first else (busy, idle):
                 one.free_reqid(reqid, stream=work if reqid == busy else None)
                 if begun and reqid == busy:
-                    one.reclaim_free()
+                    one.memory.reclaim_free()
             want = lens(two, **{f"r{stays}": 4 * ROWS})
             assert promptly(lambda: two.step(want), work) == 0
             assert not is_over(work)
@@ -351,7 +351,7 @@ def test_a_step_ahead_of_groups_waits_for_none_of_their_own(
         want = [6 * rows if slot == other else 0 for slot in range(4)]
         for _ in range(2):
             assert promptly(lambda: cache.step_async(want), work) == 0
-        assert not cache.is_ready(other, 6 * rows)
+        assert not cache.slots.is_ready(other, 6 * rows)
         work.set()
         assert cache.step(want) == 0
         assert cache.step_async([8 * rows if slot == other else 0 for slot in range(4)]) == -1
@@ -380,8 +380,8 @@ def test_who_decodes_does_not_wait_for_a_prompts_memory(
         long, short = {f"r{prompt}": 6 * ROWS}, {f"r{one}": 2 * ROWS}
         for want in [long | short] if together else [long, short]:
             assert promptly(lambda want=want: cache.step_async(lens(cache, **want)), work) == 0
-        eventually(lambda: cache.is_ready(one, 2 * ROWS))
-        assert not cache.is_ready(prompt, 6 * ROWS)
+        eventually(lambda: cache.slots.is_ready(one, 2 * ROWS))
+        assert not cache.slots.is_ready(prompt, 6 * ROWS)
         assert promptly(lambda: cache.step(lens(cache, **short)), work) == 0
         work.set()
         assert cache.step(lens(cache, **long, **short)) == 0
@@ -399,8 +399,8 @@ def test_who_decodes_does_not_wait_in_any_group(context: Context, work: FdEvent)
         long, more = {f"r{prompt}": 4 * rows}, {f"r{one}": 4 * rows}
         assert promptly(lambda: cache.step_async(lens(cache, **long)), work) == 0
         assert promptly(lambda: cache.step_async(lens(cache, **more)), work) == 0
-        eventually(lambda: cache.is_ready(one, 4 * rows))
-        assert not cache.is_ready(prompt, 4 * rows)
+        eventually(lambda: cache.slots.is_ready(one, 4 * rows))
+        assert not cache.slots.is_ready(prompt, 4 * rows)
         assert promptly(lambda: cache.step(lens(cache, **more)), work) == 0
         work.set()
         assert cache.step(lens(cache, **more, **long)) == 0
@@ -419,7 +419,7 @@ def test_a_step_ahead_waits_for_no_prefix_to_be_evicted(context: Context, work: 
         want = lens(cache, **{f"r{other}": 4 * ROWS})
         for _ in range(3):
             assert promptly(lambda: cache.step_async(want), work) == 0
-            assert not cache.is_ready(other, 4 * ROWS)
+            assert not cache.slots.is_ready(other, 4 * ROWS)
             assert cache.stats().prefix_pages == TENSORS, "no more goes than is wanted"
             cache.check_integrity()
         more = lens(cache, **{f"r{other}": 6 * ROWS})
@@ -435,11 +435,11 @@ def test_a_step_ahead_evicts_what_nobody_is_at_and_grows(context: Context, work:
     with small_cache(context, memory_limit=limit) as cache:
         one, other = started(cache, 3 * ROWS), started(cache, ROWS)
         cache.free_reqid(one, tokens=list(range(3 * ROWS)))
-        cache.reclaim_free(wait=True)
+        cache.memory.reclaim_free(wait=True)
         eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
         want = lens(cache, **{f"r{other}": 4 * ROWS})
         assert promptly(lambda: cache.step_async(want), work) == 0
-        eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(other, 4 * ROWS))
+        eventually(lambda: cache.step_async(want) == 0 and cache.slots.is_ready(other, 4 * ROWS))
         assert cache.stats().prefix_pages == TENSORS
         assert cache.step(want) == 0
 
@@ -491,13 +491,13 @@ def test_a_step_ahead_waits_for_no_other_cache_of_its_budget(
         want = lens(cache, **{f"r{reqid}": 4 * ROWS})
         for _ in range(3):
             assert promptly(lambda: cache.step_async(want), work) == 0
-            assert not cache.is_ready(reqid, 4 * ROWS)
+            assert not cache.slots.is_ready(reqid, 4 * ROWS)
             if recorded:
                 assert giver.stats().prefix_pages == TENSORS
         more = lens(cache, **{f"r{reqid}": 6 * ROWS})
         assert promptly(lambda: cache.step_async(more), work) == -1
         work.set()
-        eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(reqid, 4 * ROWS))
+        eventually(lambda: cache.step_async(want) == 0 and cache.slots.is_ready(reqid, 4 * ROWS))
         assert cache.step(want) == 0
         assert rows_are(cache, reqid, 0, ROWS, 1.0)
         giver.check_integrity()
@@ -515,9 +515,11 @@ def test_a_step_ahead_waits_for_no_promotion(backend: str, work: FdEvent) -> Non
             want = lens(cache, **{f"r{two}": PART + 3 * ROWS})
             for _ in range(2):
                 assert promptly(lambda: cache.step_async(want), work) == 0
-                assert not cache.is_ready(two, PART + 3 * ROWS)
+                assert not cache.slots.is_ready(two, PART + 3 * ROWS)
             work.set()
-            eventually(lambda: cache.step_async(want) == 0 and cache.is_ready(two, PART + 3 * ROWS))
+            eventually(
+                lambda: cache.step_async(want) == 0 and cache.slots.is_ready(two, PART + 3 * ROWS)
+            )
             assert cache.step(want) == 0
             assert whole(cache, one, PART)
             assert whole(cache, two, PART, 500)
@@ -592,13 +594,13 @@ def test_a_slow_call_of_the_driver_reaches_no_step_until_what_is_ahead_is_used_u
             return lens(cache, **{f"r{one}": rows, f"r{other}": rows})
 
         assert cache.step_async(both(3 * ROWS)) == 0
-        eventually(lambda: cache.is_ready(one, 3 * ROWS))
+        eventually(lambda: cache.slots.is_ready(one, 3 * ROWS))
         monkeypatch.setattr(context, "submit", slow)
         for rows in range(ROWS + 1, 3 * ROWS + 1):
             assert promptly(lambda rows=rows: cache.step_async(both(rows + 3 * ROWS)), work) == 0
             assert promptly(lambda rows=rows: cache.step(both(rows)), work) == 0
             stamp(cache, one, rows - 1, rows, float(rows))
-        assert not cache.is_ready(one, 4 * ROWS), "the call is not over"
+        assert not cache.slots.is_ready(one, 4 * ROWS), "the call is not over"
         with waiting(lambda: cache.step(both(4 * ROWS)), work) as found:
             pass
         assert found == [0]
@@ -640,7 +642,7 @@ SLOW: dict[str, tuple[dict[str, Any], Call]] = {
         lambda cache, reqid, work: cache.move(reqid, "host", stream=work),
     ),
     "trim": ({}, lambda cache, reqid, work: cache.trim() or True),
-    "reclaim_free": ({}, lambda cache, reqid, work: cache.reclaim_free(wait=True) or True),
+    "reclaim_free": ({}, lambda cache, reqid, work: cache.memory.reclaim_free(wait=True) or True),
     "fork_into_a_busy_slot": ({}, lambda cache, reqid, work: cache.fork(reqid, into=3)),
     "alloc_prefix": ({}, lambda cache, reqid, work: cache.alloc_prefix(PROMPT)),
 }
@@ -661,7 +663,7 @@ def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent,
         if name == "truncate":
             assert cache.fork(reqid) is not None
         if name in ("trim", "reclaim_free", "fork_into_a_busy_slot"):
-            cache.claim(3)
+            cache.slots.claim(3)
             assert cache.step(lens(cache, r3=ROWS)) == 0
             cache.free_reqid(3, stream=work)
         if name == "alloc_prefix":
@@ -677,7 +679,7 @@ def test_nobody_waits_while_another_thread_does(context: Context, work: FdEvent,
             assert promptly(lambda: cache.can_admit([ROWS]), work)
             assert promptly(lambda: cache.free_reqid(new) is None, work)
         assert rows_are(cache, other, 0, ROWS, 3.0)
-        if cache.is_taken(reqid) and cache.snapshot()[reqid].seq_len == rows:
+        if cache.slots.is_taken(reqid) and cache.snapshot()[reqid].seq_len == rows:
             assert rows_are(cache, reqid, 0, rows, 2.0)
         cache.check_integrity()
 
@@ -747,7 +749,7 @@ def test_a_call_within_another_does_not_look(
         assert cache.extend({request: ROWS + 1}) is None
         assert isinstance(cache.fork(request), list)
         assert len(looks) == 1
-        with memory.lock, memory.journal, FdEvent.create() as work:
+        with memory.internals.lock, memory.internals.journal, FdEvent.create() as work:
             ending = threading.Timer(0.2, work.set)
             ending.start()
             child = memory.fork(request.slot, stream=work)

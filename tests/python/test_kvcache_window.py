@@ -69,7 +69,7 @@ def test_what_an_interrupted_step_let_go_is_gone(
             patched.setattr(steps, "_commit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cache.step(lens(cache, r0=10 * ROWS + 1))
-        (first,) = cache.first_rows([0])
+        (first,) = cache.slots.first_rows([0])
         assert first > ROWS
         for length in (1, first, first + WINDOW["window"] - 1):
             arguments = (0, 2, length) if call == "fork_many" else (0, length)
@@ -105,7 +105,7 @@ def test_a_page_goes_with_the_row_that_no_kernel_reads(context: Context) -> None
             assert mapped(cache) == 3
         assert cache.step(lens(cache, r0=25)) == 0  # row 24 sees rows 17 to 24, its tile from 12
         assert mapped(cache) == 4 - 1
-        assert cache.first_rows([0]) == [ROWS]
+        assert cache.slots.first_rows([0]) == [ROWS]
 
 
 def test_a_request_has_not_lost_the_rows_of_an_earlier_one(context: Context) -> None:
@@ -116,13 +116,13 @@ def test_a_request_has_not_lost_the_rows_of_an_earlier_one(context: Context) -> 
         with pending() as event:
             assert cache.step(lens(cache, r0=25), event) == 0
             assert cache.snapshot()[0].in_flight
-            assert cache.first_rows([0]) == [ROWS]
+            assert cache.slots.first_rows([0]) == [ROWS]
             cache.free_reqid(0)
             assert cache.alloc_reqid() == 0
-            assert cache.first_rows([0]) == [0]
+            assert cache.slots.first_rows([0]) == [0]
             with firing_later(event):
                 decode(cache, 0, 1, first=7)
-        assert cache.first_rows([0]) == [0]
+        assert cache.slots.first_rows([0]) == [0]
         assert read_rows(cache, 0, 0, [7])
         cache.check_integrity()
 
@@ -249,7 +249,7 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
         cache.alloc_reqid()
         decode(cache, 0, length)
         had = mapped(cache)
-        (first,) = cache.first_rows([0])
+        (first,) = cache.slots.first_rows([0])
         with cache.swap_out(0) as swapped:
             assert swapped.nbytes == (length - first) * cache.layout.row_bytes * TENSORS
             assert cache.alloc_reqid() == 0
@@ -257,7 +257,7 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
             write_rows(cache, 0, 0, [90, 91, 92])
             cache.free_reqid(0)
             assert cache.swap_in(swapped) == 0
-        assert cache.first_rows([0]) == [first]
+        assert cache.slots.first_rows([0]) == [first]
         assert mapped(cache) == had
         assert rows_are_there(cache, first, length)
         cache.check_integrity()
@@ -266,7 +266,7 @@ def test_swapping_takes_what_the_window_holds(context: Context, length: int) -> 
                 cache.truncate(0, first + 7)
         decode(cache, length, length + 3)
         assert rows_are_there(cache, max(first, length - 8), length + 3)
-        assert cache.first_rows([0])[0] >= first
+        assert cache.slots.first_rows([0])[0] >= first
         cache.check_integrity()
 
 
@@ -344,7 +344,7 @@ def decoded(cache: KVCache, rows: int) -> int:
 def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> None:
     with small_cache(context, max_batch=6, **WINDOW) as cache:
         parent = decoded(cache, rows)
-        (first,) = cache.first_rows([parent])
+        (first,) = cache.slots.first_rows([parent])
         before = cache.stats()
         children = cache.fork_many(parent, 2)
         assert children is not None
@@ -353,7 +353,7 @@ def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> Non
             if one.reqid in (parent, *children):
                 assert (one.shared_pages, one.seq_len) == (whole, rows)
                 assert one.mapped_pages == mapped(cache, parent)
-        assert cache.first_rows(children) == [first] * 2
+        assert cache.slots.first_rows(children) == [first] * 2
         now = cache.stats()
         assert now.active_pages - before.active_pages == 2 * bool(rows % ROWS) * TENSORS
         assert now.used_bytes <= now.active_pages * cache.layout.page_size
@@ -366,7 +366,7 @@ def test_a_fork_shares_what_the_window_holds(context: Context, rows: int) -> Non
         for tag, reqid in enumerate((parent, *children), 1):
             tags = [n + (1000 * tag if n >= rows else 1) for n in range(low, rows + 24)]
             assert read_rows(cache, reqid, low, tags)
-            assert cache.first_rows([reqid])[0] > first
+            assert cache.slots.first_rows([reqid])[0] > first
         cache.check_integrity()
         cache.free_reqid(parent)
         assert read_rows(cache, children[0], low, [n + 2000 for n in range(low, rows + 24)][-13:])
@@ -401,7 +401,7 @@ def test_shared_pages_go_when_the_last_window_has_left_them(context: Context) ->
 def test_a_fork_where_a_window_has_to_be_there(context: Context) -> None:
     with small_cache(context, **WINDOW) as cache:
         parent = decoded(cache, 41)
-        (first,) = cache.first_rows([parent])
+        (first,) = cache.slots.first_rows([parent])
         assert mapped(cache, parent) == 6 - first // ROWS
         before = state(cache)
         for length in (0, first, first + 7):
@@ -424,7 +424,7 @@ def test_rows_of_a_forked_window_are_given_up(context: Context) -> None:
         parent = decoded(cache, 5 * ROWS)
         child = cache.fork(parent)
         assert child is not None
-        (first,) = cache.first_rows([child])
+        (first,) = cache.slots.first_rows([child])
         assert cache.truncate(child, 4 * ROWS + 3) == 0
         assert cache.snapshot()[child].shared_pages == 4 - first // ROWS
         assert read_rows(cache, child, first, list(range(first + 1, 4 * ROWS + 4)))
@@ -457,7 +457,7 @@ def test_a_forked_window_is_moved_and_swapped(context: Context) -> None:
         parent = decoded(cache, 41)
         child = cache.fork(parent)
         assert child is not None
-        (first,) = cache.first_rows([child])
+        (first,) = cache.slots.first_rows([child])
         moved = cache.move(child, "host")
         assert (moved.pages, moved.shared) == (TENSORS, (41 // ROWS - first // ROWS) * TENSORS)
         swapped = cache.swap_out(child)
@@ -488,7 +488,7 @@ def test_a_fork_that_could_not_come_back_is_not_swapped_out(context: Context, pa
         cache.free_reqid(parent)
         back = cache.swap_in(cache.swap_out(child))
         assert back is not None
-        (first,) = cache.first_rows([back])
+        (first,) = cache.slots.first_rows([back])
         assert read_rows(cache, back, first, list(range(first + 1, 42)))
 
 

@@ -88,7 +88,7 @@ def test_a_match_ends_where_a_request_was_recorded(context: Context) -> None:
         for length in (0, ROWS, 4 * ROWS, end - 1):
             assert cache.match(tokens[:length], leave=0).length == 0
         reqid = begins(cache, [*tokens, 7], end)
-        assert cache.first_rows([reqid]) == [window[0] * ROWS]
+        assert cache.slots.first_rows([reqid]) == [window[0] * ROWS]
         assert cache.snapshot()[reqid].shared_pages == len(window)
         extend(cache, reqid, end, [*tokens[:end], *ids((2, 20))], by=1)
         settle(cache)
@@ -109,7 +109,7 @@ def test_a_running_request_is_recorded_and_slides_on(context: Context) -> None:
         assert cache.record(first, tokens[: 3 * ROWS + 1]) == 3 * ROWS
         extend(cache, first, 3 * ROWS + 1, tokens, by=1)
         settle(cache)
-        assert cache.first_rows([first])[0] > 3 * ROWS
+        assert cache.slots.first_rows([first])[0] > 3 * ROWS
         assert cache.record(first, tokens[: 3 * ROWS + 1]) == 3 * ROWS  # it is there already
         assert cache.record(first, tokens[: 5 * ROWS]) == 3 * ROWS  # its window is gone
         assert cache.record(first, tokens) == 9 * ROWS

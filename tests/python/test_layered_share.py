@@ -434,7 +434,7 @@ def test_a_fork_has_all_rows_of_full_layers_and_the_window_of_others(context: Co
         child = cache.fork(parent)
         assert child is not None
         assert all(read_rows(one, child, 0, tags) for one in full)
-        assert slides.first_rows([child]) == cache.first_rows([child]) == [first]
+        assert slides.first_rows([child]) == cache.slots.first_rows([child]) == [first]
         assert read_rows(slides, child, first, tags[first:])
         for one in cache.caches:
             whole = len(tags) * one.layout.row_bytes // page

@@ -34,6 +34,7 @@ from pyvmem.kvcache.distributed import (
     rank_config,
     shard_kv_heads,
 )
+from pyvmem.kvcache.facets import CacheMemory, CacheSlots
 
 MANY = pytest.param(4, marks=pytest.mark.long)
 
@@ -275,7 +276,7 @@ def test_trimmed_memory_stays_the_caches(cache: ParallelKVCache) -> None:
     assert cache.stats().mapped_bytes == 0
     assert cache.context.stats().free_bytes >= 32 * cache.layout.page_size
     with pytest.raises(pyvmem.NotSupported, match="the ranks have agreed"):
-        cache.set_limit(16)
+        cache.memory.set_limit(16)
 
 
 def test_what_a_driver_lacks_is_an_error_and_no_answer(cache: ParallelKVCache) -> None:
@@ -382,7 +383,7 @@ def test_requests_of_a_poisoned_cache_end_when_theirs_is_closed(cache: ParallelK
     assert not requests.requests
     assert {one.state for one in found} == {State.ENDED}
     cache.recover()
-    assert cache.num_free_slots == 4
+    assert cache.slots.num_free == 4
     assert cache.stats().active_pages == 0
 
 
@@ -405,7 +406,7 @@ def test_a_close_ends_what_it_can_before_it_raises(
     assert list(requests.requests) == found[:1], "it may be called again"
     requests.close()
     assert not requests.requests
-    assert cache.num_free_slots == 4
+    assert cache.slots.num_free == 4
 
 
 def test_recover_gives_up_what_was_lost(cache: ParallelKVCache) -> None:
@@ -646,7 +647,15 @@ def test_methods_that_are_wrapped_or_overridden(
 ) -> None:
     """Wraps calls as tracers do."""
 
-    wrap_methods(monkeypatch, pyvmem.KVCache, ParallelKVCache, GroupView, RequestCache)
+    wrap_methods(
+        monkeypatch,
+        pyvmem.KVCache,
+        CacheMemory,
+        CacheSlots,
+        ParallelKVCache,
+        GroupView,
+        RequestCache,
+    )
     assert cache.alloc_reqid() == 0
     assert cache.step_async([8, 0, 0, 0]) == 0
     assert cache.agreed_step([8, 0, 0, 0]) == 0

@@ -29,6 +29,7 @@ from pyvmem import (
 from pyvmem.engine import RequestCache
 from pyvmem.kvcache import Budget
 from pyvmem.kvcache.cache import GroupView
+from pyvmem.kvcache.facets import CacheMemory, CacheSlots
 from pyvmem.memory.streams import KeptEvents
 from pyvmem.plumbing.reentry import reentrant_lock, when_collected
 from pyvmem.telemetry import Telemetry
@@ -109,11 +110,11 @@ def test_several_calls_as_one_may_come_through_other_functions() -> None:
         def called() -> Any:
             yield cache.stats()
 
-        with cache.lock, cache.journal:
+        with cache.internals.lock, cache.internals.journal:
             assert cache.step([20, 0, 0, 0]) == 0
             with called() as stats:
                 assert stats.active_slots == 1
-            with cache.lock, cache.journal:
+            with cache.internals.lock, cache.internals.journal:
                 assert [cache.step([n, 0, 0, 0]) for n in (21, 22)] == [0, 0]
         cache.check_integrity()
 
@@ -132,11 +133,11 @@ def test_what_settles_an_interrupted_section_may_call_the_cache(again: int) -> N
             if left:
                 left -= 1
                 raise KeyboardInterrupt
-            if cache.owner(second) is not None:
+            if cache.slots.owner(second) is not None:
                 cache.free_reqid(second)
 
-        with pytest.raises(KeyboardInterrupt), cache.lock, cache.journal:
-            cache.journal.on_abort(settle)
+        with pytest.raises(KeyboardInterrupt), cache.internals.lock, cache.internals.journal:
+            cache.internals.journal.on_abort(settle)
             assert cache.step([20, 20, 0, 0]) == 0
             raise KeyboardInterrupt
         for _ in range(again - 1):
@@ -150,8 +151,8 @@ def test_what_must_be_done_in_a_section_may_call_the_cache() -> None:
     with Context("host", granule=PAGE) as context, filled(context) as cache:
         second = cache.alloc_reqid()
         assert second is not None
-        with cache.lock, cache.journal:
-            cache.journal.must(lambda: cache.free_reqid(second))
+        with cache.internals.lock, cache.internals.journal:
+            cache.internals.journal.must(lambda: cache.free_reqid(second))
         assert cache.stats().active_slots == 1
 
 
@@ -164,7 +165,7 @@ def test_a_handler_while_a_call_settles_what_two_exceptions_left() -> None:
         with Context("host", granule=PAGE) as context, filled(context) as cache:
             with contextlib.suppress(Interrupted):
                 Interrupts(first, second).run(lambda: cache.step([90, 0, 0, 0]))
-            if cache.journal._caller is None:
+            if cache.internals.journal._caller is None:
                 return False
             unsettled += 1
 
@@ -258,7 +259,7 @@ def test_an_overridden_method_is_no_interruption() -> None:
 def test_wrapped_methods_are_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wraps calls as tracers do."""
 
-    wrap_methods(monkeypatch, KVCache, GroupView, RequestCache, Budget)
+    wrap_methods(monkeypatch, KVCache, CacheMemory, CacheSlots, GroupView, RequestCache, Budget)
     with Context("host", granule=PAGE) as context, Budget(context, 64 * PAGE) as budget:
         config = small_config(PAGE, max_batch=4, max_seq_len=96, memory_limit=0)
         with KVCache(config, context, budget=budget) as cache, filled(context, budget):

@@ -107,7 +107,7 @@ def test_the_modules_of_the_cache_from_below() -> None:
         *("reclaim", "migration", "window", "runs", "growth", "sharing", "prefix_tree"),
         *("host_prefixes", "prefix_cache", "budget", "group", "integrity", "manager", "requests"),
         *("mappings", "steps", "admission", "truncation", "forks", "tiers", "prefix_alloc", "swap"),
-        *("trim", "idle", "common_pages", "waits", "cache", "distributed"),
+        *("trim", "idle", "common_pages", "waits", "facets", "cache", "distributed"),
     )
     modules = {name.split(".")[-1] for name in found if name.startswith("pyvmem.kvcache.")}
     assert set(order) == modules

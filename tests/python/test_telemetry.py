@@ -145,8 +145,8 @@ def test_hits_and_evictions_are_counted(context: Context) -> None:
         assert cache.stats().evicted_pages == 3 * TENSORS
         cache.alloc_prefix([7] * ROWS)
         assert cache.stats().prefix_queries == 3
-        cache.withdraw_prompt()
-        cache.withdraw_prompt()  # it is out already
+        cache.internals.withdraw_prompt()
+        cache.internals.withdraw_prompt()  # it is out already
         assert cache.stats().prefix_queries == 2
         both = together([stats, stats], 5)
         assert both.prefix_queries == 2, "the same prompts"

@@ -133,7 +133,7 @@ class _Mode:
         """Frees the request; in a mode that maps its pages anew, unmaps them first."""
         self.cache.free_reqid(0)
         if self.name in ("sync", "pages"):
-            self.cache.reclaim_free(wait=True)
+            self.cache.memory.reclaim_free(wait=True)
             if self.cache.stats().mapped_bytes:
                 raise RuntimeError("pages of a freed request stay mapped")
 

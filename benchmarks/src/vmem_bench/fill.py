@@ -170,7 +170,7 @@ class _Filling(Closable):
 
     def _give_back(self, reqid: int) -> None:
         self.cache.free_reqid(reqid)
-        self.cache.reclaim_free(wait=True)
+        self.cache.memory.reclaim_free(wait=True)
 
     def _note(self, found: _Filled, surplus: int) -> None:
         cache = self.cache

@@ -89,7 +89,7 @@ def _fill(cache: KVCache, case: _Case) -> None:
     """Fills every row that a kernel may read."""
     import torch
 
-    (rows, *_) = cache.readable_rows([0])
+    (rows, *_) = cache.slots.readable_rows([0])
     tensors = [cache.k(0)] if case.v_head_dim else [cache.k(0), cache.v(0)]
     with torch.inference_mode():
         for number, tensor in enumerate(tensors):

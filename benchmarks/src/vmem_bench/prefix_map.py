@@ -162,7 +162,7 @@ class _Kind(Closable):
 
     def _unmap(self) -> None:
         """Unmaps a freed request's pages, so that the next request maps them again."""
-        self.cache.reclaim_free(wait=True)
+        self.cache.memory.reclaim_free(wait=True)
         if self.cache.stats().empty_slots < 2:
             raise RuntimeError("pages of a freed request stay mapped")
 

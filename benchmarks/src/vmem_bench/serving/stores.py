@@ -244,10 +244,13 @@ class Slots(Store):
         Beside requests that run some pages are left to them: those of a request that ends come back
         only after its last step, and the next one is planned before that is over.
         """
-        missing = self.cache.missing_pages(None, tokens)
-        missing += sum(self.cache.missing_pages(slot, length) for slot, length in partial)
+        missing = self.cache.memory.for_request(None, tokens) // self.cache.layout.page_size
+        missing += sum(
+            self.cache.memory.for_request(slot, length) // self.cache.layout.page_size
+            for slot, length in partial
+        )
         reserve = self._limit // self.cache.layout.page_size // _RESERVE if self._taken else 0
-        return missing + reserve <= self.cache.obtainable_pages()[0]
+        return missing + reserve <= self.cache.memory.obtainable()[0] // self.cache.layout.page_size
 
     def _by_slot(self, slots: list[int], lengths: list[int]) -> list[int]:
         out = self._lengths.copy()
@@ -275,7 +278,7 @@ class Slots(Store):
     @_timed
     def ready(self, slot: int, tokens: int) -> bool:
         """See `Store`."""
-        return self.cache.is_ready(slot, tokens)
+        return self.cache.slots.is_ready(slot, tokens)
 
     @_timed
     def prompt_ends(self, slot: int, tokens: int) -> None:
@@ -286,7 +289,7 @@ class Slots(Store):
     @_timed
     def readable(self, slot: int) -> int:
         """See `Store`."""
-        return self.cache.readable_rows([slot])[0]
+        return self.cache.slots.readable_rows([slot])[0]
 
     def held(self) -> Held:
         """See `Store`."""
