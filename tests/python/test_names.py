@@ -33,6 +33,20 @@ def test_a_cache_says_what_it_is() -> None:
     assert repr(cache) == "<KVCache on host: 2 layers, 4 slots of 4096 tokens, closed>"
 
 
+def test_rare_names_of_a_cache_are_behind_three_attributes() -> None:
+    with KVCache(KVCacheConfig(2, 4, 64, max_batch=4), backend="host") as cache:
+        names = {name for name in dir(cache) if not name.startswith("_")}
+        assert {"memory", "slots", "internals", "alloc_reqid", "step", "k", "stats"} <= names
+        assert len(names) <= 38
+        for part, some in (
+            (cache.memory, ("for_request", "obtainable", "set_limit")),
+            (cache.slots, ("claim", "is_taken", "num_free")),
+            (cache.internals, ("lock", "journal", "wait_before")),
+        ):
+            assert all(hasattr(part, name) and not hasattr(cache, name) for name in some)
+        assert repr(cache.slots).startswith("<CacheSlots: claim, is_taken, num_free, ")
+
+
 def test_a_cache_of_layers_that_differ_counts_them_all() -> None:
     shapes = [LayerShape(4, 64), LayerShape(2, 64), LayerShape(4, 64)]
     with LayeredCache(shapes, backend="host", max_batch=2, max_seq_len=64) as cache:
