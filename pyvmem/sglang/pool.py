@@ -515,7 +515,7 @@ class PagePool:
         """
         self._finish_growth()
         self._arrive(wait=True)
-        self.held = 0
+        self.held, self._busy_until = 0, -math.inf  # nothing is to be mapped ahead
         every = range(1, self.geometry.num_blocks)
         self.idle.add(page for page in every if self.backing.is_backed(page))
         self._retire(list(self.idle))

@@ -127,6 +127,18 @@ def test_all_but_page_0_goes_when_everything_is_free(memory: KVMemory) -> None:
     assert pool.check([]) == []
 
 
+def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -> None:
+    """As in sleep: the last step was a moment ago."""
+    pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
+    pool.step_begins(None)
+    pool.clear()
+    for _ in range(3):
+        pool._next = 0.0
+        pool.tick(lambda: 0, lambda pages: None)
+        pool._finish_growth()
+    assert pool.backing.mapped_bytes == memory.geometry.first_bytes(1)
+
+
 def test_a_load_keeps_its_memory_and_rest_gives_it_back(memory: KVMemory) -> None:
     pool = open_pool(memory, idle=0.3)
 
