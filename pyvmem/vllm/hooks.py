@@ -97,6 +97,15 @@ HOOKS = (
         *("num_blocks", "kv_cache_tensors", "kv_cache_groups"),
     ),
     *_members(_TENSORS, "KVCacheTensor", "read", "how blocks lie in it", "size", "block_stride"),
+    Hook(_TENSORS, "KVCacheGroupSpec.layer_names", "read", "which layers have them"),
+    Hook(
+        *("model_executor.layers.attention_layer_base", "AttentionLayerBase.get_attn_backend"),
+        *("called", "whose kernels read them"),
+    ),
+    Hook(
+        *("config.compilation", "CompilationConfig.static_forward_context", "read"),
+        "the layers by name",
+    ),
     # ---- the scheduler
     *_members(
         *(_SCHEDULER, "Scheduler", "overridden"),
