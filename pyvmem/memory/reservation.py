@@ -36,9 +36,10 @@ def warn_plain(size: int) -> None:
     """Warns the caller of `Context.reserve`."""
     warnings.warn(
         f"{size} bytes were reserved plain: visible reservations together must stay below "
-        "the card's free memory. Kernels, DLPack, index_copy_ and strided copies work; "
-        "contiguous copy_, clone, .cpu() and .item() call cudaMemcpy, which refuses these "
-        "addresses: use Context.copy, read, write and fill instead, or reserve less.",
+        "the card's free memory. CUDA's kernels, DLPack, index_copy_ and strided copies work; "
+        "Triton's launcher refuses these addresses, and so does cudaMemcpy, by which contiguous "
+        "copy_, clone, .cpu() and .item() copy: use Context.copy, read, write and fill instead, or "
+        "reserve less.",
         PlainReservationWarning,
         stacklevel=3,
     )
