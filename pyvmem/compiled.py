@@ -190,6 +190,10 @@ class Writer:
         self._target = tensor.view(torch.uint8) if self._bytes else tensor
         self._ticket = ticket(self)
 
+    def __repr__(self) -> str:
+        kind = str(self.tensor.dtype).removeprefix("torch.")
+        return f"<Writer of {kind}{list(self.tensor.shape)}>"
+
     def write(self, rows: torch.Tensor, *where: torch.Tensor) -> None:
         """Writes ``rows[i]`` at the given indices, which must be mapped.
 

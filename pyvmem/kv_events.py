@@ -140,6 +140,9 @@ class KVEvents:
         self._told: _Told | None = None
         cache.internals.prefix_changes(-1)  # are collected from here on
 
+    def __repr__(self) -> str:
+        return f"<KVEvents of {self._cache!r}>"
+
     def poll(self) -> list[KVEvent]:
         """What happened since the last call, in order. BadHandle: the cache is closed.
 

@@ -27,7 +27,8 @@ from pyvmem.memory.reservation import Reservation
 from pyvmem.memory.streams import check
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.reentry import reentrant_lock
-from pyvmem.plumbing.validation import unexpected
+from pyvmem.plumbing.units import counted, format_bytes
+from pyvmem.plumbing.validation import unexpected, whole
 
 try:
     from cuda.core import Buffer, MemoryResource
@@ -103,7 +104,7 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
     """
 
     def __init__(self, context: Context, *, page_size: int = 0, dirty: bool = False) -> None:
-        page_size = operator.index(page_size)
+        page_size = whole("page_size", page_size)
         if page_size:
             require_page_size(context.info, page_size, op="VMemResource")
         self._context = context
@@ -117,6 +118,13 @@ class VMemResource(MemoryResource, Closable):  # type: ignore[misc]  # Any witho
         self._going: list[_Block] = []
         self._kept: defaultdict[int, list[_Block]] = defaultdict(list)  # the free ones, and others
         self._closed = False
+
+    def __repr__(self) -> str:
+        pages, state = format_bytes(self._page), "closed" if self._closed else "open"
+        return (
+            f"<VMemResource on {self._context.info.backend}: pages of {pages}, "
+            f"{counted(len(self._live), 'buffer')}, {state}>"
+        )
 
     # ---- properties that cuda.core asks for ----------------------------------------------------
 

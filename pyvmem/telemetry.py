@@ -273,6 +273,9 @@ class Telemetry:
         self._caches: dict[str, weakref.ref[_Cache]] = {}
         self._seen: tuple[float, tuple[Family, ...]] = (float("-inf"), ())
 
+    def __repr__(self) -> str:
+        return f"<Telemetry of {', '.join(map(repr, list(self._caches))) or 'no cache'}>"
+
     def add(self, cache: _Cache, name: str = "0") -> None:
         """Reports a cache from now on, under the label ``cache="name"``.
 

@@ -103,6 +103,11 @@ def problem_of(page: Path, link: str, pages: dict[Path, References]) -> str | No
     if parts.scheme or parts.netloc:
         return None
     path = urllib.parse.unquote(parts.path)
+    if path.startswith("/"):  # absolute on the page for unknown addresses alone
+        root = urllib.parse.urlsplit(os.environ.get("SITE_URL", "")).path or "/"
+        if not path.startswith(root):
+            return f"no page {link}"
+        path = "/" + path.removeprefix(root)
     base = SITE if path.startswith("/") else page.parent
     target = (base / path.lstrip("/")).resolve() if path else page
     if target.is_dir():

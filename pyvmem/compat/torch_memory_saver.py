@@ -71,6 +71,10 @@ class TorchMemorySaver:
         self._tags: dict[str, set[bool]] = {}  # per tag: whether its regions have a backup
         self._active = threading.local()
 
+    def __repr__(self) -> str:
+        over = f"over {self._pools[0]!r}" if self._pools else "that has no pool yet"
+        return f"<TorchMemorySaver {over}>"
+
     def configure(self, context: Context) -> None:
         """Sets the context that pages come from. The caller closes it, after `close`.
 

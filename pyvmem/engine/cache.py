@@ -305,6 +305,8 @@ class RequestCache(Closable):
                 (`truncate` takes rows back), or more than a slot holds. BadHandle, Busy: as
                 `Request.slot`. VMemError: as `KVCache.step`; no request has changed.
         """
+        if not hasattr(lengths, "values"):
+            raise _no_mapping(lengths)
         self._refuse_busy(*lengths)
         with self._turns, self._journal:
             wanted = self._wanted(lengths)
@@ -321,6 +323,8 @@ class RequestCache(Closable):
         computes this iteration's. Arguments, result and errors as `extend`; a failure of the driver
         in the background is raised by the next `extend`.
         """
+        if not hasattr(lengths, "values"):
+            raise _no_mapping(lengths)
         self._refuse_busy(*lengths)
         with self._turns, self._journal:
             wanted = self._wanted(lengths)
@@ -655,8 +659,6 @@ class RequestCache(Closable):
 
     def _wanted(self, lengths: Mapping[Request, int]) -> dict[int, int]:
         """Checks `lengths`; returns the tokens per slot."""
-        if not hasattr(lengths, "values"):
-            raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
         slots, numbers = self._slots(lengths), list(map(operator.index, lengths.values()))
         longest = self.max_seq_len
         held = [request.length for request in lengths]
@@ -771,6 +773,10 @@ class RequestCache(Closable):
         if pending not in request.calls:  # another thread checked before the call was queued
             request.calls = (*request.calls, pending)
         return future
+
+
+def _no_mapping(given: Any) -> TypeError:
+    return TypeError(f"lengths: expected tokens by Request, not {given!r:.80}")
 
 
 def _no_request(given: Any) -> TypeError:

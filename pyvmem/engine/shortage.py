@@ -53,6 +53,17 @@ class Shortage:
             return "slots"
         return "memory" if self.missing else "mappings"
 
+    def __repr__(self) -> str:
+        short = {
+            "slots": f"slots: {self.slots} missing",
+            "memory": f"memory: {self.missing} bytes missing",
+            "mappings": "mappings, or of the device's memory",
+        }[self.what]
+        return (
+            f"<Shortage of {short}; needed={self.needed}, available={self.available}, "
+            f"limit={self.limit}, largest={self.largest}>"
+        )
+
     def __str__(self) -> str:
         """Describes the shortage."""
         if self.slots:

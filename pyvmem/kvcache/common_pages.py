@@ -14,6 +14,7 @@ from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.pages import EMPTY
 from pyvmem.kvcache.requests import claim, free
 from pyvmem.kvcache.steps import step
+from pyvmem.plumbing.units import counted
 
 __all__ = ["CommonPages"]
 
@@ -86,6 +87,10 @@ class CommonPages:
                 free(groups, _WRITER, None, None, None)
                 raise
             self.idle = set(range(config.max_batch))
+
+    def __repr__(self) -> str:
+        idle = counted(len(self.idle), "slot")
+        return f"<CommonPages: the first {self.rows} rows of every slot, {idle} idle>"
 
     def renew(self, reqid: int) -> None:
         """Ends a request; its slot has the common pages and nothing else. Waits for its GPU work.

@@ -177,6 +177,9 @@ class Ranks:
             ordinal = torch.cuda.current_device() if device is None else device
             self._device = torch.device("cuda", ordinal)
 
+    def __repr__(self) -> str:
+        return f"<Ranks: rank {self.rank} of {self.size}>"
+
     def maxima(self, values: Sequence[int]) -> list[int]:
         """The maximum over the ranks of each number: one all_reduce."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
@@ -449,6 +452,12 @@ class ParallelKVCache(MustClose):
         self.layer_views, self.budget = cache.layer_views, cache.budget
         self.seq_len = cache.seq_len
         self._closed = False
+
+    def __repr__(self) -> str:
+        cache = getattr(self, "_cache", None)
+        if cache is None:  # it could not be made
+            return "<ParallelKVCache, closed>"
+        return f"<ParallelKVCache of rank {self._ranks.rank} of {self._ranks.size}: {cache!r}>"
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
 

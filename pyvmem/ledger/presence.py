@@ -58,6 +58,9 @@ class Announced(Closable):
         self.report()
         participant.start(partial(self._tend, now=False))
 
+    def __repr__(self) -> str:
+        return f"<Announced {self.name!r}{', closed' * self._left}>"
+
     def report(self) -> bool:
         """Writes the numbers, and applies a new limit; False once the cache is closed or gone."""
         return self._tend(now=True)

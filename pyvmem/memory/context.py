@@ -30,7 +30,7 @@ from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.logs import warn
 from pyvmem.plumbing.reentry import reentrant_lock
 from pyvmem.plumbing.remains import Remains, end_lost, forget_all
-from pyvmem.plumbing.validation import expect, unexpected
+from pyvmem.plumbing.validation import expect, unexpected, whole
 
 __all__ = ["Context", "PlainReservationWarning"]
 
@@ -144,9 +144,15 @@ class Context(AddressSpace, Closable):
             _native.fail(errno.EINVAL, "devices: an empty sequence names no device", op="vmem_open")
         ordinals = tuple(device_ordinal(one) for one in (devices or (device,)))
         flags = _LARGE_ENTRIES if large_entries else 0
-        self.mem_limit = operator.index(mem_limit)
-        given = (granule, slab_size, mem_limit, pool_low, pool_high, max_mappings)
-        sizes = [operator.index(size) for size in given]
+        sizes = [
+            whole("granule", granule),
+            whole("slab_size", slab_size),
+            mem_limit := whole("mem_limit", mem_limit),
+            whole("pool_low", pool_low),
+            whole("pool_high", pool_high),
+            whole("max_mappings", max_mappings),
+        ]
+        self.mem_limit = mem_limit
         self._pid = os.getpid()
         self._lock = reentrant_lock()
         self._reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()
@@ -241,7 +247,7 @@ class Context(AddressSpace, Closable):
         flags = kind | (_SPARSE if sparse else 0) | (_RESERVE_FORCE if force else 0)
         flags |= _LARGE if large else 0
         reservation = into or Reservation(self, Outcome())
-        size, align = operator.index(size), operator.index(align)
+        size, align = whole("size", size), whole("align", align)
         addr = _native.reserve(self.handle, size, flags, align, outcome=reservation._outcome)
         reservation._info = RangeInfo._from_c(_native.range_query(self.handle, addr))
         with self._lock:
@@ -275,12 +281,12 @@ class Context(AddressSpace, Closable):
             OutOfMemory: the device's memory or the context's limit is exhausted.
             NotSupported: a page size or location that the back end lacks.
         """
-        size = operator.index(size)
+        size = whole("size", size)
         pages = Pages(self, Outcome(), size)
         _native.create(
             self.handle,
             size,
-            operator.index(page_size),
+            whole("page_size", page_size),
             operator.index(location),
             device_ordinal(device),
             _DIRTY if dirty else 0,
@@ -421,7 +427,7 @@ class Context(AddressSpace, Closable):
             VMemError: what failed; every slab is either given back or unchanged.
         """
         items, _keep = self._ready(after)
-        want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else operator.index(nbytes)
+        want = _native.constant("VMEM_KEEP_ALL") if nbytes is None else whole("nbytes", nbytes)
         return _native.compact(self.handle, want, items)
 
     def reservations(self) -> list[Reservation]:

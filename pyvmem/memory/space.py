@@ -10,7 +10,7 @@ from typing import Any
 from pyvmem import _native
 from pyvmem.memory.info import Inject, RangeInfo
 from pyvmem.memory.pages import Pages
-from pyvmem.plumbing.validation import expect
+from pyvmem.plumbing.validation import expect, whole
 
 __all__ = ["AddressSpace"]
 
@@ -106,11 +106,11 @@ class AddressSpace:
 
     def warm(self, nbytes: int) -> None:
         """Takes memory from the driver until `nbytes` are free in the device pool."""
-        _native.warm(self.handle, operator.index(nbytes))
+        _native.warm(self.handle, whole("nbytes", nbytes))
 
     def trim(self, keep: int = 0) -> int:
         """Gives empty slabs back while `keep` free bytes remain; returns the bytes given back."""
-        return _native.trim(self.handle, operator.index(keep))
+        return _native.trim(self.handle, whole("keep", keep))
 
     def join(self, addr: int, size: int) -> int:
         """Remaps each run that was mapped page by page in one piece; returns the driver calls made.

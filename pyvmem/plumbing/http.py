@@ -93,6 +93,9 @@ class HTTPServer(Closable):
         self._thread = threading.Thread(target=self._server.serve_forever, name=name, daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {self._path or f'port {self.port}'}>"
+
     def close(self) -> None:
         """Stops the server."""
         if self._path is not None:

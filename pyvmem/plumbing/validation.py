@@ -12,7 +12,7 @@ from typing import Any
 from pyvmem.errors import InvalidArgument
 from pyvmem.plumbing.units import parse_bytes
 
-__all__ = ["bounded", "expect", "invalid", "real", "shown", "switched", "unexpected"]
+__all__ = ["bounded", "expect", "invalid", "real", "shown", "switched", "unexpected", "whole"]
 
 _MOST_BITS = 256  # above this, only the size is printed: Python refuses to format 4,301 digits
 
@@ -52,6 +52,16 @@ def _number(value: Any) -> str:
     with contextlib.suppress(ValueError):
         return f": write {parse_bytes(value)}" if isinstance(value, str) else ""
     return ""
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number of any size; raises TypeError otherwise."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a whole number, not {shown(value)}{_number(value)}"
+        ) from None
 
 
 def bounded(name: str, value: Any, low: int, high: int, *, op: str) -> int:

@@ -119,6 +119,14 @@ class VMemPool:
                 self._let_go()
             raise
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "_tags"):  # it could not be made
+            return "<VMemPool, closed>"
+        named = [f"{name} (paused)" if tag.paused else name for name, tag in self._tags.items()]
+        state = "closed" if self._closed else "open"
+        where = self._context.info.backend
+        return f"<VMemPool on {where}: {', '.join(named) or 'no tags'}, {state}>"
+
     # ---- allocation ----------------------------------------------------------------------------
 
     @contextmanager

@@ -273,19 +273,37 @@ class Fraction:
         return 4096
 
 
-@pytest.mark.parametrize("call", ["reserve", "create", "warm", "trim", "compact"])
-def test_a_size_that_is_no_whole_number(context: pyvmem.Context, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("reserve", "size"),
+        ("create", "size"),
+        ("warm", "nbytes"),
+        ("trim", "keep"),
+        ("compact", "nbytes"),
+    ],
+)
+def test_a_size_that_is_no_whole_number(context: pyvmem.Context, call: str, name: str) -> None:
     before = context.stats()
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+    with pytest.raises(TypeError, match=f"^{name}: expected a whole number, not <.*Fraction"):
         getattr(context, call)(Fraction())
+    with pytest.raises(TypeError, match=f"^{name}: expected a whole number, not '64K': write 655"):
+        getattr(context, call)("64K")
     assert context.stats().reservations == before.reservations
     assert context.stats().handles == before.handles
 
 
 def test_options_that_are_no_whole_numbers(backend: str) -> None:
     for name in ("granule", "slab_size", "mem_limit", "pool_low", "pool_high", "max_mappings"):
-        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a whole number, not <.*Fraction"):
             pyvmem.Context(backend, **{name: Fraction()})  # type: ignore[arg-type]
+
+
+def test_a_page_size_that_is_no_whole_number(context: pyvmem.Context, page: int) -> None:
+    with pytest.raises(TypeError, match=r"^page_size: .*, not '64K': write 65536"):
+        context.create(page, page_size="64K")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not '2M': write 2097152"):
+        context.reserve(page, align="2M")  # type: ignore[arg-type]
 
 
 def test_operations_that_no_one_wrote() -> None:

@@ -43,6 +43,13 @@ def test_every_variable_is_known(path: Path) -> None:
     assert named <= VARIABLES
 
 
+def test_vllms_image_gets_what_the_package_needs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (needed,) = re.findall(r"^dependencies = \[(.*)\]$", project, flags=re.M)
+    (given,) = re.findall(r"pip install --no-cache-dir --no-deps (.*) /dist/", stages()["vllm"])
+    assert set(re.findall(r'"([\w-]+)', needed)) <= {*given.split(), "tqdm"}  # vLLM needs tqdm
+
+
 def test_the_example_of_kubernetes_shares_one_folder_as_one_user() -> None:
     yaml = pytest.importorskip("yaml")
     spec = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())["spec"]
@@ -52,6 +59,7 @@ def test_the_example_of_kubernetes_shares_one_folder_as_one_user() -> None:
     mounts = {mount["mountPath"]: mount["name"] for mount in server["volumeMounts"]}
     volumes = {volume["name"]: volume["hostPath"]["path"] for volume in pod["volumes"]}
     assert environment["VMEM_VLLM"] == "1"
+    assert environment["HOME"] == "/tmp", "user 1000 has no home in vLLM's image"
     assert volumes[mounts[environment["VMEM_LEDGER"]]] == environment["VMEM_LEDGER"]
     assert pod["securityContext"]["runAsUser"] == 1000
     assert spec["replicas"] > 1

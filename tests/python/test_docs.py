@@ -152,6 +152,17 @@ def test_dead_links_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_links_of_a_site_below_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page for unknown addresses has absolute links: on a forge below the repository's name."""
+    (tmp_path / "index.html").write_text('<h1 id="here">x</h1>')
+    (tmp_path / "404.html").write_text(
+        '<a href="/vmem/">1</a><a href="/vmem/#here">2</a><a href="/#here">3</a>'
+    )
+    monkeypatch.setattr(docs_site, "SITE", tmp_path)
+    monkeypatch.setenv("SITE_URL", "https://forge.example/vmem/")
+    assert docs_site.check_site() == ["404.html: no page /#here"]
+
+
 # What the theme's search worker does with a message, as far as our part before it is concerned.
 WORKER = "addEventListener('message', event => said.push(event.data.data));"
 

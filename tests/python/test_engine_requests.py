@@ -220,6 +220,11 @@ def test_requests_of_another_cache_are_refused(host: Context) -> None:
             ("expected a Request, not 3", lambda: cache.swap_in(wrong)),
             ("expected a Request, not 3", lambda: cache.truncate(wrong, 1)),
             ("lengths: expected tokens by Request, not ''", lambda: cache.extend("")),  # type: ignore[arg-type]
+            (
+                "lengths: expected tokens by Request, not <Request",
+                lambda: cache.extend(request, 40),  # type: ignore[arg-type]
+            ),
+            ("lengths: expected tokens by Request, not <R", lambda: cache.prepare(request)),  # type: ignore[arg-type]
             ("namespace: expected one of", lambda: cache.admit(PROMPT, namespace=wrong)),
             ("cache: expected a KVCache, not 3", lambda: RequestCache(wrong)),
         ):

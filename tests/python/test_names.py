@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import pyvmem
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
+
 from pyvmem import KVCache, KVCacheConfig  # noqa: E402
 from pyvmem.attention import Attention  # noqa: E402
-from pyvmem.engine import RequestCache  # noqa: E402
+from pyvmem.compat.torch_memory_saver import TorchMemorySaver  # noqa: E402
+from pyvmem.compiled import Writer  # noqa: E402
+from pyvmem.engine import RequestCache, Shortage  # noqa: E402
+from pyvmem.kv_events import KVEvents  # noqa: E402
 from pyvmem.kvcache import Budget, LayeredCache, LayerShape  # noqa: E402
+from pyvmem.kvcache.distributed import ParallelKVCache, Ranks  # noqa: E402
+from pyvmem.ledger.presence import announce  # noqa: E402
+from pyvmem.telemetry import Telemetry  # noqa: E402
+from pyvmem.torch_pool import VMemPool  # noqa: E402
 
 
 def test_completion_finds_the_public_names_alone() -> None:
@@ -85,3 +96,70 @@ def test_attention_says_its_kernels() -> None:
         batch = attention.batch([slot], [5], [5])
         assert repr(batch) == "<Batch of 5 tokens, 1 request, by sdpa>"
         del attention, batch
+
+
+def test_the_cache_of_a_rank_says_which_rank() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert repr(Ranks()) == "<Ranks: rank 0 of 1>"
+        config = KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=64, memory_limit=8 << 20)
+        with ParallelKVCache(config, backend="host") as cache:
+            text = "<KVCache on host: 2 layers, 4 slots of 64 tokens, open>"
+            assert repr(cache) == f"<ParallelKVCache of rank 0 of 1: {text}>"
+        assert repr(cache) == f"<ParallelKVCache of rank 0 of 1: {text.replace('open', 'closed')}>"
+        assert repr(ParallelKVCache.__new__(ParallelKVCache)) == "<ParallelKVCache, closed>"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_made_over_a_cache_says_so(tmp_path: Path) -> None:
+    with KVCache(KVCacheConfig(2, 4, 64, max_batch=4, max_seq_len=256), backend="host") as cache:
+        common = cache.slots.map_common_pages(64)
+        assert repr(common) == "<CommonPages: the first 128 rows of every slot, 4 slots idle>"
+        assert repr(KVEvents(cache)) == f"<KVEvents of {cache!r}>"
+        telemetry = Telemetry()
+        assert repr(telemetry) == "<Telemetry of no cache>"
+        telemetry.add(cache, "llama")
+        assert repr(telemetry) == "<Telemetry of 'llama'>"
+        with telemetry.serve() as server:
+            assert repr(server) == f"<Server on port {server.port}>"
+        with announce(cache, "llama", folder=tmp_path) as announced:
+            assert repr(announced) == "<Announced 'llama'>"
+        assert repr(announced) == "<Announced 'llama', closed>"
+        writer = Writer(cache.k(0))
+        assert repr(writer) == "<Writer of float16[4, 256, 4, 64]>"
+        writer.close()
+        del writer
+
+
+def test_a_pool_of_tensors_says_where_and_what_is_paused() -> None:
+    saver = TorchMemorySaver()
+    assert repr(saver) == "<TorchMemorySaver that has no pool yet>"
+    with pyvmem.Context("host") as context:
+        with VMemPool(context) as pool:
+            assert repr(pool) == "<VMemPool on host: no tags, open>"
+        assert repr(pool) == "<VMemPool on host: no tags, closed>"
+        assert repr(VMemPool.__new__(VMemPool)) == "<VMemPool, closed>"
+
+
+def test_a_memory_resource_says_its_pages() -> None:
+    pytest.importorskip("cuda.core")
+    from pyvmem.memory_resource import VMemResource
+
+    with pyvmem.Context("host") as context:
+        with VMemResource(context) as resource:
+            assert repr(resource) == "<VMemResource on host: pages of 64.0K, 0 buffers, open>"
+        assert repr(resource) == "<VMemResource on host: pages of 64.0K, 0 buffers, closed>"
+
+
+@pytest.mark.parametrize(
+    ("shortage", "text"),
+    [
+        (Shortage(9, 64, 64, 9, slots=1), "<Shortage of slots: 1 missing;"),
+        (Shortage(99, 64, 64, 9), "<Shortage of memory: 35 bytes missing;"),
+        (Shortage(9, 64, 64, 9), "<Shortage of mappings, or of the device's memory;"),
+    ],
+)
+def test_a_shortage_says_what_is_short(shortage: Shortage, text: str) -> None:
+    needed = shortage.needed
+    assert repr(shortage) == f"{text} needed={needed}, available=64, limit=64, largest=9>"
