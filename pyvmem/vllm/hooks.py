@@ -64,6 +64,14 @@ HOOKS = (
         "it demands that memory of the whole cache's size be free",
     ),
     Hook(
+        *(_WORKER, "Worker.determine_available_memory", "overridden"),
+        "it takes for its own use what other engines do",
+    ),
+    *_members(
+        *("utils.mem_utils", "MemorySnapshot", "read", "the same"),
+        *("free_memory", "cuda_memory", "non_torch_memory"),
+    ),
+    Hook(
         *(_WORKER, "Worker.initialize_from_config", "overridden"),
         "KV tensors are placed",
         takes=("kv_cache_config",),

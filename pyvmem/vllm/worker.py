@@ -14,13 +14,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from pyvmem.elastic.choice import SMALL, choose_page
 from pyvmem.elastic.geometry import blocks_are_outermost, runs_of
 from pyvmem.elastic.memory import KVMemory, device_total, open_context
 from pyvmem.elastic.settings import Settings
-from pyvmem.ledger.accounts import device_of
+from pyvmem.errors import VMemError
+from pyvmem.ledger.accounts import default_folder, device_of, engines_in
 from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
@@ -47,7 +49,7 @@ class ElasticWorker:
     _server: Server | None = None
     _answers: Any = None
     _lend: Any = None
-    _step = 0
+    _others = _step = 0
 
     # ---- start -----------------------------------------------------------------------------------
 
@@ -64,9 +66,36 @@ class ElasticWorker:
             import torch
 
             device_of(torch.cuda.get_device_name(self.device), "")  # refused before weights load
+        self._others = self._count_others()
         if hasattr(self, "requested_memory"):
             total = self.init_snapshot.total_memory  # type: ignore[attr-defined]
             self.requested_memory = int(total * asked)
+
+    def _count_others(self) -> int:
+        """Memory that other engines have on this GPU, by its ledger."""
+        if self.device.type != "cuda" or self._settings.ledger is None:
+            return 0
+        import torch
+
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        folder = Path(self._settings.ledger) if self._settings.ledger else default_folder()
+        try:
+            ledgers = engines_in(folder)
+        except VMemError:  # which the scheduler reports when it joins
+            return 0
+        return sum(one.used for name in ledgers if uuid in name for one in ledgers[name])
+
+    def determine_available_memory(self) -> Any:
+        """vLLM's, by what is free now and was free at the start.
+
+        That is corrected by what other engines have taken and given back meanwhile.
+        """
+        if back := self._others - self._count_others():
+            snapshot = self.init_snapshot  # type: ignore[attr-defined]
+            snapshot.free_memory += back
+            snapshot.cuda_memory -= back
+            snapshot.non_torch_memory -= back
+        return super().determine_available_memory()  # type: ignore[misc]
 
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
         """Returns the context that KV tensors come from; in sleep mode, the weights' pool."""

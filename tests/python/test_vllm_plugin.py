@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -19,7 +20,7 @@ from pyvmem.elastic import metrics
 from pyvmem.elastic.settings import Settings
 from pyvmem.elastic.versions import UnknownVersion
 from pyvmem.errors import NotSupported
-from pyvmem.ledger.accounts import EngineInfo
+from pyvmem.ledger.accounts import EngineInfo, Ledger
 from pyvmem.plumbing.units import parse_bytes
 from pyvmem.vllm import plugin
 from pyvmem.vllm.plugin import CannotWork, configure
@@ -34,6 +35,7 @@ def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
 ) -> None:
     torch = pytest.importorskip("torch")
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    monkeypatch.setenv("VMEM_LEDGER", "off")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
 
     class Worker:
@@ -49,6 +51,55 @@ def test_a_gpu_in_mig_mode_is_refused_before_weights_are_loaded(
         Elastic().init_device()
     name = "NVIDIA H100 80GB HBM3"
     Elastic().init_device()
+
+
+def test_what_other_engines_give_and_take_meanwhile_is_no_use_of_a_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM compares the memory that is free with what was free before the weights."""
+    torch = pytest.importorskip("torch")
+    device, total, given = "GPU-8f2c", 100 << 20, 0
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    properties = SimpleNamespace(uuid=device.removeprefix("GPU-"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setenv("VMEM_LEDGER", str(tmp_path))
+    tmp_path.chmod(0o700)
+
+    def snapshot() -> SimpleNamespace:
+        free = total - other.used - given
+        cuda = total - free
+        return SimpleNamespace(free_memory=free, cuda_memory=cuda, non_torch_memory=cuda)
+
+    class Worker:
+        cache_config = SimpleNamespace(gpu_memory_utilization=0.9)
+
+        def init_device(self) -> None:
+            self.device = SimpleNamespace(type="cuda", index=0)
+            self.init_snapshot = snapshot()
+
+        def determine_available_memory(self) -> int:
+            before, now = self.init_snapshot, snapshot()
+            assert before.free_memory >= now.free_memory, "Error in memory profiling"
+            assert now.non_torch_memory - before.non_torch_memory == given
+            return before.free_memory - now.free_memory
+
+    class Elastic(ElasticWorker, Worker):
+        pass
+
+    with Ledger(device, folder=tmp_path) as ledger:
+        other = ledger.join("other", floor=0, limit=total, least=0, virtual=total)
+        assert other.take(40 << 20)
+        for change in (-40 << 20, 30 << 20, 0):
+            worker = Elastic()
+            worker.init_device()
+            if change < 0:
+                other.give(-change)
+            else:
+                assert other.take(change)
+            given = 5 << 20  # to the worker's weights
+            assert worker.determine_available_memory() == given
+            given = 0
+        other.close()
 
 
 def test_a_step_without_requests_names_no_block_of_one_that_has_ended() -> None:
