@@ -119,7 +119,9 @@ class IdleThread:
         prefixes = manager.groups[0].prefixes
         if prefixes.host is None or not manager.groups[0].config.idle_prefixes:
             return False
-        return None if last_work(manager.groups) else prefixes.evict_some(prefixes.host.step)
+        if last_work(manager.groups):
+            return None
+        return prefixes.evict_units(prefixes.host.step) is not None
 
     @staticmethod
     def _trim(manager: Manager) -> bool | None:

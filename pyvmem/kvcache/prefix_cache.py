@@ -686,10 +686,10 @@ class PrefixCache:
         back = 0
         while back < pages * column:
             missing = pages * column - back
-            spans = self._evict(-(-missing // unit), whole=bool(self._sliding))
-            if not spans and not self._unpin_all():
+            more = self.evict_units(-(-missing // unit), whole=bool(self._sliding))
+            if more is None and not self._unpin_all():
                 break
-            back += sum(map(self._drop_evicted, spans))
+            back += more or 0
         _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
         return back // column
 
@@ -701,37 +701,33 @@ class PrefixCache:
         self.leases.collect()
         if leased:
             self.leases.end_all()
-        self.evict_some(self.tree.evictable_pages, store=not forget)
+        self.evict_units(self.tree.evictable_pages, store=not forget)
         if forget and self.host is not None:
             self.host.clear()
 
-    def evict_some(self, units: int, *, store: bool = True) -> bool:
-        """Takes so many units out that no request uses; False: there was none."""
-        spans = self._evict(units, store=store)
-        for one in spans:
-            self._drop_evicted(one)
-        return bool(spans)
+    def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
+        """Takes so many units out that no request uses.
 
-    def _evict(self, units: int, *, whole: bool = False, store: bool = True) -> list[_Spans]:
-        """Takes spans of so many units out of the tree, and counts them before one is let go.
+        The tree holds none of their pages any more before the context is called for the first: an
+        interruption leaves all of them held, or none.
 
         `store`: host memory keeps their rows, if it keeps any.
-        """
-        found = self.tree.evict(units, whole=whole)
-        for place, group in enumerate(self._groups):
-            pages = sum(spans.each[place].pages for spans in found)
-            count = pages * self._layouts[place].num_tensors
-            group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
-        if store and self.host is not None:
-            self.host.store([(spans.each, spans.keys) for spans in found])
-        return found
 
-    def _drop_evicted(self, spans: _Spans) -> int:
-        """The bytes of an evicted span that come back."""
-        back = 0
-        for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
-            back += group.reclaimer.drop_evicted(span) * column
-        return back
+        Returns:
+            The bytes that come back, now or when batches under way are over; None: no unit is left.
+        """
+        back, found = 0, self.tree.evict(units, whole=whole)
+        reclaimers = [group.reclaimer for group in self._groups]
+        each = [[one.each[place] for one in found] for place in range(len(reclaimers))]
+        for reclaimer, spans, column in zip(reclaimers, each, self._columns, strict=True):
+            back += sum(map(reclaimer.shared.idle, spans)) * column
+            reclaimer.count_evicted(spans)
+        if store and self.host is not None:
+            self.host.store([(one.each, one.keys) for one in found])
+        for reclaimer, spans in zip(reclaimers, each, strict=True):
+            reclaimer.release_kept(*spans)
+            reclaimer.drop_unheld()
+        return back if found else None
 
     def _unpin_all(self) -> bool:
         """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
