@@ -172,13 +172,13 @@ class Leases:
 
     Args:
         tree: the prefixes.
-        log: a journal's entries (journal.py), which get how each change is taken back.
+        journal: of the cache.
         lockstep: the cache's answers are those of other ranks.
     """
 
-    def __init__(self, tree: PrefixTree[_Spans], log: list[Any], *, lockstep: bool) -> None:
+    def __init__(self, tree: PrefixTree[_Spans], journal: Journal, *, lockstep: bool) -> None:
         self.lockstep = lockstep
-        self._log = log
+        self._journal = journal
         self._tree = tree
         self._open: dict[Lease, None] = {}
         self._dropped: deque[Lease] = deque()
@@ -195,8 +195,7 @@ class Leases:
         """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
         lease = Lease(node, node.parent is not None)
         if lease.held:
-            self._log.append((self._open.pop, lease, None))
-            self._open[lease] = None
+            self._journal.change([[self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
@@ -213,16 +212,13 @@ class Leases:
     def end(self, lease: Lease) -> None:
         """Ends one lease. Idempotent."""
         if lease.held and lease in self._open:
-            self._log.append((self._open.__setitem__, lease, None))
-            del self._open[lease]  # from here on it is not among the pins that are counted again
-            lease.held = False
+            # From here on it is not among the pins that are counted again.
+            self._journal.change(self.ending(lease))
             self._tree.unpin(lease.node)
 
-    def hand_over(self, lease: Lease) -> None:
-        """Ends a lease whose pin a request has from here on."""
-        self._log.append((self._open.__setitem__, lease, None))
-        del self._open[lease]
-        lease.held = False
+    def ending(self, lease: Lease) -> list[list[Any]]:
+        """The edits that end a lease; another has its pin from here on, or takes it back."""
+        return [[self._open, lease, ...], [lease, "held", False]]
 
     def end_all(self) -> None:
         """Ends every lease."""
@@ -231,8 +227,6 @@ class Leases:
 
     def rebuilt(self) -> list[Node[_Spans]]:
         """The nodes of the leases that are there, after an exception from outside."""
-        for lease in self._open:
-            lease.held = True
         self._dropped.extend(lease for lease in self._open if lease.dropped)
         return [lease.node for lease in self._open]
 
@@ -278,6 +272,7 @@ class PrefixCache:
     _rows: Columns
 
     def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
+        self._journal = journal
         self._groups: list[Sharing] = []
         self._windows: list[Window | None] = []
         self._layouts = layouts
@@ -294,7 +289,7 @@ class PrefixCache:
             0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
         )
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
-        self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
+        self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
         limit = layouts[0].config.host_prefixes
@@ -339,7 +334,7 @@ class PrefixCache:
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if length and slot.span.pages and node not in slot.pins:
             self.tree.pin(node)
-            slot.pins = [*slot.pins, node]
+            self._journal.change([[slot, "pins", [*slot.pins, node]]])
         return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
@@ -505,11 +500,11 @@ class PrefixCache:
 
     # ---- what requests keep ----------------------------------------------------------------------
 
-    def pin_again(self, pins: list[Node[_Spans]]) -> list[Node[_Spans]]:
+    def pin_again(self, slot: Slot, pins: list[Node[_Spans]]) -> None:
         """Keeps prefixes for one more slot."""
         for node in pins:
             self.tree.pin(node)
-        return list(pins)
+        self._journal.change([[slot, "pins", pins[:]]])
 
     def shorten(self, slot: Slot, rows: int) -> None:
         """Keeps for a slot only the prefixes of its first rows."""
@@ -524,13 +519,13 @@ class PrefixCache:
                     self.tree.unpin(part)
                     continue
             kept.append(part)
-        slot.pins = kept
+        self._journal.change([[slot, "pins", kept]])
 
     def unpin(self, slot: Slot) -> None:
         """Keeps nothing for a slot any longer; counts as a use."""
         for node in slot.pins:
             self.tree.unpin(node)
-        slot.pins = []
+        self._journal.change([[slot, "pins", []]])
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -621,8 +616,8 @@ class PrefixCache:
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
         """Keeps a leased match for the slot of a request that has begun with it."""
-        slot.pins = [match._lease.node]
-        self.leases.hand_over(match._lease)
+        lease = match._lease
+        self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
 
     def _pin(self, match: PrefixMatch) -> Node[_Spans]:
         """Keeps what matched; raises PrefixEvicted where it is not there any more."""
