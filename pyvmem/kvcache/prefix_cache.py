@@ -79,6 +79,8 @@ __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "
 
 _log = logging.getLogger(__name__)
 
+_NO_IDS = TokenIds(())
+
 
 class _Spans:
     """The pages of some units in every group of layers.
@@ -145,7 +147,7 @@ class PrefixMatch(Scoped):
         asked: tokens of the prompt.
         in_host: tokens after these whose rows are in host memory (`KVCacheConfig.host_prefixes`).
             `alloc_prefix` loads them, if memory is not short. They are not leased.
-        ids: the prompt, where host memory keeps prefixes.
+        ids: the prompt, if any.
     """
 
     length: int
@@ -153,7 +155,7 @@ class PrefixMatch(Scoped):
     _lease: Lease = field(repr=False)
     _owner: Leases = field(repr=False)
     in_host: int = 0
-    ids: TokenIds | None = field(default=None, repr=False)
+    ids: TokenIds = field(default=_NO_IDS, repr=False)
 
     def release(self) -> None:
         """Lets the prefix be evicted again. Does nothing after its use. Idempotent."""
@@ -265,7 +267,7 @@ class PrefixCache:
         unit: tokens of a sharing unit.
         unit_pages: for each group, pages per tensor of a sharing unit.
         leases: what matches keep from eviction.
-        host: rows of evicted prefixes; None: they are lost.
+        host: rows of evicted prefixes.
     """
 
     _table: SlotTable
@@ -292,8 +294,7 @@ class PrefixCache:
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
-        limit = layouts[0].config.host_prefixes
-        self.host = HostPrefixes(layouts, self.unit_pages, limit) if limit else None
+        self.host = HostPrefixes(layouts, self.unit_pages)
 
     def of(self, place: int) -> GroupPrefixes:
         """The prefixes as a group's reclaimer uses them."""
@@ -305,13 +306,11 @@ class PrefixCache:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
         self._windows.append(window)
-        if self.host is not None:
-            self.host.join(group, scratch)
+        self.host.join(group, scratch)
 
     def close(self) -> None:
         """Gives host memory back. Idempotent."""
-        if self.host is not None:
-            self.host.close()
+        self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -449,7 +448,7 @@ class PrefixCache:
                 lambda first, last: _Spans(
                     [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
                     last - first,
-                    () if self.host is None else unit_keys(ids, self.unit, first, last),
+                    unit_keys(ids, self.unit, first, last) if self.host.limit else (),
                 ),
                 found,
             )
@@ -550,10 +549,15 @@ class PrefixCache:
         elif length:
             self.tree.pin(node)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
-        if self.host is not None:
-            match.ids = ids
-            match.in_host = self.unit * len(self.host.find(ids, self.unit, length, limit))
+        if self.host.limit:
+            match.ids, match.in_host = ids, limit - length
+            match.in_host = self.unit * len(self.in_host(match))
         return match
+
+    def in_host(self, match: PrefixMatch) -> list[Key]:
+        """The units that host memory keeps, of those that it kept after a match; a use."""
+        end = match.length + match.in_host
+        return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
         """The longest part of a match at whose end every group has its window; tokens."""
@@ -697,7 +701,7 @@ class PrefixCache:
         if leased:
             self.leases.end_all()
         self.evict_units(self.tree.evictable_pages, store=not forget)
-        if forget and self.host is not None:
+        if forget:
             self.host.clear()
 
     def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
@@ -717,7 +721,7 @@ class PrefixCache:
         for reclaimer, spans, column in zip(reclaimers, each, self._columns, strict=True):
             back += sum(map(reclaimer.shared.idle, spans)) * column
             reclaimer.count_evicted(spans)
-        if store and self.host is not None:
+        if store:
             self.host.store([(one.each, one.keys) for one in found])
         for reclaimer, spans in zip(reclaimers, each, strict=True):
             reclaimer.release_kept(*spans)
@@ -764,8 +768,7 @@ class PrefixCache:
         """Counts again which prefixes slots keep."""
         pins = [node for slot in self._table for node in slot.pins]
         self.tree.rebuild([*pins, *self.leases.rebuilt()])
-        if self.host is not None:
-            self.host.rebuild()
+        self.host.rebuild()
 
     def check(self) -> list[str]:
         """Lists contradictions in the tree, its pins and its spans, in words."""
@@ -787,7 +790,7 @@ class PrefixCache:
                 found.append(f"{node!r} has spans of {node.span.pages} units")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
-        return found + ([] if self.host is None else self.host.check())
+        return found + self.host.check()
 
 
 class GroupPrefixes(NamedTuple):
