@@ -24,17 +24,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 from pyvmem.plumbing.reentry import call_part, within
 
-__all__ = ["Journal", "Recoverable", "put"]
-
-put: Final = object.__setattr__
-"""Sets an attribute past a journal."""
+__all__ = ["Journal", "Recoverable"]
 
 
 class Made(Protocol):
@@ -94,11 +91,6 @@ class Journal:
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
-
-    def keep(self, owner: Any, *names: str) -> None:
-        """Notes attributes of an object before they are changed."""
-        for name in names:
-            self.entries.append((put, owner, name, getattr(owner, name)))
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Notes what takes back a part of the call; `run` must be safe to run again."""

@@ -103,13 +103,14 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
     """
     counters, (asked, held, resumed) = group.counters, prompt
     counters.last_prompt = prompt
-    counters.count(
-        group.journal.entries,
-        queries=by,
-        query_tokens=asked * by,
-        hits=(held > 0) * by,
-        hit_tokens=held * by,
-        resumed=resumed * by,
+    group.journal.change(
+        [
+            [counters, "queries", counters.queries + by],
+            [counters, "query_tokens", counters.query_tokens + asked * by],
+            [counters, "hits", counters.hits + (held > 0) * by],
+            [counters, "hit_tokens", counters.hit_tokens + held * by],
+            [counters, "resumed", counters.resumed + resumed * by],
+        ]
     )
 
 
