@@ -159,8 +159,8 @@ class Manager:
             )
         try:
             with self.cache.internals.lock, self.cache.internals.journal:
-                self.cache.internals.journal.keep(self, "common")
-                self.common = self.cache.slots.map_common_pages(tokens)
+                common = self.cache.slots.map_common_pages(tokens)
+                self.cache.internals.journal.change([[self, "common", common]])
         except OutOfMemory:
             raise self._short([tokens]) from None
 

@@ -480,8 +480,7 @@ class RequestCache(Closable):
     def _swap_out(self, request: Request, slot: int, work: PriorWork) -> None:
         self._journal.on_abort(partial(self._settle, request))
         rows = self.cache.swap_out(slot, work)
-        self._keep(request)
-        request._slot, request.rows, request.held = None, rows, State.SWAPPED
+        self._change(request, _slot=None, rows=rows, held=State.SWAPPED)
 
     def swap_in(self, request: Request, stream: Any = None) -> Shortage | None:
         """Brings a swapped request back, into any slot.
@@ -518,9 +517,8 @@ class RequestCache(Closable):
         slot = self.cache.swap_in(request.rows, stream)
         if slot is None:
             return self._shortage({}, request.length)
-        self._keep(request)
-        request._slot, request.rows, request.held = slot, None, State.RUNNING
-        request.owner = self.cache.slots.owner(slot)
+        owner = self.cache.slots.owner(slot)
+        self._change(request, _slot=slot, rows=None, held=State.RUNNING, owner=owner)
         return None
 
     # ---- reports and end -------------------------------------------------------------------------
@@ -637,9 +635,9 @@ class RequestCache(Closable):
                 return slots
         return list(map(self._slot, requests))
 
-    def _keep(self, request: Request) -> None:
-        """Journals a request's fields before they change."""
-        self._journal.keep(request, "held", "_slot", "owner", "rows", "length")
+    def _change(self, request: Request, **values: Any) -> None:
+        """Changes fields of a request by edits."""
+        self._journal.change([[request, name, value] for name, value in values.items()])
 
     def _begun(self, slot: int, length: int, namespace: Namespace | None) -> Request:
         number = next(self._numbers)
@@ -649,9 +647,8 @@ class RequestCache(Closable):
 
     def _end(self, request: Request) -> None:
         rows = request.rows
-        self._keep(request)
         self._journal.change([[self._requests, request, ...]])
-        request.held, request._slot, request.rows = State.ENDED, None, None
+        self._change(request, held=State.ENDED, _slot=None, rows=None)
         if rows is not None:
             rows.close(self._journal)
 

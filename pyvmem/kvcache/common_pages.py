@@ -76,7 +76,7 @@ class CommonPages:
                 group.pager.release(slot)
                 handles = group.sharing.handles(slot, slot.shared, self.pages)
                 group.sharing.adopt(slot, handles, [], unit)
-                slot.writer = True
+                group.table.change(slot, writer=True)
                 self._span = slot.span
                 others = group.sharing.make_empty(config.max_batch - 1)
                 if others is None:

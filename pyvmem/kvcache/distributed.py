@@ -211,8 +211,8 @@ class LockstepTable(SlotTable):
 
     def reset_order(self) -> None:
         """Forgets the order in which slots were freed; all usable slots are free."""
-        for slot in self.slots:
-            slot.freed_order = slot.freed_at = 0
+        zeros = [0] * len(self.slots)
+        self._journal.change([[self.slots, name, zeros[:]] for name in ("freed_order", "freed_at")])
         self.rebuild()
 
 

@@ -224,10 +224,7 @@ class Group:
         self.table.rebuild()
         if not self.place:
             self.prefixes.rebuild()
-        reclaimer = self.reclaimer
-        held = [one.span for one in (*self.table, *reclaimer.unmaps)]
-        reclaimer.shared.rebuild(held + self.prefixes.spans(self.place))
-        reclaimer.own_away = None
+        self.reclaimer.own_away = None
         self.reclaim_due = self.unprepared = True
 
     def owns(self, held: object) -> bool:

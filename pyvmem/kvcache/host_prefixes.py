@@ -15,7 +15,6 @@ A unit stays in its cell when its rows are loaded: evicted once more, it need no
 from __future__ import annotations
 
 import logging
-import mmap
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
@@ -28,7 +27,6 @@ from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_tree import ID_BYTES, TokenIds
 from pyvmem.memory.ops import OpBatch
-from pyvmem.memory.streams import has_cuda
 from pyvmem.plumbing.logs import warn
 
 if TYPE_CHECKING:
@@ -74,9 +72,9 @@ class HostPrefixes:
     Args:
         layouts: of the groups.
         unit_pages: pages per tensor of a unit in each of them.
-        limit: bytes of all cells.
 
     Attributes:
+        limit: bytes of all cells; 0: nothing is kept.
         step: units that are taken, or stored by an idle cache, at a time.
         stored, loaded: bytes copied so far.
         dropped: bytes whose rows were lost: they gave way to others, or could not be stored.
@@ -85,21 +83,22 @@ class HostPrefixes:
         InvalidArgument: the limit is less than a cell, or numpy is missing.
     """
 
-    def __init__(self, layouts: Sequence[Layout], unit_pages: Sequence[int], limit: int) -> None:
+    def __init__(self, layouts: Sequence[Layout], unit_pages: Sequence[int]) -> None:
+        self.limit = limit = layouts[0].config.host_prefixes
         sizes = [
             one.page_size * pages * one.num_tensors
             for one, pages in zip(layouts, unit_pages, strict=True)
         ]
         self._unit_pages = unit_pages
         self._ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
-        self._cell = size = sum(sizes)
-        if limit < size:
+        self._cell = size = sum(sizes) or 1  # no unit: all layers have a state
+        if 0 < limit < size:
             raise invalid(
                 f"host_prefixes {limit} is less than the rows of a sharing unit, {size} bytes",
                 size=limit,
                 limit=size,
             )
-        if find_spec("numpy") is None:
+        if limit and find_spec("numpy") is None:
             raise invalid(f"host_prefixes {limit} needs numpy, which is not installed", size=limit)
         self._most, self.step = limit // size, max(1, _SLAB // size)
         self._groups: list[tuple[Sharing, Scratch]] = []
@@ -130,7 +129,8 @@ class HostPrefixes:
         """
         for each, keys in going:
             new = [at for at, key in enumerate(keys) if key not in self._rows][: self._most]
-            if new and not _written(each):
+            parts = (part for span in each for part in span.parts)
+            if new and not any(prune(part.block.events) for part in parts):
                 self._store(each, keys, new)
             for key in reversed(keys):  # the last unit is dropped first
                 if key in self._rows:
@@ -155,16 +155,15 @@ class HostPrefixes:
     def _copy_out(self, place: int, span: Span, units: list[int], cells: list[int]) -> None:
         """Copies units of a span, for a moment mapped at addresses of their own."""
         group, scratch = self._groups[place]
-        size, tensors = self._unit_pages[place] * group.layout.page_size, group.layout.num_tensors
         stride = span.pages * group.layout.page_size
-        ops, addresses = OpBatch(len(span.parts)), scratch.take(stride * tensors)
+        nbytes = stride * group.layout.num_tensors
+        ops, addresses = OpBatch(len(span.parts)), scratch.take(nbytes)
         group.map_at(ops, addresses.addr, stride, span)
         try:
             group.mapper.commit([], ops)
-            sources = _places(addresses.addr, units, size, stride, tensors)
-            group.mapper.copy(size, sources, [self._part(one, place) for one in cells], out=True)
+            self._copy(place, addresses.addr, stride, units, cells, out=True)
         finally:
-            scratch.give_mapped(addresses, stride * tensors)
+            scratch.give_mapped(addresses, nbytes)
 
     # ---- loading ---------------------------------------------------------------------------------
 
@@ -180,41 +179,53 @@ class HostPrefixes:
             self._rows.move_to_end(key)
         return found
 
-    def take(self, keys: Sequence[Key]) -> list[int]:
-        """Takes the cells of units out, so that none gets other rows; `put_back` must follow.
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Drops units that `find` has found."""
+        self._free += map(self._rows.pop, keys)
 
-        Or `rebuild`, which drops them.
-        """
-        return [self._rows.pop(key) for key in keys]
-
-    def put_back(self, keys: Sequence[Key], cells: Sequence[int]) -> None:
-        """Puts cells back; their units were used just now."""
-        for key, cell in zip(reversed(keys), reversed(cells), strict=True):
-            if key in self._rows:  # stored anew meanwhile
-                self._free.append(cell)
-            else:
-                self._rows[key] = cell
-
-    def load(self, slots: Sequence[Slot], first: int, cells: Sequence[int]) -> None:
-        """Copies units from cells to pages that a request owns.
+    def load(self, slots: Sequence[Slot], first: int, keys: Sequence[Key]) -> None:
+        """Copies units that are kept to pages that a request owns.
 
         Args:
             slots: the request's in each group.
             first: the first of the units.
-            cells: of the units.
+            keys: of the units.
         """
+        cells, units = [self._rows[key] for key in keys], range(first, first + len(keys))
         for place, (group, _) in enumerate(self._groups):
-            layout, units = group.layout, range(first, first + len(cells))
-            size, tensors = self._unit_pages[place] * layout.page_size, layout.num_tensors
-            targets = _places(slots[place].addr, units, size, layout.tensor_bytes, tensors)
-            group.mapper.copy(size, targets, [self._part(one, place) for one in cells], out=False)
+            self._copy(place, slots[place].addr, group.layout.tensor_bytes, units, cells, out=False)
         self.loaded += len(cells) * self._cell
 
     # ---- cells -----------------------------------------------------------------------------------
 
-    def _part(self, cell: int, place: int) -> memoryview:
-        """A group's rows in a cell: one tensor after the other."""
-        return self._cells[cell][self._ends[place] : self._ends[place + 1]]
+    def _copy(
+        self,
+        place: int,
+        addr: int,
+        stride: int,
+        units: Sequence[int],
+        cells: Sequence[int],
+        *,
+        out: bool,
+    ) -> None:
+        """Copies a group's rows of units between cells and its tensors.
+
+        Args:
+            place: of the group.
+            addr: of unit 0 in the first tensor.
+            stride: from one tensor to the next.
+            units: a long prefix has 100,000.
+            cells: of the units; in each, one tensor's rows follow the other's.
+            out: to the cells.
+        """
+        import numpy as np
+
+        group, begin, end = self._groups[place][0], *self._ends[place : place + 2]
+        size = self._unit_pages[place] * group.layout.page_size
+        starts = addr + np.array(units, dtype=np.int64) * size
+        tensors = np.arange(group.layout.num_tensors, dtype=np.int64) * stride
+        pieces: Any = np.add.outer(starts, tensors).ravel()
+        group.mapper.copy(size, pieces, [self._cells[one][begin:end] for one in cells], out=out)
 
     def _take(self, count: int) -> list[int]:
         """Cells that no key leads to, so many or fewer."""
@@ -233,19 +244,17 @@ class HostPrefixes:
 
     def _add_slab(self) -> None:
         """Takes memory for more cells; where there is none, these are all that there will be."""
-        from pyvmem.memory.host_copies import HostMemory
+        from pyvmem.memory.host_copies import HostMemory, has_kernel
 
         count = min(self.step, self._most - len(self._cells))
         try:
-            memory = mmap.mmap(-1, count * self._cell, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._slabs.append(
-                HostMemory(count * self._cell, _locked(self._groups[0][0].device), memory)
-            )
+            locked = has_kernel(self._groups[0][0].mapper.context)
+            self._slabs.append(HostMemory(count * self._cell, locked))
         except FAILURES as error:
             warn(_log, "prefixes", "no more prefixes are kept in host memory: %s", error)
             self._most = len(self._cells)
             return
-        view, first = memoryview(memory), len(self._cells)
+        view, first = memoryview(self._slabs[-1].memory), len(self._cells)
         self._cells += [view[at * self._cell : (at + 1) * self._cell] for at in range(count)]
         self._free += range(first, first + count)
 
@@ -274,29 +283,3 @@ class HostPrefixes:
         if sorted(cells) != list(range(len(self._cells))):
             return [f"{len(self._cells)} cells of host memory, {len(cells)} are used or free"]
         return []
-
-
-def _places(addr: int, units: Sequence[int], size: int, stride: int, tensors: int) -> Any:
-    """Where units are in each tensor, unit by unit: a long prefix has 100,000 of these."""
-    import numpy as np
-
-    starts = addr + np.array(units, dtype=np.int64) * size
-    return np.add.outer(starts, np.arange(tensors, dtype=np.int64) * stride).ravel()
-
-
-def _written(each: Sequence[Span]) -> bool:
-    """Whether GPU work may still be writing some of the pages."""
-    for block in {part.block for span in each for part in span.parts}:
-        block.events = prune(block.events)
-        if block.events:
-            return True
-    return False
-
-
-def _locked(device: int | None) -> bool:
-    """Whether `Mapper.copy` has the kernel, which needs locked memory."""
-    if device is None or find_spec("torch") is None:
-        return False
-    import torch
-
-    return has_cuda(torch)

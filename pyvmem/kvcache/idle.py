@@ -116,10 +116,12 @@ class IdleThread:
     @staticmethod
     def _store(manager: Manager) -> bool | None:
         """Evicts prefixes to host memory. True: there may be more. None: work goes on."""
-        prefixes = manager.groups[0].prefixes
-        if prefixes.host is None or not manager.groups[0].config.idle_prefixes:
+        config, prefixes = manager.groups[0].config, manager.groups[0].prefixes
+        if not config.host_prefixes or not config.idle_prefixes:
             return False
-        return None if last_work(manager.groups) else prefixes.evict_some(prefixes.host.step)
+        if last_work(manager.groups):
+            return None
+        return prefixes.evict_units(prefixes.host.step) is not None
 
     @staticmethod
     def _trim(manager: Manager) -> bool | None:

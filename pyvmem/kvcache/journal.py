@@ -24,42 +24,14 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pyvmem import _native
 from pyvmem._native import Outcome
 from pyvmem.errors import VMemError
 from pyvmem.plumbing.reentry import call_part, within
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-__all__ = ["Journal", "Journaled", "Recoverable", "put"]
-
-put: Final = object.__setattr__
-"""Sets an attribute past a journal."""
-
-
-class Journaled:
-    """An object whose attributes belong to the records: what they were is journaled.
-
-    A subclass is made with the entries of a journal.
-    """
-
-    __slots__ = ("_log",)
-
-    _log: list[Any]
-
-    def __new__(cls, log: list[Any], *args: Any, **kwargs: Any) -> Self:
-        """An object without any other attribute yet."""
-        self = object.__new__(cls)
-        put(self, "_log", log)
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._log.append((put, self, name, getattr(self, name, None)))
-        put(self, name, value)
+__all__ = ["Journal", "Recoverable"]
 
 
 class Made(Protocol):
@@ -99,7 +71,7 @@ class Journal:
     with where it arose; after anything else the records are recovered.
 
     Attributes:
-        entries: see the module; `Journaled` appends to it.
+        entries: see the module.
         held: handles and reservations that the call makes, each put here before it is made. What
             the records do not name when the call ends is given back.
         recoverables: what recovers, one for each cache.
@@ -119,11 +91,6 @@ class Journal:
         made: list[Any] = [False, edits]
         self.entries.append(made)
         _native.change(made)
-
-    def keep(self, owner: Any, *names: str) -> None:
-        """Notes attributes of an object that is no `Journaled`, before they are changed."""
-        for name in names:
-            self.entries.append((put, owner, name, getattr(owner, name)))
 
     def on_abort(self, run: Callable[[], None]) -> None:
         """Notes what takes back a part of the call; `run` must be safe to run again."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyvmem import _native
 
@@ -237,13 +237,6 @@ class Counters:
         self.waits = _native.Waits()
         self.waiting = partial(_native.Waiting, self.waits, context.handle)
         self.peak_mapped = self.peak_used = self.peak_wasted = 0
-
-    def count(self, log: list[Any], **more: int) -> None:
-        """Adds to counts; what takes that back is put into a journal's entries first."""
-        for name, number in more.items():
-            before = getattr(self, name)
-            log.append((setattr, self, name, before))
-            setattr(self, name, before + number)
 
     def driver(self) -> tuple[int, int]:
         """Driver calls and nanoseconds in them since the cache was made."""

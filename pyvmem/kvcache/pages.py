@@ -22,7 +22,6 @@ The pages of a block lie in one memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import add
@@ -286,7 +285,7 @@ class SharedPages:
         self.pages = self.used = self.uses = self.away_uses = 0
         self.blocks: set[Block] = set()
         self.lent = EMPTY
-        self.unheld: list[Part] = []
+        self.unheld: dict[Part, None] = {}
 
     def using(
         self,
@@ -303,7 +302,6 @@ class SharedPages:
         """
         edits: list[list[Any]] = []
         pages, used, total, away = self.pages, self.used, self.uses, self.away_uses
-        unheld = self.unheld
         for name, spans in (("users", uses), ("refs", holds)):
             copies: dict[Block, list[int]] = {}
             for span, count in spans.items():
@@ -320,7 +318,8 @@ class SharedPages:
                         numbers[low:high] = after
                     if name == "refs":
                         if 0 in after:  # each page comes to 0 once
-                            unheld = unheld + _unheld(block, low, after)
+                            for part in _unheld(block, low, after):
+                                edits.append([self.unheld, part, None])
                     elif block.away:
                         away += (high - low) * count
                     else:
@@ -342,8 +341,6 @@ class SharedPages:
                 [self, "uses", total],
                 [self, "away_uses", away],
             )
-        if unheld is not self.unheld:
-            edits.append([self, "unheld", unheld])
         return edits
 
     def hold(self, span: Span) -> None:
@@ -395,7 +392,7 @@ class SharedPages:
         edits += (
             [block.gone, slice(low, high), [True] * pages],
             [self, "pages", self.pages - (0 if block.away else pages)],
-            [self, "unheld", [one for one in self.unheld if one is not part]],
+            [self.unheld, part, ...],
         )
         if pages == block.live:
             journal.change([*edits, [self.blocks, block, ...]])
@@ -405,24 +402,12 @@ class SharedPages:
         where = (low * size, pages * size, self.layout.num_tensors, stride)
         self._mapper.drop_range(edits, block.handle, *where)
 
-    def rebuild(self, held: Sequence[Span]) -> None:
-        """Counts again who holds what, where only a part of an eviction stays done.
-
-        `held`: every span that somebody holds, but for `lent`.
-        """
-        for block in self.blocks:
-            block.refs[:] = [0] * block.pages
-        self._mapper.journal.change(self.using({}, Counter([*held, self.lent])))
-        self.unheld = []
-        for block in self.blocks:
-            self.unheld += _unheld(block, 0, list(map(add, block.refs, block.gone)))
-
     def close(self) -> None:
         """Drops every handle that is left, even if its pages are held."""
         for block in list(self.blocks):
             self._mapper.journal.change([[self.blocks, block, ...]])
             self._mapper.drop(block.handle)
-        self.unheld = []
+        self.unheld = {}
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:

@@ -58,11 +58,11 @@ def alloc_prefix(
         begun = [group.table[reqid] for group in groups]
         try:
             held = _load(groups, begun, match)
-        except FAILURES as error:  # what was to be loaded is not put back, so it is not tried again
+        except FAILURES as error:
             warn(_log, "prefixes", "a prefix is lost that was in host memory: %s", error)
             release(groups, begun, None)
-            if prefixes.host is not None:
-                prefixes.host.rebuild()
+            prefixes.host.drop(prefixes.in_host(match))
+            match.in_host = 0  # it is not tried again
             return alloc_prefix(groups, tokens, leave, reader, namespace)
     _count_prompt(groups[0], (length, held, bool(resumed)), 1)
     return reqid, held
@@ -74,30 +74,25 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     Returns:
         The tokens that the request holds: those of the match alone where memory is short.
     """
-    prefixes, ids, held = groups[0].prefixes, match.ids, match.length
-    host = prefixes.host
-    assert host is not None
-    assert ids is not None
-    keys = host.find(ids, prefixes.unit, held, held + match.in_host)
-    cells, length = host.take(keys), held + len(keys) * prefixes.unit
+    prefixes, held, length = groups[0].prefixes, match.length, match.length + match.in_host
     both = list(zip(groups, slots, strict=True))
     for group, slot in both:
         group.pager.release(slot)
     want = [(group, [(slot, group.layout.pages_for(length))]) for group, slot in both]
-    if keys and grow(want, background=False):
+    if grow(want, background=False):
         for group in groups:
             group.pager.settle(whole=True)  # what has failed for want of memory was undone
-    if not keys or any(slot.granted < pages for _, ((slot, pages),) in want):
-        host.put_back(keys, cells)
+    keys = prefixes.in_host(match)  # what `grow` has evicted may have taken the place of some
+    length = held + len(keys) * prefixes.unit
+    if not keys or any(slot.granted < group.layout.pages_for(length) for group, slot in both):
         return held
     groups[0].journal.checkpoint()  # what is granted is written: its pages are never clean
-    host.load(slots, held // prefixes.unit, cells)
+    prefixes.host.load(slots, held // prefixes.unit, keys)
     for group, slot in both:
         group.enter(slot, length)
         group.note_peaks()
     with suppress(TooManyMappings, OutOfMemory, NotSupported):  # it goes on with its own pages
-        prefixes.record(slots[0], ids, PriorWork(None, None))
-    host.put_back(keys, cells)
+        prefixes.record(slots[0], match.ids, PriorWork(None, None))
     return length
 
 
@@ -108,13 +103,14 @@ def _count_prompt(group: Group, prompt: tuple[int, int, bool], by: int) -> None:
     """
     counters, (asked, held, resumed) = group.counters, prompt
     counters.last_prompt = prompt
-    counters.count(
-        group.journal.entries,
-        queries=by,
-        query_tokens=asked * by,
-        hits=(held > 0) * by,
-        hit_tokens=held * by,
-        resumed=resumed * by,
+    group.journal.change(
+        [
+            [counters, "queries", counters.queries + by],
+            [counters, "query_tokens", counters.query_tokens + asked * by],
+            [counters, "hits", counters.hits + (held > 0) * by],
+            [counters, "hit_tokens", counters.hit_tokens + held * by],
+            [counters, "resumed", counters.resumed + resumed * by],
+        ]
     )
 
 

@@ -79,6 +79,8 @@ __all__ = ["GroupPrefixes", "Lease", "Leases", "PrefixCache", "PrefixEvicted", "
 
 _log = logging.getLogger(__name__)
 
+_NO_IDS = TokenIds(())
+
 
 class _Spans:
     """The pages of some units in every group of layers.
@@ -145,7 +147,7 @@ class PrefixMatch(Scoped):
         asked: tokens of the prompt.
         in_host: tokens after these whose rows are in host memory (`KVCacheConfig.host_prefixes`).
             `alloc_prefix` loads them, if memory is not short. They are not leased.
-        ids: the prompt, where host memory keeps prefixes.
+        ids: the prompt, if any.
     """
 
     length: int
@@ -153,7 +155,7 @@ class PrefixMatch(Scoped):
     _lease: Lease = field(repr=False)
     _owner: Leases = field(repr=False)
     in_host: int = 0
-    ids: TokenIds | None = field(default=None, repr=False)
+    ids: TokenIds = field(default=_NO_IDS, repr=False)
 
     def release(self) -> None:
         """Lets the prefix be evicted again. Does nothing after its use. Idempotent."""
@@ -172,13 +174,13 @@ class Leases:
 
     Args:
         tree: the prefixes.
-        log: a journal's entries (journal.py), which get how each change is taken back.
+        journal: of the cache.
         lockstep: the cache's answers are those of other ranks.
     """
 
-    def __init__(self, tree: PrefixTree[_Spans], log: list[Any], *, lockstep: bool) -> None:
+    def __init__(self, tree: PrefixTree[_Spans], journal: Journal, *, lockstep: bool) -> None:
         self.lockstep = lockstep
-        self._log = log
+        self._journal = journal
         self._tree = tree
         self._open: dict[Lease, None] = {}
         self._dropped: deque[Lease] = deque()
@@ -195,8 +197,7 @@ class Leases:
         """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
         lease = Lease(node, node.parent is not None)
         if lease.held:
-            self._log.append((self._open.pop, lease, None))
-            self._open[lease] = None
+            self._journal.change([[self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
@@ -213,16 +214,13 @@ class Leases:
     def end(self, lease: Lease) -> None:
         """Ends one lease. Idempotent."""
         if lease.held and lease in self._open:
-            self._log.append((self._open.__setitem__, lease, None))
-            del self._open[lease]  # from here on it is not among the pins that are counted again
-            lease.held = False
+            # From here on it is not among the pins that are counted again.
+            self._journal.change(self.ending(lease))
             self._tree.unpin(lease.node)
 
-    def hand_over(self, lease: Lease) -> None:
-        """Ends a lease whose pin a request has from here on."""
-        self._log.append((self._open.__setitem__, lease, None))
-        del self._open[lease]
-        lease.held = False
+    def ending(self, lease: Lease) -> list[list[Any]]:
+        """The edits that end a lease; another has its pin from here on, or takes it back."""
+        return [[self._open, lease, ...], [lease, "held", False]]
 
     def end_all(self) -> None:
         """Ends every lease."""
@@ -231,8 +229,6 @@ class Leases:
 
     def rebuilt(self) -> list[Node[_Spans]]:
         """The nodes of the leases that are there, after an exception from outside."""
-        for lease in self._open:
-            lease.held = True
         self._dropped.extend(lease for lease in self._open if lease.dropped)
         return [lease.node for lease in self._open]
 
@@ -271,13 +267,14 @@ class PrefixCache:
         unit: tokens of a sharing unit.
         unit_pages: for each group, pages per tensor of a sharing unit.
         leases: what matches keep from eviction.
-        host: rows of evicted prefixes; None: they are lost.
+        host: rows of evicted prefixes.
     """
 
     _table: SlotTable
     _rows: Columns
 
     def __init__(self, layouts: Sequence[Layout], journal: Journal, *, lockstep: bool) -> None:
+        self._journal = journal
         self._groups: list[Sharing] = []
         self._windows: list[Window | None] = []
         self._layouts = layouts
@@ -294,11 +291,10 @@ class PrefixCache:
             0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
         )
         self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
-        self.leases = Leases(self.tree, journal.entries, lockstep=lockstep)
+        self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
-        limit = layouts[0].config.host_prefixes
-        self.host = HostPrefixes(layouts, self.unit_pages, limit) if limit else None
+        self.host = HostPrefixes(layouts, self.unit_pages)
 
     def of(self, place: int) -> GroupPrefixes:
         """The prefixes as a group's reclaimer uses them."""
@@ -310,13 +306,11 @@ class PrefixCache:
             self._table, self._rows = group.table, group.pager.columns
         self._groups.append(group)
         self._windows.append(window)
-        if self.host is not None:
-            self.host.join(group, scratch)
+        self.host.join(group, scratch)
 
     def close(self) -> None:
         """Gives host memory back. Idempotent."""
-        if self.host is not None:
-            self.host.close()
+        self.host.close()
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -339,7 +333,7 @@ class PrefixCache:
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if length and slot.span.pages and node not in slot.pins:
             self.tree.pin(node)
-            slot.pins = [*slot.pins, node]
+            self._journal.change([[slot, "pins", [*slot.pins, node]]])
         return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
@@ -454,7 +448,7 @@ class PrefixCache:
                 lambda first, last: _Spans(
                     [self._take(place, one, first, last) for place, (_, one, _) in enumerate(each)],
                     last - first,
-                    () if self.host is None else unit_keys(ids, self.unit, first, last),
+                    unit_keys(ids, self.unit, first, last) if self.host.limit else (),
                 ),
                 found,
             )
@@ -505,11 +499,11 @@ class PrefixCache:
 
     # ---- what requests keep ----------------------------------------------------------------------
 
-    def pin_again(self, pins: list[Node[_Spans]]) -> list[Node[_Spans]]:
+    def pin_again(self, slot: Slot, pins: list[Node[_Spans]]) -> None:
         """Keeps prefixes for one more slot."""
         for node in pins:
             self.tree.pin(node)
-        return list(pins)
+        self._journal.change([[slot, "pins", pins[:]]])
 
     def shorten(self, slot: Slot, rows: int) -> None:
         """Keeps for a slot only the prefixes of its first rows."""
@@ -524,13 +518,13 @@ class PrefixCache:
                     self.tree.unpin(part)
                     continue
             kept.append(part)
-        slot.pins = kept
+        self._journal.change([[slot, "pins", kept]])
 
     def unpin(self, slot: Slot) -> None:
         """Keeps nothing for a slot any longer; counts as a use."""
         for node in slot.pins:
             self.tree.unpin(node)
-        slot.pins = []
+        self._journal.change([[slot, "pins", []]])
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -555,10 +549,15 @@ class PrefixCache:
         elif length:
             self.tree.pin(node)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
-        if self.host is not None:
-            match.ids = ids
-            match.in_host = self.unit * len(self.host.find(ids, self.unit, length, limit))
+        if self.host.limit:
+            match.ids, match.in_host = ids, limit - length
+            match.in_host = self.unit * len(self.in_host(match))
         return match
+
+    def in_host(self, match: PrefixMatch) -> list[Key]:
+        """The units that host memory keeps, of those that it kept after a match; a use."""
+        end = match.length + match.in_host
+        return self.host.find(match.ids, self.unit, match.length, end)
 
     def _ends(self, found: Match[_Spans]) -> int:
         """The longest part of a match at whose end every group has its window; tokens."""
@@ -621,8 +620,8 @@ class PrefixCache:
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
         """Keeps a leased match for the slot of a request that has begun with it."""
-        slot.pins = [match._lease.node]
-        self.leases.hand_over(match._lease)
+        lease = match._lease
+        self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
 
     def _pin(self, match: PrefixMatch) -> Node[_Spans]:
         """Keeps what matched; raises PrefixEvicted where it is not there any more."""
@@ -686,10 +685,10 @@ class PrefixCache:
         back = 0
         while back < pages * column:
             missing = pages * column - back
-            spans = self._evict(-(-missing // unit), whole=bool(self._sliding))
-            if not spans and not self._unpin_all():
+            more = self.evict_units(-(-missing // unit), whole=bool(self._sliding))
+            if more is None and not self._unpin_all():
                 break
-            back += sum(map(self._drop_evicted, spans))
+            back += more or 0
         _log.debug("evicted prefixes: %d bytes back, %d wanted", back, pages * column)
         return back // column
 
@@ -701,37 +700,33 @@ class PrefixCache:
         self.leases.collect()
         if leased:
             self.leases.end_all()
-        self.evict_some(self.tree.evictable_pages, store=not forget)
-        if forget and self.host is not None:
+        self.evict_units(self.tree.evictable_pages, store=not forget)
+        if forget:
             self.host.clear()
 
-    def evict_some(self, units: int, *, store: bool = True) -> bool:
-        """Takes so many units out that no request uses; False: there was none."""
-        spans = self._evict(units, store=store)
-        for one in spans:
-            self._drop_evicted(one)
-        return bool(spans)
+    def evict_units(self, units: int, *, whole: bool = False, store: bool = True) -> int | None:
+        """Takes so many units out that no request uses.
 
-    def _evict(self, units: int, *, whole: bool = False, store: bool = True) -> list[_Spans]:
-        """Takes spans of so many units out of the tree, and counts them before one is let go.
+        The tree holds none of their pages any more before the context is called for the first: an
+        interruption leaves all of them held, or none.
 
         `store`: host memory keeps their rows, if it keeps any.
-        """
-        found = self.tree.evict(units, whole=whole)
-        for place, group in enumerate(self._groups):
-            pages = sum(spans.each[place].pages for spans in found)
-            count = pages * self._layouts[place].num_tensors
-            group.reclaimer.counters.count(group.reclaimer.journal.entries, evicted=count)
-        if store and self.host is not None:
-            self.host.store([(spans.each, spans.keys) for spans in found])
-        return found
 
-    def _drop_evicted(self, spans: _Spans) -> int:
-        """The bytes of an evicted span that come back."""
-        back = 0
-        for group, column, span in zip(self._groups, self._columns, spans.each, strict=True):
-            back += group.reclaimer.drop_evicted(span) * column
-        return back
+        Returns:
+            The bytes that come back, now or when batches under way are over; None: no unit is left.
+        """
+        back, found = 0, self.tree.evict(units, whole=whole)
+        reclaimers = [group.reclaimer for group in self._groups]
+        each = [[one.each[place] for one in found] for place in range(len(reclaimers))]
+        for reclaimer, spans, column in zip(reclaimers, each, self._columns, strict=True):
+            back += sum(map(reclaimer.shared.idle, spans)) * column
+            reclaimer.count_evicted(spans)
+        if store:
+            self.host.store([(one.each, one.keys) for one in found])
+        for reclaimer, spans in zip(reclaimers, each, strict=True):
+            reclaimer.release_kept(*spans)
+            reclaimer.drop_unheld()
+        return back if found else None
 
     def _unpin_all(self) -> bool:
         """Keeps nothing for any slot; False, and nothing changed, where that would free no page."""
@@ -773,8 +768,7 @@ class PrefixCache:
         """Counts again which prefixes slots keep."""
         pins = [node for slot in self._table for node in slot.pins]
         self.tree.rebuild([*pins, *self.leases.rebuilt()])
-        if self.host is not None:
-            self.host.rebuild()
+        self.host.rebuild()
 
     def check(self) -> list[str]:
         """Lists contradictions in the tree, its pins and its spans, in words."""
@@ -796,7 +790,7 @@ class PrefixCache:
                 found.append(f"{node!r} has spans of {node.span.pages} units")
         if wanted:
             found.append(f"{len(wanted)} pinned prefixes are not in the tree")
-        return found + ([] if self.host is None else self.host.check())
+        return found + self.host.check()
 
 
 class GroupPrefixes(NamedTuple):

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import count as count_up
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from pyvmem import _native
 from pyvmem.kvcache.checks import invalid
 
 __all__ = [
@@ -611,8 +612,7 @@ class PrefixTree(Generic[S]):
 
     def replace(self, node: Node[S], span: S) -> None:
         """Gives a node another span with as many pages; the caller then owns the old one."""
-        self._keep(node, "span")
-        node.span = span
+        self._change([node, "span", span])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until so many pages are out of the tree.
@@ -667,32 +667,12 @@ class PrefixTree(Generic[S]):
         self.pages = sum(node.span.pages for node in nodes)
         self._order.rebuild(list(self.roots.values()), nodes, pins)
 
-    def _keep(self, node: Node[S], *names: str) -> None:
-        """Records attributes of a node before they change."""
+    def _change(self, *edits: list[Any]) -> None:
+        """Makes edits (see `Outcome`), which the log can take back."""
+        made: list[Any] = [False, list(edits)]
         if self._log is not None:
-            for name in names:
-                self._log.append((setattr, node, name, getattr(node, name)))
-
-    def _put(self, node: Node[S], child: Node[S]) -> None:
-        """Makes a node the child for its run's first unit."""
-        children, first = node._children, child._run[: self._width]
-        if self._log is not None:
-            before = children.get(first)
-            undo = (
-                (children.pop, first, None)
-                if before is None
-                else (children.__setitem__, first, before)
-            )
-            self._log.append(undo)
-        children[first] = child
-
-    def _take_out(self, node: Node[S]) -> None:
-        """Takes a node from its parent's children."""
-        assert node.parent is not None
-        children, first = node.parent._children, node._run[: self._width]
-        if self._log is not None:
-            self._log.append((children.__setitem__, first, node))
-        del children[first]
+            self._log.append(made)
+        _native.change(made)
 
     def _note_gone(self, node: Node[S], stay: int) -> None:
         """Records that a leaf keeps only its first `stay` units."""
@@ -704,9 +684,8 @@ class PrefixTree(Generic[S]):
         """Adds to `changes`."""
         changes = self.changes
         assert changes is not None
-        if self._log is not None:
-            self._log.append((changes.__delitem__, slice(len(changes), None)))
-        changes.append(Change(stored, ids, first, self.dropped + len(changes)))
+        change = Change(stored, ids, first, self.dropped + len(changes))
+        self._change([changes, slice(len(changes), None), [change]])
 
     def changes_after(self, number: int) -> list[Change]:
         """The changes after this one; drops the others. The first call begins to collect them.
@@ -719,13 +698,10 @@ class PrefixTree(Generic[S]):
                 Change(True, node.tokens(), node.end // self.unit - node.units, at)
                 for at, node in enumerate(self)
             ]
-        known = max(0, number + 1 - self.dropped)
-        if self._log is not None:
-            self._log.append((setattr, self, "changes", self.changes))
-            self._log.append((setattr, self, "dropped", self.dropped))
-        self.changes = changes[known:]
-        self.dropped += len(changes) - len(self.changes)
-        return self.changes[:]
+        after = changes[max(0, number + 1 - self.dropped) :]
+        dropped = self.dropped + len(changes) - len(after)
+        self._change([self, "changes", after], [self, "dropped", dropped])
+        return after[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
         """The ids, and where their last whole unit ends, in bytes."""
@@ -740,17 +716,20 @@ class PrefixTree(Generic[S]):
         """Puts the first units of a run into a new node above; returns that one."""
         parent = node.parent
         assert parent is not None
-        upper_span, lower_span = node.span.split(units)
-        cut = units * self._width
+        width = self._width
+        cut = units * width
         end = node.end - (node.units - units) * self.unit
         upper: Node[S] = Node(parent, node._run[:cut], units, end)
-        self._keep(node, "span")
-        upper.span, node.span = upper_span, lower_span
+        upper.span, lower = node.span.split(units)
         upper._locks = node._locks
-        self._put(parent, upper)
-        self._keep(node, "parent", "units", "_run")
-        node.parent, node.units, node._run = upper, node.units - units, node._run[cut:]
-        self._put(upper, node)
+        self._change(
+            [parent._children, node._run[:width], upper],
+            [upper._children, node._run[cut : cut + width], node],
+            [node, "span", lower],
+            [node, "parent", upper],
+            [node, "units", node.units - units],
+            [node, "_run", node._run[cut:]],
+        )
         self.nodes += 1
         self._order.touch(upper)  # its parents must follow it
         return upper
@@ -759,7 +738,7 @@ class PrefixTree(Generic[S]):
         """Adds a leaf; `touch` must follow."""
         node: Node[S] = Node(parent, run, len(run) // self._width, end)
         node.span = span
-        self._put(parent, node)
+        self._change([parent._children, run[: self._width], node])
         self.nodes += 1
         self.tokens += node.units * self.unit
         self.pages += span.pages
@@ -771,11 +750,10 @@ class PrefixTree(Generic[S]):
         parent = node.parent
         assert parent is not None
         self._note_gone(node, 0)
-        self._take_out(node)
+        first = node._run[: self._width]
+        self._change([parent._children, first, ...], [node, "parent", None])
         self._forget_root(parent)
         del self._order.nodes[node]
-        self._keep(node, "parent")
-        node.parent = None
         self.nodes -= 1
         self.tokens -= node.units * self.unit
         self.pages -= node.span.pages
@@ -788,12 +766,14 @@ class PrefixTree(Generic[S]):
         if not stay:
             return self._unlink(leaf)
         self._note_gone(leaf, stay)
-        self._keep(leaf, "span", "_run", "units", "end")
-        leaf.span, right = leaf.span.split(stay)
+        left, right = leaf.span.split(stay)
         gone = (leaf.units - stay) * self.unit
-        leaf._run = leaf._run[: stay * self._width]
-        leaf.units = stay
-        leaf.end -= gone
+        self._change(
+            [leaf, "span", left],
+            [leaf, "_run", leaf._run[: stay * self._width]],
+            [leaf, "units", stay],
+            [leaf, "end", leaf.end - gone],
+        )
         self.tokens -= gone
         self.pages -= right.pages
         return right

@@ -412,7 +412,7 @@ class Reclaimer:
 
     def drop_unheld(self) -> None:
         """Gives back shared pages that nobody holds; what cannot be now, the next call does."""
-        for part in self.shared.unheld:
+        for part in list(self.shared.unheld):
             pages, away = part.high - part.low, dict[Tier, int]()
             if part.block.away:
                 pages, away = 0, {part.block.tier: pages}
@@ -721,21 +721,16 @@ class Reclaimer:
                 complete &= slot.job is None and self.try_unmap(slot, 0, now)
         return complete
 
-    def drop_evicted(self, span: Span) -> int:
-        """Drops an evicted span.
+    def count_evicted(self, spans: Sequence[Span]) -> None:
+        """Counts evicted pages, which the tree holds no more; `drop_unheld` must follow."""
+        gone = sum(span.pages for span in spans) * self.layout.num_tensors
+        edits = self.shared.using({}, dict.fromkeys(spans, -1))
+        self.journal.change([*edits, [self.counters, "evicted", self.counters.evicted + gone]])
 
-        Returns:
-            The pages per tensor that come back, now or when batches under way are over.
-        """
-        self.release_kept(span)
-        back = self.shared.idle(span)
-        self.unref(span)
-        return back
-
-    def release_kept(self, span: Span) -> None:
-        """Begins to unmap the kept slots that have pages of a span, or `release_stale` does."""
+    def release_kept(self, *spans: Span) -> None:
+        """Begins to unmap the kept slots that have pages of these, or `release_stale` does."""
         gone: dict[Any, list[tuple[int, int]]] = {}
-        for block, low, high in span.parts:
+        for block, low, high in (part for span in spans for part in span.parts):
             gone.setdefault(block, []).append((low, high))
         for slot in self.table.index.stale:
             if slot.kept and any(

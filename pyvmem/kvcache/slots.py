@@ -37,7 +37,7 @@ import errno
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import count as count_up
 from itertools import islice
@@ -47,7 +47,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 from pyvmem._native import Columns
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
-from pyvmem.kvcache.journal import Journaled
 from pyvmem.kvcache.pages import DEVICE, EMPTY, NOWHERE, Places, Span, Stretch, Tier
 from pyvmem.plumbing.logs import warn
 
@@ -75,8 +74,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Slot(Journaled):
-    """One request's place in every tensor; what changes it is journaled.
+class Slot:
+    """One request's place in every tensor; edits change it.
 
     Who changes what the index is made of puts the slot into `SlotTable.touched` first.
 
@@ -104,7 +103,6 @@ class Slot(Journaled):
         freed_order: counts up with every slot that becomes free.
     """
 
-    log: InitVar[list[Any]]
     index: int
     addr: int = 0
     active: bool = False
@@ -231,9 +229,7 @@ class SlotTable:
         self._journal = journal
         self.columns = Columns(count)
         self.touched: set[Slot] = set()
-        self.slots = [
-            Slot(journal.entries, i, base + i * stride, block=block) for i in range(count)
-        ]
+        self.slots = [Slot(i, base + i * stride, block=block) for i in range(count)]
         self._order = count_up(1)
         self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
 

@@ -61,7 +61,7 @@ class SwappedRequest(Closable):
         `journal`: of the calls that this is one with, and undone with (`Internals.journal`).
         """
         if journal is not None:
-            journal.keep(self, "_rows")
+            journal.change([[self, "_rows", None]])
         self._rows = None
 
     def __repr__(self) -> str:

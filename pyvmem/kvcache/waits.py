@@ -178,7 +178,7 @@ def before_prefix(
     prefixes, ordered = groups[0].prefixes, groups[0].device is not None and reader.is_stream
     if not any(map(attrgetter("events"), chain.from_iterable(map(_blocks, groups)))):
         ordered = True
-    if ordered and prefixes.host is None:
+    if ordered and not prefixes.host.limit:
         return []
     match, length = prefixes.wanted(tokens, leave, namespace)
     try:

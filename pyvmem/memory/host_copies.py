@@ -21,13 +21,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 
 from pyvmem.memory.context import Context
-from pyvmem.memory.streams import relaxed
+from pyvmem.memory.streams import has_cuda, relaxed
 
 __all__ = [
     "Copies",
@@ -38,6 +39,7 @@ __all__ = [
     "ThreadCopies",
     "copies_for",
     "copy_now",
+    "has_kernel",
     "split",
 ]
 
@@ -98,7 +100,7 @@ class HostMemory:
             raise MemoryError(f"{nbytes} bytes of host memory for KV offloading: {error}") from None
         memory.madvise(mmap.MADV_DONTFORK)  # or a fork could part the pages from the GPU's view
         view = ctypes.c_char.from_buffer(memory)
-        self.addr, self.nbytes = ctypes.addressof(view), nbytes
+        self.addr, self.nbytes, self.memory = ctypes.addressof(view), nbytes, memory
         registered: list[int] = []
         self._end = weakref.finalize(self, _give_back, [view], memory, registered)
         for at in range(0, nbytes if locked else 0, _REGISTERED):
@@ -407,6 +409,15 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
     return lambda to_host: ThreadCopies(context, to_host)
 
 
+def has_kernel(context: Context) -> bool:
+    """Whether `copy_now` has its kernel, which needs page-locked memory, if Triton is there."""
+    if context.cuda_device is None or find_spec("torch") is None:
+        return False
+    import torch
+
+    return has_cuda(torch)
+
+
 def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
     """Copies by the kernel, from or to page-locked memory; returns when it is done.
 
@@ -414,14 +425,13 @@ def copy_now(context: Context, to_host: bool, pieces: Pieces) -> bool:
     CUDA, no Triton.
     """
     number = context.cuda_device
-    if number is None:
+    if number is None or not has_kernel(context):
         return False
-    try:
-        import torch
+    import torch
 
-        if not torch.cuda.is_available():
-            return False
-        copies = StreamCopies(context, to_host, torch.device("cuda", number), after_current=False)
+    device = torch.device("cuda", number)
+    try:
+        copies = StreamCopies(context, to_host, device, after_current=False)
     except ImportError:
         return False
     try:

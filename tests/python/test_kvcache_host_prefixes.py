@@ -524,13 +524,13 @@ class HostModel(ShareModel):
         self.fire()
         ids, space = self.named(prompt)
         with self.cache.match(ids, namespace=space) as match:
-            found = {0, match.length, match.length + match.in_host}
+            most = match.length + match.in_host
         taken = self.cache.alloc_prefix(ids, namespace=space)
         if taken is None:
             self.count("no slot")
             return
         reqid, length = taken
-        assert length in found
+        assert length == 0 or match.length <= length <= most
         if match.in_host:
             self.count("loaded" if length > match.length else "not loaded")
         self.tokens[reqid] = prompt[:length]
