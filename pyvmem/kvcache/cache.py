@@ -143,9 +143,7 @@ class GroupView:
         """See `KVCache.snapshot`."""
         manager = self._manager
         with manager.lock, manager.journal:
-            group = manager.open()[self._place]
-            group.reclaimer.poll()
-            return integrity.snapshot(group)
+            return integrity.snapshot(manager.open()[self._place])
 
     def drop(self) -> None:
         """Drops the tensors, so that only the caller's own tensors keep the reservation."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Statistics, snapshots and the integrity check: read-only."""
+"""Statistics, snapshots and the integrity check."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def _state(slot: Slot) -> str:
 
 
 def snapshot(group: Group) -> list[SlotInfo]:
-    """Every slot as it is now."""
+    """Every slot as it is now: what has ended is in the records, or else in flight."""
+    jobs = [slot.job for slot in group.table]
+    in_flight = [job is not None and not job.done() for job in jobs]
+    group.reclaimer.poll()
     return [
         SlotInfo(
             reqid=slot.index,
@@ -58,7 +61,7 @@ def snapshot(group: Group) -> list[SlotInfo]:
             large_pages=_large(group, slot),
             away_pages=sum(slot.places.away(slot.head, slot.mapped).values()),
             moving_pages=group.mover.moving(slot),
-            in_flight=slot.job is not None and not slot.job.done(),
+            in_flight=in_flight[slot.index],
         )
         for slot in group.table
     ]

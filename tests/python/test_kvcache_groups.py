@@ -9,6 +9,7 @@ from test_kvcache_layers import holds, layered, state, units, write
 
 from pyvmem import Context, DriverError, Inject, VMemError
 from pyvmem.kvcache import LayeredCache, LayerShape
+from pyvmem.kvcache.reclaim import Reclaimer
 
 
 def both(cache: LayeredCache, lengths: int, count: int = 2) -> list[int]:
@@ -93,6 +94,29 @@ def test_the_windows_of_all_groups_slide_in_one_batch(context: Context) -> None:
         assert context.stats().batches - batches <= 4
         cache.free_reqid(0)
         cache.check_integrity()
+
+
+def test_what_a_snapshot_calls_over_is_in_the_records(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages whose unmapping ends while the snapshot is taken, too."""
+    poll = Reclaimer.poll
+    with sliding(context) as cache:
+        assert cache.alloc_reqid() == 0
+        assert cache.step([40, 0, 0, 0]) == 0
+        with pending() as event:
+            assert cache.step([41, 0, 0, 0], event) == 0
+
+            def and_then_it_ends(reclaimer: Reclaimer) -> None:
+                poll(reclaimer)
+                event.set()
+                eventually(lambda: all(one.done() for one in reclaimer.unmaps))
+
+            monkeypatch.setattr(Reclaimer, "poll", and_then_it_ends)
+            (found, *_) = cache.caches[0].snapshot()
+            monkeypatch.undo()
+        assert found.in_flight
+        assert slid(cache)[0][0] > 0
 
 
 def test_a_request_ends_while_its_window_slides(context: Context) -> None:
