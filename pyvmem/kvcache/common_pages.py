@@ -22,7 +22,7 @@ _WRITER = 0
 
 
 class CommonPages:
-    """What `CacheSlots.map_common_pages` returns: the first pages of all slots, which it has taken.
+    """The first pages of all slots, which `CacheSlots.map_common_pages` has taken and returns.
 
         reqid 0   | common, writable  | its own ...
         reqid 1   | common, read-only | its own ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What `KVCache` keeps behind `memory`, `slots` and `internals`.
+"""The attributes `memory`, `slots` and `internals` of a `KVCache`.
 
 Everybody needs a cache's own methods; these are for engines that plan memory, for programs that
 choose slots themselves, and for layers on top of the cache.
@@ -28,7 +28,7 @@ __all__ = ["CacheMemory", "CacheSlots", "Internals"]
 
 
 class _Facet:
-    """Of a cache: its manager, and how a call gets the groups of a cache that may be used."""
+    """A cache's manager, and how a call gets the groups of a cache that may be used."""
 
     def __init__(self, manager: Manager, opened: Callable[[], Sequence[Group]]) -> None:
         self._manager, self._open, self._groups = manager, opened, manager.groups

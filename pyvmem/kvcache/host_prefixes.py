@@ -44,7 +44,7 @@ _SLAB = 64 << 20  # bytes taken and locked at a time, some 20 ms
 _DIGEST = 16  # bytes
 
 FAILURES = (VMemError, MemoryError, OSError, RuntimeError)
-"""What a copy, or taking host memory, may end with: the rows are not kept, or not loaded then."""
+"""Errors of a copy, or of taking host memory: the rows are not kept, or not loaded then."""
 
 Key: TypeAlias = tuple[Hashable, bytes]
 """A namespace, and the digest of all tokens up to the end of a unit."""

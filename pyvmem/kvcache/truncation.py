@@ -238,7 +238,7 @@ class Truncation:
         return [*edits, [group.table, "changes", group.table.changes + 1]]
 
     def _unmapping(self) -> list[list[Any]]:
-        """What `unmap` does."""
+        """Does as `unmap`."""
         group, slot, places = self.group, self.slot, self.slot.places
         own, mapped = max(self.end, slot.shared), min(slot.mapped, self.end)
         away: dict[Tier, int] = {}

@@ -410,7 +410,7 @@ def copies_for(context: Context, device: Any) -> Callable[[bool], Copies]:
 
 
 def has_kernel(context: Context) -> bool:
-    """Whether `copy_now` has its kernel, which needs page-locked memory, if Triton is there."""
+    """True if `copy_now` has its kernel, which needs page-locked memory, where Triton is there."""
     if context.cuda_device is None or find_spec("torch") is None:
         return False
     import torch

@@ -205,18 +205,18 @@ class _Direction:
                 copy.wait()
 
     def events(self) -> tuple[Any, ...]:
-        """As `Copies`, with the transfers that are held."""
+        """Starts what is held, and returns the events of all copies."""
         self.start()
         return self.copies.events() if self.copies is not None else ()
 
     def fence(self, stream: Any) -> None:
-        """As `Copies`, with the transfers that are held."""
+        """Starts what is held, and makes a stream wait for all copies."""
         self.start()
         if self.copies is not None:
             self.copies.fence(stream)
 
     def close(self) -> None:
-        """As `Copies`; held transfers are given up."""
+        """Ends the copies; held transfers are given up."""
         if self.copies is not None:
             self.copies.close()
         self.copies = None
@@ -317,7 +317,7 @@ class Transferrer(OffloadingWorker):  # type: ignore[misc]
         return _Places(found, nbytes)
 
     def _pieces(self, transfers: Sequence[_Places]) -> Pieces:
-        """What transfers between blocks and chunks copy."""
+        """The pieces of transfers between blocks and chunks."""
         found = [(np.empty(0, dtype=np.int64),) * 3]
         for number, group in enumerate(self._groups):
             parts = [part for one in transfers if (part := one.groups[number]) is not None]

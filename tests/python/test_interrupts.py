@@ -717,7 +717,7 @@ def _to_host(engine: Engine, **changes: Any) -> tuple[Any, list[int], list[int]]
 
 
 def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
-    """What an interruption left of a prefix: rows that are there are right."""
+    """Rows that an interruption left of a prefix are right."""
     taken = cache.alloc_prefix(tokens, leave=0)
     assert taken is not None
     assert taken[1] <= len(tags)

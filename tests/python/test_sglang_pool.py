@@ -128,7 +128,7 @@ def test_all_but_page_0_goes_when_everything_is_free(memory: KVMemory) -> None:
 
 
 def test_nothing_is_mapped_ahead_once_everything_was_cleared(memory: KVMemory) -> None:
-    """As in sleep: the last step was a moment ago."""
+    """Sleep clears it so, a moment after the last step."""
     pool = open_pool(memory, reserve=32 * 1024, idle=600.0)
     pool.step_begins(None)
     pool.clear()

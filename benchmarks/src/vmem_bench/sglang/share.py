@@ -208,7 +208,7 @@ def _rest(
     plans: Mapping[str, Mapping[str, Plan]],
     publish: Callable[[], None],
 ) -> None:
-    """What engines keep, with and without prefixes; and what comes back when they end."""
+    """Memory that engines keep, with and without prefixes, and that comes back when they end."""
     seconds = 1.5 if fleet.command.quick else 3.0
     fleet.rest(seconds)
     found.rest["prefixes"] = found.used(fleet)
@@ -227,7 +227,7 @@ def _rest(
 
 
 class Found:
-    """What the rounds have found."""
+    """Results of the rounds."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
