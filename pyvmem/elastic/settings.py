@@ -29,10 +29,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from pyvmem._native import backend_names
 from pyvmem.errors import InvalidArgument
-from pyvmem.ledger.accounts import is_off
+from pyvmem.ledger.accounts import default_folder, is_off
 from pyvmem.plumbing.paths import folder_in
 from pyvmem.plumbing.units import parse_bytes
 
@@ -82,6 +83,11 @@ class Settings:
     capacity: int = 0
     host_limit: int = 0
     visible: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The folder of ledgers, also where none is used."""
+        return Path(self.ledger) if self.ledger else default_folder()
 
     @staticmethod
     def asked(name: str, env: Mapping[str, str] = os.environ) -> bool:

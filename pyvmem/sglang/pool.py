@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 from pyvmem.elastic.backing import Backing, Growth
@@ -113,12 +112,12 @@ def _join(memory: KVMemory, settings: Settings, name: str, *, unique: bool, iden
     if settings.ledger is None:
         return LocalQuota(limit, memory.free)
     info = memory.context.info
-    device, folder = device_of(info.device_name, info.uuid), settings.ledger
-    with Ledger(device, settings.capacity, Path(folder) if folder else None) as ledger:
+    device, folder = device_of(info.device_name, info.uuid), settings.folder
+    with Ledger(device, settings.capacity, folder) as ledger:
         limit = min(limit, ledger.capacity or limit)
     account = join_device(
         device,
-        Path(folder) if folder else None,
+        folder,
         name,
         unique=unique,
         capacity=settings.capacity,

@@ -33,7 +33,7 @@ from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.quota import join_device
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import BadHandle, VMemError
-from pyvmem.ledger.accounts import default_folder, device_of, private
+from pyvmem.ledger.accounts import device_of, private
 from pyvmem.plumbing.sockets import UNHEARD, is_this_user, listen
 from pyvmem.vllm.remote import on_account
 
@@ -57,7 +57,7 @@ def new_address(settings: Settings) -> str:
         AccessDenied: the folder is another user's, or others may write there.
         ValueError: its name is too long for a socket.
     """
-    folder = private(Path(settings.ledger) if settings.ledger else default_folder())
+    folder = private(settings.folder)
     path = str(folder / f"{secrets.token_hex(12)}.sock")
     if len(os.fsencode(path + UNHEARD)) > 107:  # sun_path
         raise ValueError(f"VMEM_LEDGER={folder}: a socket's path has at most 107 bytes, not more")
@@ -266,10 +266,8 @@ class LocalRank:
 
     def join(self, name: str, unique: bool, terms: dict[str, int]) -> None:
         """Joins the ledger of this rank's device, for a scheduler on another machine."""
-        folder = Settings.read().ledger
-        self.memory.account = join_device(
-            self.device(), Path(folder) if folder else None, name, unique=unique, **terms
-        )
+        folder = Settings.read().folder
+        self.memory.account = join_device(self.device(), folder, name, unique=unique, **terms)
 
     def drop(self, runs: list[Run]) -> str | None:
         """`KVMemory.drop`."""

@@ -25,7 +25,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from pyvmem.elastic.backing import Backing, Growth, Release
@@ -155,7 +154,7 @@ class ElasticEngine:
             name = engine_name(name, f"-dp{replica}")
         return join_ledgers(
             self.ranks.ranks,
-            Path(settings.ledger) if settings.ledger else None,
+            settings.folder,
             name,
             unique=bool(settings.name),
             floor=min(settings.floor, limit),  # it cannot use more, other engines can

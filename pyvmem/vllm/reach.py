@@ -20,7 +20,7 @@ from typing import Any
 
 from pyvmem.elastic.memory import KVMemory
 from pyvmem.elastic.settings import Settings
-from pyvmem.ledger.accounts import default_folder, private
+from pyvmem.ledger.accounts import private
 from pyvmem.vllm.channel import LocalRank, Rank, SocketRank
 
 __all__ = ["ALONE", "EXECUTORS", "LOCAL", "Place", "connect", "machine", "ranks_of"]
@@ -64,7 +64,7 @@ def _boot() -> str:
 
 def machine(settings: Settings) -> str:
     """An identity of this machine: equal in processes that share a folder of ledgers."""
-    folder = private(Path(settings.ledger) if settings.ledger else default_folder())
+    folder = private(settings.folder)
     found = folder.stat()
     return f"{_boot()}/{found.st_dev}/{found.st_ino}"
 

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from pyvmem.elastic.choice import SMALL, choose_page
@@ -22,7 +21,7 @@ from pyvmem.elastic.geometry import blocks_are_outermost, runs_of
 from pyvmem.elastic.memory import KVMemory, device_total, open_context
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import VMemError
-from pyvmem.ledger.accounts import default_folder, device_of, engines_in
+from pyvmem.ledger.accounts import device_of, engines_in
 from pyvmem.plumbing.units import format_bytes
 from pyvmem.vllm import offload
 from pyvmem.vllm.channel import Server, new_address
@@ -78,9 +77,8 @@ class ElasticWorker:
         import torch
 
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        folder = Path(self._settings.ledger) if self._settings.ledger else default_folder()
         try:
-            ledgers = engines_in(folder)
+            ledgers = engines_in(self._settings.folder)
         except VMemError:  # which the scheduler reports when it joins
             return 0
         return sum(one.used for name in ledgers if uuid in name for one in ledgers[name])
