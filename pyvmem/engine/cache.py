@@ -305,9 +305,7 @@ class RequestCache(Closable):
                 (`truncate` takes rows back), or more than a slot holds. BadHandle, Busy: as
                 `Request.slot`. VMemError: as `KVCache.step`; no request has changed.
         """
-        if not hasattr(lengths, "values"):
-            raise _no_mapping(lengths)
-        self._refuse_busy(*lengths)
+        self._refuse_lengths(lengths)
         with self._turns, self._journal:
             wanted = self._wanted(lengths)
             self._journal.on_abort(partial(self._settle, *lengths))
@@ -323,9 +321,7 @@ class RequestCache(Closable):
         computes this iteration's. Arguments, result and errors as `extend`; a failure of the driver
         in the background is raised by the next `extend`.
         """
-        if not hasattr(lengths, "values"):
-            raise _no_mapping(lengths)
-        self._refuse_busy(*lengths)
+        self._refuse_lengths(lengths)
         with self._turns, self._journal:
             wanted = self._wanted(lengths)
             if self.cache.step_async(self._lengths(wanted)) != 0:
@@ -603,6 +599,12 @@ class RequestCache(Closable):
         self._own(request)
         request.require(state)
 
+    def _refuse_lengths(self, lengths: Mapping[Request, int]) -> None:
+        """Raises TypeError for what has no requests, and Busy as `_refuse_busy`."""
+        if not hasattr(lengths, "values"):
+            raise TypeError(f"lengths: expected tokens by Request, not {lengths!r:.80}")
+        self._refuse_busy(*lengths)
+
     def _refuse_busy(self, *requests: Request) -> None:
         """Raises Busy without taking the lock, which the call that works on a request may hold."""
         for request in requests:
@@ -770,10 +772,6 @@ class RequestCache(Closable):
         if pending not in request.calls:  # another thread checked before the call was queued
             request.calls = (*request.calls, pending)
         return future
-
-
-def _no_mapping(given: Any) -> TypeError:
-    return TypeError(f"lengths: expected tokens by Request, not {given!r:.80}")
 
 
 def _no_request(given: Any) -> TypeError:

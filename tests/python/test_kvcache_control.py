@@ -118,32 +118,29 @@ def test_a_request_is_ready_once_its_growth_in_the_background_is_over(context: C
             cache.slots.is_ready(1, longest + 1)
 
 
+def lacking(cache: KVCache, reqid: int | None, tokens: int) -> int:
+    """Pages that a request lacks."""
+    return cache.memory.for_request(reqid, tokens) // cache.layout.page_size
+
+
+def obtainable(cache: KVCache) -> list[int]:
+    """Pages that requests could get, and all of them."""
+    return [size // cache.layout.page_size for size in cache.memory.obtainable()]
+
+
 def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
     with small_cache(context) as cache:
         cache.memory.set_limit(4 * TENSORS)
         cache.slots.claim(1)
         assert cache.slots.capacity(1) == 0
-        assert (
-            cache.memory.for_request(1, ROWS + 1) // cache.layout.page_size
-            == cache.memory.for_request(None, ROWS + 1) // cache.layout.page_size
-        )
-        assert cache.memory.for_request(1, ROWS + 1) // cache.layout.page_size == 2 * TENSORS
-        assert [size // cache.layout.page_size for size in cache.memory.obtainable()] == [
-            4 * TENSORS,
-            4 * TENSORS,
-        ]
+        assert lacking(cache, 1, ROWS + 1) == lacking(cache, None, ROWS + 1)
+        assert lacking(cache, 1, ROWS + 1) == 2 * TENSORS
+        assert obtainable(cache) == [4 * TENSORS, 4 * TENSORS]
         assert cache.step(lens(cache, r1=ROWS + 1)) == 0
         assert cache.slots.capacity(1) == 2 * ROWS
-        assert (
-            cache.memory.for_request(1, 2 * ROWS) // cache.layout.page_size
-            == cache.memory.for_request(1, 0) // cache.layout.page_size
-            == 0
-        )
-        assert cache.memory.for_request(1, 2 * ROWS + 1) // cache.layout.page_size == TENSORS
-        assert [size // cache.layout.page_size for size in cache.memory.obtainable()] == [
-            2 * TENSORS,
-            4 * TENSORS,
-        ]
+        assert lacking(cache, 1, 2 * ROWS) == lacking(cache, 1, 0) == 0
+        assert lacking(cache, 1, 2 * ROWS + 1) == TENSORS
+        assert obtainable(cache) == [2 * TENSORS, 4 * TENSORS]
         size = cache.layout.page_size
         assert (
             cache.memory.for_step(lens(cache, r1=2 * ROWS))
@@ -160,20 +157,17 @@ def test_what_a_request_has_and_what_it_lacks(context: Context) -> None:
         before = state(cache)
         for call in (
             lambda: cache.slots.capacity(0),
-            lambda: cache.memory.for_request(0, 1) // cache.layout.page_size,
+            lambda: lacking(cache, 0, 1),
         ):
             with pytest.raises(InvalidArgument, match="reqid 0 is not taken"):
                 call()
         longest = cache.config.max_seq_len
         for length in (-1, longest + 1):
             with pytest.raises(InvalidArgument, match=f"seq_len {length} is not between 0 and"):
-                cache.memory.for_request(1, length) // cache.layout.page_size
+                lacking(cache, 1, length)
         assert state(cache) == before
         cache.free_reqid(1)  # its pages can be had again
-        assert [size // cache.layout.page_size for size in cache.memory.obtainable()] == [
-            4 * TENSORS,
-            4 * TENSORS,
-        ]
+        assert obtainable(cache) == [4 * TENSORS, 4 * TENSORS]
 
 
 @pytest.mark.parametrize("reqid", [-1, 4, 1 << 70])

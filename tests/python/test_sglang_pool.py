@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pyvmem.elastic.memory import KVMemory, open_context
 from pyvmem.elastic.quota import LocalQuota
 from pyvmem.elastic.settings import Settings
 from pyvmem.errors import OutOfMemory
-from pyvmem.ledger.accounts import Ledger
+from pyvmem.ledger.accounts import Account, Ledger
 from pyvmem.sglang.pool import PagePool, join
 from pyvmem.sglang.ranks import News, Together
 
@@ -39,6 +40,18 @@ def memory() -> Iterator[KVMemory]:
 def open_pool(memory: KVMemory, **given: object) -> PagePool:
     settings = Settings(**{"ledger": None, "reserve": 0, **given})  # type: ignore[arg-type]
     return PagePool(memory, join(memory, settings, "one", unique=True), settings)
+
+
+@contextmanager
+def beside(memory: KVMemory, folder: Path, **given: object) -> Iterator[tuple[PagePool, Account]]:
+    """A pool and another engine, with memory for ten times four pages together."""
+    capacity = 4 * GRANULE * 10
+    pool = open_pool(memory, ledger=str(folder), capacity=capacity, **given)
+    with Ledger("host", folder=folder) as ledger:
+        other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
+        yield pool, other
+        other.close()
+    pool.quota.close()
 
 
 class Later:
@@ -162,18 +175,15 @@ def test_a_load_keeps_its_memory_and_rest_gives_it_back(memory: KVMemory) -> Non
 
 
 def test_prefixes_go_when_another_engine_is_short(memory: KVMemory, tmp_path: Path) -> None:
-    capacity = 4 * GRANULE * 10
-    pool = open_pool(memory, ledger=str(tmp_path), capacity=capacity, idle=600.0)
-    prefixes = pool.take(30) or []
-    asked: list[int] = []
+    with beside(memory, tmp_path, idle=600.0) as (pool, other):
+        prefixes = pool.take(30) or []
+        asked: list[int] = []
 
-    def evict(pages: int) -> None:
-        asked.append(pages)
-        gone = [prefixes.pop() for _ in range(min(pages, len(prefixes)))]
-        pool.give_later(Later(gone))
+        def evict(pages: int) -> None:
+            asked.append(pages)
+            gone = [prefixes.pop() for _ in range(min(pages, len(prefixes)))]
+            pool.give_later(Later(gone))
 
-    with Ledger("host", folder=tmp_path) as ledger:
-        other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
         other.want(4 * GRANULE * 6)
         pool._next = pool._reported = 0.0
         pool.tick(lambda: len(prefixes), evict)
@@ -181,31 +191,21 @@ def test_prefixes_go_when_another_engine_is_short(memory: KVMemory, tmp_path: Pa
         settle(pool)
         assert other.take(4 * GRANULE * 6)
         assert not pool.admits
-        other.close()
-    assert pool.check(prefixes) == []
-    pool.quota.close()
+        assert pool.check(prefixes) == []
 
 
 def test_what_is_wanted_counts_the_room_that_there_is(memory: KVMemory, tmp_path: Path) -> None:
     """Others give back what lacks beside it."""
-    capacity = 4 * GRANULE * 10
-    pool = open_pool(memory, ledger=str(tmp_path), capacity=capacity)
-    with Ledger("host", folder=tmp_path) as ledger:
-        other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
+    with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 6)
         assert pool.obtainable() == 12
         pool.ask(4)
         assert other.excess() >= 4 * GRANULE
-        other.close()
-    pool.quota.close()
 
 
 def test_a_queue_is_asked_for_at_once(memory: KVMemory, tmp_path: Path) -> None:
     """One request at a time would wait for an answer of the other engine each."""
-    capacity = 4 * GRANULE * 10
-    pool = open_pool(memory, ledger=str(tmp_path), capacity=capacity)
-    with Ledger("host", folder=tmp_path) as ledger:
-        other = ledger.join("other", floor=0, limit=capacity, least=0, virtual=capacity)
+    with beside(memory, tmp_path) as (pool, other):
         assert other.take(4 * GRANULE * 8)
         pool.ask(1)
         alone = other.excess()
@@ -216,8 +216,6 @@ def test_a_queue_is_asked_for_at_once(memory: KVMemory, tmp_path: Path) -> None:
         pool.count_waiting = lambda: -5
         pool.ask(1)
         assert other.excess() == alone
-        other.close()
-    pool.quota.close()
 
 
 def test_the_records_after_random_calls(memory: KVMemory) -> None:

@@ -244,13 +244,11 @@ class Slots(Store):
         Beside requests that run some pages are left to them: those of a request that ends come back
         only after its last step, and the next one is planned before that is over.
         """
-        missing = self.cache.memory.for_request(None, tokens) // self.cache.layout.page_size
-        missing += sum(
-            self.cache.memory.for_request(slot, length) // self.cache.layout.page_size
-            for slot, length in partial
-        )
-        reserve = self._limit // self.cache.layout.page_size // _RESERVE if self._taken else 0
-        return missing + reserve <= self.cache.memory.obtainable()[0] // self.cache.layout.page_size
+        memory, page = self.cache.memory, self.cache.layout.page_size
+        missing = memory.for_request(None, tokens)
+        missing += sum(memory.for_request(slot, length) for slot, length in partial)
+        reserve = self._limit // page // _RESERVE * page if self._taken else 0
+        return missing + reserve <= memory.obtainable()[0]
 
     def _by_slot(self, slots: list[int], lengths: list[int]) -> list[int]:
         out = self._lengths.copy()
