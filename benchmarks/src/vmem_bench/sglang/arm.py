@@ -14,15 +14,11 @@ Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all proc
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from vmem_bench.orders import open_orders
 from vmem_bench.sglang.engine import flush, greedy
 
 __all__ = ["main"]
@@ -61,22 +57,14 @@ def _answer(sglang: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answers orders until standard input ends."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--options", type=Path, required=True)
-    parser.add_argument("--answers", type=int, required=True)
-    args = parser.parse_args()
-    import sglang
-    from sglang.srt.entrypoints.engine import Engine
+    with open_orders() as (options, say, orders):
+        import sglang
+        from sglang.srt.entrypoints.engine import Engine
 
-    engine = Engine(**json.loads(args.options.read_text(encoding="utf-8")))
-    with os.fdopen(args.answers, "w", encoding="utf-8") as out:
-
-        def say(answer: dict[str, Any]) -> None:
-            print(json.dumps(answer), file=out, flush=True)
-
+        engine = Engine(**options)
         say({"ready": True, "version": sglang.__version__})
-        for line in sys.stdin:
-            say(_answer(engine, json.loads(line)))
+        for order in orders:
+            say(_answer(engine, order))
     engine.shutdown()
 
 

@@ -24,16 +24,14 @@ Times are in seconds after `begin`, a reading of CLOCK_MONOTONIC, which all proc
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
+
+from vmem_bench.orders import open_orders
 
 __all__ = ["ENGINE", "main"]
 
@@ -351,24 +349,16 @@ def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Answers orders until standard input ends."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--options", type=Path, required=True)
-    parser.add_argument("--answers", type=int, required=True)
-    args = parser.parse_args()
-    with os.fdopen(args.answers, "w", encoding="utf-8") as out:
-
-        def say(answer: dict[str, Any]) -> None:
-            print(json.dumps(answer), file=out, flush=True)
-
+    with open_orders() as (options, say, orders):
         import vllm
 
         waits.install()
-        llm = _engine(json.loads(args.options.read_text(encoding="utf-8")))
+        llm = _engine(options)
         transfers.install()
         scheduler = llm.llm_engine.vllm_config.scheduler_config.scheduler_cls
         say({"ready": True, "scheduler": str(scheduler), "version": vllm.__version__})
-        for line in sys.stdin:
-            say(_answer(llm, json.loads(line)))
+        for order in orders:
+            say(_answer(llm, order))
     return 0
 
 

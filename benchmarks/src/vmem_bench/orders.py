@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: MIT
+"""The orders that a `Fleet` gives an engine's process, as that process sees them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Orders", "open_orders"]
+
+Orders = tuple[dict[str, Any], Callable[[dict[str, Any]], None], Iterator[dict[str, Any]]]
+"""The engine's options, the function that answers, and orders until standard input ends."""
+
+
+@contextmanager
+def open_orders() -> Iterator[Orders]:
+    """Reads the command line: the file of ``--options``, and the descriptor of ``--answers``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--options", type=Path, required=True)
+    parser.add_argument("--answers", type=int, required=True)
+    args = parser.parse_args()
+    with os.fdopen(args.answers, "w", encoding="utf-8") as out:
+
+        def say(answer: dict[str, Any]) -> None:
+            print(json.dumps(answer), file=out, flush=True)
+
+        yield json.loads(args.options.read_text(encoding="utf-8")), say, map(json.loads, sys.stdin)
