@@ -32,12 +32,12 @@ static const char *const names[2][FILES] = {
 };
 
 /* Fields of memory.stat, for a group and its descendants. The second column is the part that cannot be reclaimed at
- * once. */
+ * once, the third tmpfs. */
 static const struct {
-  const char *gives[3], *keeps[2];
+  const char *gives[3], *keeps[2], *tmpfs;
 } stats[2] = {
-    {{"total_inactive_file", "total_active_file", NULL}, {"total_dirty", "total_writeback"}},
-    {{"inactive_file", "active_file", "slab_reclaimable"}, {"file_dirty", "file_writeback"}},
+    {{"total_inactive_file", "total_active_file", NULL}, {"total_dirty", "total_writeback"}, "total_shmem"},
+    {{"inactive_file", "active_file", "slab_reclaimable"}, {"file_dirty", "file_writeback"}, "shmem"},
 };
 
 struct level {
@@ -311,8 +311,12 @@ void vm_available_close(struct vm_available *a) {
   free(a);
 }
 
+static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static uint64_t tables_of(uint64_t pages) { return least_of(pages / TABLES_PART, TABLES_MOST); }
+
 /* Bytes of page cache and the like that the kernel reclaims at once when the group reaches its limit. */
-static int64_t reclaimable(const struct level *level, bool two) {
+static int64_t reclaimable(const struct level *level, bool two, uint64_t held) {
   char text[TEXT];
   uint64_t n;
   int64_t all = 0;
@@ -321,20 +325,20 @@ static int64_t reclaimable(const struct level *level, bool two) {
     if (find_number(text, stats[two].gives[i], &n)) all += (int64_t)n;
   for (size_t i = 0; i < 2; i++)
     if (find_number(text, stats[two].keeps[i], &n)) all -= (int64_t)n;
+  if (find_number(text, stats[two].tmpfs, &n) && held > n) all -= (int64_t)(held - n + tables_of(held - n));
   return all > 0 ? all : 0;
 }
-
-static uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* The part of a group's remaining memory that may hold pages. */
 static uint64_t for_pages(int64_t left, uint64_t limit) {
   int64_t heap = (int64_t)least_of(limit / HEAP_PART, HEAP_MOST);
   if (left <= heap) return 0;
   left -= heap;
-  return (uint64_t)left - least_of((uint64_t)left / TABLES_PART, TABLES_MOST);
+  return (uint64_t)left - tables_of((uint64_t)left);
 }
 
-static void read_level(const struct level *level, bool two, uint64_t enough, uint64_t *free_bytes, uint64_t *total) {
+static void read_level(const struct level *level, bool two, uint64_t held, uint64_t enough, uint64_t *free_bytes,
+                       uint64_t *total) {
   uint64_t limit, usage, least = UINT64_MAX, now;
   int64_t left = INT64_MAX;
   for (int k = LIMIT; k <= LIMIT_TOO; k += LIMIT_TOO - LIMIT) {
@@ -345,14 +349,15 @@ static void read_level(const struct level *level, bool two, uint64_t enough, uin
   if (least == UINT64_MAX) return;
   now = for_pages(left, least);
   if (now < enough && now < *free_bytes) {
-    left += reclaimable(level, two);
+    left += reclaimable(level, two, held);
     now = for_pages(left < (int64_t)least ? left : (int64_t)least, least);
   }
   *free_bytes = least_of(*free_bytes, now);
   *total = least_of(*total, least);
 }
 
-void vm_available_read(struct vm_available *a, uint64_t enough, uint64_t *free_bytes, uint64_t *total_bytes) {
+void vm_available_read(struct vm_available *a, uint64_t held, uint64_t enough, uint64_t *free_bytes,
+                       uint64_t *total_bytes) {
   char text[TEXT];
   struct sysinfo all;
   uint64_t kib;
@@ -365,14 +370,14 @@ void vm_available_read(struct vm_available *a, uint64_t enough, uint64_t *free_b
   if (known) *total_bytes = (uint64_t)all.totalram * all.mem_unit;
   VM_UNDO(follow(a));
   for (size_t i = 0; a->groups && i < a->groups->n; i++)
-    read_level(&a->groups->levels[i], a->groups->two, enough, free_bytes, total_bytes);
+    read_level(&a->groups->levels[i], a->groups->two, held, enough, free_bytes, total_bytes);
 }
 
 int vm_available_now(uint64_t *free_bytes, uint64_t *total_bytes) {
   struct vm_available *a;
   int err = vm_available_open("", &a);
   if (err) return err;
-  vm_available_read(a, UINT64_MAX, free_bytes, total_bytes);
+  vm_available_read(a, 0, UINT64_MAX, free_bytes, total_bytes);
   vm_available_close(a);
   return 0;
 }

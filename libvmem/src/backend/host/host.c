@@ -318,13 +318,15 @@ static bool give_spare(struct host *h) {
   return given;
 }
 
-/* Bytes of all contexts' slabs that are not touched yet, and so not allocated. */
-static uint64_t promised(void) {
+/* Bytes of all contexts' slabs that are not touched yet, and so not allocated; *held: those that are. */
+static uint64_t promised(uint64_t *held) {
   uint64_t all = 0;
+  *held = 0;
   for (struct host *h = process.first; h; h = h->next) {
     struct stat st;
     uint64_t resident = fstat(h->fd, &st) ? 0 : (uint64_t)st.st_blocks * 512;
     if (h->slab_bytes > resident) all += h->slab_bytes - resident;
+    *held += resident;
   }
   return all;
 }
@@ -332,11 +334,11 @@ static uint64_t promised(void) {
 /* Memory this process may still allocate, of which `open_promises` are already promised to slabs; exact only below
  * these and `enough`. Called with `memory` locked. */
 static uint64_t available(uint64_t enough, uint64_t *open_promises, uint64_t *total) {
-  uint64_t bytes;
+  uint64_t bytes, held;
   hold_forks();
-  *open_promises = promised();
+  *open_promises = promised(&held);
   if (enough > UINT64_MAX - *open_promises) enough = UINT64_MAX - *open_promises;
-  vm_available_read(process.available, enough + *open_promises, &bytes, total);
+  vm_available_read(process.available, held, enough + *open_promises, &bytes, total);
   release_forks();
   return bytes;
 }
