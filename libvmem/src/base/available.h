@@ -7,8 +7,9 @@
  * exceeds a group's limit, the kernel reclaims from that group and those below it, and kills only if that is not
  * enough. It takes clean pages of files, active or not, and in version 2 slab caches. It does not count on dirty
  * pages and pages under writeback, which wait for a disk. Locked pages, and those of tmpfs (ours, too), are not on
- * the lists of files. The usage is exact, the sizes of these lists are not: on Linux 6.18 they stood still while
- * 100 MB were reclaimed. What this process has allocated beyond the tmpfs that they show may have come out of the cache.
+ * the lists of files. The usage is exact, the sizes of these lists are not: on Linux 6.18 they did not change while
+ * 100 MB were reclaimed. So tmpfs that this process has allocated, and that the group's list does not show yet, is
+ * taken off the cache.
  *
  * memory.high counts as a limit: beyond it every allocation is throttled. Swap counts for nothing, as in the
  * machine's MemAvailable: a swapped page would stop a step. memory.min and memory.low of groups beside this one, which
