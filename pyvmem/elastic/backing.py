@@ -32,6 +32,7 @@ __all__ = ["Backing", "Growth", "Quota", "Release", "Workers"]
 
 _NONE, _MAPPED, _MAPPING, _LEAVING = range(4)
 _LOOK = 0.05  # s between looks at the quota
+_AGAIN = 1.0  # s within which an idle engine that is asked again gives twice as much
 
 
 class Quota(Protocol):
@@ -138,6 +139,7 @@ class Backing:
         # Blocks that a page holds parts of: at most a page of one-byte blocks.
         self._users = [array("I", bytes(4 * self.geometry.num_pages(kind))) for kind in kinds]
         self._backed = bytearray(self.geometry.num_blocks)
+        self._asked, self._asked_at = 0, -_AGAIN  # bytes that `owed` named last, and when
         self._bare = list(range(1, self.geometry.num_blocks))  # ascending: a heap
         self._waiting: list[int] = []  # bare, with a page that is being mapped or unmapped
         self._sent: dict[int, Release] = {}
@@ -380,6 +382,27 @@ class Backing:
         self.counters.retired_bytes += release.nbytes
         self.quota.give(release.nbytes)
         self._wake()
+
+    def owed(self, excess: int, now: float, idle: bool, floor: int) -> int:
+        """Bytes to free, since the quota or another engine asks for `excess`.
+
+        An idle engine that is asked again soon frees twice as much as the last time. Otherwise each
+        of another engine's requests, which come one after the other, would wait for memory.
+
+        Args:
+            excess: bytes, those that are leaving included.
+            now: the time in seconds.
+            idle: the engine is.
+            floor: bytes that it keeps, unless `excess` demands them.
+        """
+        owed = excess - self.leaving_bytes
+        if owed <= 0:
+            return 0
+        if idle and now < self._asked_at + _AGAIN:
+            spare = self.mapped_bytes - self.leaving_bytes - floor
+            owed = max(owed, min(2 * self._asked, spare))
+        self._asked, self._asked_at = owed, now
+        return owed
 
     @property
     def unconfirmed(self) -> bool:

@@ -425,7 +425,7 @@ class PagePool:
             evict(self._count(cached * self.geometry.block_bytes - self._settings.prefix))
         if now > self._reported + _REPORT:
             self._reported = now
-            self._look(used, cached, evict)
+            self._look(now, at_rest, used, cached, evict)
         keep = 0 if at_rest else self.reserve + self._peak.most - self.held
         surplus = len(self.idle) - max(0, keep)
         if surplus > (0 if at_rest else self.reserve // 2):
@@ -439,7 +439,9 @@ class PagePool:
             self._tidy = self.memory.compact(_PIECE, self._step) > 0
         return self.short
 
-    def _look(self, used: int, cached: int, evict: Callable[[int], None]) -> None:
+    def _look(
+        self, now: float, at_rest: bool, used: int, cached: int, evict: Callable[[int], None]
+    ) -> None:
         """Reads what other engines need, acts on it, and reports to the ledger."""
         if self.short and not self._lacked:
             self.quota.want(0)
@@ -451,11 +453,11 @@ class PagePool:
         # An engine with a queue would never give anything back: each request that ends makes room
         # for the next one.
         self.admits = not (has_more or asleep)
-        excess -= self.backing.leaving_bytes
+        owed = self.backing.owed(excess, now, at_rest, self._settings.floor)
         if asleep and not used:
-            excess = self.backing.mapped_bytes
-        if excess > 0:
-            self._shrink(excess, evict)
+            owed = self.backing.mapped_bytes
+        if owed:
+            self._shrink(owed, evict)
         size = self.geometry.block_bytes
         self.quota.report(
             in_use=used * size,

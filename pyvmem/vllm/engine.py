@@ -556,8 +556,8 @@ class ElasticEngine:
                 surplus = (len(self.idle) - keep) * self.backing.geometry.block_bytes
                 self.mover.choose(surplus // self.backing.geometry.group_bytes)
             self._seen = seen if long_idle and not self.mover.victims else None
-        if excess > self.backing.leaving_bytes:
-            self._shrink(excess - self.backing.leaving_bytes)
+        if owed := self.backing.owed(excess, time.monotonic(), long_idle, self.settings.floor):
+            self._shrink(owed)
 
     def _is_spread(self, now: float) -> bool:
         """True if mapped memory has far exceeded live memory for long."""

@@ -217,6 +217,21 @@ def test_what_leaves_is_not_backed_before_it_has_left() -> None:
     assert grow(backing, memory, 1) == blocks[:1]
 
 
+def test_an_idle_engine_that_is_asked_again_gives_twice_as_much() -> None:
+    backing, memory = make(geometry_of("a block is a page"))
+    blocks, page = grow(backing, memory, 39), 3 * PAGE
+    assert backing.owed(page, 10.0, True, 0) == page
+    assert backing.owed(page, 10.5, True, 0) == 2 * page
+    assert backing.owed(page, 10.9, True, 0) == 4 * page
+    assert backing.owed(10 * page, 11.0, True, 0) == 10 * page
+    assert backing.owed(page, 11.5, True, 38 * page) == 2 * page, "40 are mapped"
+    assert backing.owed(page, 11.6, False, 0) == page, "it is busy"
+    assert backing.owed(page, 12.7, True, 0) == page, "more than a second later"
+    backing.retire(blocks[:3])
+    assert backing.owed(3 * page, 12.8, True, 0) == 0, "enough is leaving"
+    assert backing.owed(4 * page, 12.9, True, 0) == 2 * page
+
+
 def test_null_block_beyond_the_limit() -> None:
     backing = Backing(geometry_of("several pages"), LocalQuota(PAGE))
     with pytest.raises(MemoryError, match="null block needs 196608 bytes, 65536 can be had"):
