@@ -78,6 +78,23 @@ def test_prompts_from_host_memory(bench: Any) -> None:
 
 
 @pytest.mark.long
+def test_prefixes_that_do_not_fit(bench: Any) -> None:
+    """Each engine's prompts need all of the memory; host memory has them again in every turn."""
+    rows, part = bench("prefixes", "--rounds", "1")
+    hits = {arm: rows[f"hits/{arm}"] for arm in ("elastic+host", "elastic", "static")}
+    assert hits["elastic+host"]["value"] > 50 > hits["static"]["value"]  # all but tails and ends
+    assert hits["elastic"]["value"] > hits["static"]["value"]
+    for arm, row in hits.items():
+        same = rows[f"same/{arm}"]
+        assert same["value"] == same["of"] == 2 * rows[f"first/{arm}"]["n"] > 0  # in float32
+        assert row["of"] == rows[f"first/{arm}"]["n"] * (128 + 32)
+    for arm in ("elastic+host", "elastic"):
+        assert 0 < rows[f"memory/{arm}"]["value"] <= rows["capacity"]["value"]
+    assert "engine 1" in draw({"parts": {"prefixes": part}})
+    assert [one["id"] for one in part["missing"]] == ["prefixes/*/static+host"]
+
+
+@pytest.mark.long
 def test_a_step_costs_the_pools_code_and_not_vllms(bench: Any) -> None:
     rows, _ = bench("cost")
     for count in (4, 8):
@@ -151,7 +168,7 @@ def test_engines_that_share(bench: Any, how: list[str], tmp_path: Path) -> None:
     assert 0 < max(one[1] for one in seen) <= rows["memory/shared"]["value"]
     assert all(one[1] == sum(one[2:]) for one in seen)
     assert "engine 1" in draw({"parts": {"share": part}})
-    with pytest.raises(ValueError, match="no series of share/memory/shared"):
+    with pytest.raises(ValueError, match="no series of memory"):
         draw({})
 
 

@@ -7,7 +7,7 @@ descriptor that ``--answers`` names; what vLLM prints goes to standard output an
     {"load": [[id, ...], ...], "tokens": [n, ...], "at": [s, ...], "most": n, "begin": t}
                             -> {"seconds": s, "answers": [[id, ...], ..], "added": [s, ..],
                                 "times": [[s, ...], ...], "waited": s, of it for the GPU,
-                                "cached": tokens of prompts that were not computed}
+                                "cached": [tokens of each prompt that were not computed]}
     {"costs": {...}}, a load as above, its steps' time in the pool's code; see `_costs`
                             -> {"steps": [{"tokens": n, "us": t}, ...]}
     {"script": {...}}, requests that come and are aborted at random; see `_script`
@@ -139,7 +139,7 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     times: list[list[float]] = [[] for _ in prompts]
     added = [0.0] * len(prompts)
     began = order.get("begin") or time.monotonic()
-    running, waited, cached = 0, waits.seconds, 0
+    running, waited, cached = 0, waits.seconds, [0] * len(prompts)
     while due or running:
         now = time.monotonic() - began
         while due and at[due[0]] <= now and running < most:
@@ -158,7 +158,7 @@ def _load(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
                 answers[number] += new
                 times[number].append(now)
             running -= found.finished
-            cached += (found.num_cached_tokens or 0) if found.finished else 0
+            cached[number] = found.num_cached_tokens or 0
     seconds = time.monotonic() - began
     return {
         "seconds": seconds,

@@ -15,6 +15,8 @@ same requests in turn. The parts:
 - ``full``: a full card, one engine at a time.
 - ``first``, ``cost``: the first token after a rest; the pool's part of a step.
 - ``offload``: prompts whose keys and values lie in host memory.
+- ``prefixes``: engines in turns whose prefixes do not fit: shared memory, static parts, each with
+  and without host memory.
 
 A part writes the result file whenever it has something new.
 """
@@ -31,7 +33,19 @@ from pyvmem.bench.running import conducted
 from pyvmem.layouts.options import size
 from pyvmem.plumbing.paths import existing_file
 from vmem_bench.command import Command, add_common, imports, open_command
-from vmem_bench.vllm import blocks, first, full, idle, limit, load, offload, rough, share, sleep
+from vmem_bench.vllm import (
+    blocks,
+    first,
+    full,
+    idle,
+    limit,
+    load,
+    offload,
+    prefixes,
+    rough,
+    share,
+    sleep,
+)
 from vmem_bench.vllm.engines import SHAPES, until_time_up
 
 __all__ = ["PARTS", "add_parser", "run"]
@@ -61,6 +75,7 @@ PARTS: dict[str, tuple[str, Callable[[Command, Part], None]]] = {
     "first": ("the first token after a rest", first.measure_first),
     "cost": ("a step's time in the pool's code", first.measure_cost),
     "offload": ("prompts from host memory", offload.measure),
+    "prefixes": ("engines in turns whose prefixes do not fit", prefixes.measure),
 }
 _REQUESTS = {
     "load": 96,
@@ -143,13 +158,17 @@ def add_parser(which: Any) -> None:
     add = parser.add_argument
     shapes = [name for name in SHAPES if name != "tiny"]
     add("--part", choices=list(PARTS), default="load", help="what to measure (load)")
-    add("--arms", type=lambda text: text.split(","), help="of idle, share and sleep: these alone")
+    add(
+        "--arms",
+        type=lambda text: text.split(","),
+        help="of idle, share, sleep and prefixes: these alone",
+    )
     add("--shape", choices=shapes, default=shapes[0], help=f"of the model ({shapes[0]})")
     add("--requests", type=int, default=0, help="of a round (96; idle 2,500, rough 10,000)")
     add("--rounds", type=int, default=4, help="after the first, which warms up (4)")
     add("--rates", type=_rates, default=[5.0, 13.0, 0.0], metavar="R,...",
         help="load: requests a second, 0: all at once (5,13,0)")  # fmt: skip
-    add("--engines", type=int, default=2, help="share and sleep: of each kind (2)")
+    add("--engines", type=int, default=2, help="share, sleep and prefixes: of each kind (2)")
     add("--apart", action="store_true",
         help="share: start static engines when the elastic ones have ended")  # fmt: skip
     add("--output", type=int, default=256, help="share, climb: tokens of an answer (256)")
@@ -162,11 +181,11 @@ def add_parser(which: Any) -> None:
         help="load, full: a second elastic engine, with pages of this size")  # fmt: skip
     add("--offload", type=size, default=0, metavar="SIZE",
         help="rough: host memory for prefixes of the elastic engine (0: none); "
-        "offload: of each engine (24G)")  # fmt: skip
+        "offload: of each engine (24G); prefixes: the same (1.25 of --kv-memory)")  # fmt: skip
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of an engine (1)")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="stages of an engine (1)")
     add("--kv-memory", type=size, default=0, metavar="SIZE",
-        help="of each engine (16G; rough 8G, blocks 40G, full 48G); share: of all (12G)"
+        help="of each engine (16G; rough 8G, blocks 40G, full 48G); share, prefixes: of all (12G)"
     )  # fmt: skip
     add("--trace", type=existing_file, metavar="FILE",
         help="load, share, blocks, limit: requests and their times from a trace")  # fmt: skip

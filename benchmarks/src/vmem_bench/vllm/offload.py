@@ -121,8 +121,8 @@ def _pair(fleet: Fleet, arm: str, tokens: int, seed: int) -> tuple[Heard, Heard,
     _forget(fleet, arm)
     before = _in_driver(fleet, arm)
     answer = fleet.order(arm, **load.order())
-    if answer["cached"] < 0.9 * tokens:
-        raise WrongResult(f"{arm}: {answer['cached']} of {tokens} tokens came from host memory")
+    if answer["cached"][0] < 0.9 * tokens:
+        raise WrongResult(f"{arm}: {answer['cached'][0]} of {tokens} tokens came from host memory")
     spent = tuple(b - a for a, b in zip(before, _in_driver(fleet, arm), strict=True))
     return computed, Heard.of(load, answer), spent
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Engines that share memory, drawn: ``python -m vmem_bench.vllm.picture RESULT OUT.svg``.
 
-RESULT is a file of ``vmem bench vllm --part share``. Needs matplotlib. The picture contains a
-digest of the rows that it shows, since drawings differ between versions of matplotlib.
+RESULT is a file of ``vmem bench vllm --part share`` or ``--part prefixes``. Needs matplotlib. The
+picture contains a digest of the rows that it shows, since drawings differ between versions of
+matplotlib.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ __all__ = ["digest", "draw", "main", "series"]
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
 _GB = 1 << 30
 _POINTS = 400  # of a line, at most
-_ARMS = ("shared", "static", "alone")
 
 
 def series(seen: list[list[float]]) -> dict[str, Any]:
@@ -42,12 +42,14 @@ def _rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: the document has no series of memory.
     """
-    part = document.get("parts", {}).get("share", {})
-    found = {row["id"].removeprefix("share/"): row for row in part.get("rows", ())}
-    if not found.get("memory/shared", {}).get("series"):
-        raise ValueError("no series of share/memory/shared: a run of --part share has one")
-    names = ["memory/shared", "capacity", *(f"first/{arm}" for arm in _ARMS)]
-    return {name: found[name] for name in names if name in found}
+    parts = document.get("parts", {})
+    part = parts.get("share") or parts.get("prefixes") or {}
+    found = {row["id"].partition("/")[2]: row for row in part.get("rows", ())}
+    drawn = [name for name, row in found.items() if row.get("series")][:1]
+    if not drawn:
+        raise ValueError("no series of memory: a run of --part share or prefixes has one")
+    first = [name for name in found if name.startswith("first/") and name.count("/") == 1]
+    return {name: found[name] for name in [*drawn, "capacity", *first]}
 
 
 def digest(document: dict[str, Any]) -> str:
@@ -58,7 +60,7 @@ def digest(document: dict[str, Any]) -> str:
 def draw(document: dict[str, Any]) -> str:
     """The picture as SVG: memory over time, and the time to the first token by arm.
 
-    Memory is what each engine has mapped, stacked, in the first round of the arm ``shared``.
+    Memory is what each engine has mapped, stacked, of the first arm that shares it.
 
     Raises:
         ValueError: the document has no such series.
@@ -79,9 +81,13 @@ def draw(document: dict[str, Any]) -> str:
         figure = Figure(figsize=(9, 3), layout="constrained")
         axes: Any = figure.subplots(1, 3, width_ratios=(3.4, 1, 1))
         _memory(axes[0], rows)
-        arms = [arm for arm in _ARMS if f"first/{arm}" in rows]
+        first = {
+            name.removeprefix("first/"): row
+            for name, row in rows.items()
+            if name.startswith("first/")
+        }
         for where, field in zip(axes[1:], ("mean", "p99"), strict=True):
-            where.bar(arms, [rows[f"first/{arm}"][field] for arm in arms], color=_PALETTE[0])
+            where.bar(list(first), [row[field] for row in first.values()], color=_PALETTE[0])
             where.set_ylabel(f"first token, {field}: ms")
             where.tick_params("x", labelsize=8)
         out = StringIO()
@@ -90,7 +96,7 @@ def draw(document: dict[str, Any]) -> str:
 
 
 def _memory(axes: Any, rows: dict[str, dict[str, Any]]) -> None:
-    seen = rows["memory/shared"]["series"]
+    seen = next(row["series"] for row in rows.values() if row.get("series"))
     at = [one[0] for one in seen]
     engines = [[one[2 + k] / _GB for one in seen] for k in range(len(seen[0]) - 2)]
     capacity = rows["capacity"]["value"] / _GB
