@@ -30,6 +30,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from pyvmem._native import Kind
 from pyvmem.errors import Busy, NotRecoverable, VMemError
 from pyvmem.kvcache import migration
 from pyvmem.kvcache.config import KVCacheConfig
@@ -128,8 +129,7 @@ class Runs:
         if runs.longest == 1:
             return
         if self._changes != table.changes:
-            columns = table.index.columns if table.touched else self._columns
-            self._active, self._changes = columns.active.count(1), table.changes
+            self._active, self._changes = self._columns.count(Kind.ACTIVE), table.changes
         used = self.used if self.limit else 0
         scarce = self.limit and used * SCARCE_AT >= self.limit
         runs.active = self._active
@@ -143,7 +143,7 @@ class Runs:
         gets, beside the growth, as many pages as a chunk for each tensor of each request has.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
-        open_pages = (len(table) - len(table.free)) * layout.num_tensors * layout.block
+        open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
         self._spare -= pages
         if self._spare >= open_pages:
             return
@@ -207,7 +207,7 @@ class Runs:
         0 where mappings are not limited.
         """
         table = self._table
-        if not self.limit or table.lockstep or len(table.free) == len(table):
+        if not self.limit or table.lockstep or table.free_count == len(table):
             return 0
         runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
         return runs * self._layout.num_tensors

@@ -21,17 +21,33 @@ from pyvmem import (
     _native,
 )
 from pyvmem._native import Columns, Outcome, Waits, extend
+from pyvmem.kvcache.slots import Slot
 
 PAGE, ROW = 4096, 100
 
 
-def columns_of(count: int, **place: int) -> Columns:
-    columns = Columns(count)
-    columns.active[:] = columns.plain[:] = b"\1" * count
+def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
+    """Columns of so many slots that are requests'; `slots` gets them."""
+    made = [Slot(index) for index in range(count)]
+    for slot in made:
+        slot.active = True
+    if slots is not None:
+        slots += made
+    columns = Columns(made)
     layout = {"max_rows": (1 << 64) - 1, "prefill": 16, "row_bytes": ROW, "page_size": PAGE}
     for name, value in {**layout, **place}.items():
         setattr(columns.place, name, value)
     return columns
+
+
+def write(slots: list[Slot], **values: list[int]) -> None:
+    for name, each in values.items():
+        for slot, value in zip(slots, each, strict=True):
+            setattr(slot, name, value)
+
+
+def read(slots: list[Slot], name: str) -> list[int]:
+    return [getattr(slot, name) for slot in slots]
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 4096])
@@ -73,8 +89,9 @@ def test_the_first_that_is_no_length_is_named(bad: Any) -> None:
 
 
 def test_what_no_slot_can_hold_and_free_slots_are_named() -> None:
-    columns = columns_of(4, max_rows=50)
-    columns.active[2] = 0
+    slots: list[Slot] = []
+    columns = columns_of(4, slots, max_rows=50)
+    slots[2].active = False
     assert columns.scan([50, 0, 0, 50]) == (array("Q", [50, 0, 0, 50]), 100, [0, 3])
     assert columns.scan([50, 51, 1, 0]) == 4 + 1
     assert columns.scan([50, 50, 1, 51]) == 4 + 2
@@ -144,19 +161,18 @@ def test_runs_follow_the_policy() -> None:
 def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
     with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
         base = addresses.addr
-        columns = columns_of(4, base=base, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=2)
+        slots: list[Slot] = []
+        layout = {"base": base, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 24, "tensors": 2}
+        columns = columns_of(4, slots, **layout)
         columns.place.max_rows, columns.place.overread, columns.place.op_flags = 1000, 8, 4
         columns.runs.longest, columns.runs.free = 1, 26
-        columns.mapped[:] = array("Q", [1, 3, 0, 5])
-        columns.granted[:] = array("Q", [1, 1, 0, 5])
+        write(slots, mapped=[1, 3, 0, 5], granted=[1, 1, 0, 5])
         columns.capacity[:] = array("Q", [32, 32, 0, 196])
         columns.scan([33, 100, 1000, 196])
         ops = OpBatch(4)
         grown = columns.plan(ops.array)
-        assert grown == (
-            *([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25], [0, 0, 0]),
-            *(2, 26, 2, 28),
-        )
+        assert grown == (2, 26, 2, 28)
+        assert columns.planned == ([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25], [0, 0, 0])
         first, second = ops.array[0], ops.array[1]
         found = (first.addr, first.bytes, first.count, first.stride, first.page_size, first.flags)
         assert found == (base + PAGE, PAGE, 2, 1 << 24, PAGE, 4)
@@ -165,13 +181,13 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
         context.inject(Inject.MAP)
         with pytest.raises(DriverError, match="injected"):
             extend(context.handle, [columns], ops.array, 2, outcome, waits)
-        assert list(columns.mapped) == [1, 3, 0, 5]
+        assert read(slots, "mapped") == [1, 3, 0, 5]
         assert (outcome.happened, waits.struct.count) == (False, 1)
         extend(context.handle, [columns], ops.array, 2, outcome, waits)
         assert (outcome.happened, waits.struct.count) == (True, 2)
         assert context.stats().mapped_bytes == 2 * 26 * PAGE
-        assert list(columns.mapped) == [2, 3, 25, 5]
-        assert list(columns.granted) == [2, 3, 25, 5]
+        assert read(slots, "mapped") == [2, 3, 25, 5]
+        assert read(slots, "granted") == [2, 3, 25, 5]
         assert list(columns.capacity) == [73, 114, 1000, 196]
         assert list(columns.calls) == [1, 0, 1, 0]
         addresses.close(unmap=True)
@@ -180,17 +196,18 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
     assert columns.plan(ops.array) is None
     columns.runs.free = 2
     assert columns.plan(ops.array)
-    columns.plain[1] = 0
+    slots[1].dirty = 9
     columns.scan([80, 120, 0, 0])
     assert columns.plan(ops.array) is None
 
 
 def test_groups_that_grow_together_grow_in_one_batch() -> None:
     with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
-        ops, each = OpBatch(4), []
+        ops, each, slots = OpBatch(4), [], list[Slot]()
         for group in range(2):
             base = addresses.addr + (group << 24)
-            columns = columns_of(2, base=base, slot_bytes=1 << 20, tensor_bytes=1 << 23, tensors=2)
+            layout = {"base": base, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 23, "tensors": 2}
+            columns = columns_of(2, slots, **layout)
             columns.place.max_rows = 1000
             columns.runs.longest, columns.runs.free = 1, 100
             columns.scan([100 * (group + 1), 50])
@@ -200,12 +217,12 @@ def test_groups_that_grow_together_grow_in_one_batch() -> None:
         context.inject(Inject.MAP, skip=3)
         with pytest.raises(DriverError, match="injected"):
             extend(context.handle, each, ops.array, 4, outcome, waits)
-        assert [list(one.mapped) for one in each] == [[0, 0], [0, 0]]
+        assert read(slots, "mapped") == [0, 0, 0, 0]
         assert context.stats().mapped_bytes == 0
         before = context.stats().batches
         extend(context.handle, each, ops.array, 4, outcome, waits)
         assert context.stats().batches == before + 1
-        assert [list(one.mapped) for one in each] == [[3, 2], [5, 2]]
+        assert read(slots, "mapped") == [3, 2, 5, 2]
         assert context.stats().mapped_bytes == 2 * 12 * PAGE
         addresses.close(unmap=True)
 
@@ -283,39 +300,24 @@ def test_edits_without_a_call_can_be_taken_back() -> None:
         assert chosen == set(keys[:2])
 
 
-def test_surplus_is_of_plain_slots() -> None:
-    columns = columns_of(3)
-    columns.clear()
-    first, second, third = (0, 5, 2, 0, 0, True, True), (1, 9, 1, 0, 0, True, False), (2, 4, 4)
-    columns.file([first, second, (*third, 0, 0, True, True)])
-    assert columns.surplus == 3
-    columns.file([(0, 7, 2, 0, 0, True, True), (1, 9, 8, 0, 0, True, True)])
-    assert columns.surplus == 6
-    columns.file([(0, 7, 2, 0, 0, True, False)])
-    assert columns.surplus == 1
-    columns.clear()
-    assert columns.surplus == 0
-    assert not any(columns.plain)
-
-
-def test_the_rest_of_a_large_entry_is_no_surplus() -> None:
-    columns = columns_of(2, block=4)
-    columns.clear()
-    columns.file([(0, 11, 5, 0, 8, True, True), (1, 11, 9, 0, 8, True, True)])
-    assert columns.surplus == (11 - 8) + (11 - 9)
-    columns.file([(0, 11, 5, 0, 4, True, True)])
-    assert columns.surplus == (11 - 5) + (11 - 9)
+def test_the_rest_of_a_large_entry_is_not_spare() -> None:
+    slots: list[Slot] = []
+    columns = columns_of(3, slots)
+    write(slots, mapped=[11, 11, 9], granted=[5, 9, 9], whole=[8, 8, 0], block=[4, 4, 4])
+    assert columns.spare == (11 - 8) + (11 - 9)
+    slots[0].whole = 4
+    assert columns.spare == (11 - 5) + (11 - 9)
 
 
 def test_a_plan_tells_how_far_there_may_be_large_entries() -> None:
-    columns = columns_of(3, block=4, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=1)
+    slots: list[Slot] = []
+    layout = {"block": 4, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 24, "tensors": 1}
+    columns = columns_of(3, slots, **layout)
     columns.runs.longest, columns.runs.free = 1, 100
-    columns.mapped[:] = columns.granted[:] = array("Q", [0, 5, 7])
-    columns.whole[:] = array("Q", [0, 4, 0])
+    write(slots, mapped=[0, 5, 7], granted=[0, 5, 7], whole=[0, 4, 0])
     columns.scan([PAGE // ROW * pages for pages in (9, 11, 12)])
-    grown = columns.plan(OpBatch(3).array)
-    assert grown is not None
-    assert grown.whole == [8, 4, 12]
+    assert columns.plan(OpBatch(3).array)
+    assert columns.planned.whole == [8, 4, 12]
 
 
 @pytest.mark.parametrize(
