@@ -60,47 +60,6 @@ static void row_dealloc(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* A new reference to the base class of Slot. Called with the GIL, as `pyvmem_dlpack_capsule` is. */
-void *pyvmem_row_type(void) {
-#define MEMBER(type, name)                                                                                             \
-  {                                                                                                                    \
-    #name, type, offsetof(struct row, name), 0, NULL                                                                   \
-  }
-  static PyMemberDef members[] = {
-      MEMBER(T_ULONGLONG, index),
-      MEMBER(T_ULONGLONG, addr),
-      MEMBER(T_ULONGLONG, mapped),
-      MEMBER(T_ULONGLONG, granted),
-      MEMBER(T_ULONGLONG, whole),
-      MEMBER(T_ULONGLONG, block),
-      MEMBER(T_ULONGLONG, head),
-      MEMBER(T_ULONGLONG, dirty),
-      MEMBER(T_ULONGLONG, owner),
-      MEMBER(T_ULONGLONG, freed_at),
-      MEMBER(T_ULONGLONG, freed_order),
-      MEMBER(T_OBJECT_EX, job),
-      MEMBER(T_OBJECT_EX, span),
-      MEMBER(T_OBJECT_EX, places),
-      MEMBER(T_BOOL, active),
-      MEMBER(T_BOOL, broken),
-      MEMBER(T_BOOL, writer),
-      MEMBER(T_BOOL, lost),
-      MEMBER(T_BOOL, kept),
-      {NULL, 0, 0, 0, NULL},
-  };
-#undef MEMBER
-  static PyType_Slot slots[] = {
-      {Py_tp_members, members},
-      {Py_tp_traverse, row_traverse},
-      {Py_tp_clear, row_clear},
-      {Py_tp_dealloc, row_dealloc},
-      {0, NULL},
-  };
-  static PyType_Spec spec = {"pyvmem._native.Row", sizeof(struct row), 0,
-                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
-  return PyType_FromSpec(&spec);
-}
-
 /* An attribute that is a number, or true or false. */
 static uint64_t number(PyObject *owner, const char *name) {
   PyObject *found = PyObject_GetAttrString(owner, name);
@@ -149,10 +108,54 @@ static uint32_t kinds(struct look *look, const struct row *row) {
   if (stale) found |= PYVMEM_STALE;
   if (stale || taking) found |= PYVMEM_LOSING;
   if (!row->active) return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->lost ? PYVMEM_CACHED : 0);
-  found |= PYVMEM_ACTIVE;
   if (busy || row->lost) return found;
   if (row->mapped > granted) found |= PYVMEM_LEFT;
   return found | (row->dirty <= granted && !beyond && !look->noted ? PYVMEM_PLAIN : 0);
+}
+
+static PyObject *row_stale(PyObject *self, void *closure) {
+  struct look look = {0};
+  (void)closure;
+  return PyBool_FromLong(kinds(&look, (struct row *)self) & PYVMEM_STALE);
+}
+
+/* A new reference to the base class of Slot. Called with the GIL, as `pyvmem_dlpack_capsule` is. */
+void *pyvmem_row_type(void) {
+#define MEMBER(type, name)                                                                                             \
+  {                                                                                                                    \
+    #name, type, offsetof(struct row, name), 0, NULL                                                                   \
+  }
+  static PyMemberDef members[] = {
+      MEMBER(T_ULONGLONG, index),
+      MEMBER(T_ULONGLONG, addr),
+      MEMBER(T_ULONGLONG, mapped),
+      MEMBER(T_ULONGLONG, granted),
+      MEMBER(T_ULONGLONG, whole),
+      MEMBER(T_ULONGLONG, block),
+      MEMBER(T_ULONGLONG, head),
+      MEMBER(T_ULONGLONG, dirty),
+      MEMBER(T_ULONGLONG, owner),
+      MEMBER(T_ULONGLONG, freed_at),
+      MEMBER(T_ULONGLONG, freed_order),
+      MEMBER(T_OBJECT_EX, job),
+      MEMBER(T_OBJECT_EX, span),
+      MEMBER(T_OBJECT_EX, places),
+      MEMBER(T_BOOL, active),
+      MEMBER(T_BOOL, broken),
+      MEMBER(T_BOOL, writer),
+      MEMBER(T_BOOL, lost),
+      MEMBER(T_BOOL, kept),
+      {NULL, 0, 0, 0, NULL},
+  };
+#undef MEMBER
+  static PyGetSetDef computed[] = {{"stale", row_stale, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+  static PyType_Slot slots[] = {
+      {Py_tp_getset, computed}, {Py_tp_members, members},     {Py_tp_traverse, row_traverse},
+      {Py_tp_clear, row_clear}, {Py_tp_dealloc, row_dealloc}, {0, NULL},
+  };
+  static PyType_Spec spec = {"pyvmem._native.Row", sizeof(struct row), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
+  return PyType_FromSpec(&spec);
 }
 
 static struct row *row_at(const struct pyvmem_columns *columns, uint64_t slot) { return columns->row[slot]; }
@@ -284,15 +287,16 @@ int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct p
  * Chooses for each slot how many pages are mapped, at least `pages`. Slots that lack none
  * stay as they are. Returns the pages beyond what is asked for, of all slots together.
  */
-uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
-                      const uint64_t *head, uint64_t *goals) {
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
+                      const uint64_t *pages, const uint64_t *mapped, const uint64_t *head, uint64_t *goals) {
   memcpy(goals, pages, count * sizeof(*goals));
   uint64_t need = 0;
   for (uint64_t i = 0; i < count; i++) need += pages[i] > mapped[i] ? pages[i] - mapped[i] : 0;
   if (!need || need >= runs->free || runs->longest == 1) return 0;
-  uint64_t room = runs->free - need;
+  uint64_t room = runs->free - need, active = 0;
+  for (uint32_t i = 0; i < columns->count; i++) active += row_at(columns, i)->active;
   uint64_t least = runs->left ? ceil_power(ceil_div(2 * room * runs->tensors, runs->left)) : 1;
-  uint64_t share = room / (runs->active ? runs->active : 1);
+  uint64_t share = room / (active ? active : 1);
   uint64_t most = smaller(runs->longest, floor_power(least > 1 ? share : share / 2));
   if (most < 2) return 0;
   uint64_t left = room;
@@ -365,7 +369,8 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
     growth->head[i] = row->head;
   }
   if (growth->lacking > runs->free) return -1;
-  uint64_t ahead = pyvmem_goals(runs, growth->count, growth->pages, growth->mapped, growth->head, growth->goal);
+  uint64_t ahead =
+      pyvmem_goals(runs, columns, growth->count, growth->pages, growth->mapped, growth->head, growth->goal);
   growth->added = growth->lacking + ahead;
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];

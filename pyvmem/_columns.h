@@ -11,9 +11,8 @@ struct pyvmem_runs {
   uint64_t longest; /* pages of a run at most; 1: growth maps what is asked for and no more */
   uint64_t last;    /* pages of a full slot */
   uint64_t tensors;
-  uint64_t free;   /* pages that can be mapped now */
-  uint64_t active; /* requests */
-  uint64_t left;   /* mappings that growth may still use; 0: it need not save them */
+  uint64_t free; /* pages that can be mapped now */
+  uint64_t left; /* mappings that growth may still use; 0: it need not save them */
 };
 
 /* Where pages lie. */
@@ -36,14 +35,13 @@ struct pyvmem_place {
 
 /* What holds of a slot; see slots.py. */
 #define PYVMEM_FREE 1    /* a request may get it */
-#define PYVMEM_ACTIVE 2  /* a request has it */
-#define PYVMEM_STALE 4   /* an earlier owner's shared or moved pages are there, or its first ones missing */
-#define PYVMEM_LOSING 8  /* growing it means waiting for a batch that unmaps */
-#define PYVMEM_BUSY 16   /* a batch is in flight over its addresses */
-#define PYVMEM_CACHED 32 /* without an owner, with pages */
-#define PYVMEM_LEFT 64   /* active, with pages that its owner was not granted, and no batch in flight */
-#define PYVMEM_PLAIN 128 /* active, and growing it takes a map call and nothing else */
-#define PYVMEM_LOST 256  /* its pages stay until the cache is closed */
+#define PYVMEM_STALE 2   /* an earlier owner's shared or moved pages are there, or its first ones missing */
+#define PYVMEM_LOSING 4  /* growing it means waiting for a batch that unmaps */
+#define PYVMEM_BUSY 8    /* a batch is in flight over its addresses */
+#define PYVMEM_CACHED 16 /* without an owner, with pages */
+#define PYVMEM_LEFT 32   /* active, with pages that its owner was not granted, and no batch in flight */
+#define PYVMEM_PLAIN 64  /* active, and growing it takes a map call and nothing else */
+#define PYVMEM_LOST 128  /* its pages stay until the cache is closed */
 
 struct pyvmem_columns {
   uint64_t *capacity; /* rows that the granted pages are enough for */
@@ -96,8 +94,8 @@ uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t
 uint64_t pyvmem_spare(const struct pyvmem_columns *columns);
 int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total);
-uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
-                      const uint64_t *head, uint64_t *goals);
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
+                      const uint64_t *pages, const uint64_t *mapped, const uint64_t *head, uint64_t *goals);
 uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, const uint64_t *held,
                      uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found);
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
         lost: bool
         kept: bool
 
+        @property
+        def stale(self) -> bool: ...
+
 else:  # called with the GIL, which cffi would release
     _type = ctypes.PYFUNCTYPE(ctypes.py_object)
     Row = _type(int(ffi.cast("uintptr_t", ffi.addressof(lib, "pyvmem_row_type"))))()
@@ -53,7 +56,6 @@ class Kind:
     """What holds of a slot: bits, for `Columns.pick`; _columns.h says what each means."""
 
     FREE = constant("PYVMEM_FREE")
-    ACTIVE = constant("PYVMEM_ACTIVE")
     STALE = constant("PYVMEM_STALE")
     LOSING = constant("PYVMEM_LOSING")
     BUSY = constant("PYVMEM_BUSY")
@@ -268,7 +270,7 @@ class Columns:
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
         at_heads = new("uint64_t[]", heads)
-        lib.pyvmem_goals(self.runs, len(pages), at_pages, at_mapped, at_heads, goals)
+        lib.pyvmem_goals(self.runs, self._at, len(pages), at_pages, at_mapped, at_heads, goals)
         found: list[int] = ffi.unpack(goals, len(pages))
         return found
 

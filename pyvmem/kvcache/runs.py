@@ -30,7 +30,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from pyvmem._native import Kind
 from pyvmem.errors import Busy, NotRecoverable, VMemError
 from pyvmem.kvcache import migration
 from pyvmem.kvcache.config import KVCacheConfig
@@ -85,7 +84,6 @@ class Runs:
         # joined.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
-        self._active = self._changes = -1  # requests, and table changes when they were counted
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
         columns.runs.longest = self._chunk if self._fraction else 1
         columns.runs.fraction = self._fraction
@@ -118,7 +116,7 @@ class Runs:
             kept: physical pages that the growth must leave free.
             room: bytes that are free in the budget, if that is known.
         """
-        runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
+        runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.held
         if room is None and reclaimer.share is not None:
             room = reclaimer.share.room()
@@ -128,11 +126,8 @@ class Runs:
         runs.free = free // self._layout.num_tensors if free > 0 else 0
         if runs.longest == 1:
             return
-        if self._changes != table.changes:
-            self._active, self._changes = self._columns.count(Kind.ACTIVE), table.changes
         used = self.used if self.limit else 0
         scarce = self.limit and used * SCARCE_AT >= self.limit
-        runs.active = self._active
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def provide(self, pages: int) -> None:

@@ -92,6 +92,8 @@ class Slot(Row):
         places: which pages lie outside the device.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
+        stale: an earlier owner's shared or moved pages are there, or its first ones missing; C says
+            so by the others.
     """
 
     __slots__ = ("events", "pins")
@@ -113,16 +115,6 @@ class Slot(Row):
     def shared_part(self, low: int, high: int) -> Span:
         """The shared pages in [low, high) of the slot."""
         return self.span.slice(low - self.head, high - self.head)
-
-    @property
-    def stale(self) -> bool:
-        """True if an earlier owner's shared or moved pages are there, or its first ones missing."""
-        granted = self.granted
-        return (
-            self.span.pages > granted
-            or self.head > granted
-            or (bool(self.places.noted) and self.places.away_end > granted)
-        )
 
     def spare_beyond(self, keep: int) -> int:
         """Pages of the device that it can lose and still have `keep`; a stale one keeps none.

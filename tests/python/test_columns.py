@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -40,7 +41,7 @@ def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Col
     return columns
 
 
-def write(slots: list[Slot], **values: list[int]) -> None:
+def write(slots: list[Slot], **values: Sequence[int]) -> None:
     for name, each in values.items():
         for slot, value in zip(slots, each, strict=True):
             setattr(slot, name, value)
@@ -106,7 +107,7 @@ def test_a_prefill_needs_what_it_may_over_read() -> None:
     assert list(columns.needs) == [16, 47, 47, 100]
 
 
-def goals_by_hand(runs: Any, want: list[tuple[int, int, int]]) -> list[int]:
+def goals_by_hand(runs: Any, active: int, want: list[tuple[int, int, int]]) -> list[int]:
     """The policy of growth.py's introduction, written for reading."""
 
     def power(number: int) -> int:
@@ -121,7 +122,7 @@ def goals_by_hand(runs: Any, want: list[tuple[int, int, int]]) -> list[int]:
     if runs.left:
         while least * runs.left < 2 * free * runs.tensors:
             least *= 2
-    share = free // max(1, runs.active)
+    share = free // max(1, active)
     longest = min(runs.longest, power(share if least > 1 else share // 2))
     goals = []
     for most, mapped, head in want:
@@ -141,19 +142,21 @@ def test_runs_follow_the_policy() -> None:
     longer = 0
     for _ in range(2000):
         count = rng.randint(0, 8)
-        columns = columns_of(8)
-        runs = columns.runs
+        slots: list[Slot] = []
+        columns = columns_of(8, slots)
+        runs, active = columns.runs, rng.randint(0, 8)
+        write(slots, active=[slot.index < active for slot in slots])
         runs.fraction = rng.choice([0.125, 0.5, 1.0])
         runs.longest = rng.choice([1, 2, 32])
         runs.last, runs.tensors = 200, rng.randint(1, 64)
-        runs.free, runs.active = rng.randint(0, 500), rng.randint(0, 8)
+        runs.free = rng.randint(0, 500)
         runs.left = rng.choice([0, 1, 100, 10000])
         want = []
         for _ in range(count):
             pages = rng.randint(1, 200)
             want.append((pages, rng.randint(0, 200), rng.randint(0, pages)))
         found = columns.goals(*([one[i] for one in want] for i in range(3)))
-        assert found == goals_by_hand(runs, want)
+        assert found == goals_by_hand(runs, active, want)
         longer += found != [pages for pages, *_ in want]
     assert longer > 200
 

@@ -37,8 +37,12 @@ def _span(pages: int) -> Span:
     return span
 
 
+def _stale(slot: Slot) -> bool:
+    return max(slot.span.pages, slot.head, slot.places.away_end) > slot.granted
+
+
 def _losing(slot: Slot) -> bool:
-    return slot.stale or (slot.job is not None and slot.job.takes_pages)
+    return _stale(slot) or (slot.job is not None and slot.job.takes_pages)
 
 
 _age = attrgetter("freed_order", "index")
@@ -115,7 +119,7 @@ def _victims(table: SlotTable) -> list[Slot]:
 
 
 def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
-    free = [slot for slot in _free(table) if not slot.stale]
+    free = [slot for slot in _free(table) if not _stale(slot)]
     ready = [slot for slot in free if slot.mapped >= pages]
     if ready:
         return min(ready, key=lambda slot: slot.mapped)
@@ -132,6 +136,7 @@ def test_c_finds_what_a_look_at_every_slot_does(seed: int) -> None:
         pages = rng.randrange(8)
         assert table.free == _free(table)
         assert table.free_count == len(table.free)
+        assert table.stale == sorted(filter(_stale, table), key=_age)
         assert table.stale == sorted(filter(attrgetter("stale"), table), key=_age)
         assert table.best_fit(pages) is _best_fit(table, pages)
         assert table.to_prepare(pages) is _to_prepare(table, pages)
