@@ -3,8 +3,11 @@
 #define Py_LIMITED_API 0x030a0000
 #endif
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <structmember.h>
 #include <time.h>
 
 /* clang-format off */
@@ -21,19 +24,236 @@ static uint64_t ceil_power(uint64_t number) { return number < 2 ? 1 : floor_powe
 
 static uint64_t ceil_div(uint64_t number, uint64_t by) { return (number + by - 1) / by; }
 
+/* ---- the slots ---- */
+
+struct row { /* what a Slot of slots.py is made of, but for what C does not look at */
+  PyObject ob_base;
+  uint64_t index, addr;
+  uint64_t mapped, granted, whole, block, head, dirty;
+  uint64_t owner, freed_at, freed_order;
+  PyObject *job, *span, *places; /* never NULL but while the slot is made or collected */
+  char active, broken, writer, lost, kept;
+};
+
+static int row_traverse(PyObject *self, visitproc visit, void *arg) {
+  struct row *row = (struct row *)self;
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(row->job);
+  Py_VISIT(row->span);
+  Py_VISIT(row->places);
+  return 0;
+}
+
+static int row_clear(PyObject *self) {
+  struct row *row = (struct row *)self;
+  Py_CLEAR(row->job);
+  Py_CLEAR(row->span);
+  Py_CLEAR(row->places);
+  return 0;
+}
+
+static void row_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  row_clear(self);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+/* An attribute that is a number, or true or false. */
+static uint64_t number(PyObject *owner, const char *name) {
+  PyObject *found = PyObject_GetAttrString(owner, name);
+  uint64_t value = found ? PyLong_AsUnsignedLongLong(found) : 0;
+  Py_XDECREF(found);
+  if (PyErr_Occurred()) PyErr_Clear();
+  return value;
+}
+
+/* Looks at slots, one after the other, with the GIL: many have the same objects. */
+struct look {
+  PyObject *span, *places;          /* of the slot before */
+  uint64_t shared, away_end, noted; /* what these say: pages, and the intervals in `noted` */
+  PyObject *stretches;              /* borrowed */
+};
+
+/* Bounds of the interval at a place of `Places.noted`. */
+static void interval(PyObject *stretches, Py_ssize_t at, uint64_t *low, uint64_t *high) {
+  PyObject *one = PySequence_GetItem(stretches, at);
+  *low = PyLong_AsUnsignedLongLong(PyTuple_GetItem(one, 0));
+  *high = PyLong_AsUnsignedLongLong(PyTuple_GetItem(one, 1));
+  Py_DECREF(one);
+}
+
+static void look_at(struct look *look, const struct row *row) {
+  if (look->span != row->span) look->shared = number(row->span, "pages");
+  if (look->places != row->places) {
+    look->stretches = PyObject_GetAttrString(row->places, "noted");
+    Py_DECREF(look->stretches); /* the slot has it */
+    uint64_t low;
+    look->noted = (uint64_t)PySequence_Size(look->stretches);
+    if (look->noted) interval(look->stretches, (Py_ssize_t)look->noted - 1, &low, &look->away_end);
+  }
+  look->span = row->span;
+  look->places = row->places;
+}
+
+static uint32_t kinds(struct look *look, const struct row *row) {
+  look_at(look, row);
+  uint64_t granted = row->granted;
+  int busy = row->job != Py_None, taking = busy && number(row->job, "takes_pages");
+  int beyond = look->shared > granted || row->head > granted; /* what was shared, or the head */
+  int stale = beyond || (look->noted && look->away_end > granted);
+  uint32_t found = busy ? PYVMEM_BUSY : 0;
+  if (row->lost) found |= PYVMEM_LOST;
+  if (stale) found |= PYVMEM_STALE;
+  if (stale || taking) found |= PYVMEM_LOSING;
+  if (!row->active) return found | (row->broken ? 0 : PYVMEM_FREE) | (row->mapped && !row->lost ? PYVMEM_CACHED : 0);
+  if (busy || row->lost) return found;
+  if (row->mapped > granted) found |= PYVMEM_LEFT;
+  return found | (row->dirty <= granted && !beyond && !look->noted ? PYVMEM_PLAIN : 0);
+}
+
+static PyObject *row_stale(PyObject *self, void *closure) {
+  struct look look = {0};
+  (void)closure;
+  return PyBool_FromLong(kinds(&look, (struct row *)self) & PYVMEM_STALE);
+}
+
+/* A new reference to the base class of Slot. Called with the GIL, as `pyvmem_dlpack_capsule` is. */
+void *pyvmem_row_type(void) {
+#define MEMBER(type, name)                                                                                             \
+  {                                                                                                                    \
+    #name, type, offsetof(struct row, name), 0, NULL                                                                   \
+  }
+  static PyMemberDef members[] = {
+      MEMBER(T_ULONGLONG, index),
+      MEMBER(T_ULONGLONG, addr),
+      MEMBER(T_ULONGLONG, mapped),
+      MEMBER(T_ULONGLONG, granted),
+      MEMBER(T_ULONGLONG, whole),
+      MEMBER(T_ULONGLONG, block),
+      MEMBER(T_ULONGLONG, head),
+      MEMBER(T_ULONGLONG, dirty),
+      MEMBER(T_ULONGLONG, owner),
+      MEMBER(T_ULONGLONG, freed_at),
+      MEMBER(T_ULONGLONG, freed_order),
+      MEMBER(T_OBJECT_EX, job),
+      MEMBER(T_OBJECT_EX, span),
+      MEMBER(T_OBJECT_EX, places),
+      MEMBER(T_BOOL, active),
+      MEMBER(T_BOOL, broken),
+      MEMBER(T_BOOL, writer),
+      MEMBER(T_BOOL, lost),
+      MEMBER(T_BOOL, kept),
+      {NULL, 0, 0, 0, NULL},
+  };
+#undef MEMBER
+  static PyGetSetDef computed[] = {{"stale", row_stale, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+  static PyType_Slot slots[] = {
+      {Py_tp_getset, computed}, {Py_tp_members, members},     {Py_tp_traverse, row_traverse},
+      {Py_tp_clear, row_clear}, {Py_tp_dealloc, row_dealloc}, {0, NULL},
+  };
+  static PyType_Spec spec = {"pyvmem._native.Row", sizeof(struct row), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
+  return PyType_FromSpec(&spec);
+}
+
+static struct row *row_at(const struct pyvmem_columns *columns, uint64_t slot) { return columns->row[slot]; }
+
+static int older(const struct row *a, const struct row *b) {
+  return a->freed_order < b->freed_order || (a->freed_order == b->freed_order && a->index < b->index);
+}
+
+static int by_age(const void *a, const void *b) {
+  const struct row *one = *(void *const *)a, *other = *(void *const *)b;
+  return older(one, other) ? -1 : one != other;
+}
+
 /*
- * Reads `slots` lengths from a list of exactly as many. `rows` gets the rows that each slot holds
+ * Finds the slots of which `all` holds and nothing of `none`, least recently used first. With `found` NULL
+ * it only counts them.
+ *
+ * Returns how many there are.
+ */
+uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint32_t *found) {
+  struct look look = {0};
+  uint32_t n = 0;
+  PyGILState_STATE state = PyGILState_Ensure();
+  for (uint32_t i = 0; i < columns->count; i++) {
+    if ((kinds(&look, columns->row[i]) & (all | none)) != all) continue;
+    if (found) columns->found[n] = columns->row[i];
+    n++;
+  }
+  PyGILState_Release(state);
+  if (!found) return n;
+  qsort(columns->found, n, sizeof(*columns->found), by_age);
+  for (uint32_t i = 0; i < n; i++) found[i] = (uint32_t)((struct row *)columns->found[i])->index;
+  return n;
+}
+
+/*
+ * Chooses among the slots that `pyvmem_pick` finds the one with the fewest mapped pages that are enough, else the one
+ * with the most; of equal ones the least recently used. Returns how many slots there are where it finds none.
+ */
+uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint64_t pages) {
+  struct look look = {0};
+  const struct row *best = NULL;
+  PyGILState_STATE state = PyGILState_Ensure();
+  for (uint32_t i = 0; i < columns->count; i++) {
+    const struct row *row = columns->row[i];
+    if ((kinds(&look, row) & (all | none)) != all) continue;
+    int enough = row->mapped >= pages, more = best && row->mapped > best->mapped;
+    if (!best || (row->mapped == best->mapped ? older(row, best) : best->mapped < pages ? more : enough && !more))
+      best = row;
+  }
+  PyGILState_Release(state);
+  return best ? (uint32_t)best->index : columns->count;
+}
+
+/*
+ * Pages of the device that slots have beyond those of their owners, without the rest of a large entry that is begun.
+ * Slots with a batch in flight that maps, and lost ones, are left out.
+ */
+uint64_t pyvmem_spare(const struct pyvmem_columns *columns) {
+  struct look look = {0};
+  uint64_t sum = 0;
+  PyGILState_STATE state = PyGILState_Ensure();
+  for (uint32_t i = 0; i < columns->count; i++) {
+    const struct row *row = columns->row[i];
+    if (row->lost || (row->job != Py_None && !number(row->job, "takes_pages"))) continue;
+    look_at(&look, row);
+    uint64_t from = row->granted, low, high;
+    if (row->active && from < row->whole) from = ceil_div(from, row->block) * row->block;
+    if (from < row->head + look.shared) from = row->head + look.shared;
+    if (from >= row->mapped) continue;
+    sum += row->mapped - from;
+    for (uint64_t at = 0; at < look.noted; at++) {
+      interval(look.stretches, (Py_ssize_t)at, &low, &high);
+      low = low < from ? from : low;
+      high = smaller(high, row->mapped);
+      sum -= low < high ? high - low : 0;
+    }
+  }
+  PyGILState_Release(state);
+  return sum;
+}
+
+/* ---- a step ---- */
+
+/*
+ * Reads a length for each slot from a list of exactly as many. `rows` gets the rows that each slot holds
  * afterwards, max(length, held), `total` their sum; `needs` the rows that it must have pages for, which
  * are more for a prefill; and `beyond` the places where these exceed the capacity, in order. `beyond` has
- * room for one more than `slots`.
+ * room for one more than there are slots.
  *
  * Returns how many places are in `beyond`; -1 - i where entry i is not an int from 0 to 2^64 - 1; or
  * -1 - slots - i where no slot can hold so many rows, or this one is free.
  */
-int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
+int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total) {
   PyGILState_STATE state = PyGILState_Ensure();
   const uint64_t *capacity = columns->capacity;
+  uint32_t slots = columns->count;
   uint64_t guard = place->guard, prefill = place->prefill, max_rows = place->max_rows;
   int64_t n = 0, bad = 0;
   uint64_t sum = 0, length = 0;
@@ -56,7 +276,7 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
     needs[i] = need;
     if (need <= capacity[i]) continue;
     beyond[n++] = i;
-    if (!bad && (!columns->active[i] || need > max_rows)) bad = -1 - (int64_t)slots - (int64_t)i;
+    if (!bad && (!row_at(columns, i)->active || need > max_rows)) bad = -1 - (int64_t)slots - (int64_t)i;
   }
   PyGILState_Release(state);
   *total = sum;
@@ -67,15 +287,16 @@ int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place
  * Chooses for each slot how many pages are mapped, at least `pages`. Slots that lack none
  * stay as they are. Returns the pages beyond what is asked for, of all slots together.
  */
-uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
-                      const uint64_t *head, uint64_t *goals) {
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
+                      const uint64_t *pages, const uint64_t *mapped, const uint64_t *head, uint64_t *goals) {
   memcpy(goals, pages, count * sizeof(*goals));
   uint64_t need = 0;
   for (uint64_t i = 0; i < count; i++) need += pages[i] > mapped[i] ? pages[i] - mapped[i] : 0;
   if (!need || need >= runs->free || runs->longest == 1) return 0;
-  uint64_t room = runs->free - need;
+  uint64_t room = runs->free - need, active = 0;
+  for (uint32_t i = 0; i < columns->count; i++) active += row_at(columns, i)->active;
   uint64_t least = runs->left ? ceil_power(ceil_div(2 * room * runs->tensors, runs->left)) : 1;
-  uint64_t share = room / (runs->active ? runs->active : 1);
+  uint64_t share = room / (active ? active : 1);
   uint64_t most = smaller(runs->longest, floor_power(least > 1 ? share : share / 2));
   if (most < 2) return 0;
   uint64_t left = room;
@@ -99,20 +320,24 @@ uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint
  *
  * Returns how many there are.
  */
-uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
-                     const uint64_t *held, uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found) {
+uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, const uint64_t *held,
+                     uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found) {
+  struct look look = {0};
   uint32_t n = 0;
-  for (uint32_t i = 0; i < slots; i++) {
-    if (!columns->named[i] || !columns->plain[i]) continue;
-    uint64_t rows = smaller(held[i] + ahead, place->max_rows), mapped = columns->mapped[i];
+  PyGILState_STATE state = PyGILState_Ensure();
+  for (uint32_t i = 0; i < columns->count; i++) {
+    const struct row *row = columns->row[i];
+    uint64_t rows = smaller(held[i] + ahead, place->max_rows), mapped = row->mapped;
     uint64_t bytes = smaller(rows + place->overread, place->max_rows) * place->row_bytes;
-    if (bytes <= mapped * place->page_size || mapped != columns->granted[i]) continue;
+    if (!columns->named[i] || bytes <= mapped * place->page_size || mapped != row->granted) continue;
+    if (!(kinds(&look, row) & PYVMEM_PLAIN)) continue;
     uint64_t lacking = ceil_div(bytes, place->page_size) - mapped;
     if (lacking > room) continue;
     room -= lacking;
     needs[i] = rows;
     found[n++] = i;
   }
+  PyGILState_Release(state);
   return n;
 }
 
@@ -124,26 +349,33 @@ uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_colum
  */
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops) {
+  struct look look = {0};
+  uint32_t all = PYVMEM_PLAIN;
+  PyGILState_STATE state = PyGILState_Ensure();
+  for (uint64_t i = 0; i < growth->count; i++) all &= kinds(&look, columns->row[growth->slot[i]]);
+  PyGILState_Release(state);
+  if (!all) return -1;
   growth->lacking = growth->reused = growth->ops = 0;
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
-    if (!columns->plain[slot]) return -1;
+    const struct row *row = columns->row[slot];
     uint64_t rows = smaller(needs[slot] + place->overread, place->max_rows);
     uint64_t pages = place->fixed ? place->fixed : ceil_div(rows * place->row_bytes, place->page_size);
-    uint64_t mapped = columns->mapped[slot];
+    uint64_t mapped = row->mapped;
     growth->pages[i] = pages;
     growth->mapped[i] = mapped;
     growth->lacking += pages > mapped ? pages - mapped : 0;
-    growth->reused += smaller(pages, mapped) - columns->granted[slot];
-    growth->head[i] = columns->head[slot];
+    growth->reused += smaller(pages, mapped) - row->granted;
+    growth->head[i] = row->head;
   }
   if (growth->lacking > runs->free) return -1;
-  uint64_t ahead = pyvmem_goals(runs, growth->count, growth->pages, growth->mapped, growth->head, growth->goal);
+  uint64_t ahead =
+      pyvmem_goals(runs, columns, growth->count, growth->pages, growth->mapped, growth->head, growth->goal);
   growth->added = growth->lacking + ahead;
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
     uint64_t mapped = growth->mapped[i];
-    growth->whole[i] = columns->whole[slot];
+    growth->whole[i] = row_at(columns, slot)->whole;
     if (place->block && (ceil_div(mapped, place->block) + 1) * place->block <= growth->goal[i])
       growth->whole[i] = growth->goal[i] / place->block * place->block;
     if (growth->goal[i] <= mapped) {
@@ -164,28 +396,20 @@ int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place
   return 0;
 }
 
-/* Pages of a slot that can be unmapped: those not granted, without the rest of a large entry that is begun. */
-static uint64_t surplus_of(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slot) {
-  uint64_t granted = columns->granted[slot];
-  if (granted < columns->whole[slot]) granted = ceil_div(granted, place->block) * place->block;
-  return columns->mapped[slot] - granted;
-}
-
 /* Notes that a planned growth is mapped and granted. */
 static void commit(const struct pyvmem_place *place, struct pyvmem_columns *columns,
                    const struct pyvmem_growth *growth) {
   for (uint64_t i = 0; i < growth->count; i++) {
     uint32_t slot = growth->slot[i];
-    uint64_t before = columns->mapped[slot], rows = growth->pages[i] * place->page_size / place->row_bytes;
+    struct row *row = columns->row[slot];
+    uint64_t before = row->mapped, rows = growth->pages[i] * place->page_size / place->row_bytes;
     if (growth->goal[i] > before) {
       columns->calls[slot] = before ? columns->calls[slot] + 1 : 1;
       columns->joined[slot] = smaller(columns->joined[slot], before);
     }
-    columns->surplus -= surplus_of(place, columns, slot);
-    columns->mapped[slot] = growth->goal[i];
-    columns->granted[slot] = growth->pages[i];
-    columns->whole[slot] = growth->whole[i];
-    columns->surplus += surplus_of(place, columns, slot);
+    row->mapped = growth->goal[i];
+    row->granted = growth->pages[i];
+    row->whole = growth->whole[i];
     columns->capacity[slot] = place->fixed || rows >= place->max_rows ? place->max_rows : rows - place->overread;
   }
 }

@@ -11,9 +11,8 @@ struct pyvmem_runs {
   uint64_t longest; /* pages of a run at most; 1: growth maps what is asked for and no more */
   uint64_t last;    /* pages of a full slot */
   uint64_t tensors;
-  uint64_t free;   /* pages that can be mapped now */
-  uint64_t active; /* requests */
-  uint64_t left;   /* mappings that growth may still use; 0: it need not save them */
+  uint64_t free; /* pages that can be mapped now */
+  uint64_t left; /* mappings that growth may still use; 0: it need not save them */
 };
 
 /* Where pages lie. */
@@ -34,18 +33,24 @@ struct pyvmem_place {
   uint32_t reserved;
 };
 
+/* What holds of a slot; see slots.py. */
+#define PYVMEM_FREE 1    /* a request may get it */
+#define PYVMEM_STALE 2   /* an earlier owner's shared or moved pages are there, or its first ones missing */
+#define PYVMEM_LOSING 4  /* growing it means waiting for a batch that unmaps */
+#define PYVMEM_BUSY 8    /* a batch is in flight over its addresses */
+#define PYVMEM_CACHED 16 /* without an owner, with pages */
+#define PYVMEM_LEFT 32   /* active, with pages that its owner was not granted, and no batch in flight */
+#define PYVMEM_PLAIN 64  /* active, and growing it takes a map call and nothing else */
+#define PYVMEM_LOST 128  /* its pages stay until the cache is closed */
+
 struct pyvmem_columns {
   uint64_t *capacity; /* rows that the granted pages are enough for */
-  uint64_t *mapped;   /* the slot's pages, as in slots.py */
-  uint64_t *granted;
-  uint64_t *head;
-  uint64_t *whole;  /* pages below may lie in large entries */
-  uint64_t *calls;  /* map calls since the slot's pages were last one piece for each run */
-  uint64_t *joined; /* pages that are */
-  uint8_t *active;  /* 1: a request's */
-  uint8_t *plain;   /* 1: and growing it takes a map call and nothing else */
-  uint8_t *named;   /* 1: the last scan asked for rows of it */
-  uint64_t surplus; /* pages of plain slots that can be unmapped while their owners' work runs */
+  uint64_t *calls;    /* map calls since the slot's pages were last one piece for each run */
+  uint64_t *joined;   /* pages that are */
+  uint8_t *named;     /* 1: the last scan asked for rows of it */
+  void **row;         /* objects of `pyvmem_row_type`: the slots themselves */
+  void **found;       /* scratch */
+  uint32_t count;     /* slots */
 };
 
 struct pyvmem_wait { /* when it began */
@@ -59,7 +64,7 @@ struct pyvmem_growth {
   uint64_t *goal;   /* mapped afterwards, at least `pages` */
   uint64_t *mapped; /* before */
   uint64_t *head;
-  uint64_t *whole; /* afterwards; see struct pyvmem_columns */
+  uint64_t *whole; /* afterwards */
   uint64_t count;
   uint64_t ops;     /* written */
   uint64_t lacking; /* pages that are not mapped */
@@ -83,12 +88,16 @@ struct pyvmem_waits {
   uint64_t lengths[PYVMEM_WAIT_COUNTS];
 };
 
-int64_t pyvmem_scan(void *list, uint32_t slots, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
+void *pyvmem_row_type(void);
+uint32_t pyvmem_pick(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint32_t *found);
+uint32_t pyvmem_fit(const struct pyvmem_columns *columns, uint32_t all, uint32_t none, uint64_t pages);
+uint64_t pyvmem_spare(const struct pyvmem_columns *columns);
+int64_t pyvmem_scan(void *list, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                     const uint64_t *held, uint64_t *rows, uint64_t *needs, uint32_t *beyond, uint64_t *total);
-uint64_t pyvmem_goals(const struct pyvmem_runs *runs, uint64_t count, const uint64_t *pages, const uint64_t *mapped,
-                      const uint64_t *head, uint64_t *goals);
-uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, uint32_t slots,
-                     const uint64_t *held, uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found);
+uint64_t pyvmem_goals(const struct pyvmem_runs *runs, const struct pyvmem_columns *columns, uint64_t count,
+                      const uint64_t *pages, const uint64_t *mapped, const uint64_t *head, uint64_t *goals);
+uint32_t pyvmem_near(const struct pyvmem_place *place, const struct pyvmem_columns *columns, const uint64_t *held,
+                     uint64_t ahead, uint64_t room, uint64_t *needs, uint32_t *found);
 int pyvmem_plan(const struct pyvmem_runs *runs, const struct pyvmem_place *place, const struct pyvmem_columns *columns,
                 const uint64_t *needs, struct pyvmem_growth *growth, struct vmem_op *ops);
 void pyvmem_unmaps(const struct pyvmem_place *place, uint64_t count, const uint64_t *slot, const uint64_t *low,

@@ -11,7 +11,7 @@ from pyvmem._native.arrays import (
     dlpack_capsule,
 )
 from pyvmem._native.boundary import constant, fail, text_of
-from pyvmem._native.columns import Columns, Grown, Waiting, Waits, extend
+from pyvmem._native.columns import Columns, Grown, Kind, Row, Waiting, Waits, extend
 from pyvmem._native.memory import (
     AFTER_NONE,
     batch,
@@ -61,7 +61,9 @@ __all__ = [
     "AFTER_NONE",
     "Columns",
     "Grown",
+    "Kind",
     "Outcome",
+    "Row",
     "Waiting",
     "Waits",
     "backend_names",

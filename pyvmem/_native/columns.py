@@ -1,22 +1,67 @@
 # SPDX-License-Identifier: MIT
-"""The part of a step that looks at every slot, in C (_columns.c): an array a field, an item a slot.
+"""What looks at every slot, in C (_columns.c).
 
 found = columns.scan(lengths)                    # the slots that lack pages for these lengths
 grown = columns.plan(ops)                        # writes their map calls, if that is all to be done
-extend(vm, [columns], ops, n, outcome, waits)    # makes the calls and updates the arrays
+extend(vm, [columns], ops, n, outcome, waits)    # makes the calls and updates the slots
 """
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem._native.boundary import last_error
+from pyvmem._native.boundary import constant, last_error
 from pyvmem._native.outcome import Outcome
 from pyvmem._vmem import ffi, lib
 
-__all__ = ["Columns", "Grown", "Waiting", "Waits", "extend"]
+__all__ = ["Columns", "Grown", "Kind", "Planned", "Row", "Waiting", "Waits", "extend"]
+
+if TYPE_CHECKING:
+
+    class Row:
+        """The attributes of a slot that C reads and writes; see `kvcache.slots.Slot`."""
+
+        index: int
+        addr: int
+        mapped: int
+        granted: int
+        whole: int
+        block: int
+        head: int
+        dirty: int
+        owner: int
+        freed_at: int
+        freed_order: int
+        job: Any
+        span: Any
+        places: Any
+        active: bool
+        broken: bool
+        writer: bool
+        lost: bool
+        kept: bool
+
+        @property
+        def stale(self) -> bool: ...
+
+else:  # called with the GIL, which cffi would release
+    _type = ctypes.PYFUNCTYPE(ctypes.py_object)
+    Row = _type(int(ffi.cast("uintptr_t", ffi.addressof(lib, "pyvmem_row_type"))))()
+
+
+class Kind:
+    """What holds of a slot: bits, for `Columns.pick`; _columns.h says what each means."""
+
+    FREE = constant("PYVMEM_FREE")
+    STALE = constant("PYVMEM_STALE")
+    LOSING = constant("PYVMEM_LOSING")
+    BUSY = constant("PYVMEM_BUSY")
+    CACHED = constant("PYVMEM_CACHED")
+    LEFT = constant("PYVMEM_LEFT")
+    LOST = constant("PYVMEM_LOST")
 
 
 class Waits:
@@ -57,17 +102,29 @@ class Waiting:
 
 
 class Grown(NamedTuple):
-    """A planned growth. Each list has an item for each slot that grows.
+    """A planned growth.
+
+    Attributes:
+        ops: operations written.
+        added: pages per tensor that it maps, over all slots.
+        reused: pages per tensor that it grants and that were mapped already.
+        granting: pages per tensor that it grants.
+    """
+
+    ops: int
+    added: int
+    reused: int
+    granting: int
+
+
+class Planned(NamedTuple):
+    """The slots of a planned growth: each list has an item for each slot that grows.
 
     Attributes:
         slots: their numbers.
         mapped: pages per tensor before the growth.
         goals, pages: mapped and granted pages per tensor after it.
         whole: as in `kvcache.slots`, after it.
-        ops: operations written.
-        added: pages per tensor that it maps, over all slots.
-        reused: pages per tensor that it grants and that were mapped already.
-        granting: pages per tensor that it grants.
     """
 
     slots: list[int]
@@ -75,23 +132,19 @@ class Grown(NamedTuple):
     goals: list[int]
     pages: list[int]
     whole: list[int]
-    ops: int
-    added: int
-    reused: int
-    granting: int
 
 
 class Columns:
-    """The arrays, indexed by slot: type code "Q", all items 0 at first.
+    """The slots, and arrays indexed by slot: type code "Q", all items 0 at first.
+
+    Args:
+        rows: the slots, which live as long as this.
 
     Attributes:
         held: rows that each slot holds. `scan` never writes into the array that is here.
         needs: rows that the last `scan` wanted pages for, a prefill's over-read rows included.
         capacity: rows that each slot has pages for.
-        mapped, granted, head, whole: as in `kvcache.slots`; `file` writes them.
         calls, joined: as in `kvcache.runs.Runs`.
-        active: 1 where a slot is a request's; `file` writes it.
-        plain: 1 where growing the slot takes a map call and nothing else; `file` writes it.
         named: 1 where the last `scan` got a length above 0.
         place: struct pyvmem_place.
         runs: struct pyvmem_runs, for `plan` and `goals`.
@@ -99,18 +152,16 @@ class Columns:
 
     __slots__ = (
         *("_at", "_beyond", "_growth", "_keep", "_needs", "_rows", "_total"),
-        *("active", "calls", "capacity", "granted", "head", "held", "joined", "mapped", "needs"),
-        *("named", "place", "plain", "runs", "whole"),
+        *("calls", "capacity", "held", "joined", "named", "needs", "place", "runs"),
     )
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, rows: Sequence[Row]) -> None:
+        count = len(rows)
+
         def column() -> array[int]:
             return array("Q", bytes(8 * count))
 
-        self.capacity, self.mapped, self.granted = column(), column(), column()
-        self.head, self.calls, self.joined = column(), column(), column()
-        self.whole = column()
-        self.active, self.plain = bytearray(count), bytearray(count)
+        self.capacity, self.calls, self.joined = column(), column(), column()
         self.named = bytearray(count)
         self.needs, first, second = column(), column(), column()
         self.held = first
@@ -118,13 +169,12 @@ class Columns:
         self._rows = [(one, _pointer(one)) for one in (first, second)]
         self.place: Any = ffi.new("struct pyvmem_place *")
         self.runs: Any = ffi.new("struct pyvmem_runs *")
-        self._keep: list[Any] = []
-        self._at: Any = ffi.new("struct pyvmem_columns *")
-        for name in (
-            *("capacity", "mapped", "granted", "head", "whole", "calls", "joined"),
-            *("active", "plain", "named"),
-        ):
+        self._keep: list[Any] = [rows]
+        self._at: Any = ffi.new("struct pyvmem_columns *", {"count": count})
+        for name in ("capacity", "calls", "joined", "named"):
             self._point(self._at, name, _pointer(getattr(self, name)))
+        self._point(self._at, "row", ffi.new("void *[]", [ffi.cast("void *", id(r)) for r in rows]))
+        self._point(self._at, "found", ffi.new("void *[]", count))
         self._growth: Any = ffi.new("struct pyvmem_growth *")
         for name in ("pages", "goal", "mapped", "head", "whole"):
             self._point(self._growth, name, ffi.new("uint64_t[]", count))
@@ -154,7 +204,6 @@ class Columns:
         held, rows = (at_second, at_first) if swap else (at_first, at_second)
         found = lib.pyvmem_scan(
             ffi.cast("void *", id(lengths)),
-            count,
             self.place,
             self._at,
             held,
@@ -178,10 +227,7 @@ class Columns:
         """
         (first, at_first), (_, at_second) = self._rows
         held = at_first if self.held is first else at_second
-        count = len(self.capacity)
-        found = lib.pyvmem_near(
-            self.place, self._at, count, held, ahead, room, self._needs, self._beyond
-        )
+        found = lib.pyvmem_near(self.place, self._at, held, ahead, room, self._needs, self._beyond)
         self._growth.count = found
         return ffi.unpack(self._beyond, found) if found else []
 
@@ -194,20 +240,22 @@ class Columns:
         Returns:
             None if one of the slots is not plain, or if they lack more pages than are free.
         """
-        growth, unpack = self._growth, ffi.unpack
+        growth = self._growth
         if lib.pyvmem_plan(self.runs, self.place, self._at, self._needs, growth, ops):
             return None
-        count = growth.count
-        return Grown(
-            unpack(growth.slot, count),
-            unpack(growth.mapped, count),
-            unpack(growth.goal, count),
-            unpack(growth.pages, count),
-            unpack(growth.whole, count),
-            growth.ops,
-            growth.added,
-            growth.reused,
-            growth.lacking + growth.reused,
+        lacking, reused = growth.lacking, growth.reused
+        return Grown(growth.ops, growth.added, reused, lacking + reused)
+
+    @property
+    def planned(self) -> Planned:
+        """The slots of the last `plan`."""
+        one, count, unpack = self._growth, self._growth.count, ffi.unpack
+        return Planned(
+            unpack(one.slot, count),
+            unpack(one.mapped, count),
+            unpack(one.goal, count),
+            unpack(one.pages, count),
+            unpack(one.whole, count),
         )
 
     def unmaps(self, slots: list[int], low: list[int], high: list[int], ops: Any) -> None:
@@ -222,35 +270,35 @@ class Columns:
         new = ffi.new
         at_pages, at_mapped = new("uint64_t[]", pages), new("uint64_t[]", mapped)
         at_heads = new("uint64_t[]", heads)
-        lib.pyvmem_goals(self.runs, len(pages), at_pages, at_mapped, at_heads, goals)
+        lib.pyvmem_goals(self.runs, self._at, len(pages), at_pages, at_mapped, at_heads, goals)
         found: list[int] = ffi.unpack(goals, len(pages))
         return found
 
+    def pick(self, every: int, none: int = 0) -> list[int]:
+        """The slots of which every `Kind` holds, and none of others; least recently used first."""
+        found = ffi.new("uint32_t[]", len(self.capacity))
+        slots: list[int] = ffi.unpack(found, lib.pyvmem_pick(self._at, every, none, found))
+        return slots
+
+    def count(self, every: int, none: int = 0) -> int:
+        """How many `pick` would find."""
+        return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
+
+    def fit(self, pages: int, every: int, none: int = 0) -> int | None:
+        """Of what `pick` finds, the slot with the fewest pages that are enough, else with the most.
+
+        Of equal ones the least recently used; None: it finds none.
+        """
+        found: int = lib.pyvmem_fit(self._at, every, none, pages)
+        return found if found < len(self.capacity) else None
+
     @property
-    def surplus(self) -> int:
-        """Pages per tensor of plain slots that can be unmapped while their owners' work runs."""
-        return int(self._at.surplus)
+    def spare(self) -> int:
+        """Pages per tensor of the device that slots can lose, whatever unmaps are in flight.
 
-    def file(self, fields: Iterable[tuple[int, int, int, int, int, bool, bool]]) -> None:
-        """Writes slots into the arrays: index, mapped, granted, head, whole, active and plain."""
-        surplus, block = 0, self.place.block
-        for index, mapped, granted, head, whole, active, plain in fields:
-            if self.plain[index]:
-                firm = self.granted[index]
-                firm += -firm % block if firm < self.whole[index] else 0
-                surplus -= self.mapped[index] - firm
-            if plain:
-                firm = granted + -granted % block if granted < whole else granted
-                surplus += mapped - firm
-            self.mapped[index], self.granted[index], self.head[index] = mapped, granted, head
-            self.whole[index], self.active[index], self.plain[index] = whole, active, plain
-        if surplus:
-            self._at.surplus += surplus
-
-    def clear(self) -> None:
-        """Marks no slot as plain until it is filed again."""
-        self.plain[:] = bytes(len(self.plain))
-        self._at.surplus = 0
+        Of slots whose batch in flight maps something none are counted.
+        """
+        return int(lib.pyvmem_spare(self._at))
 
 
 def extend(

@@ -31,7 +31,7 @@ def can_admit(
     begun = [0 if match is None else match.length for match in found] or [0] * len(lengths)
     each = [list(map(group.layout.pages_for_step, begun, lengths)) for group in groups]
     pages = [_pages(group, one, found) for group, one in zip(groups, each, strict=True)]
-    if len(lengths) > len(first.table.free):
+    if len(lengths) > first.table.free_count:
         return False
     if not _find_mappings(groups, each):
         return False

@@ -33,7 +33,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper, wraps
-from itertools import islice
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -203,17 +202,16 @@ class LockstepTable(SlotTable):
         if not free:
             return None
         # Slots that were never taken have 0 and are ordered by number.
-        return free.at(-1) if free.entries[-1][0] else free.at(0)
+        return free[-1] if free[-1].freed_order else free[0]
 
     def emptiest(self, count: int) -> list[Slot]:
         """The free slots that were freed first; taking them waits until they are empty."""
-        return list(islice(self.free, count))
+        return self.free[:count]
 
     def reset_order(self) -> None:
         """Forgets the order in which slots were freed; all usable slots are free."""
         zeros = [0] * len(self.slots)
         self._journal.change([[self.slots, name, zeros[:]] for name in ("freed_order", "freed_at")])
-        self.rebuild()
 
 
 _WARM_STEPS = 16  # memory is taken in so many parts; those before a refusal are kept

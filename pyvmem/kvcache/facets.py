@@ -173,7 +173,7 @@ class CacheSlots(_Facet):
         with self._lock, self._journal:
             groups = self._open()
             requests.sync_free_slots(groups)
-            return len(groups[0].table.free)
+            return groups[0].table.free_count
 
     def owner(self, reqid: int) -> int | None:
         """The number of a slot's present owner, never used before for this slot; None: it is free.

@@ -103,7 +103,6 @@ class _Fork:
                     whole = parent.whole_with(low, high, whole)
             span = Span(tuple(parts), group.prefixes.unit_pages[group.place])
             edits += ([parent, "span", span], [parent, "whole", whole])
-            group.table.touched.add(parent)
         edits += reclaimer.shared.using(uses, uses, blocks)
         capacity, rows = group.layout.capacity(pages), pager.columns.held
         owners = []
@@ -125,7 +124,6 @@ class _Fork:
         if places.noted:
             places = places.within(head, full)
         held, new = reclaimer.held + self.job.new_pages, self.job.new_pages
-        group.table.touched.update(slots)
         edits += (
             [slots, "active", [True] * count],
             [slots, "kept", [False] * count],

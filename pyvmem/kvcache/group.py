@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem._native import Outcome
+from pyvmem._native import Kind, Outcome
 from pyvmem.errors import (
     NotRecoverable,
     NotSupported,
@@ -221,7 +221,6 @@ class Group:
 
     def rebuild(self) -> None:
         """See `Recoverable.rebuild`."""
-        self.table.rebuild()
         if not self.place:
             self.prefixes.rebuild()
         self.reclaimer.own_away = None
@@ -349,7 +348,6 @@ class Group:
             edits.append([slot, "dirty", max(slot.dirty, slot.granted)])
         if event is not None:
             edits.append([slot, "events", [*prune(slot.events), event]])
-        self.table.touched.add(slot)
         return edits
 
     def disown_beyond(self, slot: Slot, length: int, event: Any) -> None:
@@ -500,7 +498,6 @@ class Group:
                     edits.append([slot, "places", slot.places.put(*span.stretches(head))])
                     break
             edits.append([pager.capacity, slot.index, self.layout.capacity(end) if end else 0])
-            table.touched.add(slot)
         table.changes += len(loans)
         return [
             *edits,
@@ -557,7 +554,7 @@ class Group:
     def reclaim_idle(self) -> None:
         """Begins to unmap what the policy does not keep: see `KVCacheConfig`."""
         reclaimer, config = self.reclaimer, self.config
-        stale = bool(self.table.index.stale.entries) and not reclaimer.release_stale()
+        stale = not reclaimer.release_stale()
         if config.reclaim_steps or not config.deferred_reclaim:
             age = config.reclaim_steps if config.deferred_reclaim else 0
             complete = self.reclaimer.release_before(
@@ -578,18 +575,18 @@ class Group:
         What requests wait for is mapped first; ranks, whose answers must not depend on how far
         the background is, do not look.
         """
-        index, reclaimer, pages = self.table.index, self.reclaimer, self._eager_pages
+        table, reclaimer, pages = self.table, self.reclaimer, self._eager_pages
         self.unprepared = False
-        stale = len(index.stale.entries)  # all kept ones, and perhaps others
-        if stale and len(index.free.entries) < self._newcomers + stale:
+        stale = table.columns.count(Kind.STALE, Kind.LOST)  # all kept ones, and perhaps others
+        if stale and table.free_count < self._newcomers + stale:
             self.unprepared = not reclaimer.spare_slots(self._newcomers)
         if not pages:
             return
         self.pager.poll()
-        self._prepared = slot = self.table.to_prepare(pages)
+        self._prepared = slot = table.to_prepare(pages)
         if slot is None or slot.mapped >= pages:
             return
-        if self.pager.growths and not self.table.lockstep:
+        if self.pager.growths and not table.lockstep:
             self.unprepared = True
             return
         new_pages = (pages - slot.mapped) * self.layout.num_tensors

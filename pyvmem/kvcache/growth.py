@@ -247,14 +247,13 @@ class Pager:
             raise invalid(
                 f"len(seq_lens) is {len(lens)}; it must be max_batch, {count}", limit=count
             )
-        columns = table.index.columns if table.touched else self.columns
-        found = columns.scan(lens)
+        found = self.columns.scan(lens)
         if isinstance(found, int):
             try:  # numpy's or torch's integers, or no integers at all
                 lens = [operator.index(value) for value in lens]
             except TypeError:
                 raise invalid(f"seq_lens must hold whole numbers, not {lens!r:.80}") from None
-            found = columns.scan(lens)
+            found = self.columns.scan(lens)
         if isinstance(found, int):
             raise self._bad_length(found % count, lens[found % count])
         return found
@@ -290,9 +289,7 @@ class Pager:
         room = (min(reclaimer.free, reclaimer.outlook) - kept) // layout.num_tensors
         if room <= 0:
             return
-        table = reclaimer.table
-        columns = table.index.columns if table.touched else self.columns
-        near = columns.near(self.ahead, room)
+        near = self.columns.near(self.ahead, room)
         runs, calls = self.runs, len(near) * layout.num_tensors
         if not near or (runs.limit and runs.used + calls > runs.limit - runs.limit // SCARCE_AT):
             return
@@ -320,36 +317,37 @@ class Pager:
             quiet: another group's growth reports the failure of the batch.
         """
         reclaimer, counters, tensors = self.reclaimer, self.counters, self.layout.num_tensors
-        slots = list(map(reclaimer.table.slots.__getitem__, grown.slots))
         added, reused = grown.added * tensors, 0 if ahead else grown.reused * tensors
         held = reclaimer.held + added
         edits += (
-            [slots, "mapped", grown.goals],
             [reclaimer, "held", held],
             [counters, "grown", counters.grown + added],
             [counters, "reused", counters.reused + reused],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
         )
-        if self.layout.block:
-            edits.append([slots, "whole", grown.whole])
-        if ticket is None:  # C writes the columns
-            granted = self.granted_pages + grown.granting
-            edits += ([slots, "granted", grown.pages], [self, "granted_pages", granted])
+        if ticket is None:  # C writes the slots
+            edits.append([self, "granted_pages", self.granted_pages + grown.granting])
             return
-        pieces = list(zip(slots, grown.mapped, grown.goals, strict=True))
+        planned = self.columns.planned
+        slots = list(map(reclaimer.table.slots.__getitem__, planned.slots))
+        pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
         owners = map(attrgetter("owner"), slots)
         job = Growth(
             slots,
             [piece for piece in pieces if piece[2] > piece[1]],
-            grants=[] if ahead else list(zip(slots, owners, grown.pages, strict=True)),
+            grants=[] if ahead else list(zip(slots, owners, planned.pages, strict=True)),
             mapping=ticket,
             ahead=ahead,
             quiet=ahead or quiet,
             new_pages=added,
             reused_pages=reused,
         )
-        edits += ([slots, "job", [job] * len(slots)], [self, "growths", [*self.growths, job]])
-        reclaimer.table.touched.update(slots)
+        edits += (
+            [slots, "mapped", planned.goals],
+            [slots, "whole", planned.whole],
+            [slots, "job", [job] * len(slots)],
+            [self, "growths", [*self.growths, job]],
+        )
         if self.runs.limit:
             self.runs.grown(job.pieces)
 
@@ -422,7 +420,6 @@ class Pager:
         for slot, low, high in job.pieces:
             whole = slot.whole_with(low, high, slot.whole)
             edits += ([slot, "mapped", high], [slot, "whole", whole])
-        reclaimer.table.touched.update(job.slots)
         if granted:
             return edits + self._granting(job)
         growths = [*self.growths, job]
@@ -716,7 +713,6 @@ class Pager:
         edits += ([job, "handover", []], [job, "granted", True])
         if job.done():
             edits += self._retiring(job)
-        self.reclaimer.table.touched.update(job.slots)
         self.journal.change(edits)
         return None
 
@@ -782,7 +778,6 @@ class Pager:
                 [counters, "grown", counters.grown - job.new_pages],
                 [counters, "reused", counters.reused - job.reused_pages],
             )
-        reclaimer.table.touched.update(job.slots)
         self.journal.change([*edits, [counters, "zeroed", zeroed]])
 
     def under_way(self) -> tuple[int, int, int]:
@@ -820,9 +815,6 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     written = 0
     for pager in pagers:
         pager.runs.look(pager.reclaimer.low_pages if ahead else 0, room)
-        table = pager.reclaimer.table
-        if table.touched:  # a move has ended since the scan
-            table.index  # noqa: B018
         grown = pager.columns.plan(array + written)
         if grown is None:
             return False
@@ -849,9 +841,11 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     except (OutOfMemory, TooManyMappings):
         return False
     except NotRecoverable:
-        for pager, grown in each:
-            slots = map(pager.reclaimer.table.__getitem__, grown.slots)
-            pager.reclaimer.mark_broken(list(zip(slots, grown.mapped, grown.goals, strict=True)))
+        for pager in pagers:
+            planned = pager.columns.planned
+            slots = map(pager.reclaimer.table.__getitem__, planned.slots)
+            pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
+            pager.reclaimer.mark_broken(pieces)
         raise
     finally:
         outcome.edits = None

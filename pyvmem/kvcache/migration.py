@@ -186,7 +186,6 @@ class Mover:
             ops.join(at, nbytes, layout.num_tensors, layout.tensor_bytes)
             whole = slot.whole_with(low, high, whole)
         edits = self._promoted(self.joined, slot, [low for low, _ in move.runs])
-        self._table.touched.add(slot)
         self._mapper.commit([[slot, "whole", whole], *edits], ops, after)
 
     def _promoted(
@@ -226,7 +225,6 @@ class Mover:
             if slot.job is None:
                 unmap = Unmap(slot, slot.mapped, slot.mapped, slot.dirty, ticket, slot.head)
                 edits += [[slot, "job", unmap], [reclaimer, "unmaps", [*reclaimer.unmaps, unmap]]]
-                self._table.touched.add(slot)
             else:
                 ticket.wait()
         self._journal.change(edits)
@@ -332,7 +330,6 @@ class Mover:
             edits.append([self, "cancelled", left])
         if addresses is not None:
             self._journal.held[addresses] = None
-        self._table.touched.add(slot)
         if ops is None:
             self._journal.change(edits)
         else:

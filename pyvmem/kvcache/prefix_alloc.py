@@ -170,8 +170,8 @@ def _begin_with(
 
 def kept_slots(groups: Sequence[Group], spans: Sequence[Span], length: int) -> list[Slot] | None:
     """The free slot that has the most of a prefix mapped, in every group; None: there is none."""
-    stale = groups[0].table.index.stale
-    if not stale.entries:
+    stale = groups[0].table.stale
+    if not stale:
         return None
     heads = [group.layout.window_page(length) for group in groups]
     best: list[Slot] | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pyvmem._native import Kind
 from pyvmem.errors import (
     NotRecoverable,
     OutOfMemory,
@@ -123,7 +124,7 @@ class Reclaimer:
         cuts: unfinished batches.
         errors: failures of finished batches that no call has raised yet.
         slid: pages per tensor that left the windows of running requests.
-        sliding: of these, pages in a `Slide` in flight.
+        coming: pages per tensor in unmaps and slides in flight.
         share: the cache's part of a budget; None: the cache has a limit of its own.
         block: pages of a 2 MiB block, where memory is placed by blocks (`Runs.provide`); else 0.
     """
@@ -145,7 +146,7 @@ class Reclaimer:
         self.limit = limit
         self.watermark = low_watermark
         self.counters = counters
-        self.held = self.slid = self.sliding = 0
+        self.held = self.slid = self.coming = 0
         self.away: Counter[Tier] = Counter()
         self.own_away: tuple[int, list[Slot]] | None = None
         self.shared = SharedPages(layout, mapper)
@@ -232,8 +233,7 @@ class Reclaimer:
             edits.append([slot, "places", places.without(low, mapped)])
         if slot.block:
             edits.append([slot, "whole", slot.whole_below(keep)])
-        self.table.touched.add(slot)
-        return edits
+        return [*edits, [self, "coming", self.coming + job.pages]]
 
     def cut(self, slot: Slot, keep: int) -> None:
         """Unmaps a running request's pages from `keep` on, in this thread, and waits.
@@ -331,7 +331,11 @@ class Reclaimer:
             return
         slot, pages, span, away = unmap.slot, unmap.pages, unmap.span, unmap.away
         left = [one for one in self.unmaps if one is not unmap]
-        edits: list[list[Any]] = [[self, "unmaps", left], [slot, "job", None]]
+        edits: list[list[Any]] = [
+            [self, "unmaps", left],
+            [self, "coming", self.coming - pages],
+            [slot, "job", None],
+        ]
         try:
             unmap.ticket.wait(timeout)
         except Timeout:
@@ -350,7 +354,6 @@ class Reclaimer:
                 if slot.block:  # as far as is known
                     edits.append([slot, "whole", unmap.high - unmap.high % slot.block])
                 pages, span, away = 0, EMPTY, {}
-        self.table.touched.add(slot)
         if span.pages:
             edits += self.shared.using({}, {span: -1})
         self.journal.change([*edits, *self.freeing(pages, away)])
@@ -363,7 +366,7 @@ class Reclaimer:
         edits: list[list[Any]] = [
             [self, "unmaps", [one for one in self.unmaps if one is not slide]],
             [slide.slots, "job", [None] * len(slide.slots)],
-            [self, "sliding", self.sliding - slide.pages],
+            [self, "coming", self.coming - slide.pages],
         ]
         try:
             slide.ticket.wait(timeout)
@@ -394,7 +397,6 @@ class Reclaimer:
                     uses[share] += 1
             edits.append([self, "slid", slid])
         edits += self.shared.using(uses, {span: -1} if span.pages else NOTHING)
-        self.table.touched.update(slide.slots)
         self.journal.change([*edits, *self.freeing(freed, away)])
         self.drop_unheld()
 
@@ -475,7 +477,6 @@ class Reclaimer:
         gone = {"span": EMPTY, "mapped": 0, "whole": 0, "head": 0, "dirty": 0, "lost": False}
         edits: list[list[Any]] = [[slot, name, value] for name, value in gone.items()]
         edits += ([slot, "broken", quarantined], [slot, "places", NOWHERE])
-        self.table.touched.add(slot)
         edits += self.freeing(own - sum(away.values()), away)
         edits += self.shared.using({}, {span: -1})
         self.mapper.commit(edits, ops, slot.events)
@@ -515,7 +516,7 @@ class Reclaimer:
     @property
     def returning(self) -> int:
         """Physical pages in unmaps in flight."""
-        return (self.table.index.returning + self.sliding) * self.layout.num_tensors
+        return self.coming * self.layout.num_tensors
 
     @property
     def late(self) -> int:
@@ -586,7 +587,7 @@ class Reclaimer:
 
     def _going(self) -> list[Span]:
         """The shared pages that are being unmapped, or will be as soon as that can begin."""
-        stale = [slot.span for slot in self.table.index.stale if not slot.kept]
+        stale = [slot.span for slot in self.table.stale if not slot.kept]
         return [unmap.span for unmap in self.unmaps] + stale
 
     def begin_unmaps(self, pages: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
@@ -650,7 +651,7 @@ class Reclaimer:
     def spare(self, keep: Mapping[Slot, int]) -> int:
         """Pages per tensor that no request owns, without those on their way back."""
         # What a slot keeps beyond an unmap in flight can be had too, once that is over.
-        spare = self.table.index.spare
+        spare = self.table.columns.spare
         for slot in keep:
             job = slot.job
             if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
@@ -702,7 +703,7 @@ class Reclaimer:
         All their pages go, but `keep` per tensor of the slot that is prepared for the next request.
         """
         complete = True
-        for slot in self.table.index.cached:
+        for slot in self.table.pick(Kind.CACHED):
             if slot.freed_at > step:  # so are all that follow
                 break
             rest = keep if slot is prepared and not slot.stale else 0
@@ -716,7 +717,7 @@ class Reclaimer:
         `kept`: also of those that are kept.
         """
         complete = True
-        for slot in self.table.index.stale:
+        for slot in self.table.stale:
             if kept or not slot.kept:
                 complete &= slot.job is None and self.try_unmap(slot, 0, now)
         return complete
@@ -732,7 +733,7 @@ class Reclaimer:
         gone: dict[Any, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             gone.setdefault(block, []).append((low, high))
-        for slot in self.table.index.stale:
+        for slot in self.table.stale:
             if slot.kept and any(
                 first < high and low < last
                 for block, first, last in slot.span.parts
@@ -749,9 +750,9 @@ class Reclaimer:
         must wait.
         """
         self.poll()
-        index = self.table.index
-        kept = [slot for slot in index.cached if slot.kept]
-        missing = min(count - (len(index.free) - len(kept)), len(kept))
+        table = self.table
+        kept = [slot for slot in table.pick(Kind.CACHED) if slot.kept]
+        missing = min(count - (table.free_count - len(kept)), len(kept))
         for slot in kept:
             if missing <= 0:
                 break

@@ -20,7 +20,7 @@ def sync_free_slots(groups: Sequence[Group]) -> None:
             group.reclaimer.poll()
         if group.pager.growths:
             group.pager.poll()
-    if len(groups) > 1 and len({len(group.table.free) for group in groups}) > 1:
+    if len(groups) > 1 and len({group.table.free_count for group in groups}) > 1:
         broken = {slot.index for group in groups for slot in group.table if slot.broken}
         for group in groups:
             for index in broken:

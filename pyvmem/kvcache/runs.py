@@ -84,7 +84,6 @@ class Runs:
         # joined.
         self._columns = columns = self._table.columns
         self._calls, self._joined = columns.calls, columns.joined
-        self._active = self._changes = -1  # requests, and table changes when they were counted
         columns.runs.last, columns.runs.tensors = layout.slot_pages, layout.num_tensors
         columns.runs.longest = self._chunk if self._fraction else 1
         columns.runs.fraction = self._fraction
@@ -117,7 +116,7 @@ class Runs:
             kept: physical pages that the growth must leave free.
             room: bytes that are free in the budget, if that is known.
         """
-        runs, table, reclaimer = self._columns.runs, self._table, self._reclaimer
+        runs, reclaimer = self._columns.runs, self._reclaimer
         free = reclaimer.limit - reclaimer.held
         if room is None and reclaimer.share is not None:
             room = reclaimer.share.room()
@@ -127,12 +126,8 @@ class Runs:
         runs.free = free // self._layout.num_tensors if free > 0 else 0
         if runs.longest == 1:
             return
-        if self._changes != table.changes:
-            columns = table.index.columns if table.touched else self._columns
-            self._active, self._changes = columns.active.count(1), table.changes
         used = self.used if self.limit else 0
         scarce = self.limit and used * SCARCE_AT >= self.limit
-        runs.active = self._active
         runs.left = max(1, self.limit * 3 // 4 - used) if scarce else 0
 
     def provide(self, pages: int) -> None:
@@ -143,7 +138,7 @@ class Runs:
         gets, beside the growth, as many pages as a chunk for each tensor of each request has.
         """
         table, layout, reclaimer = self._table, self._layout, self._reclaimer
-        open_pages = (len(table) - len(table.free)) * layout.num_tensors * layout.block
+        open_pages = (len(table) - table.free_count) * layout.num_tensors * layout.block
         self._spare -= pages
         if self._spare >= open_pages:
             return
@@ -207,7 +202,7 @@ class Runs:
         0 where mappings are not limited.
         """
         table = self._table
-        if not self.limit or table.lockstep or len(table.free) == len(table):
+        if not self.limit or table.lockstep or table.free_count == len(table):
             return 0
         runs = sum(-(-pages // self._chunk) + 1 for pages in lengths if pages)
         return runs * self._layout.num_tensors

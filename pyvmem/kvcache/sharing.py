@@ -94,7 +94,6 @@ class Sharing:
             new.append(Block(handle, high - low, list(events), tier))
             parts.append(Part(new[-1], 0, high - low))
             whole = slot.whole_with(low, high, whole)  # mapped again by as few calls as can be
-        self.table.touched.add(slot)
         return [
             [slot, "span", Span(tuple(parts), unit_pages)],
             [slot, "whole", whole],

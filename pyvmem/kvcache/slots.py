@@ -26,25 +26,21 @@ block can be unmapped while GPU work may read any of it. So what a running reque
 that its last page lies in is not spare, although it was not granted: `KVCache.step` cuts it off
 where memory is short, after all work on the device.
 
-`SlotIndex` finds slots without looking at each of them. It follows from the slots' attributes
-alone: a slot is filed under what they say, and filing it again moves it. So a slot can be filed at
-any time and any number of times, and an index that may be wrong is thrown away and made anew.
+`SlotTable` finds slots by a look at each of them, in C: there is no index that could be wrong, and
+no other copy of what a slot says.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import merge
 from itertools import count as count_up
-from itertools import islice
-from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from pyvmem._native import Columns
+from pyvmem._native import Columns, Kind, Row
 from pyvmem.errors import NotRecoverable, Timeout, VMemError
 from pyvmem.kvcache.events import prune
 from pyvmem.kvcache.pages import DEVICE, EMPTY, NOWHERE, Places, Span, Stretch, Tier
@@ -60,12 +56,10 @@ __all__ = [
     "Grant",
     "Growth",
     "Move",
-    "Ordered",
     "Piece",
     "QuietTicket",
     "DoneTicket",
     "Slot",
-    "SlotIndex",
     "SlotTable",
     "Slide",
 ]
@@ -73,11 +67,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """One request's place in every tensor; edits change it.
-
-    Who changes what the index is made of puts the slot into `SlotTable.touched` first.
+class Slot(Row):
+    """One request's place in every tensor; edits change it, and so does the C call of a growth.
 
     Attributes:
         index: the reqid.
@@ -101,29 +92,20 @@ class Slot:
         places: which pages lie outside the device.
         freed_at: step at which it became free.
         freed_order: counts up with every slot that becomes free.
+        stale: an earlier owner's shared or moved pages are there, or its first ones missing; C says
+            so by the others.
     """
 
-    index: int
-    addr: int = 0
-    active: bool = False
-    broken: bool = False
-    writer: bool = False
-    lost: bool = False
-    kept: bool = False
-    mapped: int = 0
-    granted: int = 0
-    whole: int = 0
-    block: int = 0
-    head: int = 0
-    dirty: int = 0
-    owner: int = 0
-    events: list[Any] = field(default_factory=list)
-    job: Any = None
-    freed_at: int = 0
-    freed_order: int = 0
-    span: Span = EMPTY
-    pins: list[Any] = field(default_factory=list)
-    places: Places = NOWHERE
+    __slots__ = ("events", "pins")
+
+    span: Span
+    places: Places
+
+    def __init__(self, index: int, addr: int = 0, block: int = 0) -> None:
+        self.index, self.addr, self.block = index, addr, block
+        self.events: list[Any] = []
+        self.pins: list[Any] = []
+        self.job, self.span, self.places = None, EMPTY, NOWHERE
 
     @property
     def shared(self) -> int:
@@ -133,16 +115,6 @@ class Slot:
     def shared_part(self, low: int, high: int) -> Span:
         """The shared pages in [low, high) of the slot."""
         return self.span.slice(low - self.head, high - self.head)
-
-    @property
-    def stale(self) -> bool:
-        """True if an earlier owner's shared or moved pages are there, or its first ones missing."""
-        granted = self.granted
-        return (
-            self.span.pages > granted
-            or self.head > granted
-            or (bool(self.places.noted) and self.places.away_end > granted)
-        )
 
     def spare_beyond(self, keep: int) -> int:
         """Pages of the device that it can lose and still have `keep`; a stale one keeps none.
@@ -201,9 +173,6 @@ class Slot:
 class SlotTable:
     """All slots, and how to find one.
 
-    The index is brought up to date when it is used, so a call that changes much pays for that once,
-    and a call that an exception ended leaves at worst an index to be made anew.
-
     Args:
         count: how many.
         journal: of the cache.
@@ -216,8 +185,7 @@ class SlotTable:
             far the background is. What else would be an answer, such as a driver that is out of
             memory, is an error then.
         changes: counts slots taken and given back.
-        columns: what the slots say, for C; right where the index is.
-        touched: slots that the index does not have as they are; not empty while there is no index.
+        columns: the slots, for C.
     """
 
     lockstep: ClassVar[bool] = False
@@ -227,11 +195,10 @@ class SlotTable:
     ) -> None:
         self.changes = 0
         self._journal = journal
-        self.columns = Columns(count)
-        self.touched: set[Slot] = set()
-        self.slots = [Slot(i, base + i * stride, block=block) for i in range(count)]
+        self.slots = [Slot(i, base + i * stride, block) for i in range(count)]
+        self.columns = Columns(self.slots)
+        self.columns.place.block = block
         self._order = count_up(1)
-        self._index: SlotIndex | None = SlotIndex(self.slots, self.columns)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -242,39 +209,27 @@ class SlotTable:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots)
 
-    # ---- keeping the index -----------------------------------------------------------------------
-
-    def rebuild(self) -> None:
-        """Has the index made anew at its next use, since an undo has changed the slots."""
-        self.touched.update(self.slots)
-        self._index = None
+    def pick(self, every: int, none: int = 0) -> list[Slot]:
+        """The slots of which every `Kind` holds, and none of others; least recently used first."""
+        return list(map(self.slots.__getitem__, self.columns.pick(every, none)))
 
     @property
-    def index(self) -> SlotIndex:
-        """The slots, filed as they are now."""
-        index, touched = self._index, self.touched
-        if index is None:
-            self._index = index = SlotIndex(self.slots, self.columns)
-            touched.clear()
-        elif touched:
-            self._index = None  # until it is whole again
-            index.file_all(touched)
-            self._index = index
-            touched.clear()
-        return index
-
-    def check(self) -> list[str]:
-        """Lists contradictions between the index and the slots, in words."""
-        return self.index.differences(SlotIndex(self.slots, Columns(len(self.slots))))
-
-    @property
-    def free(self) -> Ordered:
+    def free(self) -> list[Slot]:
         """The slots that a request may get, least recently used first."""
-        return self.index.free
+        return self.pick(Kind.FREE)
+
+    @property
+    def free_count(self) -> int:
+        """How many these are."""
+        return self.columns.count(Kind.FREE)
+
+    @property
+    def stale(self) -> list[Slot]:
+        """The slots whose pages must all go, taken or not."""
+        return self.pick(Kind.STALE, Kind.LOST)
 
     def change(self, slot: Slot, **values: Any) -> None:
-        """Sets attributes of a slot, and has it filed anew."""
-        self.touched.add(slot)
+        """Sets attributes of a slot."""
         self._journal.change([[slot, name, value] for name, value in values.items()])
 
     # ---- ownership -------------------------------------------------------------------------------
@@ -288,7 +243,6 @@ class SlotTable:
         """Ends an ownership, with edits; what was granted is dirty from now on."""
         self.changes += 1
         events = prune(slot.events) if slot.events else []
-        self.touched.add(slot)
         self._journal.change(
             [
                 [slot, "active", False],
@@ -326,14 +280,10 @@ class SlotTable:
         Of equal ones that which has been free for longest. Slots that are losing pages come last:
         growing them means waiting for that. None when no slot is free.
         """
-        index = self.index
-        for fits in (index.ready, index.losing):
-            entries = fits.entries
-            if entries:
-                place = bisect_left(entries, (pages,))
-                if place == len(entries):
-                    place = bisect_left(entries, entries[-1][:1])
-                return fits.at(place)
+        for losing in (Kind.LOSING, 0):
+            found = self.columns.fit(pages, Kind.FREE, losing)
+            if found is not None:
+                return self.slots[found]
         return None
 
     def to_prepare(self, pages: int) -> Slot | None:
@@ -342,42 +292,29 @@ class SlotTable:
         That with the fewest of those that have them, else that with the most of those without a
         batch in flight; of equal ones as `best_fit`, and no stale one.
         """
-        index = self.index
-        enough: list[tuple[int, ...]] = []
-        for fits in (index.ready, index.losing):
-            for place in range(bisect_left(fits.entries, (pages,)), len(fits)):
-                if not fits.at(place).stale:
-                    enough.append(fits.entries[place])
-                    break
-        if enough:
-            return self.slots[min(enough)[-1]]
-        entries = index.ready.entries
-        high = len(entries)
-        while high:
-            low = bisect_left(entries, entries[high - 1][:1])
-            for place in range(low, high):
-                slot = index.ready.at(place)
-                if slot.job is None:
-                    return slot
-            high = low
+        for busy in (0, Kind.BUSY):
+            found = self.columns.fit(pages, Kind.FREE, Kind.STALE | busy)
+            if found is not None and (busy or self.slots[found].mapped >= pages):
+                return self.slots[found]
         return None
 
     def emptiest(self, count: int) -> list[Slot]:
         """The free slots that are soonest without a page; fewer when there are not so many."""
-        index = self.index
-        ready, losing = index.ready.entries, index.losing.entries
-        empty = bisect_left(ready, (1,))
         found: list[Slot] = []
-        for entries in (islice(ready, empty), merge(islice(ready, empty, None), losing)):
+        slots = empty = self.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)
+        while len(found) < count:
             later: list[Slot] = []
-            for key in entries:
+            for slot in slots:
                 if len(found) == count:
                     return found
-                slot = self.slots[key[-1]]
                 if slot.events:
                     slot.events = prune(slot.events)
                 (later if slot.events else found).append(slot)
             found += later
+            if slots is not empty:
+                break
+            others = set(self.free).difference(empty)
+            slots = sorted(others, key=attrgetter("mapped", "freed_order", "index"))
         return found[:count]
 
     def victims(self, active: bool = True) -> Iterator[Slot]:
@@ -389,10 +326,9 @@ class SlotTable:
         Args:
             active: go on with active slots.
         """
-        index = self.index
-        for slots in (index.cached, index.leftovers()) if active else (index.cached,):
+        for kind in (Kind.CACHED, Kind.LEFT) if active else (Kind.CACHED,):
             later: list[Slot] = []
-            for slot in slots:
+            for slot in self.pick(kind):
                 if slot.job is not None:
                     continue
                 if slot.events:
@@ -402,224 +338,6 @@ class SlotTable:
                 else:
                     yield slot
             yield from (slot for slot in later if slot.job is None)
-
-
-_LAST = itemgetter(-1)
-_Key: TypeAlias = tuple[int, ...]
-
-
-class Ordered:
-    """Some of the slots, in the order of a key; iterating gives slots.
-
-    Attributes:
-        entries: the keys in order; the last number of each is the slot's.
-    """
-
-    __slots__ = ("_keys", "_slots", "entries")
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._keys: dict[int, _Key] = {}
-        self.entries: list[_Key] = []
-
-    def put(self, index: int, key: _Key | None) -> None:
-        """Gives a slot its place; None: it has none here."""
-        before = self._keys.get(index)
-        if before == key:
-            return
-        if before is not None:
-            del self.entries[bisect_left(self.entries, before)]
-            del self._keys[index]
-        if key is not None:
-            insort(self.entries, key)
-            self._keys[index] = key
-
-    def at(self, place: int) -> Slot:
-        """The slot at a place of `entries`."""
-        return self._slots[self.entries[place][-1]]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __contains__(self, slot: Slot) -> bool:
-        return slot.index in self._keys
-
-    def __iter__(self) -> Iterator[Slot]:
-        """The slots in their present order, whatever is filed meanwhile."""
-        return map(self._slots.__getitem__, map(_LAST, self.entries[:]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ordered) and self.entries == other.entries
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<Ordered {self.entries!r:.200}>"
-
-
-class _Entry(NamedTuple):
-    """The keys that a slot is filed under: see `SlotIndex`."""
-
-    free: _Key | None = None
-    ready: _Key | None = None
-    losing: _Key | None = None
-    cached: _Key | None = None
-    stale: _Key | None = None
-    ahead: _Key | None = None
-    spare: int = 0
-    returning: int = 0
-
-
-_NOTHING = _Entry()
-
-
-class SlotIndex:
-    """The slots, filed.
-
-    A request's slot is *plain* where growing it takes a map call and nothing else (`file_all`
-    tells): most are at most times, and these are in the columns alone, as are those that would be
-    plain if their window were not sliding.
-
-    Attributes:
-        free: those that a request may get, least recently used first.
-        ready: of these, those that can grow at once, by mapped pages, then as `free`.
-        losing: the other free ones, likewise: growing them means waiting for a batch that unmaps.
-        cached: those without an owner that have pages, least recently used first.
-        stale: those whose pages must all go, taken or not, by number.
-        ahead: active ones that are not plain, without a batch in flight, with pages that their
-            owner was not granted.
-        returning: pages per tensor on their way back.
-        columns: what slots say, for C.
-    """
-
-    __slots__ = (
-        *("_filed", "_slots", "_spare", "ahead", "cached", "columns", "free", "losing", "ready"),
-        *("returning", "stale"),
-    )
-
-    def __init__(self, slots: Sequence[Slot], columns: Columns) -> None:
-        self.free, self.ready, self.losing = Ordered(slots), Ordered(slots), Ordered(slots)
-        self.cached, self.ahead, self.stale = Ordered(slots), Ordered(slots), Ordered(slots)
-        self.columns = columns
-        self.returning = self._spare = 0
-        self._slots = slots
-        self._filed: dict[int, _Entry] = {}
-        columns.clear()
-        columns.place.block = slots[0].block
-        self.file_all(slots)
-
-    @property
-    def spare(self) -> int:
-        """Pages per tensor that no request owns, and that are not on their way back.
-
-        Of slots whose batch in flight maps something none are counted.
-        """
-        return self._spare + self.columns.surplus
-
-    def leftovers(self) -> list[Slot]:
-        """Active slots with pages that their owner was not granted, least recently used first."""
-        columns, slots = self.columns, self._slots
-        found = list(self.ahead)
-        for index, plain in enumerate(columns.plain):
-            if plain and columns.mapped[index] > columns.granted[index]:
-                found.append(slots[index])
-        return sorted(found, key=attrgetter("freed_order", "index"))
-
-    def file_all(self, slots: Iterable[Slot]) -> None:
-        """Files slots under what their attributes say now."""
-        filed, fields = self._filed, []
-        for slot in slots:
-            index, granted, job = slot.index, slot.granted, slot.job
-            plain = (
-                slot.active
-                and not slot.lost
-                and slot.dirty <= granted
-                and slot.span.pages <= granted
-                and slot.head <= granted
-                and not slot.places.noted
-            )
-            nothing = plain and (job is None or (type(job) is Slide and slot.mapped == granted))
-            plain = plain and job is None
-            whole = slot.whole
-            fields.append((index, slot.mapped, granted, slot.head, whole, slot.active, plain))
-            if not nothing:
-                self._file(index, _entry(slot))
-            elif index in filed:
-                self._file(index, _NOTHING)
-        self.columns.file(fields)
-
-    def _file(self, index: int, new: _Entry) -> None:
-        filed = self._filed
-        old = filed.get(index, _NOTHING)
-        if new == old:
-            return
-        if new.free != old.free:
-            self.free.put(index, new.free)
-        if new.ready != old.ready:
-            self.ready.put(index, new.ready)
-        if new.losing != old.losing:
-            self.losing.put(index, new.losing)
-        if new.cached != old.cached:
-            self.cached.put(index, new.cached)
-        if new.stale != old.stale:
-            self.stale.put(index, new.stale)
-        if new.ahead != old.ahead:
-            self.ahead.put(index, new.ahead)
-        self._spare += new.spare - old.spare
-        self.returning += new.returning - old.returning
-        if new == _NOTHING:
-            del filed[index]
-        else:
-            filed[index] = new
-
-    def differences(self, other: SlotIndex) -> list[str]:
-        """Lists the differences of two indexes of the same slots, in words."""
-        names = (*_Entry._fields[:-2], "spare", "returning")
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
-        pairs += [
-            (f"columns.{name}", getattr(self.columns, name), getattr(other.columns, name))
-            for name in ("mapped", "granted", "head", "whole", "active", "plain")
-        ]
-        return [
-            f"slots: {name} is {mine!r:.200}, made anew {anew!r:.200}"
-            for name, mine, anew in pairs
-            if mine != anew
-        ]
-
-
-def _entry(slot: Slot) -> _Entry:
-    """The keys that follow from a slot's attributes."""
-    index, mapped, order, job = slot.index, slot.mapped, slot.freed_order, slot.job
-    taking = job is not None and job.takes_pages
-    spare = returning = 0
-    if taking and not isinstance(job, Slide):  # whose pages `Reclaimer.sliding` counts
-        returning = job.pages
-    shared, granted, noted = slot.head + slot.span.pages, slot.granted, slot.places.noted
-    stale = bool(shared or noted) and (not slot.active or slot.stale)
-    if (taking or job is None) and not slot.lost:
-        if noted or (slot.whole > granted and slot.active):
-            spare = slot.spare_beyond(0)
-        else:
-            spare = max(0, mapped - max(shared, granted))
-    age = (order, index)
-    if slot.active:
-        left = mapped > slot.granted and not slot.lost and job is None
-        return _Entry(
-            ahead=age if left else None,
-            stale=(index,) if stale and not slot.lost else None,
-            spare=spare,
-            returning=returning,
-        )
-    fit = None if slot.broken else (mapped, order, index)
-    return _Entry(
-        free=None if slot.broken else age,
-        ready=None if stale or taking else fit,
-        losing=fit if stale or taking else None,
-        cached=age if mapped and not slot.lost else None,
-        stale=(index,) if stale and not slot.lost else None,
-        spare=spare,
-        returning=returning,
-    )
 
 
 # Plain tuples: dozens are made in a `step_async` that must take microseconds.

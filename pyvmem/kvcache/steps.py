@@ -456,7 +456,7 @@ def _note_short(groups: Sequence[Group]) -> None:
                 reclaimer.free,
                 reclaimer.limit,
                 reclaimer.obtainable({}) - reclaimer.free,
-                len(group.table) - len(group.table.free),
+                len(group.table) - group.table.free_count,
             )
 
 

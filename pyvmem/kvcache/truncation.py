@@ -249,7 +249,6 @@ class Truncation:
             granted = max(granted, places.away_end)
         freed = max(0, slot.mapped - own) - sum(away.values())
         kept, gone = slot.span.part(self.shared - slot.head)
-        group.table.touched.add(slot)
         return [
             [slot, "places", places],
             [slot, "span", kept],

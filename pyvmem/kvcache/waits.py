@@ -24,6 +24,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pyvmem._native import Kind
 from pyvmem.errors import VMemError
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
@@ -148,8 +149,8 @@ def before_fork(
             if group.layout.bytes_for(rows) > shared * group.layout.page_size:
                 waits += work.pending()
     table = groups[0].table
-    ready = table.index.ready.entries
-    if len(groups) == 1 and into is None and len(ready) >= count and not ready[count - 1][0]:
+    empty = table.columns.count(Kind.FREE, Kind.LOSING | Kind.CACHED)
+    if len(groups) == 1 and into is None and empty >= count:
         return waits  # they have no page
     chosen = table.emptiest(count) if into is None else [table[index] for index in into]
     if len(chosen) == count:

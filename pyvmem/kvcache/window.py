@@ -206,10 +206,9 @@ class Window:
             [slots, "job", [job] * len(slots)],
             [reclaimer, "unmaps", [*reclaimer.unmaps, job]],
             [reclaimer, "slid", reclaimer.slid + gone],
-            [reclaimer, "sliding", reclaimer.sliding + job.pages],
+            [reclaimer, "coming", reclaimer.coming + job.pages],
             [reclaimer, "own_away", None],
         )
-        reclaimer.table.touched.update(slots)
 
     def beginning(self, slot: Slot, head: int) -> list[list[Any]]:
         """The edits of a request with the window of a recorded prefix, from page `head` on."""

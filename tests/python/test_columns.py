@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -21,17 +22,33 @@ from pyvmem import (
     _native,
 )
 from pyvmem._native import Columns, Outcome, Waits, extend
+from pyvmem.kvcache.slots import Slot
 
 PAGE, ROW = 4096, 100
 
 
-def columns_of(count: int, **place: int) -> Columns:
-    columns = Columns(count)
-    columns.active[:] = columns.plain[:] = b"\1" * count
+def columns_of(count: int, slots: list[Slot] | None = None, **place: int) -> Columns:
+    """Columns of so many slots that are requests'; `slots` gets them."""
+    made = [Slot(index) for index in range(count)]
+    for slot in made:
+        slot.active = True
+    if slots is not None:
+        slots += made
+    columns = Columns(made)
     layout = {"max_rows": (1 << 64) - 1, "prefill": 16, "row_bytes": ROW, "page_size": PAGE}
     for name, value in {**layout, **place}.items():
         setattr(columns.place, name, value)
     return columns
+
+
+def write(slots: list[Slot], **values: Sequence[int]) -> None:
+    for name, each in values.items():
+        for slot, value in zip(slots, each, strict=True):
+            setattr(slot, name, value)
+
+
+def read(slots: list[Slot], name: str) -> list[int]:
+    return [getattr(slot, name) for slot in slots]
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 4096])
@@ -73,8 +90,9 @@ def test_the_first_that_is_no_length_is_named(bad: Any) -> None:
 
 
 def test_what_no_slot_can_hold_and_free_slots_are_named() -> None:
-    columns = columns_of(4, max_rows=50)
-    columns.active[2] = 0
+    slots: list[Slot] = []
+    columns = columns_of(4, slots, max_rows=50)
+    slots[2].active = False
     assert columns.scan([50, 0, 0, 50]) == (array("Q", [50, 0, 0, 50]), 100, [0, 3])
     assert columns.scan([50, 51, 1, 0]) == 4 + 1
     assert columns.scan([50, 50, 1, 51]) == 4 + 2
@@ -89,7 +107,7 @@ def test_a_prefill_needs_what_it_may_over_read() -> None:
     assert list(columns.needs) == [16, 47, 47, 100]
 
 
-def goals_by_hand(runs: Any, want: list[tuple[int, int, int]]) -> list[int]:
+def goals_by_hand(runs: Any, active: int, want: list[tuple[int, int, int]]) -> list[int]:
     """The policy of growth.py's introduction, written for reading."""
 
     def power(number: int) -> int:
@@ -104,7 +122,7 @@ def goals_by_hand(runs: Any, want: list[tuple[int, int, int]]) -> list[int]:
     if runs.left:
         while least * runs.left < 2 * free * runs.tensors:
             least *= 2
-    share = free // max(1, runs.active)
+    share = free // max(1, active)
     longest = min(runs.longest, power(share if least > 1 else share // 2))
     goals = []
     for most, mapped, head in want:
@@ -124,19 +142,21 @@ def test_runs_follow_the_policy() -> None:
     longer = 0
     for _ in range(2000):
         count = rng.randint(0, 8)
-        columns = columns_of(8)
-        runs = columns.runs
+        slots: list[Slot] = []
+        columns = columns_of(8, slots)
+        runs, active = columns.runs, rng.randint(0, 8)
+        write(slots, active=[slot.index < active for slot in slots])
         runs.fraction = rng.choice([0.125, 0.5, 1.0])
         runs.longest = rng.choice([1, 2, 32])
         runs.last, runs.tensors = 200, rng.randint(1, 64)
-        runs.free, runs.active = rng.randint(0, 500), rng.randint(0, 8)
+        runs.free = rng.randint(0, 500)
         runs.left = rng.choice([0, 1, 100, 10000])
         want = []
         for _ in range(count):
             pages = rng.randint(1, 200)
             want.append((pages, rng.randint(0, 200), rng.randint(0, pages)))
         found = columns.goals(*([one[i] for one in want] for i in range(3)))
-        assert found == goals_by_hand(runs, want)
+        assert found == goals_by_hand(runs, active, want)
         longer += found != [pages for pages, *_ in want]
     assert longer > 200
 
@@ -144,19 +164,18 @@ def test_runs_follow_the_policy() -> None:
 def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
     with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
         base = addresses.addr
-        columns = columns_of(4, base=base, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=2)
+        slots: list[Slot] = []
+        layout = {"base": base, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 24, "tensors": 2}
+        columns = columns_of(4, slots, **layout)
         columns.place.max_rows, columns.place.overread, columns.place.op_flags = 1000, 8, 4
         columns.runs.longest, columns.runs.free = 1, 26
-        columns.mapped[:] = array("Q", [1, 3, 0, 5])
-        columns.granted[:] = array("Q", [1, 1, 0, 5])
+        write(slots, mapped=[1, 3, 0, 5], granted=[1, 1, 0, 5])
         columns.capacity[:] = array("Q", [32, 32, 0, 196])
         columns.scan([33, 100, 1000, 196])
         ops = OpBatch(4)
         grown = columns.plan(ops.array)
-        assert grown == (
-            *([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25], [0, 0, 0]),
-            *(2, 26, 2, 28),
-        )
+        assert grown == (2, 26, 2, 28)
+        assert columns.planned == ([0, 1, 2], [1, 3, 0], [2, 3, 25], [2, 3, 25], [0, 0, 0])
         first, second = ops.array[0], ops.array[1]
         found = (first.addr, first.bytes, first.count, first.stride, first.page_size, first.flags)
         assert found == (base + PAGE, PAGE, 2, 1 << 24, PAGE, 4)
@@ -165,13 +184,13 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
         context.inject(Inject.MAP)
         with pytest.raises(DriverError, match="injected"):
             extend(context.handle, [columns], ops.array, 2, outcome, waits)
-        assert list(columns.mapped) == [1, 3, 0, 5]
+        assert read(slots, "mapped") == [1, 3, 0, 5]
         assert (outcome.happened, waits.struct.count) == (False, 1)
         extend(context.handle, [columns], ops.array, 2, outcome, waits)
         assert (outcome.happened, waits.struct.count) == (True, 2)
         assert context.stats().mapped_bytes == 2 * 26 * PAGE
-        assert list(columns.mapped) == [2, 3, 25, 5]
-        assert list(columns.granted) == [2, 3, 25, 5]
+        assert read(slots, "mapped") == [2, 3, 25, 5]
+        assert read(slots, "granted") == [2, 3, 25, 5]
         assert list(columns.capacity) == [73, 114, 1000, 196]
         assert list(columns.calls) == [1, 0, 1, 0]
         addresses.close(unmap=True)
@@ -180,17 +199,18 @@ def test_a_plan_maps_what_is_lacking_and_grants_what_is_mapped() -> None:
     assert columns.plan(ops.array) is None
     columns.runs.free = 2
     assert columns.plan(ops.array)
-    columns.plain[1] = 0
+    slots[1].dirty = 9
     columns.scan([80, 120, 0, 0])
     assert columns.plan(ops.array) is None
 
 
 def test_groups_that_grow_together_grow_in_one_batch() -> None:
     with Context("host", granule=PAGE) as context, context.reserve(2 << 24) as addresses:
-        ops, each = OpBatch(4), []
+        ops, each, slots = OpBatch(4), [], list[Slot]()
         for group in range(2):
             base = addresses.addr + (group << 24)
-            columns = columns_of(2, base=base, slot_bytes=1 << 20, tensor_bytes=1 << 23, tensors=2)
+            layout = {"base": base, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 23, "tensors": 2}
+            columns = columns_of(2, slots, **layout)
             columns.place.max_rows = 1000
             columns.runs.longest, columns.runs.free = 1, 100
             columns.scan([100 * (group + 1), 50])
@@ -200,12 +220,12 @@ def test_groups_that_grow_together_grow_in_one_batch() -> None:
         context.inject(Inject.MAP, skip=3)
         with pytest.raises(DriverError, match="injected"):
             extend(context.handle, each, ops.array, 4, outcome, waits)
-        assert [list(one.mapped) for one in each] == [[0, 0], [0, 0]]
+        assert read(slots, "mapped") == [0, 0, 0, 0]
         assert context.stats().mapped_bytes == 0
         before = context.stats().batches
         extend(context.handle, each, ops.array, 4, outcome, waits)
         assert context.stats().batches == before + 1
-        assert [list(one.mapped) for one in each] == [[3, 2], [5, 2]]
+        assert read(slots, "mapped") == [3, 2, 5, 2]
         assert context.stats().mapped_bytes == 2 * 12 * PAGE
         addresses.close(unmap=True)
 
@@ -283,39 +303,24 @@ def test_edits_without_a_call_can_be_taken_back() -> None:
         assert chosen == set(keys[:2])
 
 
-def test_surplus_is_of_plain_slots() -> None:
-    columns = columns_of(3)
-    columns.clear()
-    first, second, third = (0, 5, 2, 0, 0, True, True), (1, 9, 1, 0, 0, True, False), (2, 4, 4)
-    columns.file([first, second, (*third, 0, 0, True, True)])
-    assert columns.surplus == 3
-    columns.file([(0, 7, 2, 0, 0, True, True), (1, 9, 8, 0, 0, True, True)])
-    assert columns.surplus == 6
-    columns.file([(0, 7, 2, 0, 0, True, False)])
-    assert columns.surplus == 1
-    columns.clear()
-    assert columns.surplus == 0
-    assert not any(columns.plain)
-
-
-def test_the_rest_of_a_large_entry_is_no_surplus() -> None:
-    columns = columns_of(2, block=4)
-    columns.clear()
-    columns.file([(0, 11, 5, 0, 8, True, True), (1, 11, 9, 0, 8, True, True)])
-    assert columns.surplus == (11 - 8) + (11 - 9)
-    columns.file([(0, 11, 5, 0, 4, True, True)])
-    assert columns.surplus == (11 - 5) + (11 - 9)
+def test_the_rest_of_a_large_entry_is_not_spare() -> None:
+    slots: list[Slot] = []
+    columns = columns_of(3, slots)
+    write(slots, mapped=[11, 11, 9], granted=[5, 9, 9], whole=[8, 8, 0], block=[4, 4, 4])
+    assert columns.spare == (11 - 8) + (11 - 9)
+    slots[0].whole = 4
+    assert columns.spare == (11 - 5) + (11 - 9)
 
 
 def test_a_plan_tells_how_far_there_may_be_large_entries() -> None:
-    columns = columns_of(3, block=4, slot_bytes=1 << 20, tensor_bytes=1 << 24, tensors=1)
+    slots: list[Slot] = []
+    layout = {"block": 4, "slot_bytes": 1 << 20, "tensor_bytes": 1 << 24, "tensors": 1}
+    columns = columns_of(3, slots, **layout)
     columns.runs.longest, columns.runs.free = 1, 100
-    columns.mapped[:] = columns.granted[:] = array("Q", [0, 5, 7])
-    columns.whole[:] = array("Q", [0, 4, 0])
+    write(slots, mapped=[0, 5, 7], granted=[0, 5, 7], whole=[0, 4, 0])
     columns.scan([PAGE // ROW * pages for pages in (9, 11, 12)])
-    grown = columns.plan(OpBatch(3).array)
-    assert grown is not None
-    assert grown.whole == [8, 4, 12]
+    assert columns.plan(OpBatch(3).array)
+    assert columns.planned.whole == [8, 4, 12]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from pyvmem.kvcache.distributed import LockstepTable
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.pages import DEVICE, EMPTY, Span, Tier
-from pyvmem.kvcache.slots import Slot, SlotIndex, SlotTable
+from pyvmem.kvcache.slots import Slot, SlotTable
 from pyvmem.memory.info import Location
 
 COUNT = 12
@@ -37,19 +37,32 @@ def _span(pages: int) -> Span:
     return span
 
 
+def _stale(slot: Slot) -> bool:
+    return max(slot.span.pages, slot.head, slot.places.away_end) > slot.granted
+
+
 def _losing(slot: Slot) -> bool:
-    return slot.stale or (slot.job is not None and slot.job.takes_pages)
+    return _stale(slot) or (slot.job is not None and slot.job.takes_pages)
+
+
+_age = attrgetter("freed_order", "index")
 
 
 def _free(table: SlotTable) -> list[Slot]:
     found = [slot for slot in table if not slot.active and not slot.broken]
-    return sorted(found, key=lambda slot: (slot.freed_order, slot.index))
+    return sorted(found, key=_age)
+
+
+def _spare(slot: Slot) -> int:
+    if slot.lost or not (slot.job is None or slot.job.takes_pages):
+        return 0
+    return slot.spare_beyond(0)
 
 
 def _change(table: SlotTable, rng: random.Random) -> None:
     """Something that happens to a slot."""
     slot = rng.choice(table.slots)
-    what = rng.randrange(9)
+    what = rng.randrange(10)
     if what == 0 and not slot.active and not slot.broken:
         table.take(slot)
     elif what == 1 and slot.active:
@@ -57,7 +70,6 @@ def _change(table: SlotTable, rng: random.Random) -> None:
     elif what == 2 and rng.random() < 0.1:
         table.mark_broken(slot)
     else:
-        table.touched.add(slot)
         if what == 3:
             slot.mapped = rng.randrange(slot.job is not None, 6)
             slot.granted, slot.head = min(slot.granted, slot.mapped), min(slot.head, slot.mapped)
@@ -107,7 +119,7 @@ def _victims(table: SlotTable) -> list[Slot]:
 
 
 def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
-    free = [slot for slot in _free(table) if not slot.stale]
+    free = [slot for slot in _free(table) if not _stale(slot)]
     ready = [slot for slot in free if slot.mapped >= pages]
     if ready:
         return min(ready, key=lambda slot: slot.mapped)
@@ -115,20 +127,23 @@ def _to_prepare(table: SlotTable, pages: int) -> Slot | None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_index_answers_as_a_look_at_every_slot(seed: int) -> None:
+def test_c_finds_what_a_look_at_every_slot_does(seed: int) -> None:
     rng = random.Random(seed)
     table = SlotTable(COUNT, Journal(), block=2)
     for _ in range(3000):
         for _ in range(rng.choice([1, 1, 1, 5])):
             _change(table, rng)
         pages = rng.randrange(8)
-        assert list(table.free) == _free(table)
+        assert table.free == _free(table)
+        assert table.free_count == len(table.free)
+        assert table.stale == sorted(filter(_stale, table), key=_age)
+        assert table.stale == sorted(filter(attrgetter("stale"), table), key=_age)
         assert table.best_fit(pages) is _best_fit(table, pages)
         assert table.to_prepare(pages) is _to_prepare(table, pages)
         assert table.emptiest(pages) == _emptiest(table, pages)
         assert list(table.victims()) == _victims(table)
         assert list(table.victims(active=False)) == [s for s in _victims(table) if not s.active]
-        assert table.check() == []
+        assert table.columns.spare == sum(map(_spare, table))
 
 
 def test_of_equal_fits_that_which_has_been_free_for_longest() -> None:
@@ -172,57 +187,17 @@ def test_victims_may_be_cut_while_they_are_gone_through() -> None:
         seen.append(slot)
         for one in table:
             table.change(one, job=SimpleNamespace(takes_pages=True, pages=2))
-        assert table.index.returning == 6
     assert seen == [table[0]]
 
 
-def test_a_slot_that_changes_is_filed_anew() -> None:
+def test_pages_that_can_be_unmapped() -> None:
     journal = Journal()
     table = SlotTable(3, journal, block=4)
-    assert table.index.spare == 0
+    assert table.columns.spare == 0
     table.change(table[1], mapped=3)
-    assert table.index.spare == 3
-    table.touched.update([table[0], table[2]])
+    assert table.columns.spare == 3
     journal.change([[[table[0], table[2]], "mapped", [4, 5]]])
-    assert table.index.spare == 12
+    assert table.columns.spare == 12
     table.change(table[2], whole=4)
     table.change(table[2], active=True, granted=1)
-    assert table.index.spare == 8, "an entry of 2 MiB that its owner has a part of"
-    assert table.check() == []
-
-
-def test_what_nobody_noted_is_found() -> None:
-    table = SlotTable(2, Journal())
-    assert table.check() == []
-    table[1].mapped = 3
-    found = table.check()
-    assert any("spare is 0, made anew 3" in one for one in found)
-    table.rebuild()
-    assert table.check() == []
-
-
-@pytest.mark.parametrize("when", ["before", "within", "after"])
-def test_an_exception_while_slots_are_filed_costs_nothing(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = SlotTable(4, Journal())
-    assert len(table.free) == 4
-    table.take(table[1])
-    table.take(table[2])
-    file: Callable[[SlotIndex, int, Any], None] = SlotIndex._file
-
-    def broken(index: SlotIndex, place: int, new: Any) -> None:
-        if when == "after":
-            file(index, place, new)
-        if when == "within":
-            index.free.put(place, None)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(SlotIndex, "_file", broken)
-    with pytest.raises(KeyboardInterrupt):
-        len(table.free)
-    with pytest.raises(KeyboardInterrupt):
-        len(table.free)
-    monkeypatch.undo()
-    assert list(table.free) == [table[0], table[3]]
-    assert table.check() == []
+    assert table.columns.spare == 8, "an entry of 2 MiB that its owner has a part of"
