@@ -223,7 +223,7 @@ class Group:
         """See `Recoverable.rebuild`."""
         self.table.rebuild()
         if not self.place:
-            self.prefixes.rebuild()
+            self.prefixes.host.rebuild()
         self.reclaimer.own_away = None
         self.reclaim_due = self.unprepared = True
 
