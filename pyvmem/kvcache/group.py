@@ -222,7 +222,7 @@ class Group:
     def rebuild(self) -> None:
         """See `Recoverable.rebuild`."""
         if not self.place:
-            self.prefixes.rebuild()
+            self.prefixes.host.rebuild()
         self.reclaimer.own_away = None
         self.reclaim_due = self.unprepared = True
 

@@ -49,7 +49,6 @@ import errno
 import logging
 import math
 import operator
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -120,19 +119,15 @@ class PrefixEvicted(BadHandle):
     """
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class Lease:
     """A pin of a prefix.
 
     Attributes:
         node: the last node of it.
-        held: the pin is there.
-        dropped: it will not be used.
     """
 
     node: Node[_Spans]
-    held: bool = True
-    dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -183,7 +178,7 @@ class Leases:
         self._journal = journal
         self._tree = tree
         self._open: dict[Lease, None] = {}
-        self._dropped: deque[Lease] = deque()
+        self._dropped: dict[Lease, None] = {}  # none of them will be used
 
     def __bool__(self) -> bool:
         self.collect()
@@ -195,42 +190,36 @@ class Leases:
 
     def add(self, node: Node[_Spans]) -> Lease:
         """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
-        lease = Lease(node, node.parent is not None)
-        if lease.held:
+        lease = Lease(node)
+        if node.parent is not None:
             self._journal.change([[self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
-        """Puts a lease aside; from any thread, at any time."""
-        if lease.held and not lease.dropped:
-            lease.dropped = True
-            self._dropped.append(lease)
+        """Puts a lease aside; from any thread, at any time. Idempotent."""
+        if lease in self._open:
+            self._dropped[lease] = None
 
     def collect(self) -> None:
         """Ends the leases that were dropped."""
         while self._dropped:
-            self.end(self._dropped.popleft())
+            self.end(next(iter(self._dropped)))
 
     def end(self, lease: Lease) -> None:
         """Ends one lease. Idempotent."""
-        if lease.held and lease in self._open:
-            # From here on it is not among the pins that are counted again.
-            self._journal.change(self.ending(lease))
+        held = lease in self._open
+        self._journal.change(self.ending(lease))
+        if held:
             self._tree.unpin(lease.node)
 
     def ending(self, lease: Lease) -> list[list[Any]]:
         """The edits that end a lease; another has its pin from here on, or takes it back."""
-        return [[self._open, lease, ...], [lease, "held", False]]
+        return [[self._open, lease, ...], [self._dropped, lease, ...]]
 
     def end_all(self) -> None:
         """Ends every lease."""
         for lease in list(self._open):
             self.end(lease)
-
-    def rebuilt(self) -> list[Node[_Spans]]:
-        """The nodes of the leases that are there, after an exception from outside."""
-        self._dropped.extend(lease for lease in self._open if lease.dropped)
-        return [lease.node for lease in self._open]
 
     def nodes(self) -> list[Node[_Spans]]:
         """The leased nodes, once for each lease."""
@@ -290,7 +279,7 @@ class PrefixCache:
         self.unit_pages = tuple(
             0 if one.state else self.unit * one.row_bytes // one.page_size for one in layouts
         )
-        self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.entries)
+        self.tree: PrefixTree[_Spans] = PrefixTree(self.unit, journal.change)
         self.leases = Leases(self.tree, journal, lockstep=lockstep)
         self._columns = [one.page_size * one.num_tensors for one in layouts]
         self._supported: ContextInfo | None = None  # where each group was seen to have prefixes
@@ -700,7 +689,7 @@ class PrefixCache:
         self.leases.collect()
         if leased:
             self.leases.end_all()
-        self.evict_units(self.tree.evictable_pages, store=not forget)
+        self.evict_units(self.tree.pages, store=not forget)
         if forget:
             self.host.clear()
 
@@ -763,12 +752,6 @@ class PrefixCache:
         if place in self._sliding:
             return sum(span.pages for span in self.spans(place))
         return self.tree.tokens // self.unit * self.unit_pages[place]
-
-    def rebuild(self) -> None:
-        """Counts again which prefixes slots keep."""
-        pins = [node for slot in self._table for node in slot.pins]
-        self.tree.rebuild([*pins, *self.leases.rebuilt()])
-        self.host.rebuild()
 
     def check(self) -> list[str]:
         """Lists contradictions in the tree, its pins and its spans, in words."""

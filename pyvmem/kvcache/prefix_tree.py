@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """A radix tree over token ids: recorded prefixes, and the longest match of a prompt.
 
-The order of use holds every node that may be evicted, and a node always follows its children: a use
-moves the whole path to the end, the deepest node first. So the first node in the order has no
-children, and eviction needs no search. Pinned nodes and their ancestors are not in it.
+The order of use holds every node but the roots. A use moves the whole path to the end, the deepest
+node first, so a node follows its children, and eviction finds a leaf at the front. Where it does
+not, since the node is pinned or stands above one that is, or a use was interrupted on its way up,
+it moves the node to the end: no records have to be kept of what a pin keeps besides its node.
 
 Ids are compared in whole *units*, the smallest number of tokens that requests can share: fewer
 would end in the middle of a page. A node holds a run of units, and the caller's *span* for them
@@ -14,10 +15,10 @@ would end in the middle of a page. A node holds a run of units, and the caller's
 
 Every namespace (`TokenIds.namespace`) has its own root; order, counts and eviction cover all of
 them. A run is split where a new prefix diverges in its middle; both halves get a part of the span.
-The old node becomes the lower half, so that its end and its pins stay valid. Eviction takes leaves,
-least recently used first (`Order`).
+The old node becomes the lower half, so that its end and its pins stay valid.
 
-The tree knows nothing about memory and calls no driver. The caller locks.
+All changes but those of the order are edits (see `Outcome`), one C call for each. The tree knows
+nothing about memory and calls no driver. The caller locks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count as count_up
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pyvmem import _native
@@ -40,7 +40,6 @@ __all__ = [
     "MAX_ID",
     "Match",
     "Node",
-    "Order",
     "PrefixTree",
     "S",
     "Span",
@@ -238,7 +237,7 @@ class Node(Generic[S]):
     """
 
     __slots__ = (
-        *("_children", "_locks", "_run", "_stamp"),
+        *("_children", "_run"),
         *("end", "namespace", "parent", "pins", "span", "units"),
     )
 
@@ -259,8 +258,6 @@ class Node(Generic[S]):
         self.pins = 0
         self._run = run
         self._children: dict[bytes, Node[S]] = {}  # by the first unit of their runs
-        self._locks = 0  # pins of this node and of all below
-        self._stamp = 0  # counts up with every use, children before parents
 
     def __getattr__(self, name: str) -> Any:
         if name == "span":
@@ -276,13 +273,6 @@ class Node(Generic[S]):
     def children(self) -> list[Node[S]]:
         """The runs that may follow, in the order they were recorded."""
         return list(self._children.values())
-
-    def top(self) -> Node[S]:
-        """The root of its tree; of a node that left, the node."""
-        node: Node[S] = self
-        while node.parent is not None:
-            node = node.parent
-        return node
 
     def path(self) -> list[Node[S]]:
         """The nodes from below the root to this one."""
@@ -340,79 +330,6 @@ class Inserted(Generic[S]):
     start: int
 
 
-class Order(Generic[S]):
-    """The order of use, and the locks that keep nodes out of it.
-
-    Attributes:
-        locked_pages: pages of the nodes that are pinned or have a pinned node below.
-    """
-
-    def __init__(self) -> None:
-        self.nodes: OrderedDict[Node[S], None] = OrderedDict()  # least recently used first
-        self.locked_pages = 0
-        self._stamps = count_up(1)
-
-    def rebuild(
-        self, roots: Iterable[Node[S]], nodes: Iterable[Node[S]], pins: Iterable[Node[S]]
-    ) -> None:
-        """Rebuilds pins, locks and order.
-
-        Args:
-            roots: of the tree.
-            nodes: all others, parents before children.
-            pins: of these, one for each pin.
-        """
-        every = list(nodes)
-        for node in (*roots, *every):
-            node.pins = node._locks = 0
-        self.locked_pages = 0
-        for node in pins:
-            node.pins += 1
-            for one in (node.top(), *node.path()):
-                one._locks += 1
-        self.locked_pages = sum(node.span.pages for node in every if node._locks)
-        for node in reversed(every):  # a `touch` may have ended on its way up
-            if node.parent is not None and node.parent._stamp <= node._stamp:
-                node.parent._stamp = next(self._stamps)
-        free = sorted((node for node in every if not node._locks), key=lambda n: n._stamp)
-        self.nodes = OrderedDict.fromkeys(free)
-
-    def first(self) -> Node[S] | None:
-        """The leaf to be evicted next."""
-        return next(iter(self.nodes), None)
-
-    def touch(self, node: Node[S]) -> None:
-        """Moves a path to the end, children before parents."""
-        step = node
-        while step.parent is not None:
-            step._stamp = next(self._stamps)
-            if not step._locks:
-                self.nodes[step] = None
-                self.nodes.move_to_end(step)
-            step = step.parent
-
-    def lock(self, node: Node[S]) -> None:
-        """Pins a node, and takes it and its ancestors out."""
-        node.pins += 1
-        step: Node[S] | None = node
-        while step is not None:
-            step._locks += 1
-            if step._locks == 1 and step.parent is not None:
-                self.locked_pages += step.span.pages
-                del self.nodes[step]
-            step = step.parent
-
-    def unlock(self, node: Node[S]) -> None:
-        """Removes a pin; `touch` must follow, which puts the unlocked part of the path back."""
-        node.pins -= 1
-        step: Node[S] | None = node
-        while step is not None:
-            step._locks -= 1
-            if not step._locks and step.parent is not None:
-                self.locked_pages -= step.span.pages
-            step = step.parent
-
-
 def walk(
     root: Node[S], data: bytes, end: int, width: int
 ) -> tuple[Node[S], list[tuple[S, int]], int]:
@@ -461,6 +378,11 @@ def _common(data: bytes, at: int, end: int, run: bytes, width: int) -> int:
     return low
 
 
+def _change(edits: list[list[Any]]) -> None:
+    """Makes edits for good."""
+    _native.change([False, edits])
+
+
 _MAX_UNIT = 1 << 30  # tokens; a bound that catches nonsense
 
 
@@ -472,13 +394,13 @@ class PrefixTree(Generic[S]):
 
     Args:
         unit: tokens in a unit, at least 1.
-        log: a journal's entries (journal.py), which record how to undo each change; None: changes
-            are never undone.
+        change: makes edits of the tree: `Journal.change`; the default: they are never undone.
 
     Attributes:
         root: the empty prefix without a namespace.
-        roots: by namespace; those other than `root` exist while they have a prefix.
-        nodes, tokens, pages: in the tree.
+        roots: by a tuple of their namespace, which may be a str: no key of an edit. Those other
+            than `root` exist while they have a prefix.
+        tokens, pages: in the tree.
         changes: what was recorded and evicted and no reader has taken note of; None: there is no
             reader.
         dropped: the changes before these.
@@ -488,7 +410,7 @@ class PrefixTree(Generic[S]):
         InvalidArgument: `unit` is not a whole number or not positive.
     """
 
-    def __init__(self, unit: int, log: list[Any] | None = None) -> None:
+    def __init__(self, unit: int, change: Callable[[list[list[Any]]], None] | None = None) -> None:
         try:
             self.unit = operator.index(unit)
         except TypeError:
@@ -498,11 +420,11 @@ class PrefixTree(Generic[S]):
                 f"unit is {unit}; it must lie between 1 and {_MAX_UNIT} tokens", limit=_MAX_UNIT
             )
         self._width = self.unit * ID_BYTES
-        self._log = log
-        self._order: Order[S] = Order()
+        self._change = change or _change
+        self._order: OrderedDict[Node[S], None] = OrderedDict()  # least recently used first
         self.root: Node[S] = Node(None, b"", 0, 0)
-        self.roots: dict[Hashable, Node[S]] = {None: self.root}
-        self.nodes = self.tokens = self.pages = 0
+        self.roots: dict[tuple[Hashable], Node[S]] = {(None,): self.root}
+        self.tokens = self.pages = 0
         self.changes: list[Change] | None = None
         self.dropped, self.told = 0, -1
 
@@ -525,16 +447,17 @@ class PrefixTree(Generic[S]):
             InvalidArgument: bad tokens, or a negative `limit`.
         """
         ids, end = self._whole(tokens, limit)
-        root = self.roots.get(ids.namespace)
+        root = self.roots.get((ids.namespace,))
         if root is None:
             root, end = self.root, 0  # nothing is recorded there
         node, parts, at = walk(root, ids.data, end, self._width)
-        if pin and parts and parts[-1][1] < node.units:
-            node = self._split(node, parts[-1][1])
-            parts[-1] = (node.span, node.units)
-        self._order.touch(node)
         if pin:
-            self._order.lock(node)
+            edits: list[list[Any]] = []
+            if parts and parts[-1][1] < node.units:
+                node = self._split(node, parts[-1][1], edits)
+                parts[-1] = (node.span, node.units)
+            self._change([*edits, [node, "pins", node.pins + 1]])
+        self._touch(node)
         return Match(at // ID_BYTES, parts, node)
 
     def insert(
@@ -553,7 +476,7 @@ class PrefixTree(Generic[S]):
             Whatever `make` raises; the tree then holds what it held.
         """
         ids, end = self._whole(tokens, None)
-        root = self.roots.get(ids.namespace)
+        root = self.roots.get((ids.namespace,))
         if root is None:
             root = self.root if not end else Node(None, b"", 0, 0, ids.namespace)
         if found is None or not found.length:
@@ -561,18 +484,17 @@ class PrefixTree(Generic[S]):
         else:
             node, parts, at = found.node, found.parts, found.length * ID_BYTES
         if at < end:
-            if parts and parts[-1][1] < node.units:
-                node = self._split(node, parts[-1][1])
             span = make(at // self._width, end // self._width)
-            if ids.namespace not in self.roots:
-                if self._log is not None:
-                    self._log.append((self.roots.pop, ids.namespace, None))
-                self.roots[ids.namespace] = root
-            node = self._link(node, ids.data[at:end], end // ID_BYTES, span)
+            edits: list[list[Any]] = []
+            if parts and parts[-1][1] < node.units:
+                node = self._split(node, parts[-1][1], edits)
+            node = self._link(node, ids.data[at:end], end // ID_BYTES, span, edits)
+            edits.append([self.roots, (ids.namespace,), root])
             if self.changes is not None:
                 whole = TokenIds.from_bytes(ids.data[:end], ids.namespace)
-                self._note(True, whole, at // self._width)
-        self._order.touch(node)
+                edits.append(self._note(True, whole, at // self._width))
+            self._change(edits)
+        self._touch(node)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
     # ---- pins ------------------------------------------------------------------------------------
@@ -592,7 +514,7 @@ class PrefixTree(Generic[S]):
             raise invalid(
                 f"the prefix of {length} tokens was evicted down to {node.end}", limit=node.end
             )
-        self._order.lock(node)
+        self._change([[node, "pins", node.pins + 1]])
 
     def unpin(self, node: Node[S]) -> None:
         """Undoes one `pin`. Counts as a use.
@@ -603,16 +525,17 @@ class PrefixTree(Generic[S]):
         self._own(node)
         if not node.pins:
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
-        self._order.unlock(node)
-        self._order.touch(node)
-        if node.parent is None:
-            self._forget_root(node)
+        edits: list[list[Any]] = [[node, "pins", node.pins - 1]]
+        if node.is_leaf and node.pins == 1:
+            self._forget_root(node, edits)
+        self._change(edits)
+        self._touch(node)
 
     # ---- evicting -------------------------------------------------------------------------------
 
     def replace(self, node: Node[S], span: S) -> None:
         """Gives a node another span with as many pages; the caller then owns the old one."""
-        self._change([node, "span", span])
+        self._change([[node, "span", span]])
 
     def evict(self, pages: int, *, whole: bool = False) -> list[S]:
         """Evicts leaves, least recently used first, until so many pages are out of the tree.
@@ -625,26 +548,23 @@ class PrefixTree(Generic[S]):
         if pages < 0:
             raise invalid(f"pages is {pages}; it must not be negative")
         spans: list[S] = []
-        missing = pages
-        while missing > 0 and (leaf := self._order.first()) is not None:
-            spans.append(self._unlink(leaf) if whole else self._cut(leaf, missing))
+        missing, order = pages, self._order
+        kept = 0  # nodes in a row that cannot go
+        while missing > 0 and kept < len(order):
+            node = next(iter(order))
+            if node._children or node.pins:
+                order.move_to_end(node)
+                kept += 1
+                continue
+            spans.append(self._unlink(node) if whole else self._cut(node, missing))
             missing -= spans[-1].pages
+            kept = 0
         return spans
 
     # ---- reports ---------------------------------------------------------------------------------
 
-    @property
-    def locked_pages(self) -> int:
-        """Pages of pinned nodes and their ancestors."""
-        return self._order.locked_pages
-
-    @property
-    def evictable_pages(self) -> int:
-        """Pages that `evict` can give."""
-        return self.pages - self.locked_pages
-
     def __len__(self) -> int:
-        return self.nodes
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Node[S]]:
         """All nodes but the roots, parents before children."""
@@ -659,33 +579,24 @@ class PrefixTree(Generic[S]):
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def rebuild(self, pins: Iterable[Node[S]]) -> None:
-        """Rebuilds counts and order after changes were undone; `pins` names a node for each pin."""
-        nodes = list(self)
-        self.nodes = len(nodes)
-        self.tokens = sum(node.units for node in nodes) * self.unit
-        self.pages = sum(node.span.pages for node in nodes)
-        self._order.rebuild(list(self.roots.values()), nodes, pins)
+    def _touch(self, node: Node[S]) -> None:
+        """Moves a path to the end of the order, children before parents."""
+        while node.parent is not None:
+            self._order.move_to_end(node)
+            node = node.parent
 
-    def _change(self, *edits: list[Any]) -> None:
-        """Makes edits (see `Outcome`), which the log can take back."""
-        made: list[Any] = [False, list(edits)]
-        if self._log is not None:
-            self._log.append(made)
-        _native.change(made)
-
-    def _note_gone(self, node: Node[S], stay: int) -> None:
-        """Records that a leaf keeps only its first `stay` units."""
+    def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
+        """Adds that a leaf keeps only its first `stay` units."""
         if self.changes is not None:
             first = node.end // self.unit - node.units + stay
-            self._note(False, node.tokens(), first)
+            edits.append(self._note(False, node.tokens(), first))
 
-    def _note(self, stored: bool, ids: TokenIds, first: int) -> None:
-        """Adds to `changes`."""
+    def _note(self, stored: bool, ids: TokenIds, first: int) -> list[Any]:
+        """The edit that adds to `changes`."""
         changes = self.changes
         assert changes is not None
         change = Change(stored, ids, first, self.dropped + len(changes))
-        self._change([changes, slice(len(changes), None), [change]])
+        return [changes, slice(len(changes), None), [change]]
 
     def changes_after(self, number: int) -> list[Change]:
         """The changes after this one; drops the others. The first call begins to collect them.
@@ -700,7 +611,7 @@ class PrefixTree(Generic[S]):
             ]
         after = changes[max(0, number + 1 - self.dropped) :]
         dropped = self.dropped + len(changes) - len(after)
-        self._change([self, "changes", after], [self, "dropped", dropped])
+        self._change([[self, "changes", after], [self, "dropped", dropped]])
         return after[:]
 
     def _whole(self, tokens: Any, limit: int | None) -> tuple[TokenIds, int]:
@@ -712,8 +623,11 @@ class PrefixTree(Generic[S]):
         end = len(data) if limit is None else min(len(data), limit * ID_BYTES)
         return ids, end // self._width * self._width
 
-    def _split(self, node: Node[S], units: int) -> Node[S]:
-        """Puts the first units of a run into a new node above; returns that one."""
+    def _split(self, node: Node[S], units: int, edits: list[list[Any]]) -> Node[S]:
+        """Adds edits that put the first units of a run into a new node above; returns that one.
+
+        A use of it must follow, so that its parents follow it.
+        """
         parent = node.parent
         assert parent is not None
         width = self._width
@@ -721,42 +635,46 @@ class PrefixTree(Generic[S]):
         end = node.end - (node.units - units) * self.unit
         upper: Node[S] = Node(parent, node._run[:cut], units, end)
         upper.span, lower = node.span.split(units)
-        upper._locks = node._locks
-        self._change(
+        upper._children[node._run[cut : cut + width]] = node
+        edits += (
             [parent._children, node._run[:width], upper],
-            [upper._children, node._run[cut : cut + width], node],
+            [self._order, upper, None],
             [node, "span", lower],
             [node, "parent", upper],
             [node, "units", node.units - units],
             [node, "_run", node._run[cut:]],
         )
-        self.nodes += 1
-        self._order.touch(upper)  # its parents must follow it
         return upper
 
-    def _link(self, parent: Node[S], run: bytes, end: int, span: S) -> Node[S]:
-        """Adds a leaf; `touch` must follow."""
+    def _link(
+        self, parent: Node[S], run: bytes, end: int, span: S, edits: list[list[Any]]
+    ) -> Node[S]:
+        """Adds edits that add a leaf, and returns it; a use of it must follow."""
         node: Node[S] = Node(parent, run, len(run) // self._width, end)
         node.span = span
-        self._change([parent._children, run[: self._width], node])
-        self.nodes += 1
-        self.tokens += node.units * self.unit
-        self.pages += span.pages
+        edits += (
+            [parent._children, run[: self._width], node],
+            [self._order, node, None],
+            [self, "tokens", self.tokens + node.units * self.unit],
+            [self, "pages", self.pages + span.pages],
+        )
         return node
 
     def _unlink(self, node: Node[S]) -> S:
-        """Takes out a node without children and without locks."""
-        assert node.is_leaf
+        """Takes out a node without children and without pins."""
         parent = node.parent
         assert parent is not None
-        self._note_gone(node, 0)
-        first = node._run[: self._width]
-        self._change([parent._children, first, ...], [node, "parent", None])
-        self._forget_root(parent)
-        del self._order.nodes[node]
-        self.nodes -= 1
-        self.tokens -= node.units * self.unit
-        self.pages -= node.span.pages
+        edits: list[list[Any]] = [
+            [parent._children, node._run[: self._width], ...],
+            [node, "parent", None],
+            [self._order, node, ...],
+            [self, "tokens", self.tokens - node.units * self.unit],
+            [self, "pages", self.pages - node.span.pages],
+        ]
+        self._note_gone(node, 0, edits)
+        if len(parent._children) == 1 and not parent.pins:
+            self._forget_root(parent, edits)
+        self._change(edits)
         return node.span
 
     def _cut(self, leaf: Node[S], pages: int) -> S:
@@ -765,32 +683,28 @@ class PrefixTree(Generic[S]):
         stay = leaf.units - -(-pages * leaf.units // held) if held > pages else 0
         if not stay:
             return self._unlink(leaf)
-        self._note_gone(leaf, stay)
         left, right = leaf.span.split(stay)
         gone = (leaf.units - stay) * self.unit
-        self._change(
+        edits: list[list[Any]] = [
             [leaf, "span", left],
             [leaf, "_run", leaf._run[: stay * self._width]],
             [leaf, "units", stay],
             [leaf, "end", leaf.end - gone],
-        )
-        self.tokens -= gone
-        self.pages -= right.pages
+            [self, "tokens", self.tokens - gone],
+            [self, "pages", self.pages - right.pages],
+        ]
+        self._note_gone(leaf, stay, edits)
+        self._change(edits)
         return right
 
-    def _forget_root(self, node: Node[S]) -> None:
-        """Drops the root of a namespace that has no prefix left."""
-        if node.parent is None and node.is_leaf and not node._locks and node is not self.root:
-            if self._log is not None:
-                self._log.append((self.roots.__setitem__, node.namespace, node))
-            self.roots.pop(node.namespace, None)
+    def _forget_root(self, node: Node[S], edits: list[list[Any]]) -> None:
+        """Adds that the root of a namespace goes that is about to have neither prefix nor pin."""
+        if node.parent is None and node is not self.root:
+            edits.append([self.roots, (node.namespace,), ...])
 
     def _own(self, node: Node[S]) -> None:
         """Raises InvalidArgument for a node that left the tree or belongs to another one."""
-        top: Node[S] = node
-        while top.parent is not None:
-            top = top.parent
-        if self.roots.get(node.namespace) is not top:
+        if node not in self._order and self.roots.get((node.namespace,)) is not node:
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
 
 
@@ -798,32 +712,26 @@ def _check(tree: PrefixTree[S]) -> list[str]:
     """See `PrefixTree.check`."""
     found: list[str] = []
     nodes = list(tree)
-    order = {node: place for place, node in enumerate(tree._order.nodes)}
     for node in nodes:
-        found += [f"{node!r}: {text}" for text in _node(tree, node, order)]
+        found += [f"{node!r}: {text}" for text in _node(tree, node)]
     for name, value in (
-        ("nodes", len(nodes)),
         ("tokens", sum(node.units for node in nodes) * tree.unit),
         ("pages", sum(node.span.pages for node in nodes)),
-        ("locked_pages", sum(node.span.pages for node in nodes if node._locks)),
     ):
         if getattr(tree, name) != value:
             found.append(f"{name} is {getattr(tree, name)}; the nodes have {value}")
-    if len(order) != sum(not node._locks for node in nodes):
-        found.append(f"{len(order)} nodes stand in the order of use, which are not all unlocked")
-    for namespace, root in tree.roots.items():
+    if tree._order.keys() != set(nodes):
+        found.append(f"{len(tree)} nodes stand in the order of use, of {len(nodes)}")
+    for (namespace,), root in tree.roots.items():
         of = "" if namespace is None else f" of {namespace!r:.40}"
-        locks = root.pins + sum(child._locks for child in root.children)
-        if root._locks != locks:
-            found.append(f"the root{of} has {root._locks} locks; it and its children have {locks}")
         if root.namespace != namespace or root.parent is not None:
             found.append(f"the root{of} is another namespace's, or no root")
-        if root is not tree.root and not locks and root.is_leaf:
+        if root is not tree.root and not root.pins and root.is_leaf:
             found.append(f"the root{of} has no prefix")
     return found
 
 
-def _node(tree: PrefixTree[S], node: Node[S], order: dict[Node[S], int]) -> list[str]:
+def _node(tree: PrefixTree[S], node: Node[S]) -> list[str]:
     found = []
     parent, width = node.parent, tree.unit * ID_BYTES
     assert parent is not None  # it was reached through it
@@ -833,12 +741,6 @@ def _node(tree: PrefixTree[S], node: Node[S], order: dict[Node[S], int]) -> list
         found.append("its parent has it under another unit")
     if node.end != parent.end + node.units * tree.unit:
         found.append(f"its parent ends at token {parent.end}")
-    if node._locks != node.pins + sum(child._locks for child in node.children):
-        found.append(f"it has {node._locks} locks, other than its pins and its children's")
-    if bool(node._locks) == (node in order):
-        found.append("it must stand in the order of use just when it is not locked")
-    if parent in order and order.get(node, len(order)) > order[parent]:
-        found.append("it would be evicted after its parent")
     if node.namespace != parent.namespace:
         found.append(f"its namespace is {node.namespace!r:.40}, its parent's another")
     return found

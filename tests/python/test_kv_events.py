@@ -238,7 +238,6 @@ def test_an_interrupted_call_tells_nothing(
         events = KVEvents(cache)
         events.poll()
         tree = cache._groups[0].prefixes.tree
-        order = tree._order
         reqid = cache.alloc_reqid()
         assert cache.step(lens(cache, **{f"r{reqid}": 2 * ROWS})) == 0
 
@@ -247,7 +246,7 @@ def test_an_interrupted_call_tells_nothing(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(order, "touch", interrupted)
+            patch.setattr(tree, "_touch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 tokens = [3] * (2 * ROWS)
                 # The look-up before touches the order, too.

@@ -207,7 +207,7 @@ def test_equal_ids_of_different_namespaces_never_meet(context: Context) -> None:
         assert cache.match(PROMPT, namespace="another").length == 0
         cache.trim(prefixes=True)
         assert cache.stats().prefix_pages == cache.stats().mapped_bytes == 0
-        assert list(cache._groups[0].prefixes.tree.roots) == [None]
+        assert list(cache._groups[0].prefixes.tree.roots) == [(None,)]
 
 
 def test_eviction_is_over_all_namespaces(context: Context) -> None:

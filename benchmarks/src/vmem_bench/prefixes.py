@@ -230,7 +230,7 @@ def match(part: Part, count: int, length: int, rounds: int) -> None:
     forms = {"TokenIds": TokenIds(ids), "numpy int64": ids, "list of int": ids.tolist()}
     nodes = len(tree.match(ids).parts)
     part.notes.append(
-        f"{count:,} prefixes of {tree.tokens:,} tokens in {tree.nodes:,} nodes, units of "
+        f"{count:,} prefixes of {tree.tokens:,} tokens in {len(tree):,} nodes, units of "
         f"{tree.unit} tokens; the prompt's path has {nodes} nodes"
     )
     with quiet():
