@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.growth import within_reach
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.plumbing.validation import expect
 
@@ -35,12 +36,9 @@ def can_admit(
         return False
     if not _find_mappings(groups, each):
         return False
-    new = [group.pager.could_have(need) for group, need in zip(groups, pages, strict=True)]
-    if None in new:
-        return False
-    if len(groups) > 1 and not _fit_together(groups, pages):
-        return False
-    return not any(new) or _context_has(groups, pages, new[0] or 0)
+    needs = [(group.pager, need) for group, need in zip(groups, pages, strict=True)]
+    new = within_reach(needs, {})
+    return new is not None and (new <= 0 or _context_has(groups[0], new))
 
 
 def _matches(
@@ -86,30 +84,14 @@ def _find_mappings(groups: Sequence[Group], each: list[list[int]]) -> bool:
     return need <= room or need <= room + sum(group.pager.runs.obtainable() for group in groups)
 
 
-def _fit_together(groups: Sequence[Group], pages: list[int]) -> bool:
-    """True if the groups' budget has room for all of them at once, not only for each alone."""
-    share = groups[0].reclaimer.share
-    assert share is not None
-    need = sum(count * group.layout.page_size for group, count in zip(groups, pages, strict=True))
-    if need <= _reach(groups):
-        return True
-    share.ask(need - _unshared(groups[0]))
-    return False
-
-
-def _context_has(groups: Sequence[Group], pages: list[int], new: int) -> bool:
+def _context_has(group: Group, need: int) -> bool:
     """True if the context's pool and its device have what no cache of the budget could give up.
 
-    `new`: of the pages of the first group, those that are not its own yet.
+    `need`: bytes, without those that the groups of `group` have themselves.
     """
-    first = groups[0]
-    share, context = first.reclaimer.share, first.context
-    need = new * first.layout.page_size
+    share, context = group.reclaimer.share, group.context
     if share is not None:
-        each = [count * group.layout.page_size for group, count in zip(groups, pages, strict=True)]
-        own = _unshared(first) + first.pager.unsettled({}) * first.layout.page_size
-        others = share.within_reach() - share.beyond() - share.room() + share.unsettled()
-        need = sum(each) - own - others
+        need -= share.within_reach() - share.beyond() - share.room() + share.unsettled()
     need -= context.stats().free_bytes
     return need <= 0 or need <= context.memory().free_bytes
 
@@ -118,7 +100,8 @@ def _reach(groups: Sequence[Group]) -> int:
     """Bytes of their budget that requests in several groups could still get."""
     share = groups[0].reclaimer.share
     assert share is not None
-    return share.within_reach() + _unshared(groups[0])
+    own = groups[0].reclaimer.idle({})  # on their way back, or held without an owner
+    return share.within_reach() + own * groups[0].layout.page_size
 
 
 def obtainable(groups: Sequence[Group]) -> tuple[int, int]:
@@ -186,8 +169,3 @@ def free_pages(groups: Sequence[Group]) -> int:
     if len(groups) == 1 or share is None:
         return free[0]
     return min(share.room() // groups[0].layout.page_size, sum(free))
-
-
-def _unshared(group: Group) -> int:
-    """Bytes that a cache can take without asking its budget: on their way back, or held idle."""
-    return group.reclaimer.idle({}) * group.layout.page_size

@@ -29,7 +29,7 @@ from __future__ import annotations
 import errno
 import operator
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ from pyvmem.plumbing.validation import expect
 
 if TYPE_CHECKING:
     from pyvmem.kvcache.reclaim import Reclaimer
+    from pyvmem.kvcache.slots import Slot
 
 __all__ = [
     "Budget",
@@ -325,7 +326,7 @@ class Budget(Closable):
             if floor > share.room():
                 share.finish_idle()
             if share.room() < floor <= share.within_reach():
-                share.begin_unmaps(floor - share.room())
+                share.begin_unmaps(floor - share.room(), {})
                 share.evict(floor - share.room() - share.returning())
                 wait_for_unmaps(share.others(), lambda: share.room() >= floor)
             if share.room() < floor:
@@ -374,7 +375,7 @@ class Budget(Closable):
     def _reclaim(self, nbytes: int) -> None:
         if nbytes > 0 and self._shares:
             everyone = Share(self, self._shares[0].pager, 0)  # every cache is one of its `others`
-            everyone.begin_unmaps(nbytes)
+            everyone.begin_unmaps(nbytes, {})
             if (missing := nbytes - everyone.returning()) > 0:
                 everyone.evict(missing)
 
@@ -504,17 +505,20 @@ class Share:
         found._own = own
         return found
 
-    def begin_unmaps(self, nbytes: int, *, now: bool = True) -> None:
+    def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Makes the others begin to unmap unowned pages until so many bytes will be freed.
 
-        `now`: see `Reclaimer.unmap`.
+        `keep`: slots that are to have at least so many pages per tensor. `now`: see
+        `Reclaimer.unmap`.
         """
         if now and not self.pager.reclaimer.table.lockstep:  # what waits for GPU work may come late
             late = sum(one.reclaimer.late * one.layout.page_size for one in self._rest())
-            self._begin_unmaps(nbytes + late, idle=True, now=now)
-        self._begin_unmaps(nbytes, idle=False, now=now)
+            self._begin_unmaps(nbytes + late, keep, idle=True, now=now)
+        self._begin_unmaps(nbytes, keep, idle=False, now=now)
 
-    def _begin_unmaps(self, nbytes: int, *, idle: bool, now: bool) -> None:
+    def _begin_unmaps(
+        self, nbytes: int, keep: Mapping[Slot, int], *, idle: bool, now: bool
+    ) -> None:
         for one in self._by_excess():
             reclaimer, column = one.reclaimer, one._column
             reclaimer.release_stale(now=now)
@@ -522,8 +526,9 @@ class Share:
                 if idle and slot.events:
                     continue
                 missing = nbytes - self.returning()
-                columns = min(slot.spare, one._excess() // column, -(-missing // column))
-                if not slot.spare:  # all of it is of an entry that its owner partly uses
+                spare = slot.spare_beyond(keep[slot]) if slot in keep else slot.spare
+                columns = min(spare, one._excess() // column, -(-missing // column))
+                if not spare:  # all of it is of an entry that its owner partly uses
                     continue
                 if columns <= 0 or not reclaimer.try_unmap(slot, slot.mapped - columns, now=now):
                     break

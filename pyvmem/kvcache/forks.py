@@ -21,9 +21,9 @@ from pyvmem.features.table import FORK
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import Source
+from pyvmem.kvcache.growth import Source, have
 from pyvmem.kvcache.pages import Block, Part, Span
-from pyvmem.kvcache.requests import have_pages, sync_free_slots
+from pyvmem.kvcache.requests import sync_free_slots
 from pyvmem.kvcache.sharing import Held
 from pyvmem.kvcache.slots import Growth, Slot
 from pyvmem.kvcache.truncation import check_kept
@@ -119,7 +119,7 @@ class _Fork:
             self.job.pieces = list(zip(slots, repeat(full), goals))
             self.job.new_pages = (sum(goals) - full * count) * group.layout.num_tensors
             for slot, low, high in self.job.pieces:
-                pager.planner.populate(ops, slot, low, high, source)
+                pager.populate(ops, slot, low, high, source)
         places = parent.places
         if places.noted:
             places = places.within(head, full)
@@ -215,7 +215,7 @@ def fork_all(
         raise
     own = groups[0].reclaimer
     sure = own.share is None and len(parts) == 1 and parts[0].new_pages <= own.limit - own.held
-    if not sure and not have_pages([(part.group, part.new_pages) for part in parts]):
+    if not sure and not have([(part.group.pager, part.new_pages) for part in parts], {}):
         return None
     for part in () if work.over else parts:
         if part.nbytes > part.low * part.group.layout.page_size:

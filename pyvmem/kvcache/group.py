@@ -25,7 +25,7 @@ from pyvmem.kvcache.budget import available_bytes
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import prune, record
-from pyvmem.kvcache.growth import Pager
+from pyvmem.kvcache.growth import Pager, grow
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.layout import BLOCK_BYTES, Layout
 from pyvmem.kvcache.mapper import Mapper, Scratch
@@ -593,7 +593,7 @@ class Group:
         if reclaimer.outlook - new_pages < reclaimer.low_pages:
             return
         with suppress(TooManyBatches, OutOfMemory):  # the next call tries again
-            self.pager.grow([(slot, pages)], background=True, reclaim=False)
+            grow([(self.pager, [(slot, pages)])], background=True, reclaim=False)
 
     def close(self, stream: Any) -> None:
         """Waits for everything, then gives pages and reservation back; may be repeated."""

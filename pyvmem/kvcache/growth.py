@@ -9,7 +9,7 @@ import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pyvmem import _native
 from pyvmem._native import Columns, Grown, Outcome
@@ -28,15 +28,32 @@ from pyvmem.kvcache.events import (
     order_ticket,
     prune,
 )
-from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.migration import Mover
-from pyvmem.kvcache.reclaim import Reclaimer
+from pyvmem.kvcache.reclaim import Reclaimer, Share
 from pyvmem.kvcache.runs import SCARCE_AT, Runs
 from pyvmem.kvcache.slots import Growth, Piece, Slide, Slot, Unmap
 from pyvmem.memory.ops import OpBatch
 from pyvmem.memory.pages import Ticket
 
-__all__ = ["Pager", "Planner", "Source", "extend"]
+__all__ = [
+    "OPS",
+    "Needs",
+    "Pager",
+    "Source",
+    "Want",
+    "can_have",
+    "extend",
+    "fit",
+    "grow",
+    "have",
+    "within_reach",
+]
+
+OPS = 2
+"""Operations that a growth may have for a slot: new pages, and a fill."""
+
+Want: TypeAlias = Sequence[tuple[Slot, int]]
+"""Slots, and the pages per tensor that each is to have."""
 
 _SPREAD = _native.constant("VMEM_OP_SPREAD")
 _DIRTY = _native.constant("VMEM_OP_DIRTY")
@@ -58,116 +75,6 @@ class Source(NamedTuple):
     nbytes: int
 
 
-class Planner:
-    """Writes the two batches of a `Growth`, each into memory that is reused.
-
-    Args:
-        layout: where everything lies.
-        count: slots of the cache.
-        mapping: gets what `plan` writes.
-        zero_fill: zero pages that an earlier owner may have written before granting them.
-    """
-
-    OPS = 2
-    """Operations for a slot: new pages, and a fill."""
-
-    def __init__(self, layout: Layout, count: int, mapping: OpBatch, *, zero_fill: bool) -> None:
-        self.mapping = mapping
-        self._filling = OpBatch(count)
-        self._layout = layout
-        self._zero_fill = zero_fill
-
-    def plan(
-        self,
-        want: Sequence[tuple[Slot, int]],
-        job: Growth,
-        after: list[Any],
-        goals: Sequence[int] | None = None,
-    ) -> list[Piece]:
-        """Writes `mapping`: new pages, and zero-fills of reused ones that need not wait.
-
-        Args:
-            want: slots and the pages per tensor that each needs.
-            job: gets pieces, grants, handover and counts.
-            after: gets the GPU work that the returned fills must follow.
-            goals: pages per tensor to map for each: what it needs or more.
-
-        Returns:
-            The pieces for `filling`.
-        """
-        layout, ops = self._layout, self.mapping
-        size, tensors, stride = layout.page_size, layout.num_tensors, layout.tensor_bytes
-        late: list[Piece] = []
-        new = reused = 0
-        ops.clear()
-        for place, (slot, pages) in enumerate(want):
-            low = slot.mapped
-            if pages > low:
-                high = pages if goals is None else goals[place]
-                job.pieces.append((slot, low, high))
-                new += high - low
-                self.populate(ops, slot, low, high)
-            if not slot.active:
-                continue
-            job.grants.append((slot, slot.owner, pages))
-            granted = slot.granted
-            if low <= granted:
-                continue
-            reused += min(pages, low) - granted
-            dirty = min(pages, slot.dirty)
-            if dirty <= granted:
-                continue
-            slot.events = prune(slot.events)
-            if not self._zero_fill:
-                job.handover.extend(slot.events)
-            elif slot.events:
-                late.append((slot, granted, dirty))
-                after.extend(slot.events)
-            else:
-                job.zeroed_pages += (dirty - granted) * tensors
-                ops.fill(slot.addr + granted * size, (dirty - granted) * size, 0, tensors, stride)
-        job.new_pages = new * tensors
-        job.reused_pages = reused * tensors
-        return late
-
-    def populate(
-        self, ops: OpBatch, slot: Slot, low: int, high: int, source: Source | None = None
-    ) -> None:
-        """Adds new pages [low, high), which hold what is at `source`, or zeros."""
-        layout = self._layout
-        size, contents = layout.page_size, {}
-        copied = 0 if source is None else min(high * size, source.nbytes) - low * size
-        if source is not None and copied > 0:
-            contents = {
-                "copy_from": source.addr + low * size,
-                "copy_stride": source.stride,
-                "copy_bytes": copied,
-            }
-        ops.populate(
-            slot.addr + low * size,
-            (high - low) * size,
-            layout.num_tensors,
-            layout.tensor_bytes,
-            size,
-            not self._zero_fill and not contents,
-            spread=True,
-            **contents,
-        )
-
-    def filling(self, pieces: Sequence[Piece]) -> OpBatch:
-        """The zero-fills of pages that an earlier owner's GPU work may still touch."""
-        layout, ops = self._layout, self._filling
-        ops.clear()
-        for slot, low, high in pieces:
-            ops.fill(
-                slot.addr + low * layout.page_size,
-                (high - low) * layout.page_size,
-                count=layout.num_tensors,
-                stride=layout.tensor_bytes,
-            )
-        return ops
-
-
 class Pager:
     """Grows slots, in the calling thread or in the background, and tracks what requests own.
 
@@ -180,7 +87,6 @@ class Pager:
         runs: how long the runs are that requests grow by.
         ahead: how many rows before the end of its pages a request gets the next ones.
         page_bytes: of a page in every tensor.
-        planner: writes growths into batches.
         ops: the batch of growths, of all groups of the cache; `array`: its operations.
     """
 
@@ -200,14 +106,13 @@ class Pager:
         self.layout = reclaimer.layout
         self.counters = reclaimer.counters
         self.device = device
-        slots = len(reclaimer.table)
         self.columns = columns = reclaimer.table.columns
         self.capacity = columns.capacity
         self.growths: list[Growth] = []
         self.granted_pages = 0
         self.page_bytes = self.layout.page_size * self.layout.num_tensors
         self.ops, self.array = ops, ops.array
-        self.planner = Planner(self.layout, slots, ops, zero_fill=config.zero_fill)
+        self._zero_fill = config.zero_fill
         self.layout.describe(columns.place, reclaimer.table[0].addr)
         columns.place.op_flags = _SPREAD if config.zero_fill else _SPREAD | _DIRTY
         self.ahead = 0
@@ -298,26 +203,15 @@ class Pager:
         except VMemError as error:
             _log.debug("growth ahead: %s", str(error))
 
-    def edit(
-        self,
-        edits: list[list[Any]],
-        grown: Grown,
-        ticket: Ticket | None,
-        *,
-        ahead: bool,
-        quiet: bool,
-    ) -> None:
-        """Adds what a planned growth changes in the records.
+    def count(self, edits: list[list[Any]], added: int, reused: int) -> None:
+        """Adds the counts that every growth changes.
 
         Args:
             edits: see `Outcome`.
-            grown: what `Columns.plan` returned.
-            ticket: of the growth in the background; None: the pages are granted at once.
-            ahead: see `grow_ahead`.
-            quiet: another group's growth reports the failure of the batch.
+            added: physical pages that are mapped.
+            reused: physical pages that are granted and were mapped.
         """
-        reclaimer, counters, tensors = self.reclaimer, self.counters, self.layout.num_tensors
-        added, reused = grown.added * tensors, 0 if ahead else grown.reused * tensors
+        reclaimer, counters = self.reclaimer, self.counters
         held = reclaimer.held + added
         edits += (
             [reclaimer, "held", held],
@@ -325,105 +219,91 @@ class Pager:
             [counters, "reused", counters.reused + reused],
             [counters, "peak_mapped", max(held, counters.peak_mapped)],
         )
-        if ticket is None:  # C writes the slots
-            edits.append([self, "granted_pages", self.granted_pages + grown.granting])
-            return
-        planned = self.columns.planned
-        slots = list(map(reclaimer.table.slots.__getitem__, planned.slots))
-        pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
-        owners = map(attrgetter("owner"), slots)
-        job = Growth(
-            slots,
-            [piece for piece in pieces if piece[2] > piece[1]],
-            grants=[] if ahead else list(zip(slots, owners, planned.pages, strict=True)),
-            mapping=ticket,
-            ahead=ahead,
-            quiet=ahead or quiet,
-            new_pages=added,
-            reused_pages=reused,
-        )
-        edits += (
-            [slots, "mapped", planned.goals],
-            [slots, "whole", planned.whole],
-            [slots, "job", [job] * len(slots)],
-            [self, "growths", [*self.growths, job]],
-        )
+
+    def begin(self, edits: list[list[Any]], job: Growth, *, wait: bool = True) -> None:
+        """Adds that a growth is under way until `settle` completes it; without `wait` it is."""
+        if wait:
+            growths = [*self.growths, job]
+            edits += ([job.slots, "job", [job] * len(job.slots)], [self, "growths", growths])
+        else:
+            edits += self._granting(job)
         if self.runs.limit:
             self.runs.grown(job.pieces)
 
-    def grow(
-        self,
-        want: Sequence[tuple[Slot, int]],
-        *,
-        background: bool,
-        tentative: bool = False,
-        reclaim: bool = True,
-    ) -> bool:
-        """Begins to grow each slot to so many pages per tensor; `settle` completes it.
-
-        No slot may have a batch in flight. New pages are taken at once: when this returns they are
-        mapped or, in the background, promised. Inactive slots get the pages mapped, not granted.
+    def plan(
+        self, want: Want, goals: Sequence[int] | None, after: list[Any]
+    ) -> tuple[Growth, list[Piece]]:
+        """Adds to `ops` new pages, and zero-fills of reused ones that need not wait.
 
         Args:
-            want: slots and the pages that each needs.
-            background: on the worker thread; else mapped when this returns.
-            tentative: only `settle` grants the pages, although they are mapped: the growth may
-                still be cancelled.
-            reclaim: unmap unowned pages, and wait for that, when memory is short.
+            want: slots without a batch in flight.
+            goals: pages per tensor to map for each: what it needs or more.
+            after: gets the GPU work that the other fills must follow.
 
         Returns:
-            False when memory is short; then nothing changed, except that reclaimed pages are free.
+            The growth, not in the records yet, and what is still to be filled for it.
         """
-        goals = self.runs.goals(want)
-        while True:
-            job = Growth([slot for slot, _ in want])
-            writers: list[Any] = []
-            late = self.planner.plan(want, job, writers, goals)
-            grants = job.grants
-            if late:
-                job.grants = []  # not granted before the zeroing of old contents has begun
-            wait_to_grant = bool(tentative or late or job.handover)
-            if not len(self.planner.mapping):
-                self.journal.change(self._growing(job, granted=not wait_to_grant))
-                break
-            wait_to_grant |= background
-            if self._map(job, want, background, reclaim, goals is not None, wait_to_grant):
-                break
-            if goals is None:
-                return False
-            goals = None
-        if self.runs.limit:
-            self.runs.grown(job.pieces)
-        if late:
-            ticket, counters = Ticket(self.mapper.context), self.counters
-            pages = sum(high - low for _, low, high in late) * self.layout.num_tensors
-            edits = [
-                [job, "grants", grants],
-                [job, "filling", ticket],
-                [job, "filling_pages", pages],
-                [counters, "zeroed", counters.zeroed + pages],
-            ]
-            self.mapper.commit(edits, self.planner.filling(late), writers, ticket=ticket)
-        return True
+        ops, tensors = self.ops, self.layout.num_tensors
+        job = Growth([slot for slot, _ in want])
+        late: list[Piece] = []
+        for place, (slot, pages) in enumerate(want):
+            low, granted = slot.mapped, slot.granted
+            if pages > low:
+                high = pages if goals is None else goals[place]
+                job.pieces.append((slot, low, high))
+                job.new_pages += (high - low) * tensors
+                self.populate(ops, slot, low, high)
+            if not slot.active:
+                continue
+            job.grants.append((slot, slot.owner, pages))
+            if low <= granted:
+                continue
+            job.reused_pages += (min(pages, low) - granted) * tensors
+            dirty = min(pages, slot.dirty)
+            if dirty <= granted:
+                continue
+            slot.events = prune(slot.events)
+            if not self._zero_fill:
+                job.handover.extend(slot.events)
+            elif slot.events:
+                late.append((slot, granted, dirty))
+                after.extend(slot.events)
+            else:
+                job.zeroed_pages += self.fill(ops, [(slot, granted, dirty)])
+        return job, late
 
-    def _growing(self, job: Growth, *, granted: bool) -> list[list[Any]]:
-        """The edits for a growth that begins; `granted`: it is complete."""
-        reclaimer, counters = self.reclaimer, self.counters
-        held = reclaimer.held + job.new_pages
-        edits: list[list[Any]] = [
-            [reclaimer, "held", held],
-            [counters, "grown", counters.grown + job.new_pages],
-            [counters, "reused", counters.reused + job.reused_pages],
-            [counters, "zeroed", counters.zeroed + job.zeroed_pages],
-            [counters, "peak_mapped", max(held, counters.peak_mapped)],
-        ]
-        for slot, low, high in job.pieces:
-            whole = slot.whole_with(low, high, slot.whole)
-            edits += ([slot, "mapped", high], [slot, "whole", whole])
-        if granted:
-            return edits + self._granting(job)
-        growths = [*self.growths, job]
-        return [*edits, [job.slots, "job", [job] * len(job.slots)], [self, "growths", growths]]
+    def populate(
+        self, ops: OpBatch, slot: Slot, low: int, high: int, source: Source | None = None
+    ) -> None:
+        """Adds new pages [low, high), which hold what is at `source`, or zeros."""
+        layout = self.layout
+        size, contents = layout.page_size, {}
+        copied = 0 if source is None else min(high * size, source.nbytes) - low * size
+        if source is not None and copied > 0:
+            contents = {
+                "copy_from": source.addr + low * size,
+                "copy_stride": source.stride,
+                "copy_bytes": copied,
+            }
+        ops.populate(
+            slot.addr + low * size,
+            (high - low) * size,
+            layout.num_tensors,
+            layout.tensor_bytes,
+            size,
+            not self._zero_fill and not contents,
+            spread=True,
+            **contents,
+        )
+
+    def fill(self, ops: OpBatch, pieces: Sequence[Piece]) -> int:
+        """Adds zero-fills; returns their physical pages."""
+        size, tensors, pages = self.layout.page_size, self.layout.num_tensors, 0
+        for slot, low, high in pieces:
+            pages += (high - low) * tensors
+            at, nbytes = slot.addr + low * size, (high - low) * size
+            ops.fill(at, nbytes, 0, tensors, self.layout.tensor_bytes)
+        return pages
 
     def settle(
         self, stream: Any = None, whole: bool = False, lens: Sequence[int] | None = None
@@ -524,43 +404,6 @@ class Pager:
             if (error := self._failure(job, error)) is not None:
                 self.reclaimer.errors.append(error)
 
-    def can_have(self, pages: int, keep: Mapping[Slot, int]) -> bool:
-        """Whether so many physical pages are obtainable, with the slots of `finish_idle` counted.
-
-        Args:
-            pages: physical pages.
-            keep: slots that are to keep at least so many pages per tensor.
-        """
-        share = self.reclaimer.share
-        self.finish_idle()
-        if share is not None:
-            share.finish_idle()
-        if pages <= self.reclaimer.obtainable(keep):
-            return True
-        if self.mover.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
-            return True
-        if share is None:
-            return False
-        if share.stop_promoting() and pages <= self.reclaimer.obtainable(keep):
-            return True
-        self.reclaimer.ask_others(pages, keep)
-        return False
-
-    def could_have(self, pages: int) -> int | None:
-        """`can_have`, as far as is known without a wait.
-
-        Returns:
-            How many of the pages are not the cache's yet; None: it could not have so many.
-        """
-        reclaimer, more, others = self.reclaimer, self.unsettled({}), 0
-        if reclaimer.share is not None:
-            others = reclaimer.share.unsettled() // self.layout.page_size
-        own = reclaimer.idle({}) + more
-        if pages <= reclaimer.takeable() + own + others:
-            return max(0, pages - own)
-        reclaimer.ask_others(pages - more - others, {})
-        return None
-
     def unsettled(self, keep: Mapping[Slot, int], *, promoting: bool = True) -> int:
         """Physical pages that `can_have` would wait for: of idle growths, and of copies.
 
@@ -581,98 +424,6 @@ class Pager:
             return 0
         pages = sum(slot.loose_beyond(keep.get(slot, 0)) for slot in self.reclaimer.table)
         return pages * self.layout.num_tensors
-
-    def have(self, pages: int) -> bool:
-        """Reclaims unowned pages; returns whether so many physical pages are free then.
-
-        Raises:
-            VMemError: unowned pages could not be unmapped.
-        """
-        reclaimer = self.reclaimer
-        while (missing := pages - reclaimer.free) > 0:
-            free = reclaimer.free
-            if not self.can_have(pages, {}):
-                return False
-            own = max(0, pages - (reclaimer.limit - reclaimer.held))
-            if reclaimer.free == free and not reclaimer.make_room(missing, {}, own):
-                reclaimer.raise_errors()
-                return False
-        return True
-
-    # ---- batches -------------------------------------------------------------------------------
-
-    def _map(
-        self,
-        job: Growth,
-        want: Sequence[tuple[Slot, int]],
-        background: bool,
-        reclaim: bool,
-        more: bool,
-        wait_to_grant: bool,
-    ) -> bool:
-        """Runs or submits the mapping batch, with the growth in the records; False: no memory.
-
-        `more`: it maps more than is needed; nothing is reclaimed for that. `wait_to_grant`:
-        `settle` grants the pages.
-        """
-        reclaimer, mapping, pages = self.reclaimer, self.planner.mapping, job.new_pages
-        keep = dict(want) if reclaim else None
-        while True:
-            missing = pages - reclaimer.free
-            if missing <= 0:
-                if self.runs.spreads:
-                    self.runs.provide(pages)
-                job.mapping = Ticket(self.mapper.context) if background else None
-                edits = self._growing(job, granted=not wait_to_grant)
-                try:
-                    self.mapper.commit(
-                        edits, mapping, ticket=job.mapping, late=True, waits=self.counters.waits
-                    )
-                    return True
-                except NotRecoverable:
-                    self.reclaimer.mark_broken(job.pieces)
-                    raise
-                except TooManyMappings as error:
-                    if more:
-                        return False
-                    if self.fewer_mappings(pages, keep, background=background):
-                        self._finish(job.slots)
-                        continue
-                    if self.reclaimer.table.lockstep:
-                        raise
-                    self.runs.refused = str(error)
-                    return False
-                except OutOfMemory:  # of the device, or of a context shared with others
-                    if more:
-                        return False
-                    if self.reclaimer.table.lockstep:
-                        raise
-                    missing = pages
-            if keep is None or more:
-                return False
-            free = reclaimer.free
-            if not self.can_have(pages, keep):
-                return False
-            if reclaimer.free > free:  # copies were cancelled
-                continue
-            own = max(0, pages - (reclaimer.limit - reclaimer.held))
-            if not reclaimer.make_room(missing, keep, own):
-                reclaimer.raise_errors()
-                if self.reclaimer.table.lockstep:  # the other ranks have these pages
-                    raise OutOfMemory(
-                        f"{missing} pages that no request owns did not come back",
-                        errno=errno.ENOMEM,
-                        op="KVCache",
-                        bytes=missing * self.layout.page_size,
-                    )
-                return False
-            self._finish(job.slots)
-
-    def _finish(self, slots: Sequence[Slot]) -> None:
-        """Waits until pages beyond what these slots keep are unmapped."""
-        for slot in slots:
-            if slot.job is not None:
-                self.reclaimer.finish(slot.job)
 
     def fewer_mappings(
         self, pages: int, keep: Mapping[Slot, int] | None, *, background: bool = False
@@ -791,6 +542,10 @@ class Pager:
         )
 
 
+Needs: TypeAlias = Sequence[tuple[Pager, int]]
+"""Groups that share a budget, and the physical pages that each is to map."""
+
+
 def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) -> bool:
     """Grows the slots that the last scans found, where a map call each is enough: one batch.
 
@@ -828,7 +583,28 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     ticket = Ticket(context) if background and written else None
     edits: list[list[Any]] = []
     for pager, grown in each:
-        pager.edit(edits, grown, ticket, ahead=ahead, quiet=pager is not first)
+        tensors = pager.layout.num_tensors
+        added, reused = grown.added * tensors, 0 if ahead else grown.reused * tensors
+        pager.count(edits, added, reused)
+        if ticket is None:  # C writes the slots
+            edits.append([pager, "granted_pages", pager.granted_pages + grown.granting])
+            continue
+        planned = pager.columns.planned
+        slots = list(map(pager.reclaimer.table.slots.__getitem__, planned.slots))
+        edits += ([slots, "mapped", planned.goals], [slots, "whole", planned.whole])
+        pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
+        owners = map(attrgetter("owner"), slots)
+        job = Growth(
+            slots,
+            [piece for piece in pieces if piece[2] > piece[1]],
+            grants=[] if ahead else list(zip(slots, owners, planned.pages, strict=True)),
+            mapping=ticket,
+            ahead=ahead,
+            quiet=ahead or pager is not first,
+            new_pages=added,
+            reused_pages=reused,
+        )
+        pager.begin(edits, job)
     outcome = Outcome(edits) if ticket is None else ticket.outcome.of(edits)
     first.journal.entries.append(outcome)
     try:
@@ -843,13 +619,268 @@ def extend(pagers: Sequence[Pager], *, background: bool, ahead: bool = False) ->
     except NotRecoverable:
         for pager in pagers:
             planned = pager.columns.planned
-            slots = map(pager.reclaimer.table.__getitem__, planned.slots)
-            pieces = list(zip(slots, planned.mapped, planned.goals, strict=True))
+            whose = map(pager.reclaimer.table.__getitem__, planned.slots)
+            pieces = list(zip(whose, planned.mapped, planned.goals, strict=True))
             pager.reclaimer.mark_broken(pieces)
         raise
     finally:
         outcome.edits = None
     return True
+
+
+def grow(wants: Sequence[tuple[Pager, Want]], *, background: bool, reclaim: bool = True) -> bool:
+    """Begins to grow slots to so many pages, in all groups or in none; `settle` completes it.
+
+    One batch maps and zeroes for all of them. What an earlier owner's GPU work may still touch is
+    zeroed after that by a second one; nothing is granted before that has begun. New pages are taken
+    at once: when this returns they are mapped or, in the background, promised. Inactive slots get
+    the pages mapped, not granted.
+
+    Args:
+        wants: by group of a cache.
+        background: on the worker thread; else mapped when this returns.
+        reclaim: unmap unowned pages, and wait for that, when memory is short. Without it nothing
+            may be in flight over the slots.
+
+    Returns:
+        False where memory is short; then nothing changed, except that reclaimed pages are free.
+
+    Raises:
+        VMemError: a batch failed; no request has got a page.
+    """
+    first, keep = wants[0][0], dict[Slot, int]()
+    for _, want in wants:
+        keep.update(want)
+    if not keep:
+        return True
+    share, lockstep = first.reclaimer.share, first.reclaimer.table.lockstep
+    exact = lacking = False
+    while True:
+        for pager, want in wants:
+            for slot, _ in want:
+                if slot.job is not None or slot.mapped > slot.granted:  # else there is no wait
+                    pager.release(slot)
+        needs = []
+        for pager, want in wants:
+            more = 0
+            for slot, pages in want:
+                more += max(0, pages - slot.mapped)
+            needs.append((pager, more * pager.layout.num_tensors))
+        if lacking or not fit(needs):
+            if not reclaim or not have(needs, keep, more=lacking):
+                return False
+            lacking = False
+            continue  # pages beyond what these slots need may have gone
+        parts, after = [], list[Any]()
+        first.ops.clear()
+        room, beyond = None if share is None else share.room(), False
+        for pager, want in wants:
+            if not want:
+                continue
+            goals = None if exact else pager.runs.goals(want, room)
+            beyond |= goals is not None
+            job, late = pager.plan(want, goals, after)
+            parts.append(_Part(pager, job, late))
+            if room is not None:
+                room -= job.new_pages * pager.layout.page_size
+        error = _begin(parts, after, background=background)
+        if error is None:
+            return True
+        if beyond:  # nothing is reclaimed for more than is needed
+            exact = True
+        elif not isinstance(error, TooManyMappings):
+            if lockstep:
+                raise error
+            lacking = True
+        elif not any(
+            pager.fewer_mappings(pages, keep if reclaim else None, background=background)
+            for pager, pages in needs
+        ):
+            if lockstep:
+                raise error
+            first.runs.refused = str(error)
+            return False
+
+
+class _Part(NamedTuple):
+    """A planned growth of one group, and what is to be filled for it after GPU work."""
+
+    pager: Pager
+    job: Growth
+    late: list[Piece]
+
+
+def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMemError | None:
+    """Runs or submits what was planned together, with the growths in the records.
+
+    Returns:
+        The shortage that kept it from being mapped; then nothing changed.
+    """
+    first = parts[0].pager
+    ops, mapper = first.ops, first.mapper
+    mapping = Ticket(mapper.context) if background and len(ops) else None
+    late = sum(len(part.late) for part in parts)
+    wait = bool(mapping or late or any(part.job.handover for part in parts))
+    filling, fills = Ticket(mapper.context), OpBatch(late or 1)
+    edits: list[list[Any]] = []
+    filled: list[list[Any]] = []
+    for pager, job, pieces in parts:
+        job.mapping, job.quiet, counters = mapping, pager is not first, pager.counters
+        zeroed = counters.zeroed + job.zeroed_pages
+        slots, goals = [slot for slot, *_ in job.pieces], [high for *_, high in job.pieces]
+        pager.count(edits, job.new_pages, job.reused_pages)
+        edits.append([slots, "mapped", goals])
+        edits.append([counters, "zeroed", zeroed])
+        if pager.layout.block:
+            whole = [slot.whole_with(low, high, slot.whole) for slot, low, high in job.pieces]
+            edits.append([slots, "whole", whole])
+        if late:
+            pages = pager.fill(fills, pieces)
+            filled += (
+                [job, "grants", job.grants],
+                [job, "filling", filling],
+                [job, "filling_pages", pages],
+                [counters, "zeroed", zeroed + pages],
+            )
+            job.grants = []
+        pager.begin(edits, job, wait=wait)
+    if len(ops):
+        for pager, job, _ in parts:
+            if pager.runs.spreads:
+                pager.runs.provide(job.new_pages)
+        try:
+            mapper.commit(edits, ops, ticket=mapping, late=True, waits=first.counters.waits)
+        except (OutOfMemory, TooManyMappings) as error:  # perhaps others use the context, too
+            return error
+        except NotRecoverable:
+            for pager, job, _ in parts:
+                pager.reclaimer.mark_broken(job.pieces)
+            raise
+        edits = []
+    if late:
+        mapper.commit(edits + filled, fills, after, ticket=filling)
+    elif edits:
+        first.journal.change(edits)
+    return None
+
+
+# ---- memory for several groups at once -----------------------------------------------------------
+
+
+def fit(needs: Needs) -> bool:
+    """Whether so many physical pages are free."""
+    nbytes = 0
+    for pager, pages in needs:
+        reclaimer = pager.reclaimer
+        if pages > reclaimer.limit - reclaimer.held:
+            return False
+        nbytes += pages * pager.layout.page_size
+    return not nbytes or nbytes <= needs[0][0].reclaimer.room
+
+
+def within_reach(needs: Needs, keep: Mapping[Slot, int]) -> int | None:
+    """Tells, as far as is known without a wait, whether `have` could have so many physical pages.
+
+    Args:
+        needs: by group.
+        keep: slots that are to keep at least so many pages per tensor.
+
+    Returns:
+        How many bytes of them are not the groups' yet; None: they are out of reach.
+    """
+    new, others = _beyond_own(needs, keep, later=True), _others(needs)
+    if new is not None and others is not None:
+        lacking = new - others.unsettled()
+        if lacking > others.within_reach():
+            others.ask(lacking)
+            return None
+    return new
+
+
+def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int | None:
+    """Bytes beyond what groups have idle or get back; None: a group would pass its ceiling.
+
+    `later`: what `have` waits for is counted, too.
+    """
+    new = 0
+    for pager, pages in needs:
+        reclaimer = pager.reclaimer
+        pages -= reclaimer.idle(keep) + (pager.unsettled(keep) if later else 0)
+        if pages > reclaimer.limit - reclaimer.held:
+            return None
+        new += pages * pager.layout.page_size
+    return new
+
+
+def _others(needs: Needs) -> Share | None:
+    """What these groups may take of their budget, and from whom; None: there is none."""
+    share = needs[0][0].reclaimer.share
+    if share is None or len(needs) == 1:
+        return share
+    return share.beside([pager.reclaimer for pager, _ in needs])
+
+
+def can_have(needs: Needs, keep: Mapping[Slot, int]) -> bool:
+    """`within_reach`, with all that is to be waited for waited for."""
+    others = _others(needs)
+    for pager, _ in needs:
+        if pager.growths:
+            pager.finish_idle()
+    if others is not None:
+        others.finish_idle()
+    new = None
+    copies: list[Sequence[Mover | Share]] = [[], [pager.mover for pager, _ in needs]]
+    if others is not None:
+        copies.append([others])
+    for group in copies:  # copies are given up only where it is not enough without
+        stopped = [one.stop_promoting() for one in group]
+        if stopped and True not in stopped:
+            continue
+        new = _beyond_own(needs, keep, later=False)
+        if new is not None and (others is None or new <= others.within_reach()):
+            return True
+    if new is not None and others is not None:
+        others.ask(new)
+    return False
+
+
+def have(needs: Needs, keep: Mapping[Slot, int], *, more: bool = False) -> bool:
+    """Reclaims unowned pages; returns whether so many physical pages are free then.
+
+    `more`: the driver has less than the records say.
+
+    Raises:
+        VMemError: unowned pages could not be unmapped.
+    """
+    first = needs[0][0].reclaimer
+    while more or not fit(needs):
+        room = first.room
+        if not can_have(needs, keep):
+            return False
+        if first.room <= room and not _reclaim(needs, keep, more=more):
+            for pager, _ in needs:
+                pager.reclaimer.raise_errors()
+            if first.table.lockstep:  # the other ranks have these pages
+                raise OutOfMemory(
+                    "pages that no request owns did not come back", errno=errno.ENOMEM, op="KVCache"
+                )
+            return False
+        more = False
+    return True
+
+
+def _reclaim(needs: Needs, keep: Mapping[Slot, int], *, more: bool) -> bool:
+    """Brings back what groups lack, each for itself and then together; False when none came."""
+    back, nbytes, first = False, 0, needs[0][0].reclaimer
+    for pager, pages in needs:
+        reclaimer = pager.reclaimer
+        nbytes += pages * pager.layout.page_size
+        if pages and (missing := pages if more else pages - reclaimer.free) > 0:
+            own = max(0, pages - (reclaimer.limit - reclaimer.held))
+            back |= reclaimer.make_room(missing, keep, own)
+    if (missing := nbytes - first.room) > 0 and len(needs) > 1:
+        back |= first.make_room(-(-missing // first.layout.page_size), keep)
+    return back
 
 
 def _may_fail(job: Growth, ticket: Any) -> bool:

@@ -19,7 +19,7 @@ from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group, make_parts, open_context, pool_low
-from pyvmem.kvcache.growth import Planner
+from pyvmem.kvcache.growth import OPS
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.prefix_cache import PrefixCache
 from pyvmem.kvcache.slots import SlotTable
@@ -129,7 +129,7 @@ class Manager:
                     limit=least,
                 )
         prefixes = PrefixCache(layouts, journal, lockstep=table.lockstep)
-        ops = OpBatch(Planner.OPS * sum(config.max_batch for config in configs))
+        ops = OpBatch(OPS * sum(config.max_batch for config in configs))
         for place, (config, one) in enumerate(zip(configs, parts, strict=True)):
             group = Group(config, one, journal, table, prefixes, place, ops)
             journal.change([[self, "groups", (*self.groups, group)]])

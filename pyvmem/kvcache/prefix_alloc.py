@@ -11,12 +11,12 @@ from typing import Any
 from pyvmem.errors import NotSupported, OutOfMemory, TooManyMappings, VMemError
 from pyvmem.kvcache.events import PriorWork, prune
 from pyvmem.kvcache.group import Group, Loan, lend
+from pyvmem.kvcache.growth import grow
 from pyvmem.kvcache.host_prefixes import FAILURES
 from pyvmem.kvcache.pages import Span
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.requests import alloc, release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
-from pyvmem.kvcache.steps import grow
 from pyvmem.memory.streams import Work
 from pyvmem.plumbing.logs import warn
 
@@ -78,7 +78,7 @@ def _load(groups: Sequence[Group], slots: Sequence[Slot], match: PrefixMatch) ->
     both = list(zip(groups, slots, strict=True))
     for group, slot in both:
         group.pager.release(slot)
-    want = [(group, [(slot, group.layout.pages_for(length))]) for group, slot in both]
+    want = [(group.pager, [(slot, group.layout.pages_for(length))]) for group, slot in both]
     if grow(want, background=False):
         for group in groups:
             group.pager.settle(whole=True)  # what has failed for want of memory was undone

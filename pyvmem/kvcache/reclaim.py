@@ -84,7 +84,7 @@ class Share(Protocol):
     def beside(self, own: Collection[Reclaimer]) -> Share:
         """The same share, to which the caches of these are no others."""
 
-    def begin_unmaps(self, nbytes: int, *, now: bool = True) -> None:
+    def begin_unmaps(self, nbytes: int, keep: Mapping[Slot, int], *, now: bool = True) -> None:
         """Makes the others begin to unmap unowned pages until so much is on its way."""
 
     def evict(self, nbytes: int) -> int:
@@ -561,7 +561,7 @@ class Reclaimer:
             self.begin_unmaps(-(-missing // size), keep)
             missing -= self.returning * size
             if share is not None and missing > 0 and lent > 0:
-                share.begin_unmaps(min(missing, lent))
+                share.begin_unmaps(min(missing, lent), keep)
                 lent -= share.returning()  # all of it is back before the next turn
             if not any(one.unmaps for one in reclaimers):
                 break
@@ -654,6 +654,8 @@ class Reclaimer:
         spare = self.table.columns.spare
         for slot in keep:
             job = slot.job
+            if self.table.slots[slot.index] is not slot:
+                continue  # another group's
             if slot.mapped == slot.granted or slot.lost or not (job is None or job.takes_pages):
                 continue  # not counted
             spare += slot.spare_beyond(keep[slot]) - slot.spare_beyond(0)
@@ -661,25 +663,14 @@ class Reclaimer:
 
     def obtainable(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages that are free, on their way back, or could be taken back."""
-        return self.takeable() + self.idle(keep)
-
-    def takeable(self) -> int:
-        """Physical pages that are not the cache's and that it may have."""
-        if self.share is None:
-            return self.limit - self.held
-        return min(self.limit - self.held, self.share.within_reach() // self.layout.page_size)
+        own = self.limit - self.held
+        if self.share is not None:
+            own = min(own, self.share.within_reach() // self.layout.page_size)
+        return own + self.idle(keep)
 
     def idle(self, keep: Mapping[Slot, int]) -> int:
         """Physical pages of the cache that no request owns, with those on their way back."""
         return self.returning + self.spare(keep) * self.layout.num_tensors
-
-    def ask_others(self, pages: int, keep: Mapping[Slot, int]) -> None:
-        """Posts a shortage for other processes, where the budget limits `obtainable`."""
-        share, size = self.share, self.layout.page_size
-        if share is not None:
-            own = self.idle(keep)
-            if pages <= self.limit - self.held + own:
-                share.ask((pages - own) * size)
 
     def release_below(self, free_pages: int) -> None:
         """Starts to unmap free slots until `free_pages` pages are free or on their way back."""

@@ -10,7 +10,7 @@ from pyvmem.kvcache.events import record
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.slots import Slot
 
-__all__ = ["alloc", "claim", "free", "have_pages", "sync_free_slots", "reclaim_free", "release"]
+__all__ = ["alloc", "claim", "free", "sync_free_slots", "reclaim_free", "release"]
 
 
 def sync_free_slots(groups: Sequence[Group]) -> None:
@@ -88,30 +88,6 @@ def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:
             group.mover.abandon(slot)
     for group, slot in zip(groups, slots, strict=True):
         group.release(slot, event)
-
-
-def have_pages(needs: Sequence[tuple[Group, int]]) -> bool:
-    """Reclaims unowned pages until groups have so many physical pages free, all at once.
-
-    Returns:
-        False where memory is short.
-
-    Raises:
-        VMemError: unowned pages could not be unmapped.
-    """
-    nbytes = 0
-    for group, pages in needs:
-        if pages and pages > group.reclaimer.free and not group.pager.have(pages):
-            return False
-        nbytes += pages * group.layout.page_size
-    if len(needs) == 1:
-        return True
-    first = needs[0][0]
-    while (missing := nbytes - first.reclaimer.room) > 0:
-        if not first.reclaimer.make_room(-(-missing // first.layout.page_size), {}):
-            first.reclaimer.raise_errors()
-            return False
-    return True
 
 
 def reclaim_free(groups: Sequence[Group], keep: Collection[int], *, wait: bool) -> None:

@@ -153,12 +153,15 @@ class Runs:
                 _log.debug("the pool is not given more memory: %s", str(error))
         self._spare = free - pages
 
-    def goals(self, want: Sequence[tuple[Slot, int]]) -> list[int] | None:
-        """Pages per tensor to map for each slot, at least what it needs; None: exactly that."""
+    def goals(self, want: Sequence[tuple[Slot, int]], room: int | None) -> list[int] | None:
+        """Pages per tensor to map for each slot, at least what it needs; None: exactly that.
+
+        `room`: see `look`.
+        """
         runs = self._columns.runs
         if runs.longest == 1:
             return None
-        self.look()
+        self.look(room=room)
         # Slots without an owner get no surplus.
         idle, places = 0, []
         needs, mapped, heads, goals = [], [], [], []

@@ -13,10 +13,10 @@ from pyvmem.features.table import SWAP
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, record, wait_for
 from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.growth import can_have, grow
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.requests import release, sync_free_slots
 from pyvmem.kvcache.slots import Slot
-from pyvmem.kvcache.steps import grow
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.units import counted
 
@@ -126,7 +126,7 @@ def _check_return(groups: Sequence[Group], slots: Sequence[Slot], length: int) -
         own = slot.granted - slot.shared - sum(slot.places.away(slot.shared, slot.granted).values())
         needed += group.layout.pages_for(length) * tensors
         held += (own + group.reclaimer.shared.idle(slot.span, users=1)) * tensors
-    if not groups[0].pager.can_have(needed - held, {}):
+    if not can_have([(groups[0].pager, needed - held)], {}):
         reclaimer = groups[0].reclaimer
         room = held + reclaimer.obtainable({})
         raise OutOfMemory(
@@ -181,7 +181,7 @@ def swap_in(
 
     try:
         want = [
-            (group, [(slot, group.layout.pages_for(length))] if length else [])
+            (group.pager, [(slot, group.layout.pages_for(length))] if length else [])
             for group, slot in zip(groups, slots, strict=True)
         ]
         if not grow(want, background=False):

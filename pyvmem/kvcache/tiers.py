@@ -13,6 +13,7 @@ from pyvmem.features.table import HOST_PAGES, PEER_PAGES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.growth import have
 from pyvmem.kvcache.pages import DEVICE, Stretch, Tier
 from pyvmem.kvcache.slots import Move, Slot
 from pyvmem.memory.info import Location
@@ -174,7 +175,7 @@ def _make_tier_room(groups: Sequence[Group], group: Group, tier: Tier, pages: in
     """Makes room for pages of a group in a tier; raises OutOfMemory where there is too little."""
     size = group.layout.page_size
     if tier == DEVICE:
-        if not group.pager.have(pages):
+        if not have([(group.pager, pages)], {}):
             raise _tier_full(group, tier, pages, group.reclaimer.free * size)
         return
     host = tier.location is Location.HOST

@@ -14,8 +14,8 @@ from pyvmem.errors import NotRecoverable, VMemError
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork, prune, wait_for
 from pyvmem.kvcache.group import Group
+from pyvmem.kvcache.growth import have
 from pyvmem.kvcache.pages import Tier
-from pyvmem.kvcache.requests import have_pages
 from pyvmem.kvcache.slots import Slot
 from pyvmem.memory.ops import OpBatch
 
@@ -301,7 +301,7 @@ def _copy_all(copies: Sequence[Truncation]) -> bool:
     """Copies what is kept of shared pages; False, and nothing changed: memory is short."""
     if not copies:
         return True
-    if not have_pages([(one.group, one.new_pages) for one in copies]):
+    if not have([(one.group.pager, one.new_pages) for one in copies], {}):
         return False
     ops, first = OpBatch(len(copies)), copies[0].group
     edits: list[list[Any]] = []

@@ -100,14 +100,14 @@ def test_a_step(context: Context, growing: int) -> None:
         joins = Caps.JOIN in context.info.caps  # such a back end has few mappings: they are counted
         idle = calls_of(lambda: cache.step(lens))
         assert idle.result == 0
-        assert idle.count <= 10 + joins, idle
+        assert idle.count <= 8 + joins, idle
         assert len(idle.files) <= 6 + joins, idle
         mapped = cache.stats().mapped_bytes
         longer = [(ROWS + 1) * (length > 0) for length in lens]
         grown = calls_of(lambda: cache.step(longer))
         assert grown.result == 0
         assert cache.stats().mapped_bytes > mapped
-        assert grown.count <= 15 + 2 * joins, grown
+        assert grown.count <= 13 + 2 * joins, grown
         assert len(grown.files) <= 8, grown
 
 
@@ -186,13 +186,35 @@ def test_a_step_of_several_groups(context: Context, kind: str) -> None:
         assert grown.result == 0
         assert context.stats().batches == batches + 1
         assert cache.stats().mapped_bytes > mapped
-        assert grown.count <= 40 + len(cache.caches) * (Caps.JOIN in context.info.caps), grown
+        assert grown.count <= 30 + len(cache.caches) * (Caps.JOIN in context.info.caps), grown
         batches = context.stats().batches
         begun = calls_of(lambda: cache.step_async([(2 * ROWS + 1) * (n > 0) for n in lens]))
         assert begun.result == 0
         assert begun.count <= 50, begun
         assert cache.step([(2 * ROWS + 1) * (length > 0) for length in lens]) == 0
         assert context.stats().batches == batches + 1
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_several_groups_that_zeroes_is_one_batch(context: Context, kind: str) -> None:
+    """The pages of earlier owners, and new ones, of all groups together."""
+    with layered_cache_of(context, kind, slots=32) as cache:
+        taken = [cache.alloc_reqid() or 0 for _ in range(16)]
+        assert cache.step([2 * ROWS * (one in taken) for one in range(32)]) == 0
+        for one in taken:
+            cache.free_reqid(one)
+        taken = [cache.alloc_reqid(2 * ROWS) or 0 for _ in range(16)]
+        before = context.stats().batches, cache.stats()
+        lens = [(3 * ROWS + 1) * (one in taken) for one in range(32)]
+        grown = calls_of(lambda: cache.step(lens))
+        assert grown.result == 0
+        batches, after = context.stats().batches, cache.stats()
+        assert after.zeroed_pages > before[1].zeroed_pages
+        assert after.grown_pages > before[1].grown_pages
+        # Freed on a GPU's stream, they may have to be zeroed after that, by a second batch.
+        assert batches - before[0] <= 1 + (context.cuda_device is not None)
+        assert grown.count <= 40 + 18 * 16 * len(cache.caches), grown
         cache.check_integrity()
 
 

@@ -21,7 +21,7 @@ from pyvmem import (
 )
 from pyvmem.kvcache import LayeredCache, LayerShape, PrefixEvicted, swap
 from pyvmem.kvcache.group import Group
-from pyvmem.kvcache.growth import Planner
+from pyvmem.kvcache.growth import Pager
 
 UNIT = 16  # tokens that fill whole pages in all classes: of their own 4, 8, 16 and 16
 PAGES = 4 * 4 + 2 * 2 + 3 + 1  # of a unit: by class, tensors times pages
@@ -150,8 +150,7 @@ def test_a_fork_that_fails_in_a_later_class_leaves_no_trace(
 
         with monkeypatch.context() as patch:
             patch.setattr(Group, "lending", broken(Group.lending, group))  # of prefixes
-            planner = group.pager.planner
-            patch.setattr(Planner, "populate", broken(Planner.populate, planner))  # of forks
+            patch.setattr(Pager, "populate", broken(Pager.populate, group.pager))  # of forks
             if error is OutOfMemory:
                 assert cache.fork(parent) is None
                 assert cache.alloc_prefix(range(2 * UNIT)) is None
