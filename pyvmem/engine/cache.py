@@ -28,7 +28,6 @@ from pyvmem.plumbing.validation import invalid
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["RequestCache"]
 
@@ -57,7 +56,7 @@ class RequestCache(Closable):
         cache: the cache, for its tensors, statistics and layout.
     """
 
-    def __init__(self, cache: KVCache | ParallelKVCache) -> None:
+    def __init__(self, cache: KVCache) -> None:
         if not hasattr(cache, "layer_views"):  # a ParallelKVCache has them, too
             raise TypeError(f"cache: expected a KVCache, not {cache!r:.80}")
         self.cache = cache

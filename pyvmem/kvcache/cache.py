@@ -37,10 +37,9 @@ from pyvmem.kvcache.budget import Budget
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig, policy_of
 from pyvmem.kvcache.events import PriorWork, wait_for_device
-from pyvmem.kvcache.facets import CacheMemory, CacheSlots, Internals
+from pyvmem.kvcache.facets import CacheMemory, CacheSlots, Facet, Internals
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.idle import IDLE_SECONDS, IdleThread
-from pyvmem.kvcache.integrity import IntegrityError
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager, check_memory
 from pyvmem.kvcache.metrics import CacheStats, SlotInfo, together
@@ -67,11 +66,17 @@ __all__ = [
     "LayeredCache",
     "cache_of",
     "check_arguments",
-    "over",
 ]
 
 
-class GroupView:
+def _index_of(layer: int, count: int) -> int:
+    index, last = operator.index(layer), count - 1
+    if not 0 <= index <= last:
+        raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
+    return index
+
+
+class GroupView(Facet):
     """One group of equal layers of a cache: its tensors, where they lie, and reports.
 
     Requests belong to the cache. Raises BadHandle once the cache is closed.
@@ -84,7 +89,7 @@ class GroupView:
     """
 
     def __init__(self, manager: Manager, place: int) -> None:
-        self._manager = manager
+        super().__init__(manager)
         self._place = place
         self._tensors: list[torch.Tensor] = []
         parts = manager.groups[place].parts
@@ -97,9 +102,8 @@ class GroupView:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """See `KVCache.tensors`."""
-        manager = self._manager
-        with manager.lock, manager.journal:
-            manager.open()
+        with self._lock, self._journal:
+            self._open()
             if not self._tensors:
                 self._tensors = [self._make(index) for index in range(self.layout.num_tensors)]
             return list(self._tensors)
@@ -121,29 +125,25 @@ class GroupView:
 
     def readable_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.readable_rows`."""
-        manager = self._manager
-        with manager.lock:
-            return manager.open()[self._place].readable_rows(reqids)
+        with self._lock:
+            return self._open()[self._place].readable_rows(reqids)
 
     def first_rows(self, reqids: Sequence[int]) -> list[int]:
         """See `CacheSlots.first_rows`."""
-        manager = self._manager
-        with manager.lock:
-            return manager.open()[self._place].first_rows(reqids)
+        with self._lock:
+            return self._open()[self._place].first_rows(reqids)
 
     def stats(self) -> CacheStats:
         """See `KVCache.stats`."""
-        manager = self._manager
-        with manager.lock, manager.journal:
-            group = manager.open()[self._place]
+        with self._lock, self._journal:
+            group = self._open()[self._place]
             group.reclaimer.poll()
             return integrity.stats(group)
 
     def snapshot(self) -> list[SlotInfo]:
         """See `KVCache.snapshot`."""
-        manager = self._manager
-        with manager.lock, manager.journal:
-            return integrity.snapshot(manager.open()[self._place])
+        with self._lock, self._journal:
+            return integrity.snapshot(self._open()[self._place])
 
     def drop(self) -> None:
         """Drops the tensors, so that only the caller's own tensors keep the reservation."""
@@ -151,9 +151,7 @@ class GroupView:
 
     def _layer(self, layer: int, which: int) -> torch.Tensor:
         config = self.config
-        index, last = operator.index(layer), config.num_layers - 1
-        if not 0 <= index <= last:
-            raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
+        index = _index_of(layer, config.num_layers)
         per_layer = config.tensors_per_layer
         if which >= per_layer:
             raise invalid(f"layer {index} has no values: tensors_per_layer is {per_layer}")
@@ -163,13 +161,8 @@ class GroupView:
     def _make(self, index: int) -> torch.Tensor:
         layout, config = self.layout, self.config
         item = config.itemsize
-        strides = (
-            layout.slot_bytes,
-            layout.row_bytes,
-            layout.head_row_bytes,
-            config.head_dim * item,
-            item,
-        )
+        strides = [layout.slot_bytes, layout.row_bytes, layout.head_row_bytes]
+        strides += [config.head_dim * item, item]
         shape = (
             config.max_batch,
             1 if config.state else config.max_seq_len,
@@ -230,6 +223,12 @@ class KVCache(MustClose):
     internals: Internals
     """For layers on top of the cache: its lock, its journal, its users."""
 
+    context: Context
+    """The context that the pages belong to."""
+
+    budget: Budget | None
+    """The memory that it shares with other caches; None: it has its own memory."""
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -249,9 +248,9 @@ class KVCache(MustClose):
             self._open = manager.open
             self._groups = manager.groups
             self._lock, self._journal = manager.lock, manager.journal
-            self.memory = CacheMemory(manager, manager.open)
-            self.slots = CacheSlots(manager, manager.open)
-            self.internals = Internals(manager, manager.open)
+            self.context, self.budget = manager.context, manager.budget
+            self.memory, self.slots = CacheMemory(manager), CacheSlots(manager)
+            self.internals = Internals(manager)
             self.caches = tuple(GroupView(manager, place) for place in range(len(self._groups)))
             self.config = self.caches[0].config
             idle = self.config.idle_seconds
@@ -268,11 +267,14 @@ class KVCache(MustClose):
     def __repr__(self) -> str:
         if not hasattr(self, "config"):  # it could not be made
             return f"<{type(self).__name__}, closed>"
+        return f"<{type(self).__name__} {self._about()}>"
+
+    def _about(self) -> str:
         config, state = self.config, "closed" if self._closed else "open"
         layers = sum(view.config.num_layers for view in self.caches)
         return (
-            f"<{type(self).__name__} on {self.context.info.backend}: {counted(layers, 'layer')}, "
-            f"{counted(config.max_batch, 'slot')} of {config.max_seq_len} tokens, {state}>"
+            f"on {self.context.info.backend}: {counted(layers, 'layer')}, "
+            f"{counted(config.max_batch, 'slot')} of {config.max_seq_len} tokens, {state}"
         )
 
     def _gone(self) -> bool:
@@ -371,9 +373,7 @@ class KVCache(MustClose):
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
-            self._manager,
-            partial(waits.before_truncate, reqid=reqid, length=length, work=work),
-            partial(truncation.truncate, reqid=reqid, length=length, work=work),
+            self._manager, waits.before_truncate, truncation.truncate, reqid, length, work
         )
 
     # ---- steps ---------------------------------------------------------------------------------
@@ -488,13 +488,9 @@ class KVCache(MustClose):
         `into` names as many different free reqids, in the order returned.
         """
         work, number = PriorWork(stream, self._groups[0].device), operator.index(count)
-        into = into if into is None else [*into]
+        into, look = into if into is None else [*into], waits.before_fork
         return waits.when_clear(
-            self._manager,
-            partial(
-                waits.before_fork, reqid=reqid, count=number, length=length, work=work, into=into
-            ),
-            partial(forks.fork_all, reqid=reqid, count=number, length=length, work=work, into=into),
+            self._manager, look, forks.fork_all, reqid, number, length, work, into
         )
 
     # ---- prefixes --------------------------------------------------------------------------------
@@ -543,13 +539,7 @@ class KVCache(MustClose):
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
-            self._manager,
-            partial(
-                waits.before_record, reqid=reqid, tokens=tokens, work=work, namespace=namespace
-            ),
-            lambda groups: groups[0].prefixes.record(
-                groups[0].slot(reqid), tokens, work, namespace
-            ),
+            self._manager, waits.before_record, requests.record, reqid, tokens, work, namespace
         )
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
@@ -600,19 +590,9 @@ class KVCache(MustClose):
             PrefixEvicted: the match has lost its lease, and the prefix is no longer recorded.
             NotSupported: as `fork`. VMemError: the driver failed; nothing changed.
         """
-        reader = work_of(stream)
+        reader, look = work_of(stream), waits.before_prefix
         return waits.when_clear(
-            self._manager,
-            partial(
-                waits.before_prefix, tokens=tokens, leave=leave, reader=reader, namespace=namespace
-            ),
-            partial(
-                prefix_alloc.alloc_prefix,
-                tokens=tokens,
-                leave=leave,
-                reader=reader,
-                namespace=namespace,
-            ),
+            self._manager, look, prefix_alloc.alloc_prefix, tokens, leave, reader, namespace
         )
 
     # ---- preemption and admission ----------------------------------------------------------------
@@ -634,11 +614,7 @@ class KVCache(MustClose):
             MemoryError: no host memory; nothing changed. VMemError: as `step`; nothing changed.
         """
         work = PriorWork(stream, self._groups[0].device)
-        return waits.when_clear(
-            self._manager,
-            partial(waits.before_swap_out, reqid=reqid, work=work),
-            partial(swap.swap_out, reqid=reqid, work=work),
-        )
+        return waits.when_clear(self._manager, waits.before_swap_out, swap.swap_out, reqid, work)
 
     def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
         """Brings a swapped request back, into any slot.
@@ -729,11 +705,12 @@ class KVCache(MustClose):
             before = self.context.stats().slab_bytes
         if compact:
             wait_for_device(stream, self._groups[0].device)
-        return waits.when_clear(
-            owner,
-            partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact),
-            lambda groups: trim.trim(owner, prefixes, compact, stream, before),
-        )
+
+        def call(groups: Sequence[Group]) -> int:
+            return trim.trim(owner, prefixes, compact, stream, before)
+
+        look = partial(waits.before_trim, manager=owner, prefixes=prefixes, compact=compact)
+        return waits.when_clear(owner, look, call)
 
     # ---- where pages lie -------------------------------------------------------------------------
 
@@ -768,9 +745,7 @@ class KVCache(MustClose):
         """
         work = PriorWork(stream, self._groups[0].device)
         return waits.when_clear(
-            self._manager,
-            partial(waits.before_promote, reqid=reqid, work=work, wait=wait),
-            partial(tiers.promote, reqid=reqid, work=work, wait=wait),
+            self._manager, waits.before_promote, tiers.promote, reqid, work, wait=wait
         )
 
     def move(
@@ -817,12 +792,11 @@ class KVCache(MustClose):
         """
         work = PriorWork(stream, self._groups[0].device)
 
-        def call(groups: Sequence[Group]) -> Moved:
+        def call(groups: Sequence[Group], reqid: int, work: PriorWork, *, wait: bool) -> Moved:
             tier = tiers.tier_of(groups[0], location, device)
             return tiers.move(groups, reqid, tier, tokens, work, wait=wait)
 
-        look = partial(waits.before_move, reqid=reqid, work=work, wait=wait)
-        return waits.when_clear(self._manager, look, call)
+        return waits.when_clear(self._manager, waits.before_move, call, reqid, work, wait=wait)
 
     # ---- for programs written for another cache --------------------------------------------------
 
@@ -883,16 +857,6 @@ class KVCache(MustClose):
         return self._manager.only("layout").layout
 
     @property
-    def budget(self) -> Budget | None:
-        """The memory that it shares with other caches; None: it has its own memory."""
-        return self._manager.budget
-
-    @property
-    def context(self) -> Context:
-        """The context that the pages belong to."""
-        return self._manager.context
-
-    @property
     def reservation(self) -> Reservation:
         """The addresses of all tensors; `layout` tells what lies where. The cache's own.
 
@@ -936,14 +900,7 @@ class KVCache(MustClose):
             IntegrityError: lists every contradiction found.
         """
         with self._lock, self._journal:
-            groups = self._open()
-            for group in groups:
-                group.reclaimer.poll()
-            found = [text for group in groups for text in integrity.check(group)]
-            if found := found + integrity.check_together(groups):
-                raise IntegrityError(found)
-            if not any(group.has_batches for group in groups):
-                self.context.check()
+            integrity.verify(self._open())
 
     # ---- end -----------------------------------------------------------------------------------
 
@@ -982,13 +939,6 @@ class KVCache(MustClose):
             if self._idle is not None:
                 self._idle.end()
             self._closed = True
-
-
-def over(manager: Manager) -> KVCache:
-    """A cache over a manager that another module of this package has made."""
-    cache = KVCache.__new__(KVCache)
-    cache._begin(manager)
-    return cache
 
 
 class LayeredCache(KVCache):
@@ -1095,9 +1045,7 @@ class LayeredCache(KVCache):
         return places
 
     def _place(self, layer: int) -> tuple[Place, Place | None]:
-        index, last = operator.index(layer), len(self._places) - 1
-        if not 0 <= index <= last:
-            raise invalid(f"layer {index} is not between 0 and {last}", limit=last)
+        index = _index_of(layer, len(self._places))
         places = self._places[index]
         if places is None:
             raise invalid(f"layer {index} keeps nothing")

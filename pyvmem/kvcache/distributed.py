@@ -32,8 +32,8 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial, update_wrapper, wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+from functools import partial, update_wrapper
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,12 @@ from pyvmem.errors import (
     TooManyMappings,
     VMemError,
 )
+from pyvmem.kvcache import integrity
 from pyvmem.kvcache.budget import available_bytes
-from pyvmem.kvcache.cache import KVCache, over
+from pyvmem.kvcache.cache import KVCache
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.config import KVCacheConfig
 from pyvmem.kvcache.events import record
-from pyvmem.kvcache.facets import CacheMemory, CacheSlots, Internals
 from pyvmem.kvcache.group import Group, open_context
 from pyvmem.kvcache.layout import Layout
 from pyvmem.kvcache.manager import Manager
@@ -64,9 +64,8 @@ from pyvmem.kvcache.swap import SwappedRequest
 from pyvmem.kvcache.tiers import Moved
 from pyvmem.kvcache.trim import unmap_idle
 from pyvmem.memory.context import Context
-from pyvmem.memory.info import KEEP_ALL, Location
+from pyvmem.memory.info import KEEP_ALL
 from pyvmem.memory.streams import check, device_ordinal
-from pyvmem.plumbing.closing import MustClose
 from pyvmem.plumbing.reentry import call_part
 
 __all__ = [
@@ -307,6 +306,10 @@ def _too_many(text: str) -> TooManyMappings:
     return TooManyMappings(text, errno=errno.ENOSPC, op="ParallelKVCache")
 
 
+def _not_supported(text: str, op: str = "ParallelKVCache") -> NotSupported:
+    return NotSupported(text, errno=errno.EOPNOTSUPP, op=op)
+
+
 def _is_refusal(error: BaseException) -> bool:
     """True if the cache itself refused an argument; a refusal by libvmem is a failure."""
     if isinstance(error, NotGpuWork):
@@ -314,6 +317,27 @@ def _is_refusal(error: BaseException) -> bool:
     if isinstance(error, (InvalidArgument, NotSupported, BadHandle)):
         return error.op.startswith("KVCache")
     return isinstance(error, TypeError)
+
+
+class RankManager(Manager):
+    """One rank's groups of layers, which no call gets once the rank has failed.
+
+    Attributes:
+        failure: why not; None: the rank knows of none.
+        out_of_mappings: what the last `step` lacked, which `check_step` undoes; "": nothing.
+    """
+
+    failure: Failure | None = None
+    out_of_mappings = ""
+
+    def open(self) -> tuple[Group, ...]:
+        """See `Manager.open`; raises if this rank may make no calls."""
+        groups = super().open()
+        if self.failure is not None:
+            raise self.failure.error()
+        if self.out_of_mappings:
+            raise _too_many(f"{self.out_of_mappings}; call check_step, as the other ranks do")
+        return groups
 
 
 class _Broken(Exception):
@@ -325,22 +349,21 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _told(
-    method: Callable[Concatenate[KVCache, _P], _T],
+def _compared(
+    method: Callable[Concatenate[KVCache, _P], _T], *, settles: bool = True
 ) -> Callable[Concatenate[ParallelKVCache, _P], _T]:
-    """A cache call with an answer for this rank only; raises if a rank has failed."""
+    """A cache call whose answer the ranks compare; `settles`: see `ParallelKVCache._compare`."""
 
-    def tell(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return method(self._usable(), *args, **kwargs)
+    def compare(self: ParallelKVCache, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        call = partial(method, self, *args, **kwargs)
+        return self._compare(method.__name__, call, settles=settles)
 
-    update_wrapper(tell, method)
-    return tell
+    update_wrapper(compare, method)
+    return compare
 
 
-class ParallelKVCache(MustClose):
+class ParallelKVCache(KVCache):
     """A `KVCache` on every rank of a group. Every rank makes the same calls in the same order.
-
-    It has the calls of a `KVCache` and forwards them to the one that it holds.
 
     Construction, `check_step`, `together` and `recover` are collectives; nothing else communicates.
     Every rank also makes the calls that share and swap, and what they return belongs to the rank: a
@@ -368,6 +391,8 @@ class ParallelKVCache(MustClose):
         RankFailed: a rank could not open its context or take a single page; on every rank.
     """
 
+    _manager: RankManager
+
     def __init__(
         self,
         config: KVCacheConfig,
@@ -375,17 +400,13 @@ class ParallelKVCache(MustClose):
         backend: str = "auto",
         device: Any = None,
     ) -> None:
-        self._closed = True
-        self._failure: Failure | None = None
+        self._closed = True  # until the groups are made
         self._digest = 0
-        self._out_of_mappings = ""
         self._ahead = False  # a `step_async` returned 0, and no `step` has followed
-        self._before: tuple[Sequence[int], Any] | None = (
-            None  # the last step's rows before, its stream
-        )
+        # The last step's rows before, and its stream.
+        self._before: tuple[Sequence[int], Any] | None = None
         self._swapped: weakref.WeakSet[SwappedRequest] = weakref.WeakSet()
         self._own: Context | None = None
-        self._cache: KVCache | None = None
         if getattr(config, "idle_seconds", 0):
             raise invalid("idle_seconds depends on the clock; it must be 0 with several ranks")
         if getattr(config, "host_prefixes", 0):
@@ -430,39 +451,38 @@ class ParallelKVCache(MustClose):
         assert self._own is not None
         self._own.trim(config.memory_limit)
         config = replace(config, max_mappings=0)
-        self._manager = manager = Manager(
-            "KVCache", config, None, self._own, "", 0, None, LockstepTable
-        )
-        self._cache = cache = over(manager)
-        self._lock, self._journal = manager.lock, manager.journal
-        ref = weakref.WeakMethod(self._usable_groups)
-
-        def opened() -> Sequence[Group]:
-            usable = ref()
-            assert usable is not None
-            return usable()
-
-        self.memory, self.slots = CacheMemory(manager, opened), CacheSlots(manager, opened)
-        self.internals = Internals(manager, opened)
-        self.internals.users = cache.internals.users
-        self.config, self.context, self.caches = cache.config, cache.context, cache.caches
-        self.layout, self.reservation = cache.layout, cache.reservation
-        self.layer_views, self.budget = cache.layer_views, cache.budget
-        self.seq_len = cache.seq_len
-        self._closed = False
+        self._begin(RankManager("KVCache", config, None, self._own, "", 0, None, LockstepTable))
 
     def __repr__(self) -> str:
-        cache = getattr(self, "_cache", None)
-        if cache is None:  # it could not be made
-            return "<ParallelKVCache, closed>"
-        return f"<ParallelKVCache of rank {self._ranks.rank} of {self._ranks.size}: {cache!r}>"
+        if not hasattr(self, "config"):  # it could not be made
+            return super().__repr__()
+        text = f"<KVCache {self._about()}>"
+        return f"<ParallelKVCache of rank {self._ranks.rank} of {self._ranks.size}: {text}>"
 
     # ---- answers that are compared, failures that all ranks learn of -----------------------------
 
-    def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Makes a call, and notes its answer or failure."""
-        name = method.__name__
-        return self._section(name, partial(self._answer, name, partial(method, *args, **kwargs)))
+    def _compare(
+        self,
+        name: str,
+        call: Callable[[], _T],
+        ids: TokenIds | None = None,
+        *,
+        settles: bool = True,
+    ) -> _T:
+        """Makes a call, and notes its answer or failure; `ids`: tokens that it gets.
+
+        `settles`: once what a `step_async` began is done. Pages promised by a growth in flight have
+        no owner yet: whether memory is short would depend on how fast the background is.
+        """
+
+        def section() -> _T:
+            if settles and self._ahead:
+                settle = self._open()[0].pager.settle
+                self._answer("settle", partial(settle, None, True))
+                self._ahead = False
+            return self._answer(name, call, ids)
+
+        return self._section(name, section)
 
     def _section(self, name: str, call: Callable[[], _T]) -> _T:
         """Makes calls one section; what breaks it off, wherever, fails the rank.
@@ -475,21 +495,22 @@ class ParallelKVCache(MustClose):
                 entered = True
                 return call()
         except BaseException as error:
-            known = self._failure is not None or self._out_of_mappings or _is_refusal(error)
-            if entered and not known:
+            if entered and not (self._known or _is_refusal(error)):
                 self._poison(error, name)
             raise
 
-    def _answer(self, name: str, call: Callable[[], _T]) -> _T:
-        group = self._open()
+    def _answer(self, name: str, call: Callable[[], _T], ids: TokenIds | None = None) -> _T:
+        reclaimer = self._open()[0].reclaimer
+        if ids is not None:
+            self._digest = zlib.crc32(ids.data, self._digest)
         try:
-            group.reclaimer.drop_mapping_errors()
+            reclaimer.drop_mapping_errors()
             result = call_part(call)  # perhaps wrapped
-            group.reclaimer.drop_mapping_errors()
-            group.reclaimer.raise_errors()  # from the background; they may explain the answer
+            reclaimer.drop_mapping_errors()
+            reclaimer.raise_errors()  # from the background; they may explain the answer
         except BaseException as error:
             if isinstance(error, TooManyMappings) and name == "step":
-                self._out_of_mappings = str(error)
+                self._manager.out_of_mappings = str(error)
                 self._note(name, 0)  # as on the ranks that could; what they call next differs
             elif _is_refusal(error):
                 self._note(name, type(error).__name__)
@@ -502,63 +523,22 @@ class ParallelKVCache(MustClose):
     def _note(self, name: str, answer: Any) -> None:
         """Takes a call into the digest: its answer, and the rows that it asked for or left."""
         group = self._manager.groups[0]
-        asked = name in ("step", "step_async", "_begin_async")
-        rows = group.pager.columns.needs if asked else group.rows
+        rows = group.pager.columns.needs if name in ("step", "step_async") else group.rows
         self._digest = zlib.crc32(rows, zlib.crc32(f"{name} {answer}".encode(), self._digest))
 
-    def _telling(self, tokens: TokenIds, method: Callable[_P, _T]) -> Callable[_P, _T]:
-        """`method`, with the ids that it gets in the digest."""
-
-        @wraps(method)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            self._digest = zlib.crc32(tokens.data, self._digest)
-            return call_part(partial(method, *args, **kwargs))  # perhaps wrapped
-
-        return call
-
     def _poison(self, error: BaseException, where: str) -> None:
-        self._failure = Failure.of(self._ranks.rank, error, where)
+        self._manager.failure = Failure.of(self._ranks.rank, error, where)
 
-    def _open(self) -> Group:
-        """The group, for a call that holds the lock; raises if this rank may make no calls."""
-        if not self._closed and self._failure is not None:
-            raise self._failure.error()
-        if not self._closed and self._out_of_mappings:
-            raise _too_many(f"{self._out_of_mappings}; call check_step, as the other ranks do")
-        return self._manager.open()[0]
-
-    def _usable_groups(self) -> Sequence[Group]:
-        """The groups, for a call that holds the lock and is not compared."""
-        self._open()
-        return self._manager.groups
-
-    def _usable(self) -> KVCache:
-        """The cache, for a call that is not compared."""
-        with self._lock, self._journal:
-            self._open()
-        assert self._cache is not None
-        return self._cache
-
-    def move(
-        self,
-        reqid: int,
-        location: str | Location,
-        device: Any = None,
-        tokens: Sequence[int] | None = None,
-        stream: Any = None,
-        wait: bool = True,
-    ) -> Moved:
-        """Raises NotSupported: a tier may be full on only one rank, so answers would differ."""
-        raise NotSupported(
-            "move: the ranks of a group have agreed only on the memory of their devices",
-            errno=errno.EOPNOTSUPP,
-            op="KVCache.move",
-        )
+    @property
+    def _known(self) -> bool:
+        """True if the other ranks will learn of a failure of this one."""
+        return self._manager.failure is not None or bool(self._manager.out_of_mappings)
 
     @property
     def failed(self) -> VMemError | None:
         """Why no call can be made; None: this rank knows of no failure."""
-        return self._failure.error() if self._failure else None
+        failure = self._manager.failure
+        return failure.error() if failure else None
 
     def status(self) -> list[int]:
         """Three integers for the engine's own all_reduce (MAX); pass the result to `agree`.
@@ -566,11 +546,9 @@ class ParallelKVCache(MustClose):
         Below 2**32 in magnitude, or 4096 times the number of ranks, so use int64 or float64.
         """
         with self._lock, self._journal:
-            own = (
-                self._failure.status
-                if self._failure
-                else _OUT_OF_MAPPINGS * bool(self._out_of_mappings)
-            )
+            failure = self._manager.failure
+            lacking = _OUT_OF_MAPPINGS * bool(self._manager.out_of_mappings)
+            own = failure.status if failure else lacking
             return [own, self._digest, -self._digest]
 
     def agree(self, maxima: Sequence[int]) -> None:
@@ -594,18 +572,19 @@ class ParallelKVCache(MustClose):
         except (VMemError, Reentered):
             raise
         except BaseException as error:
-            if self._failure is None:
+            if self._manager.failure is None:
                 self._poison(error, where)
             raise
 
     def _agree(self, status: int, digest: int, negative: int) -> None:
+        manager = self._manager
         with self._lock, self._journal:
-            reason, self._out_of_mappings = self._out_of_mappings, ""
+            reason, manager.out_of_mappings = manager.out_of_mappings, ""
             if status == _OUT_OF_MAPPINGS:
                 if digest == -negative:
                     self._poison(_Broken("interrupted"), "taking a step back")  # until it is done
                     self._take_back()
-                    self._failure = None
+                    manager.failure = None
                     raise _too_many(
                         reason or "another rank has no mapping left for the step, which was undone"
                     )
@@ -615,9 +594,9 @@ class ParallelKVCache(MustClose):
                 failure = Failure(-1)
             if failure is None:
                 return
-            if self._failure is None or self._failure.status != failure.status:
-                self._failure = failure  # else this rank's own failure, which has more detail
-            raise self._failure.error()
+            if manager.failure is None or manager.failure.status != failure.status:
+                manager.failure = failure  # else this rank's own failure, which has more detail
+            raise manager.failure.error()
 
     def check_step(self) -> None:
         """`status`, one all_reduce of three numbers, and `agree`. A collective.
@@ -649,7 +628,7 @@ class ParallelKVCache(MustClose):
         try:
             yield
         except BaseException as error:
-            known = self._failure is not None or self._out_of_mappings
+            known = self._known
             alike = isinstance(error, PrefixEvicted) or (
                 isinstance(error, InvalidArgument) and _is_refusal(error)
             )
@@ -665,23 +644,28 @@ class ParallelKVCache(MustClose):
 
     # ---- calls that every rank makes -----------------------------------------------------------
 
-    def alloc_reqid(self, seq_len: int = 0) -> int | None:
-        """Like `KVCache.alloc_reqid`, but takes the slot freed last; the same on every rank."""
-        return self._call(self._usable().alloc_reqid, seq_len)
+    alloc_reqid = _compared(KVCache.alloc_reqid, settles=False)
+    """Like `KVCache.alloc_reqid`, but takes the slot freed last; the same on every rank."""
+
+    truncate = _compared(KVCache.truncate)
+    """See `KVCache.truncate`; 0 or -1 on every rank alike."""
+
+    fork_many = _compared(KVCache.fork_many)
+    """See `KVCache.fork_many`; the slots are those freed first."""
+
+    swap_in = _compared(KVCache.swap_in)
+    """See `KVCache.swap_in`; the slot is the one freed last."""
+
+    can_admit = _compared(KVCache.can_admit)
+    """See `KVCache.can_admit`; the same on every rank."""
 
     def free_reqid(
         self, reqid: int, stream: Any = None, tokens: Any = None, namespace: Hashable = None
     ) -> None:
         """See `KVCache.free_reqid`."""
-        if tokens is None:
-            self._call(self._usable().free_reqid, reqid, stream)
-        else:
-            ids = TokenIds.of(tokens, namespace)
-            self._settled(self._telling(ids, self._usable().free_reqid), reqid, stream, ids)
-
-    def truncate(self, reqid: int, length: int, stream: Any = None) -> int:
-        """See `KVCache.truncate`; 0 or -1 on every rank alike."""
-        return self._settled(self._usable().truncate, reqid, length, stream)
+        ids = None if tokens is None else TokenIds.of(tokens, namespace)
+        call = partial(super().free_reqid, reqid, stream, ids)
+        self._compare("free_reqid", call, ids, settles=ids is not None)
 
     def step(self, seq_lens: Sequence[int], stream: Any = None) -> int:
         """Like `KVCache.step`; 0 or -1 on every rank alike.
@@ -698,8 +682,8 @@ class ParallelKVCache(MustClose):
         """
 
         def call() -> int:
-            self._before = (self._open().rows[:], stream)
-            answer = self._call(self._usable().step, seq_lens, stream)
+            self._before = (self._open()[0].rows[:], stream)
+            answer = self._answer("step", partial(KVCache.step, self, seq_lens, stream))
             self._ahead = False
             return answer
 
@@ -732,18 +716,18 @@ class ParallelKVCache(MustClose):
         Where this rank has no mapping left, nothing is begun, and the `step` raises.
         """
 
+        def begin() -> int:
+            try:
+                return call_part(partial(KVCache.step_async, self, seq_lens, stream))
+            except TooManyMappings:
+                return 0
+
         def call() -> int:
-            answer = self._settled(self._begin_async, seq_lens, stream)
+            answer = self._compare("step_async", begin)
             self._ahead = answer == 0
             return answer
 
         return self._section("step_async", call)
-
-    def _begin_async(self, seq_lens: Sequence[int], stream: Any) -> int:
-        try:
-            return call_part(partial(self._usable().step_async, seq_lens, stream))
-        except TooManyMappings:
-            return 0
 
     def _take_back(self) -> None:
         """Undoes the last step: requests have their earlier rows and pages again.
@@ -753,10 +737,13 @@ class ParallelKVCache(MustClose):
         """
         assert self._before is not None
         rows, stream = self._before
-        group = self._manager.open()[0]
+        group = Manager.open(self._manager)[0]
         try:
             if group.window is not None:
-                raise _no_way_back()
+                raise _not_supported(
+                    "a rank has no mapping left for a step, which cannot be undone: a window has "
+                    "slid"
+                )
             event = record(stream, group.device)
             for slot in group.table:
                 with suppress(TooManyMappings):  # what a `step_async` began; it is undone
@@ -773,30 +760,12 @@ class ParallelKVCache(MustClose):
             raise
         self._ahead, self._before = False, None
 
-    def fork_many(
-        self,
-        reqid: int,
-        count: int,
-        length: int | None = None,
-        stream: Any = None,
-        into: Sequence[int] | None = None,
-    ) -> list[int] | None:
-        """See `KVCache.fork_many`; the slots are those freed first."""
-        return self._settled(self._usable().fork_many, reqid, count, length, stream, into)
-
-    def fork(
-        self, reqid: int, length: int | None = None, stream: Any = None, into: int | None = None
-    ) -> int | None:
-        """See `KVCache.fork`; the slot is the one freed first."""
-        forked = self.fork_many(reqid, 1, length, stream, None if into is None else [into])
-        return None if forked is None else forked[0]
-
     def record(
         self, reqid: int, tokens: Any, stream: Any = None, namespace: Hashable = None
     ) -> int:
         """See `KVCache.record`."""
         ids = TokenIds.of(tokens, namespace)
-        return self._settled(self._telling(ids, self._usable().record), reqid, ids, stream)
+        return self._compare("record", partial(super().record, reqid, ids, stream), ids)
 
     def match(self, tokens: Any, leave: int = 1, namespace: Hashable = None) -> PrefixMatch:
         """See `KVCache.match`. It counts as a use of the prefix, so every rank makes this call.
@@ -806,17 +775,18 @@ class ParallelKVCache(MustClose):
         different times. Every rank must release it alike.
         """
         ids = TokenIds.of(tokens, namespace)
-        return self._call(self._telling(ids, self._usable().match), ids, leave)
+        return self._compare("match", partial(super().match, ids, leave), ids, settles=False)
 
     def alloc_prefix(
         self, tokens: Any, leave: int = 1, stream: Any = None, namespace: Hashable = None
     ) -> tuple[int, int] | None:
         """See `KVCache.alloc_prefix`; the slot is the one freed first."""
-        if isinstance(tokens, PrefixMatch):
-            return self._settled(self._usable().alloc_prefix, tokens, leave, stream, namespace)
-        ids = TokenIds.of(tokens, namespace)
-        method = self._telling(ids, self._usable().alloc_prefix)
-        return self._settled(method, ids, leave, stream)
+        ids = None
+        if not isinstance(tokens, PrefixMatch):
+            tokens = ids = TokenIds.of(tokens, namespace)
+        return self._compare(
+            "alloc_prefix", partial(super().alloc_prefix, tokens, leave, stream), ids
+        )
 
     def swap_out(self, reqid: int, stream: Any = None) -> SwappedRequest:
         """See `KVCache.swap_out`.
@@ -826,79 +796,43 @@ class ParallelKVCache(MustClose):
         """
 
         def call() -> SwappedRequest:
-            swapped = self._settled(self._usable().swap_out, reqid, stream)
+            swapped = call_part(partial(KVCache.swap_out, self, reqid, stream))
             self._swapped.add(swapped)
             return swapped
 
-        return self._section("swap_out", call)
+        return self._compare("swap_out", call)
 
-    def swap_in(self, swapped: SwappedRequest, stream: Any = None) -> int | None:
-        """See `KVCache.swap_in`; the slot is the one freed last."""
-        return self._settled(self._usable().swap_in, swapped, stream)
-
-    def can_admit(
-        self, seq_lens: Sequence[int], matches: Sequence[PrefixMatch | None] | None = None
-    ) -> bool:
-        """See `KVCache.can_admit`; the same on every rank."""
-        return self._settled(self._usable().can_admit, seq_lens, matches)
-
-    def trim(self, prefixes: bool = False, compact: bool | None = None, stream: Any = None) -> int:
+    def trim(
+        self,
+        prefixes: bool | Literal["host"] = False,
+        compact: bool | None = None,
+        stream: Any = None,
+    ) -> int:
         """Unmaps all unowned pages, as `KVCache.trim`; returns 0.
 
         The cache keeps the memory in its context, since the ranks have agreed on it. So `compact`
         has nothing to do.
         """
         check(stream)
-        return self._settled(self._trim, prefixes)
 
-    def _trim(self, prefixes: bool) -> int:
-        unmap_idle([self._open()], prefixes)
-        return 0
+        def call() -> int:
+            unmap_idle(self._groups, prefixes)
+            return 0
 
-    def _settled(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """`_call`, once what a `step_async` began is done.
+        return self._compare("trim", call)
 
-        Pages promised by a growth in flight have no owner yet: whether memory is short would depend
-        on how fast the background is.
-        """
-
-        def call() -> _T:
-            if self._ahead:
-                self._call(self._open().pager.settle, None, True)
-                self._ahead = False
-            return self._call(method, *args, **kwargs)
-
-        return self._section(method.__name__, call)
+    def move(self, *args: Any, **kwargs: Any) -> Moved:
+        """Raises NotSupported: a tier may be full on only one rank, so answers would differ."""
+        raise _not_supported(
+            "move: the ranks of a group have agreed only on the memory of their devices",
+            op="KVCache.move",
+        )
 
     @property
     def available_pages(self) -> int:
         """Physical pages that requests can still get; the same on every rank."""
         now = self.stats()
         return now.total_pages - now.active_pages
-
-    # ---- calls of one rank -----------------------------------------------------------------------
-
-    k, v = _told(KVCache.k), _told(KVCache.v)
-    stats, snapshot = _told(KVCache.stats), _told(KVCache.snapshot)
-    check_integrity = _told(KVCache.check_integrity)
-    promote = _told(KVCache.promote)
-
-    lockstep: ClassVar[bool] = True
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """See `KVCache.tensors`."""
-        return self._usable().tensors
-
-    @property
-    def sharing_unit(self) -> int:
-        """See `KVCache.sharing_unit`."""
-        return self._usable().sharing_unit
-
-    @property
-    def safe_overread(self) -> bool:
-        """See `KVCache.safe_overread`."""
-        return self._usable().safe_overread
 
     # ---- failures ------------------------------------------------------------------------------
 
@@ -916,28 +850,29 @@ class ParallelKVCache(MustClose):
             RankFailed: a rank could not be reset; every rank stays poisoned.
         """
         check(stream)
+        manager = self._manager
+        group = manager.groups[0]
         with self._lock, self._journal:
-            have = [0] * (len(self._manager.groups[0].table) + 1)
+            have = [0] * (len(group.table) + 1)
             status = 0
             self._poison(_Broken("interrupted"), "recover")  # until every rank is reset
-            self._out_of_mappings = ""
+            manager.out_of_mappings = ""
             try:
                 have = self._reset(stream)
             except Exception as error:
-                self._failure = Failure.of(self._ranks.rank, error, "recover")
-                status = self._failure.status
+                self._poison(error, "recover")
+                status = self.status()[0]
             status, *least = self._ranks.maxima([status, *(-value for value in have)])
             self._agree(status, 0, 0)
-            group = self._manager.groups[0]
             group.reclaimer.limit = -least[0]
             for slot, usable in zip(group.table, least[1:], strict=True):
                 if not usable:
                     group.table.mark_broken(slot)
-            self._failure = None
+            manager.failure = None
 
     def _reset(self, stream: Any) -> list[int]:
         """Frees everything; returns the pages that are left, and which slots can be used."""
-        group = self._manager.open()[0]
+        (group,) = groups = Manager.open(self._manager)
         event = record(stream, group.device)
         for slot in group.table:
             with suppress(VMemError):  # undone: its pages are as before
@@ -946,15 +881,14 @@ class ParallelKVCache(MustClose):
                 group.release(slot, event)
         for swapped in list(self._swapped):
             swapped.close()
-        unmap_idle([group], prefixes=True)
+        unmap_idle(groups, prefixes=True)
         for slot in group.table:
             if slot.lost:
                 group.reclaimer.salvage(slot)
         group.reclaimer.errors.clear()
         cast("LockstepTable", group.table).reset_order()
         self._digest, self._ahead = 0, False
-        assert self._cache is not None
-        call_part(self._cache.check_integrity)  # perhaps wrapped
+        integrity.verify(groups)
         stats = group.context.stats()
         pages = (stats.slab_bytes - stats.quarantined_bytes) // group.layout.page_size
         return [min(group.reclaimer.limit, pages), *(int(not slot.broken) for slot in group.table)]
@@ -963,16 +897,7 @@ class ParallelKVCache(MustClose):
 
     def close(self, stream: Any = None) -> None:
         """Like `KVCache.close`, on this rank; also closes the context."""
-        if self._cache is not None:
-            self._cache.close(stream)
-        self._closed = True
+        if not self._closed:
+            super().close(stream)
         if self._own is not None:
             self._own.close()
-
-
-def _no_way_back() -> NotSupported:
-    return NotSupported(
-        "a rank has no mapping left for a step, which cannot be undone: a window has slid",
-        errno=errno.EOPNOTSUPP,
-        op="ParallelKVCache",
-    )

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from pyvmem.kvcache import admission, forks, prefix_alloc, requests, truncation, waits
 from pyvmem.kvcache.checks import bounded, invalid
 from pyvmem.kvcache.common_pages import CommonPages
 from pyvmem.kvcache.config import MOST_BYTES
-from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.journal import Journal
 from pyvmem.kvcache.manager import Manager
 from pyvmem.kvcache.prefix_cache import PrefixMatch
 from pyvmem.kvcache.prefix_tree import Change
 
-__all__ = ["CacheMemory", "CacheSlots", "Internals"]
+__all__ = ["CacheMemory", "CacheSlots", "Facet", "Internals"]
 
 
-class _Facet:
-    """A cache's manager, and how a call gets the groups of a cache that may be used."""
+class Facet:
+    """A cache's manager, and what its calls take from it."""
 
-    def __init__(self, manager: Manager, opened: Callable[[], Sequence[Group]]) -> None:
-        self._manager, self._open, self._groups = manager, opened, manager.groups
+    def __init__(self, manager: Manager) -> None:
+        self._manager, self._open, self._groups = manager, manager.open, manager.groups
         self._lock, self._journal = manager.lock, manager.journal
 
     def __repr__(self) -> str:
@@ -39,7 +37,7 @@ class _Facet:
         return f"<{type(self).__name__}: {', '.join(names)}>"
 
 
-class CacheMemory(_Facet):
+class CacheMemory(Facet):
     """`KVCache.memory`: what calls need, what there is, and the limit.
 
     `for_request`, `for_step`, `for_truncate` and `for_fork` return the bytes that the call lacks;
@@ -140,13 +138,11 @@ class CacheMemory(_Facet):
         with self._lock, self._journal:
             self._open()
         waits.when_clear(
-            self._manager,
-            partial(waits.before_reclaim, keep=keep) if wait else lambda groups: [],
-            partial(requests.reclaim_free, keep=keep, wait=wait),
+            self._manager, waits.before_reclaim, requests.reclaim_free, keep, wait=wait
         )
 
 
-class CacheSlots(_Facet):
+class CacheSlots(Facet):
     """`KVCache.slots`: for programs that choose slots themselves, or keep records of them."""
 
     def claim(self, reqid: int) -> None:
@@ -260,7 +256,7 @@ class CacheSlots(_Facet):
         return CommonPages(self._manager, tokens)
 
 
-class Internals(_Facet):
+class Internals(Facet):
     """`KVCache.internals`: for layers on top of a cache, such as `pyvmem.engine.RequestCache`.
 
     Attributes:
@@ -274,8 +270,8 @@ class Internals(_Facet):
             one of them has any, the cache is not closed.
     """
 
-    def __init__(self, manager: Manager, opened: Callable[[], Sequence[Group]]) -> None:
-        super().__init__(manager, opened)
+    def __init__(self, manager: Manager) -> None:
+        super().__init__(manager)
         self.lock: AbstractContextManager[Any] = self._lock
         self.journal: Journal = self._journal
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()

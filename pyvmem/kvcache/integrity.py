@@ -19,9 +19,9 @@ __all__ = [
     "check",
     "check_away",
     "check_places",
-    "check_together",
     "snapshot",
     "stats",
+    "verify",
 ]
 
 
@@ -154,6 +154,17 @@ def _away(group: Group, location: Location) -> int:
     return sum(pages for tier, pages in away if tier.location is location)
 
 
+def verify(groups: Sequence[Group]) -> None:
+    """See `KVCache.check_integrity`."""
+    for group in groups:
+        group.reclaimer.poll()
+    found = [text for group in groups for text in check(group)]
+    if found := found + _check_together(groups):
+        raise IntegrityError(found)
+    if not any(group.has_batches for group in groups):
+        groups[0].context.check()
+
+
 def check(group: Group) -> list[str]:
     """Every contradiction found; empty when the records agree with themselves and with libvmem."""
     found: list[str] = []
@@ -231,7 +242,7 @@ def check(group: Group) -> list[str]:
     return found
 
 
-def check_together(groups: Sequence[Group]) -> list[str]:
+def _check_together(groups: Sequence[Group]) -> list[str]:
     """Contradictions between groups that have the same requests."""
     found = []
     for slots in zip(*(group.table for group in groups), strict=True):

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
-from pyvmem.kvcache.events import record
+from pyvmem.kvcache.events import PriorWork
 from pyvmem.kvcache.group import Group
 from pyvmem.kvcache.slots import Slot
 
-__all__ = ["alloc", "claim", "free", "sync_free_slots", "reclaim_free", "release"]
+__all__ = ["alloc", "claim", "free", "reclaim_free", "record", "release", "sync_free_slots"]
 
 
 def sync_free_slots(groups: Sequence[Group]) -> None:
@@ -58,7 +58,7 @@ def free(
         slot = group.slot(reqid)
         slots.append(slot)
         first.append(slot.head + slot.span.pages)
-    event = record(stream, groups[0].device)
+    event = PriorWork(stream, groups[0].device).record()
     for group in groups:
         if group.reclaimer.unmaps:
             group.reclaimer.poll()
@@ -79,6 +79,13 @@ def free(
     for group in groups:
         group.prepare()
         group.reclaim_idle()
+
+
+def record(
+    groups: Sequence[Group], reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
+) -> int:
+    """See `KVCache.record`."""
+    return groups[0].prefixes.record(groups[0].slot(reqid), tokens, work, namespace)
 
 
 def release(groups: Sequence[Group], slots: Sequence[Slot], event: Any) -> None:

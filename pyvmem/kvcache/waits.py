@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pyvmem._native import Kind
 from pyvmem.errors import VMemError
@@ -55,6 +55,7 @@ __all__ = [
     "when_clear",
 ]
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _blocks = attrgetter("reclaimer.shared.blocks")
@@ -64,8 +65,16 @@ Waits = list[Callable[[], Any]]
 Look = Callable[[Groups], Waits]
 
 
-def when_clear(manager: Manager, look: Look, call: Callable[[Groups], _T]) -> _T:
+def when_clear(
+    manager: Manager,
+    look: Callable[Concatenate[Groups, _P], Waits],
+    call: Callable[Concatenate[Groups, _P], _T],
+    *args: _P.args,
+    **kwargs: _P.kwargs,
+) -> _T:
     """Makes a call as soon as nothing is in its way; waits without the lock.
+
+    Both get the same arguments.
 
     Within another call, which has the lock (`RequestCache`, `ParallelKVCache`), there is no look:
     the call waits by itself. Nor is there one on ranks, whose answers must not depend on it.
@@ -76,11 +85,11 @@ def when_clear(manager: Manager, look: Look, call: Callable[[Groups], _T]) -> _T
             waits: Waits = []
             if outermost and not groups[0].table.lockstep:
                 try:
-                    waits = look(groups)
+                    waits = look(groups, *args, **kwargs)
                 except (VMemError, TypeError, IndexError):
                     waits = []  # the call finds it, too, and raises it
             if not waits:
-                return call(groups)
+                return call(groups, *args, **kwargs)
         for wait in waits:
             wait()
 
@@ -261,14 +270,16 @@ def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> W
     return waits
 
 
-def before_reclaim(groups: Groups, keep: Collection[int]) -> Waits:
-    """See `CacheMemory.reclaim_free`, with `wait`."""
+def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Waits:
+    """See `CacheMemory.reclaim_free`."""
+    if not wait:
+        return []
     return [
-        wait
+        blocker
         for group in groups
         for slot in group.table.free
         if slot.index not in keep
-        for wait in _emptied(group, slot)
+        for blocker in _emptied(group, slot)
     ]
 
 

@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pyvmem.errors import BadHandle, ForkedProcess, InvalidArgument, NotSupported
 from pyvmem.kvcache import Budget, KVCache
@@ -30,9 +29,6 @@ from pyvmem.ledger.accounts import Ledger, Participant, device_of, engine_name
 from pyvmem.plumbing.closing import Closable
 from pyvmem.plumbing.logs import warn
 from pyvmem.plumbing.reentry import reentrant_lock
-
-if TYPE_CHECKING:
-    from pyvmem.kvcache.distributed import ParallelKVCache
 
 __all__ = ["Announced", "announce"]
 
@@ -46,9 +42,7 @@ class Announced(Closable):
         name: as `vmem top` shows it.
     """
 
-    def __init__(
-        self, what: KVCache | ParallelKVCache | Budget, participant: Participant, name: str
-    ) -> None:
+    def __init__(self, what: KVCache | Budget, participant: Participant, name: str) -> None:
         self.name = name
         self._what = weakref.ref(what)
         self._participant = participant
@@ -78,7 +72,7 @@ class Announced(Closable):
             self._leave()
             return False
 
-    def _follow(self, what: KVCache | ParallelKVCache | Budget) -> None:
+    def _follow(self, what: KVCache | Budget) -> None:
         """Applies a new limit, or logs why the old limit stays."""
         account = self._participant.account
         limit = account.limit
@@ -101,7 +95,7 @@ class Announced(Closable):
             self._leave()
 
 
-def _follow(what: KVCache | ParallelKVCache | Budget, limit: int) -> bool:
+def _follow(what: KVCache | Budget, limit: int) -> bool:
     """Sets a limit; if requests hold more, frees the rest and blocks growth until they end.
 
     Returns:
@@ -128,7 +122,7 @@ def _lower(set_limit: Callable[[int], None], wanted: int) -> bool:
         return False
 
 
-def _numbers(what: KVCache | ParallelKVCache | Budget) -> dict[str, int]:
+def _numbers(what: KVCache | Budget) -> dict[str, int]:
     """The numbers of `vmem top`: names of `EngineInfo`."""
     if isinstance(what, Budget):
         return what.numbers() | {"used": what.stats().used_bytes}
@@ -147,9 +141,7 @@ def _numbers(what: KVCache | ParallelKVCache | Budget) -> dict[str, int]:
     }
 
 
-def announce(
-    what: KVCache | ParallelKVCache | Budget, name: str = "", folder: Path | None = None
-) -> Announced:
+def announce(what: KVCache | Budget, name: str = "", folder: Path | None = None) -> Announced:
     """Shows a cache in `vmem top`, and lets `vmem limit` set its limit.
 
     A limit below what requests hold is applied when they end; until then none of them grows. Ranks

@@ -30,6 +30,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -46,6 +47,7 @@ from pyvmem.kvcache.cache import GroupView
 
 __all__ = [
     "PACKAGE",
+    "Call",
     "Engine",
     "Handler",
     "Interrupted",
@@ -53,8 +55,10 @@ __all__ = [
     "NotHere",
     "Outcome",
     "Scenario",
+    "Steps",
     "Stuck",
     "alarms",
+    "ended",
     "holds",
     "lens",
     "measure",
@@ -579,10 +583,16 @@ def lens(cache: Cache, more: dict[int, int] | None = None) -> list[int]:
 # ---- runs ----------------------------------------------------------------------------------------
 
 Call = Callable[[], Any]
-Scenario = Callable[[Engine], tuple[Call, Call]]
-"""Prepares an engine; returns the call to interrupt, and what makes it again and checks its effect.
-The latter is made whether the call was interrupted or came to its end. An attribute `context` of
-the function holds options of the engine's context. Failures that it injects end with the call."""
+Steps = Iterator[Call]
+Scenario = Callable[[Engine], Steps]
+"""Prepares an engine, yields the call to interrupt, then makes it again and checks its effect,
+whether the call was interrupted or came to its end. An attribute `context` of the function holds
+options of the engine's context. Failures that it injects end with the call."""
+
+
+def ended(steps: Steps) -> None:
+    """Runs what comes after the call."""
+    assert list(steps) == [], "a scenario has one call"
 
 
 class Outcome:
@@ -656,7 +666,8 @@ def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm
     with _quietly():
         engine = Engine(backend, **getattr(scenario, "context", {}))
         try:
-            call, again = scenario(engine)
+            steps = scenario(engine)
+            call = next(steps)
             alarm.set(LIMIT, Stuck)
             outcome = act(call)
             alarm.set(LIMIT, Stuck)
@@ -664,7 +675,7 @@ def _run(scenario: Scenario, backend: str, act: Callable[[Call], Outcome], alarm
             engine.place = outcome.places[-1] if outcome.places else ""
             engine.twice = len(outcome.places) > 1
             if not outcome.broken:
-                examine(engine, again, outcome)
+                examine(engine, partial(ended, steps), outcome)
             outcome.orphans = engine.orphans
         finally:
             alarm.set(LIMIT / 4, Stuck)

@@ -15,17 +15,17 @@ import gc
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from interrupts_helpers import LIMIT, Interrupted, Interrupts, Stuck, alarms
+from interrupts_helpers import LIMIT, Interrupted, Interrupts, Steps, Stuck, alarms, ended
 from kvcache_helpers import small_config
 from test_interrupts import MORE_PAIRS, PAIRS, sample
 from test_torch_pool import Libcuda, Torch
 
 import pyvmem._native.objects as objects
-from pyvmem import BadHandle, Busy, Context, KVCache
+from pyvmem import BadHandle, Context, KVCache
 from pyvmem._vmem import ffi, lib
 from pyvmem.compat import _manager, vattention
 from pyvmem.compat import torch_memory_saver as savers
@@ -92,278 +92,209 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
 
 
 # ---- cases ---------------------------------------------------------------------------------------
+#
+# A case prepares something and yields the call to interrupt. Whether it was or not, it then makes
+# it again, checks contents, and closes what the caller has.
 
 
-class Case:
-    """Prepares something when it is made."""
-
-    def call(self) -> None:
-        """What is interrupted."""
-        raise NotImplementedError
-
-    def after(self) -> None:
-        """Interrupted or not: makes it again, checks contents, closes what the caller has."""
-        raise NotImplementedError
+def open_host() -> Context:
+    return Context("host", granule=PAGE)
 
 
-CASES: dict[str, type[Case]] = {}
+def closed(context: Context, known: bool = True) -> None:
+    """Closes a context, in which nothing is left but what the caller was not told of."""
+    gc.collect()
+    stats = context.stats()
+    left = (stats.reservations, stats.handles, stats.used_bytes, stats.pending)
+    assert left == (0, 0, 0, 0) or not known
+    context.check()
+    context.close()
 
 
-def case(cls: type[Case]) -> type[Case]:
-    CASES[cls.__name__] = cls
-    return cls
+def _opening(make: Callable[[], Any]) -> Steps:
+    """Nothing but what was made has to be closed."""
+    made: list[Any] = []
+    yield lambda: made.append(make())
+    for one in made:
+        one.close()
 
 
-@case
-class ContextOpen(Case):
-    def __init__(self) -> None:
-        self.made: list[Context] = []
-
-    def call(self) -> None:
-        self.made.append(Context("host", granule=PAGE))
-
-    def after(self) -> None:
-        for one in self.made:
-            one.close()
+def context_open() -> Steps:
+    return _opening(open_host)
 
 
-class WithContext(Case):
-    def __init__(self) -> None:
-        self.context = Context("host", granule=PAGE)
-
-    def end(self, known: bool = True) -> None:
-        """Closes the context, in which nothing is left but what the caller was not told of."""
-        gc.collect()
-        stats = self.context.stats()
-        left = (stats.reservations, stats.handles, stats.used_bytes, stats.pending)
-        assert left == (0, 0, 0, 0) or not known
-        self.context.check()
-        self.context.close()
-
-
-@case
-class ContextClose(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reservation = self.context.reserve(BLOCK)
-        self.pages = self.context.create(BLOCK)
-        self.reservation.map(0, self.pages)
-
-    def call(self) -> None:
-        self.context.close()
-
-    def after(self) -> None:
-        self.context.close()
-        assert not self.context.is_open
-
-
-@case
-class ContextBlock(Case):
-    context: Context | None = None
-
-    def call(self) -> None:
-        with Context("host", granule=PAGE) as self.context:
-            pass
-
-    def after(self) -> None:
-        if self.context is not None:
-            self.context.close()
-
-
-@case
-class ReserveAndClose(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Any] = []
-
-    def call(self) -> None:
-        self.made.append(self.context.reserve(BLOCK))
-        self.made[0].close(unmap=True)
-
-    def after(self) -> None:
-        known = bool(self.made)
-        for one in self.made:
-            one.close(unmap=True)
-        self.made.clear()
-        self.end(known)
-
-
-@case
-class CreateAndRelease(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Any] = []
-
-    def call(self) -> None:
-        self.made.append(self.context.create(BLOCK))
-        self.made[0].release()
-
-    def after(self) -> None:
-        known = bool(self.made)
-        for one in self.made:
-            with contextlib.suppress(BadHandle):
-                one.release()
-        self.made.clear()
-        self.end(known)
-
-
-@case
-class PagesBlock(WithContext):
-    pages: Any = None
-
-    def call(self) -> None:
-        with self.context.create(BLOCK) as self.pages:
-            pass
-
-    def after(self) -> None:
-        known = self.pages is not None
-        if known:
-            self.pages.abandon()
-        self.pages = None
-        self.end(known)
-
-
-@case
-class Retain(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Any] = []
-        self.reservation = self.context.reserve(BLOCK)
-        pages = self.context.create(BLOCK)
-        self.reservation.map(0, pages)
-        pages.drop()
-
-    def call(self) -> None:
-        self.made.append(self.context.retain(self.reservation.addr, BLOCK))
-        self.made[0].drop()
-
-    def after(self) -> None:
-        known = bool(self.made)
-        for one in self.made:
-            one.abandon()
-        self.made.clear()
-        self.reservation.close(unmap=True)
-        self.end(known)
-
-
-@case
-class SubmitAndWait(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reservation = self.context.reserve(BLOCK)
-        self.ticket: Ticket | None = None
-
-    def call(self) -> None:
-        batch = OpBatch(1)
-        batch.populate(self.reservation.addr, BLOCK, page_size=PAGE)
-        self.ticket = Ticket(self.context)
-        self.context.submit(batch, ticket=self.ticket)
-        self.ticket.wait()
-        self.ticket.close()
-
-    def after(self) -> None:
-        if self.ticket is not None and self.ticket.sent:
-            with contextlib.suppress(BadHandle):  # it is closed, and was over before
-                self.ticket.wait()
-            self.ticket.close()
-        self.reservation.close(unmap=True)
-        self.end()
-
-
-@case
-class OwnContextOpen(Case):
+def own_context_open() -> Steps:
     """A cache that opens its context."""
-
-    def __init__(self) -> None:
-        self.made: list[KVCache] = []
-
-    def call(self) -> None:
-        self.made.append(KVCache(small_config(PAGE), backend="host"))
-
-    def after(self) -> None:
-        for one in self.made:
-            one.close()
+    return _opening(lambda: KVCache(small_config(PAGE), backend="host"))
 
 
-@case
-class OwnContextClose(Case):
-    def __init__(self) -> None:
-        self.cache = KVCache(small_config(PAGE), backend="host")
-
-    def call(self) -> None:
-        self.cache.close()
-
-    def after(self) -> None:
-        self.cache.close()
+def own_context_close() -> Steps:
+    cache = KVCache(small_config(PAGE), backend="host")
+    yield cache.close
+    cache.close()
 
 
-@case
-class ResourceOpen(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[VMemResource] = []
-
-    def call(self) -> None:
-        self.made.append(VMemResource(self.context))
-
-    def after(self) -> None:
-        with VMemResource(self.context) as resource:
-            resource.allocate(PAGE).close()
-        for one in self.made:
-            one.close()
-        self.end()
+def context_close() -> Steps:
+    context = open_host()
+    reservation, pages = context.reserve(BLOCK), context.create(BLOCK)
+    reservation.map(0, pages)
+    yield context.close
+    context.close()
+    assert not context.is_open
 
 
-@case
-class ResourceClose(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.resource = VMemResource(self.context)
-        for block in [self.resource.allocate(size) for size in (PAGE, PAGE, BLOCK)]:
-            block.close()
+def context_block() -> Steps:
+    made: list[Context] = []
 
-    def call(self) -> None:
-        self.resource.close()
+    def call() -> None:
+        with open_host() as context:
+            made.append(context)
 
-    def after(self) -> None:
-        self.resource.close()
-        self.end()
+    yield call
+    for context in made:
+        context.close()
+
+
+def _made(
+    context: Context,
+    call: Callable[[list[Any]], None],
+    end: Callable[[Any], None],
+    reservation: Any = None,
+) -> Steps:
+    """A call that makes something and ends it: `end` ends what the caller has."""
+    made: list[Any] = []
+    yield lambda: call(made)
+    known = bool(made)
+    while made:
+        end(made.pop())
+    if reservation is not None:
+        reservation.close(unmap=True)
+    closed(context, known)
+
+
+def reserve_and_close() -> Steps:
+    context = open_host()
+
+    def call(made: list[Any]) -> None:
+        made.append(context.reserve(BLOCK))
+        made[0].close(unmap=True)
+
+    return _made(context, call, lambda one: one.close(unmap=True))
+
+
+def create_and_release() -> Steps:
+    context = open_host()
+
+    def call(made: list[Any]) -> None:
+        made.append(context.create(BLOCK))
+        made[0].release()
+
+    def end(one: Any) -> None:
+        with contextlib.suppress(BadHandle):
+            one.release()
+
+    return _made(context, call, end)
+
+
+def pages_block() -> Steps:
+    context = open_host()
+
+    def call(made: list[Any]) -> None:
+        with context.create(BLOCK) as pages:
+            made.append(pages)
+
+    return _made(context, call, lambda one: one.abandon())
+
+
+def retain() -> Steps:
+    context = open_host()
+    reservation, pages = context.reserve(BLOCK), context.create(BLOCK)
+    reservation.map(0, pages)
+    pages.drop()
+
+    def call(made: list[Any]) -> None:
+        made.append(context.retain(reservation.addr, BLOCK))
+        made[0].drop()
+
+    return _made(context, call, lambda one: one.abandon(), reservation)
+
+
+def submit_and_wait() -> Steps:
+    context = open_host()
+    reservation = context.reserve(BLOCK)
+    tickets: list[Ticket] = []
+
+    def call() -> None:
+        batch = OpBatch(1)
+        batch.populate(reservation.addr, BLOCK, page_size=PAGE)
+        tickets.append(Ticket(context))
+        context.submit(batch, ticket=tickets[0])
+        tickets[0].wait()
+        tickets[0].close()
+
+    yield call
+    for ticket in tickets:
+        if ticket.sent:
+            with contextlib.suppress(BadHandle):  # it is closed, and was over before
+                ticket.wait()
+            ticket.close()
+    reservation.close(unmap=True)
+    closed(context)
+
+
+def resource_open() -> Steps:
+    context = open_host()
+    made: list[VMemResource] = []
+    yield lambda: made.append(VMemResource(context))
+    with VMemResource(context) as resource:
+        resource.allocate(PAGE).close()
+    for one in made:
+        one.close()
+    closed(context)
+
+
+def resource_close() -> Steps:
+    context = open_host()
+    resource = VMemResource(context)
+    for block in [resource.allocate(size) for size in (PAGE, PAGE, BLOCK)]:
+        block.close()
+    yield resource.close
+    resource.close()
+    closed(context)
 
 
 # ---- torch's pool --------------------------------------------------------------------------------
 
 
-@case
-class PoolOpen(WithContext):
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[VMemPool] = []
-
-    def call(self) -> None:
-        self.made.append(VMemPool(self.context))
-
-    def after(self) -> None:
-        known = bool(self.made)
-        for one in self.made:
-            one.close()
-        self.made.clear()
-        gc.collect()
-        VMemPool(self.context).close()  # not Busy
-        self.end(known)
+def _pool_opening(call: Callable[[Context, list[VMemPool]], None]) -> Steps:
+    context = open_host()
+    made: list[VMemPool] = []
+    yield lambda: call(context, made)
+    known = bool(made)
+    while made:
+        made.pop().close()
+    gc.collect()
+    VMemPool(context).close()  # not Busy
+    closed(context, known)
 
 
-@case
-class PoolBlock(PoolOpen):
-    def call(self) -> None:
-        with VMemPool(self.context) as one:
-            self.made.append(one)
+def pool_open() -> Steps:
+    return _pool_opening(lambda context, made: made.append(VMemPool(context)))
 
 
-class WithBlock(WithContext):
+def pool_block() -> Steps:
+    def call(context: Context, made: list[VMemPool]) -> None:
+        with VMemPool(context) as one:
+            made.append(one)
+
+    return _pool_opening(call)
+
+
+class Blocks:
     """A pool with a block of the tag "a"; other pages have their contents too."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.context = open_host()
         self.pool, self.torch = VMemPool(self.context), Torch(0)
         with self.pool._allocating("a"):
             self.block = self.torch.malloc(BLOCK) or 0
@@ -372,12 +303,12 @@ class WithBlock(WithContext):
         ctypes.memset(self.block, 7, BLOCK)
         ctypes.memset(self.other, 9, PAGE)
 
-    def check(self, kept: int = 7) -> None:
+    def check(self) -> None:
         self.pool.resume()
-        assert self.context.read(self.block, BLOCK) == bytes([kept]) * BLOCK
+        assert self.context.read(self.block, BLOCK) == bytes([7]) * BLOCK
         assert self.context.read(self.other, PAGE) == bytes([9]) * PAGE
 
-    def after(self) -> None:
+    def end(self) -> None:
         self.pool.pause("b")  # would overwrite what the interrupted call saved and lost sight of
         self.pool.drop_host()
         self.check()
@@ -393,115 +324,91 @@ class WithBlock(WithContext):
             self.torch.free(block)
         self.pool.close()
         assert lib.pyvmem_torch_tag(0) == 0, "what this thread allocates is still a tag's"
-        self.end()
+        closed(self.context)
 
 
-@case
-class PoolUse(WithBlock):
-    def call(self) -> None:
-        with self.pool._allocating("new"):
+def _pool(call: Callable[[Blocks], Any], *before: str) -> Steps:
+    """A call about a pool, after `pause` or `resume` of its first block."""
+    blocks = Blocks()
+    for name in before:
+        getattr(blocks.pool, name)("a")
+    yield lambda: call(blocks)
+    blocks.end()
+
+
+def pool_use() -> Steps:
+    def call(blocks: Blocks) -> None:
+        with blocks.pool._allocating("new"):
             pass
 
-
-@case
-class PoolPause(WithBlock):
-    def call(self) -> None:
-        self.pool.pause("a")
+    return _pool(call)
 
 
-@case
-class PoolPauseAndForget(WithBlock):
+def pool_pause() -> Steps:
+    return _pool(lambda blocks: blocks.pool.pause("a"))
+
+
+def pool_pause_and_forget() -> Steps:
     """The contents may be gone; the memory is there again."""
-
-    def call(self) -> None:
-        self.pool.pause("a", keep=False)
-
-    def after(self) -> None:
-        self.pool.resume()
-        ctypes.memset(self.block, 7, BLOCK)
-        super().after()
+    blocks = Blocks()
+    yield lambda: blocks.pool.pause("a", keep=False)
+    blocks.pool.resume()
+    ctypes.memset(blocks.block, 7, BLOCK)
+    blocks.end()
 
 
-@case
-class PoolResume(WithBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool.pause("a")
-
-    def call(self) -> None:
-        self.pool.resume("a")
+def pool_resume() -> Steps:
+    return _pool(lambda blocks: blocks.pool.resume("a"), "pause")
 
 
-@case
-class PoolDropHost(WithBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool.pause("a")
-        self.pool.resume("a")
-
-    def call(self) -> None:
-        self.pool.drop_host()
+def pool_drop_host() -> Steps:
+    return _pool(lambda blocks: blocks.pool.drop_host(), "pause", "resume")
 
 
-@case
-class PoolSaved(WithBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool.pause("a")
-
-    def call(self) -> None:
-        self.pool.saved(self.block, PAGE)
+def pool_saved() -> Steps:
+    return _pool(lambda blocks: blocks.pool.saved(blocks.block, PAGE), "pause")
 
 
-@case
-class PoolClose(WithBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool.pause()
-        self.check()
-        self.torch.free(self.block)
-        self.torch.free(self.other)
-
-    def call(self) -> None:
-        self.pool.close()
-
-    def after(self) -> None:
-        self.pool.close()
-        assert not is_pool_open()
-        VMemPool(self.context).close()
-        self.end()
+def pool_close() -> Steps:
+    blocks = Blocks()
+    blocks.pool.pause()
+    blocks.check()
+    blocks.torch.free(blocks.block)
+    blocks.torch.free(blocks.other)
+    yield blocks.pool.close
+    blocks.pool.close()
+    assert not is_pool_open()
+    VMemPool(blocks.context).close()
+    closed(blocks.context)
 
 
-@case
-class Primary(Case):
+def primary() -> Steps:
     """A device's primary context: given back once, and the thread has the one it had."""
+    cuda = Libcuda(0)
 
-    def __init__(self) -> None:
-        self.cuda = Libcuda(0)
-
-    def call(self) -> None:
-        library, ctypes.CDLL = ctypes.CDLL, lambda name: self.cuda  # type: ignore[misc,assignment]
+    def call() -> None:
+        library, ctypes.CDLL = ctypes.CDLL, lambda name: cuda  # type: ignore[misc,assignment]
         try:
             with cuda_primary.PrimaryContext(0) as primary:
                 primary.call("cuMemHostRegister_v2", *map(ctypes.c_size_t, (PAGE, PAGE, 3)))
         finally:
             ctypes.CDLL = library  # type: ignore[misc]
 
-    def after(self) -> None:
-        gc.collect()
-        assert self.cuda.current == 7
-        assert self.cuda.retained >= 0
-        kept, self.cuda.retained = self.cuda.retained, 0
-        assert kept <= 1
-        self.call()
-        assert (self.cuda.current, self.cuda.retained) == (7, 0)
+    yield call
+    gc.collect()
+    assert cuda.current == 7
+    assert cuda.retained >= 0
+    kept, cuda.retained = cuda.retained, 0
+    assert kept <= 1
+    call()
+    assert (cuda.current, cuda.retained) == (7, 0)
 
 
 # ---- torch_memory_saver --------------------------------------------------------------------------
 
 
-class WithSaver(Case):
-    """Of one that opens its own context."""
+class Saver:
+    """One that opens its own context."""
 
     def __init__(self) -> None:
         self.saver, self.torch = savers.TorchMemorySaver(), Torch(0)
@@ -509,6 +416,10 @@ class WithSaver(Case):
     def region(self, tag: str, size: int, backup: bool = True) -> int:
         with self.saver.region(tag, backup):
             return self.torch.malloc(size) or 0
+
+    def enter(self) -> None:
+        with self.saver.region("a", True):
+            pass
 
     def end(self) -> None:
         """It closes, and can be opened again."""
@@ -520,46 +431,7 @@ class WithSaver(Case):
         assert not is_pool_open()
 
 
-@case
-class SaverRegion(WithSaver):
-    def call(self) -> None:
-        with self.saver.region("a", True):
-            pass
-
-    def after(self) -> None:
-        block = self.region("a", BLOCK)
-        ctypes.memset(block, 7, BLOCK)
-        self.saver.pause("a")
-        self.saver.resume("a")
-        assert ctypes.string_at(block, BLOCK) == bytes([7]) * BLOCK
-        self.torch.free(block)
-        self.end()
-
-
-@case
-class SaverRegionThenClose(SaverRegion):
-    def after(self) -> None:
-        self.end()
-
-
-@case
-class SaverConfigure(WithSaver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.context = Context("host", granule=PAGE)
-
-    def call(self) -> None:
-        self.saver.configure(self.context)
-
-    def after(self) -> None:
-        self.saver.configure(self.context)
-        self.torch.free(self.region("a", PAGE))
-        self.saver.close()
-        assert not self.context.stats().reservations
-        self.context.close()
-
-
-class WithRegions(WithSaver):
+class Regions(Saver):
     """A tag's two regions, with a backup and without."""
 
     def __init__(self) -> None:
@@ -567,69 +439,84 @@ class WithRegions(WithSaver):
         self.kept, self.lost = self.region("a", BLOCK), self.region("a", BLOCK, backup=False)
         ctypes.memset(self.kept, 7, BLOCK)
 
-    def after(self) -> None:
+    def end(self) -> None:
         self.saver.pause("a")
         assert not self.saver._pools[0]._context.stats().mapped_bytes
         self.saver.resume("a")
         assert ctypes.string_at(self.kept, BLOCK) == bytes([7]) * BLOCK
         assert ctypes.string_at(self.lost, BLOCK) == bytes(BLOCK)
         self.free()
-        self.end()
+        super().end()
 
     def free(self) -> None:
         self.torch.free(self.kept)
         self.torch.free(self.lost)
 
 
-@case
-class SaverRegionAgain(WithRegions):
-    def call(self) -> None:
-        with self.saver.region("a", True):
-            pass
+def saver_region() -> Steps:
+    one = Saver()
+    yield one.enter
+    block = one.region("a", BLOCK)
+    ctypes.memset(block, 7, BLOCK)
+    one.saver.pause("a")
+    one.saver.resume("a")
+    assert ctypes.string_at(block, BLOCK) == bytes([7]) * BLOCK
+    one.torch.free(block)
+    one.end()
 
 
-@case
-class SaverPause(WithRegions):
-    def call(self) -> None:
-        self.saver.pause("a")
+def saver_region_then_close() -> Steps:
+    one = Saver()
+    yield one.enter
+    one.end()
 
 
-@case
-class SaverResume(WithRegions):
-    def __init__(self) -> None:
-        super().__init__()
-        self.saver.pause()
-
-    def call(self) -> None:
-        self.saver.resume()
-
-    def after(self) -> None:
-        self.saver.resume()
-        super().after()
+def saver_configure() -> Steps:
+    one, context = Saver(), open_host()
+    yield lambda: one.saver.configure(context)
+    one.saver.configure(context)
+    one.torch.free(one.region("a", PAGE))
+    one.saver.close()
+    assert not context.stats().reservations
+    context.close()
 
 
-@case
-class SaverBackup(SaverResume):
-    def __init__(self) -> None:
-        super().__init__()
-        memory = (ctypes.c_char * BLOCK).from_address(self.kept)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-
-    def call(self) -> None:
-        self.saver.get_cpu_backup(self.tensor)
+def saver_region_again() -> Steps:
+    regions = Regions()
+    yield regions.enter
+    regions.end()
 
 
-@case
-class SaverClose(WithRegions):
-    def __init__(self) -> None:
-        super().__init__()
-        self.free()
+def saver_pause() -> Steps:
+    regions = Regions()
+    yield lambda: regions.saver.pause("a")
+    regions.end()
 
-    def call(self) -> None:
-        self.saver.close()
 
-    def after(self) -> None:
-        self.end()
+def _resuming(regions: Regions, call: Callable[[], Any]) -> Steps:
+    regions.saver.pause()
+    yield call
+    regions.saver.resume()
+    regions.end()
+
+
+def saver_resume() -> Steps:
+    regions = Regions()
+    return _resuming(regions, regions.saver.resume)
+
+
+def saver_backup() -> Steps:
+    regions = Regions()
+    memory = (ctypes.c_char * BLOCK).from_address(regions.kept)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    return _resuming(regions, lambda: regions.saver.get_cpu_backup(tensor))
+
+
+def saver_close() -> Steps:
+    regions = Regions()
+    regions.free()
+    yield regions.saver.close
+    Saver.end(regions)
 
 
 # ---- vAttention's functions ----------------------------------------------------------------------
@@ -637,109 +524,91 @@ class SaverClose(WithRegions):
 SHAPE = (2, 2, 64, 4, 64, 0, torch.float32, PAGE)  # of init_kvcache
 
 
-@case
-class InitKVCache(Case):
-    def __init__(self) -> None:
-        vattention.configure("host")
-        self.tensors: Any = None
-
-    def call(self) -> None:
-        self.tensors = vattention.init_kvcache(*SHAPE)
-
-    def after(self) -> None:
-        self.tensors = None
-        vattention.cleanup()
-        self.tensors = vattention.init_kvcache(*SHAPE)
-        vattention.reserve_physical_pages(64 * PAGE)
-        vattention.step([4, 0, 0, 0], False)
-        self.tensors = None
-        vattention.cleanup()
+def init_kvcache() -> Steps:
+    vattention.configure("host")
+    made: list[Any] = []
+    yield lambda: made.append(vattention.init_kvcache(*SHAPE))
+    made.clear()
+    vattention.cleanup()
+    made.append(vattention.init_kvcache(*SHAPE))
+    vattention.reserve_physical_pages(64 * PAGE)
+    vattention.step([4, 0, 0, 0], False)
+    made.clear()
+    vattention.cleanup()
 
 
-class WithManager(Case):
-    def __init__(self) -> None:
-        vattention.configure("host")
-        self.tensors: Any = vattention.init_kvcache(*SHAPE)
-        vattention.reserve_physical_pages(128 * PAGE)
-
-    def after(self) -> None:
-        vattention.reserve_physical_pages(128 * PAGE)
-        vattention.step([20, 20, 0, 0], False)
-        for reqid in range(4):
-            vattention.free_batch_idx(reqid)
-        vattention.step([0, 0, 0, 0], True)
-        assert sorted(vattention.alloc_new_batch_idx(5) for _ in range(4)) == [0, 1, 2, 3]
-        self.tensors = None
-        vattention.cleanup()
+def _configured() -> Any:
+    """The tensors of a manager."""
+    vattention.configure("host")
+    tensors = vattention.init_kvcache(*SHAPE)
+    vattention.reserve_physical_pages(128 * PAGE)
+    return tensors
 
 
-@case
-class ReservePhysicalPages(WithManager):
-    def call(self) -> None:
-        vattention.reserve_physical_pages(96 * PAGE)
+def _managing(call: Callable[[], Any], *lengths: int) -> Steps:
+    """A call of a manager whose requests have so many tokens, after which it works on."""
+    tensors = _configured()
+    if lengths:
+        vattention.step(list(lengths), False)
+    yield call
+    if call == _map_common and getattr(vattention._manager, "common", None) is None:
+        call()
+    vattention.reserve_physical_pages(128 * PAGE)
+    vattention.step([20, 20, 0, 0], False)
+    for reqid in range(4):
+        vattention.free_batch_idx(reqid)
+    vattention.step([0, 0, 0, 0], True)
+    assert sorted(vattention.alloc_new_batch_idx(5) for _ in range(4)) == [0, 1, 2, 3]
+    del tensors
+    vattention.cleanup()
 
 
-@case
-class AllocNewBatchIdx(WithManager):
-    def call(self) -> None:
-        vattention.alloc_new_batch_idx(5)
+def reserve_physical_pages() -> Steps:
+    return _managing(lambda: vattention.reserve_physical_pages(96 * PAGE))
 
 
-@case
-class StepAsync(WithManager):
-    def __init__(self) -> None:
-        super().__init__()
-        vattention.step([8, 8, 0, 0], False)
-
-    def call(self) -> None:
-        vattention.step_async([16, 0, 8, 0])
+def alloc_new_batch_idx() -> Steps:
+    return _managing(lambda: vattention.alloc_new_batch_idx(5))
 
 
-@case
-class MapCommonPages(WithManager):
-    def call(self) -> None:
-        vattention.map_common_pages(8)
-
-    def after(self) -> None:
-        manager = vattention._manager
-        assert manager is not None
-        if manager.common is None:
-            self.call()
-        super().after()
+def step_async() -> Steps:
+    return _managing(lambda: vattention.step_async([16, 0, 8, 0]), 8, 8, 0, 0)
 
 
-@case
-class Cleanup(WithManager):
+def _map_common() -> None:
+    vattention.map_common_pages(8)
+
+
+def map_common_pages() -> Steps:
+    return _managing(_map_common)
+
+
+def _ending(call: Callable[[], Any]) -> Steps:
+    yield call
+    call()
+    assert not _manager._retired
+
+
+def cleanup() -> Steps:
     """No tensor is alive: the context closes, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vattention.step([8, 8, 0, 0], False)
-        self.tensors = None
-
-    def call(self) -> None:
-        vattention.cleanup()
-
-    def after(self) -> None:
-        vattention.cleanup()
-        assert not _manager._retired
+    _configured()
+    vattention.step([8, 8, 0, 0], False)
+    return _ending(vattention.cleanup)
 
 
-@case
-class CloseRetired(WithManager):
+def close_retired() -> Steps:
     """A tensor was alive when its manager ended."""
+    tensors = _configured()
+    vattention.cleanup()
+    del tensors
+    return _ending(_manager.close_retired)
 
-    def __init__(self) -> None:
-        super().__init__()
-        vattention.cleanup()
-        self.tensors = None
 
-    def call(self) -> None:
-        _manager.close_retired()
-
-    def after(self) -> None:
-        _manager.close_retired()
-        assert not _manager._retired
+CASES: dict[str, Callable[[], Steps]] = {
+    name: make
+    for name, make in list(globals().items())
+    if getattr(make, "__annotations__", {}).get("return") == "Steps" and not name.startswith("_")
+}
 
 
 # ---- the tests -----------------------------------------------------------------------------------
@@ -766,13 +635,14 @@ def lost_exceptions() -> Iterator[list[str]]:
         sys.unraisablehook = hook
 
 
-def run(make: type[Case], at: tuple[int, ...], alarm: Any, opened: Opened) -> Interrupts:
+def run(make: Callable[[], Steps], at: tuple[int, ...], alarm: Any, opened: Opened) -> Interrupts:
     """Fails if something is lost that way."""
     with lost_exceptions() as lost:
-        one, interrupts = make(), Interrupts(*at)
+        steps, interrupts = make(), Interrupts(*at)
+        call = next(steps)
         alarm.set(LIMIT, Stuck)
         try:
-            interrupts.run(one.call)
+            interrupts.run(call)
             reached = not interrupts.places
         except Interrupted:
             reached = True
@@ -780,13 +650,13 @@ def run(make: type[Case], at: tuple[int, ...], alarm: Any, opened: Opened) -> In
         assert reached, f"{where}: the exception did not reach the caller"
         alarm.set(LIMIT, Stuck)
         try:
-            one.after()
+            ended(steps)
         except (Exception, Stuck) as error:
             print(where, error)
             raise
         finally:
             alarm.stop()
-        del one
+        del steps, call
     Context("host", granule=PAGE).close()  # ends what nobody has
     assert not opened.left(), f"{where}: a context is open"
     assert not is_pool_open(), f"{where}: torch's pool is open"
@@ -795,7 +665,7 @@ def run(make: type[Case], at: tuple[int, ...], alarm: Any, opened: Opened) -> In
     return interrupts
 
 
-def counted(make: type[Case], alarm: Any, opened: Opened) -> int:
+def counted(make: Callable[[], Steps], alarm: Any, opened: Opened) -> int:
     """The points of a call that nobody interrupts."""
     for _ in range(2):  # the first loads modules and fills caches
         count = run(make, (), alarm, opened).count
@@ -843,16 +713,15 @@ def test_torch_empties_its_cache_though_a_close_was_interrupted(
 def test_what_a_case_loses_is_found(opened: Opened) -> None:
     """The checks themselves."""
 
-    class Careless(Case):
-        def call(self) -> None:
-            self.context = Context("host", granule=PAGE)
-            opened.handles.append(self.context.handle)
-            self.context.reserve(PAGE).leave()
+    def careless() -> Steps:
+        context = open_host()
 
-        def after(self) -> None:
-            self.context._closed = True
-            with contextlib.suppress(Busy):
-                raise Busy("nothing is closed", errno=0, op="")
+        def call() -> None:
+            opened.handles.append(context.handle)
+            context.reserve(PAGE).leave()
+
+        yield call
+        context._closed = True
 
     with alarms() as alarm, pytest.raises(AssertionError, match="a context is open"):
-        run(Careless, (), alarm, opened)
+        run(careless, (), alarm, opened)

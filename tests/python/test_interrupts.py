@@ -28,13 +28,16 @@ import pytest
 from conftest import open_context
 from interrupts_helpers import (
     PACKAGE,
+    Call,
     Engine,
     Interrupted,
     Interrupts,
     NotHere,
     Outcome,
     Scenario,
+    Steps,
     alarms,
+    ended,
     holds,
     lens,
     measure,
@@ -72,16 +75,8 @@ MORE_PAIRS = 100  # where ``--points`` is given
 TENSORS = 2 * LAYERS
 UNIT = 16  # rows of a layered cache that fill whole pages in all classes
 
-Steps = tuple[Callable[[], Any], Callable[[], Any]]
-SCENARIOS: dict[str, Scenario] = {}
 
-
-def scenario(make: Scenario) -> Scenario:
-    SCENARIOS[make.__name__] = make
-    return make
-
-
-def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Callable[[], None]:
+def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
     """A call that returns this value."""
 
     def call() -> None:
@@ -90,19 +85,21 @@ def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Callable[[],
     return call
 
 
+def _twice(call: Callable[[], Any]) -> Steps:
+    """A call that returns something true."""
+    yield call
+    assert call()
+
+
 # ---- taking and giving slots ---------------------------------------------------------------------
 
 
 def _allocating(engine: Engine, cache: Any) -> Steps:
     call = partial(cache.alloc_reqid, ROWS)
-
-    def again() -> None:
-        engine.take(cache, call(), [])
-
-    return call, again
+    yield call
+    engine.take(cache, call(), [])
 
 
-@scenario
 def claim(engine: Engine) -> Steps:
     """The caller knows which slot: a claim whose end it was not told of is taken back."""
     cache = engine.cache()
@@ -111,18 +108,17 @@ def claim(engine: Engine) -> Steps:
     def call() -> None:
         cache.slots.claim(2)
 
-    def again() -> None:
-        if cache.slots.is_taken(2):
-            cache.free_reqid(2)
-        call()
-        engine.take(cache, 2, [])
-
-    return call, again
+    yield call
+    if cache.slots.is_taken(2):
+        cache.free_reqid(2)
+    call()
+    engine.take(cache, 2, [])
 
 
 def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
     engine.leaves(cache, reqid)
-    return lambda: cache.free_reqid(reqid), lambda: engine.free(cache, reqid)
+    yield lambda: cache.free_reqid(reqid)
+    engine.free(cache, reqid)
 
 
 def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = None) -> Steps:
@@ -131,36 +127,32 @@ def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = N
         reqid = engine.start(cache, rows)
     tags, tokens = engine.held[cache, reqid], list(range(rows))
     engine.leaves(cache, reqid)
-
-    def again() -> None:
-        engine.free(cache, reqid, tokens=tokens)
-        taken = cache.alloc_prefix(tokens, leave=0)
-        assert taken is not None
-        engine.take(cache, taken[0], tags[: taken[1]])
-
-    return lambda: cache.free_reqid(reqid, tokens=tokens), again
+    yield lambda: cache.free_reqid(reqid, tokens=tokens)
+    engine.free(cache, reqid, tokens=tokens)
+    taken = cache.alloc_prefix(tokens, leave=0)
+    assert taken is not None
+    engine.take(cache, taken[0], tags[: taken[1]])
 
 
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def _growing(engine: Engine, cache: Any, more: dict[int, int], call: Any = None) -> Steps:
+def _growing(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
     """A step that succeeds; new rows are zero."""
     want = lens(cache, more)
-
-    def again() -> None:
-        assert cache.step(want) == 0
-        for reqid, rows in more.items():
-            held = len(engine.held[cache, reqid])
-            for part in parts(cache):
-                assert is_zero(part, reqid, held, rows - held), "new rows are not zero"
-            engine.write(cache, reqid, rows)
-
-    step = _gives(0, cache.step, want)
-    return call or step, again
+    yield _gives(0, cache.step, want)
+    _grown(engine, cache, want, more)
 
 
-@scenario
+def _grown(engine: Engine, cache: Any, want: list[int], more: dict[int, int]) -> None:
+    assert cache.step(want) == 0
+    for reqid, rows in more.items():
+        held = len(engine.held[cache, reqid])
+        for part in parts(cache):
+            assert is_zero(part, reqid, held, rows - held), "new rows are not zero"
+        engine.write(cache, reqid, rows)
+
+
 def step_starts(engine: Engine) -> Steps:
     """In the pages of an earlier owner, which are zeroed."""
     cache = engine.cache(max_batch=2)
@@ -180,7 +172,6 @@ def _reclaiming(engine: Engine) -> tuple[KVCache, int]:
     return cache, reqid
 
 
-@scenario
 def step_evicts(engine: Engine) -> Steps:
     """The pages that it needs are those of recorded prefixes."""
     cache = engine.cache(pages=4)
@@ -196,28 +187,19 @@ def _short(
     want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
     call = _gives(-1, step, want)
-
-    def again() -> None:
-        call()
-        engine.grow(cache, reqid, fitting)
-
-    return call, again
+    yield call
+    call()
+    engine.grow(cache, reqid, fitting)
 
 
 def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
     want = lens(cache, more)
-    _, step = _growing(engine, cache, more)
-
     call = _gives(0, cache.step_async, want)
-
-    def again() -> None:
-        call()
-        step()
-
-    return call, again
+    yield call
+    call()
+    _grown(engine, cache, want, more)
 
 
-@scenario
 def step_after_step_async(engine: Engine) -> Steps:
     cache = engine.cache()
     more = {engine.start(cache, 3): 3 * ROWS, engine.start(cache, 1): 2 * ROWS}
@@ -225,7 +207,6 @@ def step_after_step_async(engine: Engine) -> Steps:
     return _growing(engine, cache, more)
 
 
-@scenario
 def step_async_evicts(engine: Engine) -> Steps:
     """What is recorded is in a free slot, and must go."""
     cache = engine.cache(pages=4)
@@ -234,7 +215,6 @@ def step_async_evicts(engine: Engine) -> Steps:
     return _ahead(engine, cache, {reqid: 4 * ROWS})
 
 
-@scenario
 def step_async_takes_from_another_cache(engine: Engine) -> Steps:
     one, other = _two(engine, 4)
     reqid = engine.start(one, 3)
@@ -253,33 +233,26 @@ def _sliding(engine: Engine, **changes: Any) -> Steps:
     low = 24  # the step to 41 leaves the rows from 28 on, and with them the page from 24 on
 
     call = _gives(0, cache.step, want)
-
-    def again() -> None:
-        call()
-        assert cache.step(lens(cache, {reqid: 42})) == 0
-        assert read_rows(cache, reqid, low, tags[low:]), "rows in the window"
-        cache.free_reqid(reqid)
-
-    return call, again
+    yield call
+    call()
+    assert cache.step(lens(cache, {reqid: 42})) == 0
+    assert read_rows(cache, reqid, low, tags[low:]), "rows in the window"
+    cache.free_reqid(reqid)
 
 
-@scenario
 def step_slides_moved_pages(engine: Engine) -> Steps:
     _needs_host_pages(engine)
     return _sliding(engine, host_limit=0)
 
 
-@scenario
 def step_without_some(engine: Engine) -> Steps:
     """Those that the step does not name keep their rows."""
     cache = engine.cache()
     engine.start(cache, 2 * ROWS)
-    reqid = engine.start(cache, 3)
-    want = [3 * ROWS if slot == reqid else 0 for slot in range(4)]
-
-    call = _gives(0, cache.step, want)
-    _, again = _growing(engine, cache, {reqid: 3 * ROWS})
-    return call, again
+    more = {engine.start(cache, 3): 3 * ROWS}
+    want = lens(cache, more)
+    yield _gives(0, cache.step, [more.get(slot, 0) for slot in range(4)])
+    _grown(engine, cache, want, more)
 
 
 def _surplus(engine: Engine) -> tuple[KVCache, int]:
@@ -289,19 +262,12 @@ def _surplus(engine: Engine) -> tuple[KVCache, int]:
     return cache, reqid
 
 
-@scenario
 def step_maps_a_surplus(engine: Engine) -> Steps:
     cache, reqid = _surplus(engine)
-    call, again = _growing(engine, cache, {reqid: 5 * ROWS})
-
-    def more() -> None:
-        again()
-        assert cache.snapshot()[reqid].mapped_pages == 8, "no surplus"
-
-    return call, more
+    yield from _growing(engine, cache, {reqid: 5 * ROWS})
+    assert cache.snapshot()[reqid].mapped_pages == 8, "no surplus"
 
 
-@scenario
 def step_takes_a_surplus(engine: Engine) -> Steps:
     """The surplus of one request is what another lacks."""
     cache, reqid = _surplus(engine)
@@ -310,7 +276,6 @@ def step_takes_a_surplus(engine: Engine) -> Steps:
     return _growing(engine, cache, {other: 11 * ROWS})
 
 
-@scenario
 def step_refuses_a_surplus(engine: Engine) -> Steps:
     """The first try, with the surplus, finds no memory."""
     cache, reqid = _surplus(engine)
@@ -318,7 +283,6 @@ def step_refuses_a_surplus(engine: Engine) -> Steps:
     return _growing(engine, cache, {reqid: 5 * ROWS})
 
 
-@scenario
 def step_joins(engine: Engine) -> Steps:
     """No mapping is left until those of a request are joined."""
     cache = engine.cache(growth_fraction=0.0, join_at=1.0, max_seq_len=9 * ROWS)
@@ -343,16 +307,13 @@ def _truncating(engine: Engine, cache: Any, reqid: int, length: int) -> Steps:
     engine.held[cache, reqid] = tags[:length]
 
     call = _gives(0, cache.truncate, reqid, length)
-
-    def again() -> None:
-        held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
-        assert held in ({length}, {len(tags)}), f"classes hold {held} rows"
-        if held != {length}:
-            assert holds(cache, reqid, tags), "all rows"
-        call()
-        engine.grow(cache, reqid, len(tags))
-
-    return call, again
+    yield call
+    held = {part.snapshot()[reqid].seq_len for part in parts(cache)}
+    assert held in ({length}, {len(tags)}), f"classes hold {held} rows"
+    if held != {length}:
+        assert holds(cache, reqid, tags), "all rows"
+    call()
+    engine.grow(cache, reqid, len(tags))
 
 
 def _truncatable(engine: Engine) -> tuple[KVCache, int]:
@@ -363,7 +324,6 @@ def _truncatable(engine: Engine) -> tuple[KVCache, int]:
     return cache, reqid
 
 
-@scenario
 def truncate_short(engine: Engine) -> Steps:
     """There is no memory for the copy."""
     cache = engine.cache(pages=4)
@@ -372,13 +332,12 @@ def truncate_short(engine: Engine) -> Steps:
     other = engine.start(cache, 2 * ROWS)
 
     call = _gives(-1, cache.truncate, reqid, ROWS + 3)
-
-    def again() -> None:
-        call()
-        engine.free(cache, other)
-        _truncating(engine, cache, reqid, ROWS + 3)[1]()
-
-    return call, again
+    yield call
+    call()
+    engine.free(cache, other)
+    steps = _truncating(engine, cache, reqid, ROWS + 3)
+    next(steps)
+    ended(steps)
 
 
 # ---- what requests share -------------------------------------------------------------------------
@@ -388,15 +347,12 @@ def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count:
     tags = engine.held[cache, parent][:length]
 
     call = partial(cache.fork_many, parent, count, length)
-
-    def again() -> None:
-        children = call()
-        assert children is not None, "the call returned None"
-        for child in children:
-            engine.take(cache, child, tags)
-        engine.grow(cache, children[0], len(tags) + 2)
-
-    return call, again
+    yield call
+    children = call()
+    assert children is not None, "the call returned None"
+    for child in children:
+        engine.take(cache, child, tags)
+    engine.grow(cache, children[0], len(tags) + 2)
 
 
 def _needs_host_pages(engine: Engine) -> None:
@@ -416,7 +372,6 @@ def _forkable(engine: Engine, rows: int) -> tuple[KVCache, int]:
     return cache, engine.start(cache, rows)
 
 
-@scenario
 def fork_of_a_fork(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, 2 * ROWS + 3)
     child = engine.fork(cache, parent)
@@ -424,7 +379,6 @@ def fork_of_a_fork(engine: Engine) -> Steps:
     return _forking(engine, cache, child, 2 * ROWS + 5)
 
 
-@scenario
 def fork_into_used_slots(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, ROWS + 3)
     for reqid in [engine.start(cache, 2 * ROWS) for _ in range(4)]:
@@ -432,19 +386,15 @@ def fork_into_used_slots(engine: Engine) -> Steps:
     return _forking(engine, cache, parent, None)
 
 
-@scenario
 def fork_into(engine: Engine) -> Steps:
     """The caller knows which slot, as with `claim`."""
     cache, parent = _forkable(engine, ROWS + 3)
 
     call = partial(cache.fork, parent, into=4)
-
-    def again() -> None:
-        if cache.slots.is_taken(4):
-            cache.free_reqid(4)
-        engine.take(cache, call(), engine.held[cache, parent])
-
-    return call, again
+    yield call
+    if cache.slots.is_taken(4):
+        cache.free_reqid(4)
+    engine.take(cache, call(), engine.held[cache, parent])
 
 
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
@@ -465,7 +415,6 @@ def _slid(engine: Engine, cache: Any, rows: int) -> int:
     return reqid
 
 
-@scenario
 def step_slides_a_forked_window(engine: Engine) -> Steps:
     """The pages that leave one window are in another."""
     cache, parent = _windowed(engine, 5 * ROWS + 3)
@@ -479,18 +428,14 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
     tokens = list(range(len(tags)))
 
     call = partial(cache.record, reqid, tokens)
-
-    def again() -> None:
-        assert call() == whole
-        taken = cache.alloc_prefix(tokens, leave=0)
-        assert taken is not None
-        assert taken[1] == whole
-        engine.take(cache, taken[0], tags[:whole])
-
-    return call, again
+    yield call
+    assert call() == whole
+    taken = cache.alloc_prefix(tokens, leave=0)
+    assert taken is not None
+    assert taken[1] == whole
+    engine.take(cache, taken[0], tags[:whole])
 
 
-@scenario
 def record_more(engine: Engine) -> Steps:
     """Some of it is recorded already, under a branch."""
     cache, reqid = _forkable(engine, 3 * ROWS)
@@ -506,17 +451,11 @@ def _recorded(engine: Engine, rows: int = 2 * ROWS + 3) -> tuple[KVCache, list[i
     return cache, tokens, tags
 
 
-@scenario
 def match(engine: Engine) -> Steps:
     cache, tokens, _ = _recorded(engine)
-
-    def call() -> None:
-        assert cache.match(tokens).length == 2 * ROWS
-
-    return call, call
+    yield from _twice(lambda: cache.match(tokens).length == 2 * ROWS)
 
 
-@scenario
 def match_is_released(engine: Engine) -> Steps:
     """A match that nobody holds any more keeps nothing from eviction."""
     cache, tokens, _ = _recorded(engine)
@@ -526,12 +465,10 @@ def match_is_released(engine: Engine) -> Steps:
             assert match.length == ROWS
         cache.can_admit([ROWS])
 
-    def again() -> None:
-        call()
-        cache.trim(prefixes=True)
-        assert cache.stats().prefix_pages == 0, "prefixes that nobody uses"
-
-    return call, again
+    yield call
+    call()
+    cache.trim(prefixes=True)
+    assert cache.stats().prefix_pages == 0, "prefixes that nobody uses"
 
 
 def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]]) -> Steps:
@@ -544,12 +481,10 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
     def call() -> None:
         told.append(poll())
 
-    def again() -> None:
-        call()
-        assert [bool(found) for found in told] == [True, False][: len(told)]
-        assert not poll()
-
-    return call, again
+    yield call
+    call()
+    assert [bool(found) for found in told] == [True, False][: len(told)]
+    assert not poll()
 
 
 def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
@@ -570,19 +505,12 @@ def _begins(engine: Engine, cache: KVCache, match: Any, tags: list[int]) -> None
     engine.take(cache, taken[0], tags)
 
 
-@scenario
 def step_evicts_but_for_a_match(engine: Engine) -> Steps:
     cache, reqid, match, tags = _leased(engine)
-    call, again = _growing(engine, cache, {reqid: 3 * ROWS})
-
-    def more() -> None:
-        again()
-        _begins(engine, cache, match, tags)
-
-    return call, more
+    yield from _growing(engine, cache, {reqid: 3 * ROWS})
+    _begins(engine, cache, match, tags)
 
 
-@scenario
 def free_records_beside_a_match(engine: Engine) -> Steps:
     """The run that is matched in part is recorded once more, and continued."""
     cache, reqid, match, tags = _leased(engine)
@@ -594,28 +522,20 @@ def free_records_beside_a_match(engine: Engine) -> Steps:
     tokens = [*range(ROWS), *range(500, 500 + ROWS)]
     again_held = cache.match(tokens)
     engine.leaves(cache, taken[0])
-
-    def again() -> None:
-        engine.free(cache, taken[0], tokens=tokens)
-        _begins(engine, cache, again_held, tags)
-
-    return lambda: cache.free_reqid(taken[0], tokens=tokens), again
+    yield lambda: cache.free_reqid(taken[0], tokens=tokens)
+    engine.free(cache, taken[0], tokens=tokens)
+    _begins(engine, cache, again_held, tags)
 
 
-@scenario
 def trim_takes_a_match(engine: Engine) -> Steps:
     cache, _, match, _ = _leased(engine)
-
-    def again() -> None:
-        cache.trim(prefixes=True)
-        assert cache.stats().prefix_pages == 0
-        with pytest.raises(PrefixEvicted):
-            cache.alloc_prefix(match)
-
-    return lambda: cache.trim(prefixes=True), again
+    yield lambda: cache.trim(prefixes=True)
+    cache.trim(prefixes=True)
+    assert cache.stats().prefix_pages == 0
+    with pytest.raises(PrefixEvicted):
+        cache.alloc_prefix(match)
 
 
-@scenario
 def can_admit_a_match_again(engine: Engine) -> Steps:
     """A match has lost its lease; admission takes it again, of a part of what a request keeps."""
     cache, reqid = _forkable(engine, 2 * ROWS)
@@ -627,48 +547,39 @@ def can_admit_a_match_again(engine: Engine) -> Steps:
     def call() -> None:
         assert cache.can_admit([2 * ROWS], [match])
 
-    def again() -> None:
-        call()
-        engine.free(cache, reqid)
-        cache._groups[0].prefixes.evict(0, 64)
-        _begins(engine, cache, match, tags[:ROWS])
-
-    return call, again
+    yield call
+    call()
+    engine.free(cache, reqid)
+    cache._groups[0].prefixes.evict(0, 64)
+    _begins(engine, cache, match, tags[:ROWS])
 
 
 def _prefixed(engine: Engine, cache: Any, prompt: Any, tags: list[int], leave: int = 1) -> Steps:
     call = partial(cache.alloc_prefix, prompt, leave)
-
-    def again() -> None:
-        taken = call()
-        assert taken is not None, "the call returned None"
-        assert taken[1] == len(tags)
-        engine.take(cache, taken[0], tags)
-        engine.grow(cache, taken[0], len(tags) + 2)
-
-    return call, again
+    yield call
+    taken = call()
+    assert taken is not None, "the call returned None"
+    assert taken[1] == len(tags)
+    engine.take(cache, taken[0], tags)
+    engine.grow(cache, taken[0], len(tags) + 2)
 
 
-@scenario
 def alloc_prefix(engine: Engine) -> Steps:
     cache, tokens, tags = _recorded(engine)
     return _prefixed(engine, cache, [*tokens, 7, 7], tags[: 2 * ROWS])
 
 
-@scenario
 def alloc_prefix_in_part(engine: Engine) -> Steps:
     """The prompt leaves what is recorded in the middle of a block."""
     cache, tokens, tags = _recorded(engine, 3 * ROWS)
     return _prefixed(engine, cache, [*tokens[:ROWS], *[999] * 4], tags[:ROWS])
 
 
-@scenario
 def alloc_prefix_misses(engine: Engine) -> Steps:
     cache, _, _ = _recorded(engine)
     return _prefixed(engine, cache, [999] * 4, [])
 
 
-@scenario
 def alloc_prefix_of_a_match(engine: Engine) -> Steps:
     cache, tokens, tags = _recorded(engine)
     return _prefixed(engine, cache, cache.match([*tokens, 7]), tags[: 2 * ROWS])
@@ -678,7 +589,6 @@ def _settled(cache: KVCache) -> None:
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
 
 
-@scenario
 def alloc_prefix_where_it_is_mapped(engine: Engine) -> Steps:
     """The slot of the request that recorded it is taken, and nothing is mapped."""
     cache, tokens, tags = _recorded(engine)
@@ -686,7 +596,6 @@ def alloc_prefix_where_it_is_mapped(engine: Engine) -> Steps:
     return _prefixed(engine, cache, [*tokens, 7, 7], tags[: 2 * ROWS])
 
 
-@scenario
 def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
     cache, first = _forkable(engine, 2 * ROWS)
     tokens = list(range(4 * ROWS))
@@ -725,36 +634,26 @@ def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[
     engine.grow(cache, taken[0], taken[1] + 2)
 
 
-@scenario
 def trim_to_host(engine: Engine) -> Steps:
     cache, tokens, tags = _to_host(engine)
 
     def call() -> None:
         cache.trim(prefixes="host")
 
-    def again() -> None:
-        call()
-        assert cache.stats().prefix_pages == 0
-        _begins_with_some(engine, cache, tokens, tags)
-
-    return call, again
+    yield call
+    call()
+    assert cache.stats().prefix_pages == 0
+    _begins_with_some(engine, cache, tokens, tags)
 
 
-@scenario
 def step_evicts_to_host(engine: Engine) -> Steps:
     """The least recently used one makes room there, too."""
     cache, tokens, tags = _to_host(engine, pages=4, host_prefixes=2 * TENSORS * engine.page)
-    call, again = _growing(engine, cache, {0: 3 * ROWS})
-
-    def more() -> None:
-        again()
-        engine.free(cache, 0)
-        _begins_with_some(engine, cache, tokens, tags)
-
-    return call, more
+    yield from _growing(engine, cache, {0: 3 * ROWS})
+    engine.free(cache, 0)
+    _begins_with_some(engine, cache, tokens, tags)
 
 
-@scenario
 def budget_takes_prefixes_to_host(engine: Engine) -> Steps:
     budget = Budget(engine.context, 4 * TENSORS * engine.page)
     _needs_sharing(engine)
@@ -773,17 +672,16 @@ def _from_host(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -
         assert taken is not None
         assert taken[1] == len(tags)
 
-    return call, lambda: _begins_with_some(engine, cache, tokens, tags)
+    yield call
+    _begins_with_some(engine, cache, tokens, tags)
 
 
-@scenario
 def alloc_prefix_from_host(engine: Engine) -> Steps:
     cache, tokens, tags = _to_host(engine)
     cache.trim(prefixes="host")
     return _from_host(engine, cache, tokens, tags)
 
 
-@scenario
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
     """And a prefix of others goes to host memory meanwhile."""
     cache, tokens, tags = _to_host(engine, pages=5)
@@ -795,7 +693,6 @@ def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
     return _from_host(engine, cache, tokens, tags)
 
 
-@scenario
 def layered_alloc_prefix_from_host(engine: Engine) -> Steps:
     _needs_sharing(engine)
     cache = _layered(engine, host_prefixes=400 * engine.page)
@@ -809,7 +706,6 @@ def layered_alloc_prefix_from_host(engine: Engine) -> Steps:
 # ---- prefixes of layers with a window ------------------------------------------------------------
 
 
-@scenario
 def record_fills_in_a_window(engine: Engine) -> Steps:
     """The window before the place where prompts part is the second request's."""
     cache, first = _windowed(engine, 5 * ROWS)
@@ -817,22 +713,11 @@ def record_fills_in_a_window(engine: Engine) -> Steps:
     engine.free(cache, first, tokens=[*tokens[: 2 * ROWS], *[900] * (3 * ROWS)])
     reqid = engine.start(cache, 5 * ROWS)
     tags = engine.held[cache, reqid]
-    call, again = _recording(engine, cache, reqid, 5 * ROWS)
-
-    def more() -> None:
-        again()
-        taken = cache.alloc_prefix([*tokens[: 2 * ROWS], 901])
-        assert taken is not None
-        assert taken[1] == 2 * ROWS
-        engine.take(cache, taken[0], tags[: 2 * ROWS])
-
-    return call, more
-
-
-@scenario
-def free_with_tokens_of_a_window(engine: Engine) -> Steps:
-    cache, reqid = _windowed(engine, 5 * ROWS + 3)
-    return _free_recording(engine, cache, 5 * ROWS + 3, reqid)
+    yield from _recording(engine, cache, reqid, 5 * ROWS)
+    taken = cache.alloc_prefix([*tokens[: 2 * ROWS], 901])
+    assert taken is not None
+    assert taken[1] == 2 * ROWS
+    engine.take(cache, taken[0], tags[: 2 * ROWS])
 
 
 def _window_recorded(engine: Engine, **changes: Any) -> tuple[KVCache, list[int], list[int]]:
@@ -844,31 +729,17 @@ def _window_recorded(engine: Engine, **changes: Any) -> tuple[KVCache, list[int]
     return cache, tokens, tags
 
 
-@scenario
-def alloc_prefix_of_a_window(engine: Engine) -> Steps:
-    cache, tokens, tags = _window_recorded(engine)
-    cache.trim()
-    return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
-
-
-@scenario
 def alloc_prefix_of_a_window_where_it_is_mapped(engine: Engine) -> Steps:
     cache, tokens, tags = _window_recorded(engine)
     return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
 
 
-@scenario
 def step_evicts_a_window(engine: Engine) -> Steps:
     cache, _, _ = _window_recorded(engine, pages=8)
     cache.trim()
     reqid = engine.start(cache, 3)
-    call, again = _growing(engine, cache, {reqid: 6 * ROWS})
-
-    def more() -> None:
-        again()
-        assert cache.stats().prefix_pages == 0
-
-    return call, more
+    yield from _growing(engine, cache, {reqid: 6 * ROWS})
+    assert cache.stats().prefix_pages == 0
 
 
 # ---- preemption, admission, reports --------------------------------------------------------------
@@ -897,17 +768,14 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
     def call() -> None:
         engine.swapped.append(cache.swap_out(reqid))
 
-    def again() -> None:
-        engine.leaving.clear()
-        out = _swapped(engine, call)
-        del engine.held[cache, reqid]
-        if out:
-            engine.take(cache, cache.swap_in(engine.swapped[0]), tags)
-
-    return call, again
+    yield call
+    engine.leaving.clear()
+    out = _swapped(engine, call)
+    del engine.held[cache, reqid]
+    if out:
+        engine.take(cache, cache.swap_in(engine.swapped[0]), tags)
 
 
-@scenario
 def swap_out_with_a_window(engine: Engine) -> Steps:
     cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
     engine.start(cache, 3)
@@ -918,18 +786,15 @@ def swap_out_with_a_window(engine: Engine) -> Steps:
     def call() -> None:
         engine.swapped.append(cache.swap_out(reqid))
 
-    def again() -> None:
-        if not _swapped(engine, call):
-            return
-        back = cache.swap_in(engine.swapped[0])
-        assert back is not None, "no slot"
-        assert read_rows(cache, back, 24, tags[24:]), "rows in the window"
-        cache.free_reqid(back)
-
-    return call, again
+    yield call
+    if not _swapped(engine, call):
+        return
+    back = cache.swap_in(engine.swapped[0])
+    assert back is not None, "no slot"
+    assert read_rows(cache, back, 24, tags[24:]), "rows in the window"
+    cache.free_reqid(back)
 
 
-@scenario
 def swap_out_shared(engine: Engine) -> Steps:
     cache, parent = _forkable(engine, 2 * ROWS + 3)
     engine.fork(cache, parent)
@@ -943,37 +808,34 @@ def _swapping_in(engine: Engine, cache: Any, reqid: int, *, alone: bool = False)
     engine.swapped.append(swapped)
 
     call = partial(cache.swap_in, swapped)
-
-    def again() -> None:
-        """If it is in already, some slot has its rows."""
-        if swapped.is_open:
-            if alone:
-                engine.ordinary()
-            engine.take(cache, call(), tags)
-            return
-        with pytest.raises(BadHandle):
-            call()
-        length = len(tags)
-        found = [r for r in engine.unknown(cache) if lens(cache)[r] == length]
-        assert found, "it is neither swapped out nor in"
-        engine.take(cache, found[0], tags)
-
-    return call, again
+    yield call
+    # If it is in already, some slot has its rows.
+    if swapped.is_open:
+        if alone:
+            engine.ordinary()
+        engine.take(cache, call(), tags)
+        return
+    with pytest.raises(BadHandle):
+        call()
+    length = len(tags)
+    found = [r for r in engine.unknown(cache) if lens(cache)[r] == length]
+    assert found, "it is neither swapped out nor in"
+    engine.take(cache, found[0], tags)
 
 
-@scenario
 def swap_in_over_clean_pages(engine: Engine) -> Steps:
     """They are mapped already, and zero: what was written to them before the exception is not."""
     cache = engine.cache(eager_pages=3)
     steps = _swapping_in(engine, cache, engine.start(cache, 2 * ROWS + 3), alone=True)
+    call = next(steps)
     cache.memory.reclaim_free(wait=True)
     cache.free_reqid(cache.alloc_reqid())
     eventually(lambda: any(slot.mapped_pages == 3 for slot in cache.snapshot()))
     cache.step(lens(cache))
-    return steps
+    yield call
+    ended(steps)
 
 
-@scenario
 def swap_in_short(engine: Engine) -> Steps:
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3 * ROWS)
@@ -983,73 +845,38 @@ def swap_in_short(engine: Engine) -> Steps:
     other = engine.start(cache, 2 * ROWS)
 
     call = _gives(None, cache.swap_in, swapped)
-
-    def again() -> None:
-        call()
-        engine.free(cache, other)
-        engine.take(cache, cache.swap_in(swapped), tags)
-
-    return call, again
+    yield call
+    call()
+    engine.free(cache, other)
+    engine.take(cache, cache.swap_in(swapped), tags)
 
 
-@scenario
-def can_admit(engine: Engine) -> Steps:
-    cache, _ = _reclaiming(engine)
-
-    def call() -> None:
-        assert cache.can_admit([ROWS, 2 * ROWS])
-
-    return call, call
-
-
-@scenario
 def reports(engine: Engine) -> Steps:
     cache, _ = _reclaiming(engine)
 
-    def call() -> None:
+    def call() -> bool:
         cache.check_integrity()
-        assert cache.stats().active_slots == 1
-        assert len(cache.snapshot()) == 4
-        assert cache.memory.num_free_pages == 0
+        counts = cache.stats().active_slots, len(cache.snapshot()), cache.memory.num_free_pages
+        return counts == (1, 4, 0)
 
-    return call, call
+    yield from _twice(call)
 
 
-@scenario
 def set_limit(engine: Engine) -> Steps:
     cache, reqid = _reclaiming(engine)
-
-    def again() -> None:
-        cache.memory.set_limit(5 * TENSORS)
-        assert cache.stats().total_pages == 5 * TENSORS
-        engine.grow(cache, reqid, 5 * ROWS)
-
-    return lambda: cache.memory.set_limit(5 * TENSORS), again
+    yield lambda: cache.memory.set_limit(5 * TENSORS)
+    cache.memory.set_limit(5 * TENSORS)
+    assert cache.stats().total_pages == 5 * TENSORS
+    engine.grow(cache, reqid, 5 * ROWS)
 
 
-@scenario
 def reclaim_free(engine: Engine) -> Steps:
     cache, _ = _reclaiming(engine)
-
-    def again() -> None:
-        cache.memory.reclaim_free(wait=True)
-        assert cache.stats().cached_pages == 0
-
-    return lambda: cache.memory.reclaim_free(wait=True), again
+    yield lambda: cache.memory.reclaim_free(wait=True)
+    cache.memory.reclaim_free(wait=True)
+    assert cache.stats().cached_pages == 0
 
 
-@scenario
-def trim(engine: Engine) -> Steps:
-    cache, _ = _reclaiming(engine)
-
-    def again() -> None:
-        cache.trim()
-        assert cache.stats().cached_pages == 0
-
-    return cache.trim, again
-
-
-@scenario
 def trim_moves_pages_together(engine: Engine) -> Steps:
     """Slabs of which little lives, in a context of the cache's own."""
     backend = engine.context.info.backend
@@ -1068,23 +895,17 @@ def trim_moves_pages_together(engine: Engine) -> Steps:
         finally:
             cache._manager.owns_context = False
 
-    def again() -> None:
-        call()
-        assert engine.context.stats().slab_bytes == 16 * engine.page
-
-    return call, again
+    yield call
+    call()
+    assert engine.context.stats().slab_bytes == 16 * engine.page
 
 
-@scenario
 def trim_prefixes(engine: Engine) -> Steps:
     cache, _, _ = _recorded(engine)
-
-    def again() -> None:
-        cache.trim(prefixes=True)
-        assert cache.stats().cached_pages == 0
-        assert cache.stats().prefix_pages == 0
-
-    return lambda: cache.trim(prefixes=True), again
+    yield lambda: cache.trim(prefixes=True)
+    cache.trim(prefixes=True)
+    assert cache.stats().cached_pages == 0
+    assert cache.stats().prefix_pages == 0
 
 
 # ---- places --------------------------------------------------------------------------------------
@@ -1107,16 +928,12 @@ def _moving(engine: Engine, *, wait: bool, back: bool = False) -> Steps:
     if back:
         cache.move(reqid, "host")
     place = "device" if back else "host"
-
-    def again() -> None:
-        cache.move(reqid, place)
-        assert cache.snapshot()[reqid].away_pages == (0 if back else 4)
-        engine.grow(cache, reqid, 5 * ROWS)
-
-    return lambda: cache.move(reqid, place, wait=wait), again
+    yield lambda: cache.move(reqid, place, wait=wait)
+    cache.move(reqid, place)
+    assert cache.snapshot()[reqid].away_pages == (0 if back else 4)
+    engine.grow(cache, reqid, 5 * ROWS)
 
 
-@scenario
 def free_recording_ends_a_move(engine: Engine) -> Steps:
     _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine, host_limit=0)
@@ -1124,7 +941,6 @@ def free_recording_ends_a_move(engine: Engine) -> Steps:
     return _free_recording(engine, cache, len(engine.held[cache, reqid]), reqid)
 
 
-@scenario
 def step_replaces_moved_pages(engine: Engine) -> Steps:
     _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine)
@@ -1148,7 +964,7 @@ def entries(make: Scenario) -> Scenario:
     """A scenario in a context with entries of 2 MiB, each over few pages."""
     make.sample = (FEW, 1)  # type: ignore[attr-defined]
     make.context = {"granule": (2 << 20) // UNIT_PAGES, "large_entries": True}  # type: ignore[attr-defined]
-    return scenario(make)
+    return make
 
 
 def _whole(engine: Engine, cache: KVCache, rows: int = PART) -> int:
@@ -1173,34 +989,18 @@ def _promoting_step(
     engine: Engine, cache: Any, reqid: int, rows: int, large_pages: int = UNIT_PAGES
 ) -> Steps:
     """A step in a cache beyond the reach of a TLB, after which all full blocks are joined."""
-    call, more = _growing(engine, cache, {reqid: rows})
+    steps = _growing(engine, cache, {reqid: rows})
+    call = next(steps)
 
     def large() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(migration, "REACH", 0)
             call()
 
-    def again() -> None:
-        more()
-        cache.promote(reqid, wait=True)
-        assert cache.snapshot()[reqid].large_pages == large_pages
-
-    return large, again
-
-
-@entries
-def step_begins_to_join_a_block(engine: Engine) -> Steps:
-    cache = _in_blocks(engine, window_tile=0)
-    reqid = _by_pages(engine, cache, scattered=False)
-    return _promoting_step(engine, cache, reqid, PART + 2)
-
-
-@entries
-def step_joins_a_block(engine: Engine) -> Steps:
-    cache = _in_blocks(engine)
-    reqid = _by_pages(engine, cache, scattered=False)
-    assert cache.promote(reqid) == 1
-    return _promoting_step(engine, cache, reqid, PART + 2)
+    yield large
+    ended(steps)
+    cache.promote(reqid, wait=True)
+    assert cache.snapshot()[reqid].large_pages == large_pages
 
 
 @entries
@@ -1222,13 +1022,10 @@ def step_replaces_a_copied_block(engine: Engine) -> Steps:
 def _promoting(engine: Engine, *, scattered: bool, wait: bool) -> Steps:
     cache = _in_blocks(engine)
     reqid = _by_pages(engine, cache, scattered=scattered)
-
-    def again() -> None:
-        cache.promote(reqid, wait=True)
-        assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
-        engine.grow(cache, reqid, PART + 2)
-
-    return lambda: cache.promote(reqid, wait=wait), again
+    yield lambda: cache.promote(reqid, wait=wait)
+    cache.promote(reqid, wait=True)
+    assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
+    engine.grow(cache, reqid, PART + 2)
 
 
 @entries
@@ -1272,13 +1069,10 @@ def _moving_a_part(engine: Engine, *, wait: bool) -> Steps:
     cache = _in_blocks(engine)
     reqid = _whole(engine, cache)
     part = range(ROWS, 2 * ROWS)
-
-    def again() -> None:
-        cache.move(reqid, "host", tokens=part)
-        assert cache.snapshot()[reqid].away_pages == 1
-        engine.grow(cache, reqid, PART + 2)
-
-    return lambda: cache.move(reqid, "host", tokens=part, wait=wait), again
+    yield lambda: cache.move(reqid, "host", tokens=part, wait=wait)
+    cache.move(reqid, "host", tokens=part)
+    assert cache.snapshot()[reqid].away_pages == 1
+    engine.grow(cache, reqid, PART + 2)
 
 
 @entries
@@ -1350,20 +1144,16 @@ def _read_common(engine: Engine, cache: KVCache) -> list[int]:
     return tags
 
 
-@scenario
 def map_common_pages(engine: Engine) -> Steps:
     """Every slot is taken or none; those of a call whose result nobody received are given back."""
     cache = _common(engine)
 
     call = partial(cache.slots.map_common_pages, ROWS)
-
-    def again() -> None:
-        assert len(engine.unknown(cache)) in (0, cache.config.max_batch)
-        engine.free_unknown()
-        call()
-        _read_common(engine, cache)
-
-    return call, again
+    yield call
+    assert len(engine.unknown(cache)) in (0, cache.config.max_batch)
+    engine.free_unknown()
+    call()
+    _read_common(engine, cache)
 
 
 def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
@@ -1373,18 +1163,15 @@ def _renewing(engine: Engine, cache: KVCache, reqid: int) -> Steps:
     tags = _read_common(engine, cache)
     engine.grow(cache, reqid, 2 * ROWS)
     rows = engine.held.pop((cache, reqid))
-
-    def again() -> None:
-        held = lens(cache)[reqid]
-        assert held in (0, len(rows))
-        assert not held or holds(cache, reqid, rows), "all rows"
-        common.renew(reqid)
-        assert common.idle == {reqid}
-        assert cache.step(lens(cache, {reqid: ROWS})) == 0
-        engine.take(cache, reqid, tags)
-        engine.grow(cache, reqid, 2 * ROWS)
-
-    return lambda: common.renew(reqid), again
+    yield lambda: common.renew(reqid)
+    held = lens(cache)[reqid]
+    assert held in (0, len(rows))
+    assert not held or holds(cache, reqid, rows), "all rows"
+    common.renew(reqid)
+    assert common.idle == {reqid}
+    assert cache.step(lens(cache, {reqid: ROWS})) == 0
+    engine.take(cache, reqid, tags)
+    engine.grow(cache, reqid, 2 * ROWS)
 
 
 # ---- the module of vAttention --------------------------------------------------------------------
@@ -1416,31 +1203,20 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
 
 def _ids(engine: Engine, manager: Manager, call: Callable[[], Any]) -> Steps:
     """A call about ids, after which all can be had, and begin with the common rows, if any."""
-
-    def again() -> None:
-        call()
-        manager.step([0] * 4)
-        assert not any(manager.lengths)
-        rows = [2 * ROWS] * 4
-        assert sorted(manager.alloc(2 * ROWS) for _ in rows) == [0, 1, 2, 3]
-        assert manager.alloc(1) == -1
-        manager.step(rows)
-        common = [] if manager.common is None else _COMMON
-        assert all(holds(manager.cache, reqid, common) for reqid in range(4)), "common rows"
-        manager.end()
-        assert engine.context.stats().used_bytes == 0
-
-    return call, again
+    yield call
+    call()
+    manager.step([0] * 4)
+    assert not any(manager.lengths)
+    rows = [2 * ROWS] * 4
+    assert sorted(manager.alloc(2 * ROWS) for _ in rows) == [0, 1, 2, 3]
+    assert manager.alloc(1) == -1
+    manager.step(rows)
+    common = [] if manager.common is None else _COMMON
+    assert all(holds(manager.cache, reqid, common) for reqid in range(4)), "common rows"
+    manager.end()
+    assert engine.context.stats().used_bytes == 0
 
 
-@scenario
-def vattention_free(engine: Engine) -> Steps:
-    manager = _vattention(engine)
-    manager.step([ROWS, 0, 2 * ROWS, 0])
-    return _ids(engine, manager, lambda: manager.free(2))
-
-
-@scenario
 def vattention_step(engine: Engine) -> Steps:
     """One id is freed, one truncated, and one taken."""
     manager = _vattention(engine)
@@ -1448,32 +1224,26 @@ def vattention_step(engine: Engine) -> Steps:
     return _ids(engine, manager, lambda: manager.step([0, ROWS + 1, ROWS, 0]))
 
 
-@scenario
 def vattention_free_common(engine: Engine) -> Steps:
     manager = _vattention(engine, common=True)
     manager.step([2 * ROWS, 0, 2 * ROWS, 0])
     return _ids(engine, manager, lambda: manager.free(2))
 
 
-@scenario
 def vattention_alloc_common(engine: Engine) -> Steps:
     manager = _vattention(engine, common=True)
     return _ids(engine, manager, lambda: manager.alloc(2 * ROWS))
 
 
-@scenario
 def vattention_cleanup(engine: Engine) -> Steps:
     """The memory comes back under tensors that the program has still."""
     manager = _vattention(engine)
     manager.step([ROWS, 3 * ROWS, 0, 0])
     tensors, vattention._manager = manager.tensors(), manager
-
-    def again() -> None:
-        vattention.cleanup()
-        assert engine.context.stats().used_bytes == 0
-        tensors.clear()
-
-    return vattention.cleanup, again
+    yield vattention.cleanup
+    vattention.cleanup()
+    assert engine.context.stats().used_bytes == 0
+    tensors.clear()
 
 
 # ---- the caches of transformers' models ----------------------------------------------------------
@@ -1504,24 +1274,20 @@ def _hf(engine: Engine, call: Callable[[Any], Any]) -> Steps:
     )
     cache = VMemCache(config, 4, 8 * ROWS, context=engine.context, page_size=engine.page)
     _appended(cache, _tokens(2, 1))
-
-    def again() -> None:
-        cache.kvcache.check_integrity()
-        call(cache)
+    yield lambda: call(cache)
+    cache.kvcache.check_integrity()
+    call(cache)
+    cache.reset()
+    assert cache.kvcache.stats().active_slots == 0
+    for rows in (3, 4):
         cache.reset()
-        assert cache.kvcache.stats().active_slots == 0
-        for rows in (3, 4):
-            cache.reset()
-            _appended(cache, _tokens(rows, rows))
-            for layer in cache.layers:
-                assert bool((layer.keys == _tokens(rows, rows)).all())
-        cache.kvcache.check_integrity()
-        cache.close()
-
-    return lambda: call(cache), again
+        _appended(cache, _tokens(rows, rows))
+        for layer in cache.layers:
+            assert bool((layer.keys == _tokens(rows, rows)).all())
+    cache.kvcache.check_integrity()
+    cache.close()
 
 
-@scenario
 def hf_repeat_rows(engine: Engine) -> Steps:
     def call(cache: Any) -> None:
         for layer in cache.layers:
@@ -1537,21 +1303,17 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
     named = NamedRequests(cache, "sdpa")
     assert named.hold("one", 3)
     assert named.hold("two", 2 * ROWS)
-
-    def again() -> None:
-        call(named)
-        assert len(named) == names
-        known = {one.request for one in named._requests.values()}
-        for request in set(named._cache.requests) - known:
-            assert engine.place, "a request without a name"
-            named._cache.release(request)
-        assert cache.stats().active_slots == names
-        named.close()
-
-    return lambda: call(named), again
+    yield lambda: call(named)
+    call(named)
+    assert len(named) == names
+    known = {one.request for one in named._requests.values()}
+    for request in set(named._cache.requests) - known:
+        assert engine.place, "a request without a name"
+        named._cache.release(request)
+    assert cache.stats().active_slots == names
+    named.close()
 
 
-@scenario
 def named_drop(engine: Engine) -> Steps:
     """What has ended is named until then, so that nothing is held without a name."""
 
@@ -1582,35 +1344,27 @@ def _resource(engine: Engine) -> Any:
 def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
     """After the call there are buffers to be had, each with pages of its own, and an end."""
     page = engine.page
-
-    def again() -> None:
-        call()
-        for addr in list(resource._live):  # of the calls, which end none
-            resource.deallocate(addr, page)
-        made = [resource.allocate(page) for _ in range(3)]
-        assert resource.live_buffers == len(set(made)) == 3
-        for addr in made:
-            engine.context.write(addr, b"x")
-            resource.deallocate(addr, page)
-        resource.close()
-
-    return call, again
+    yield call
+    call()
+    for addr in list(resource._live):  # of the calls, which end none
+        resource.deallocate(addr, page)
+    made = [resource.allocate(page) for _ in range(3)]
+    assert resource.live_buffers == len(set(made)) == 3
+    for addr in made:
+        engine.context.write(addr, b"x")
+        resource.deallocate(addr, page)
+    resource.close()
 
 
-@scenario
 def resource_allocate(engine: Engine) -> Steps:
     resource = _resource(engine)
-    call, again = _buffers(engine, resource, lambda: resource.allocate(engine.page))
-
-    def both() -> None:
-        if engine.place and not engine.place.startswith("after ") and not engine.twice:
-            assert resource.live_buffers == 0, "a buffer that nobody has"
-        again()
-
-    return call, both
+    steps = _buffers(engine, resource, lambda: resource.allocate(engine.page))
+    yield next(steps)
+    if engine.place and not engine.place.startswith("after ") and not engine.twice:
+        assert resource.live_buffers == 0, "a buffer that nobody has"
+    ended(steps)
 
 
-@scenario
 def resource_allocate_again(engine: Engine) -> Steps:
     """At the addresses of an earlier buffer."""
     resource = _resource(engine)
@@ -1619,7 +1373,6 @@ def resource_allocate_again(engine: Engine) -> Steps:
     return _buffers(engine, resource, lambda: resource.allocate(engine.page))
 
 
-@scenario
 def resource_deallocate(engine: Engine) -> Steps:
     resource = _resource(engine)
     addr = resource.allocate(engine.page)
@@ -1631,12 +1384,12 @@ def resource_deallocate(engine: Engine) -> Steps:
     return _buffers(engine, resource, call)
 
 
-@scenario
 def resource_close(engine: Engine) -> Steps:
     resource = _resource(engine)
     for addr in [resource.allocate(engine.page) for _ in range(2)]:
         resource.deallocate(addr, engine.page)
-    return resource.close, resource.close
+    yield resource.close
+    resource.close()
 
 
 # ---- several caches ------------------------------------------------------------------------------
@@ -1651,7 +1404,6 @@ def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
     )
 
 
-@scenario
 def budget_takes_from_free_slots(engine: Engine) -> Steps:
     one, other = _two(engine, 4)
     reqid = engine.start(one, 3)
@@ -1659,19 +1411,10 @@ def budget_takes_from_free_slots(engine: Engine) -> Steps:
     return _growing(engine, one, {reqid: 3 * ROWS})
 
 
-@scenario
 def budget_finishes_anothers_cuts(engine: Engine) -> Steps:
     one, other = _two(engine, 4, deferred_reclaim=False)
     reqid = engine.start(one, 3)
     engine.free(other, engine.start(other, 3 * ROWS))
-    return _growing(engine, one, {reqid: 3 * ROWS})
-
-
-@scenario
-def budget_takes_prefixes(engine: Engine) -> Steps:
-    one, other = _two(engine, 4)
-    reqid = engine.start(one, 3)
-    engine.free(other, engine.start(other, 3 * ROWS), tokens=list(range(3 * ROWS)))
     return _growing(engine, one, {reqid: 3 * ROWS})
 
 
@@ -1684,31 +1427,22 @@ def _idle_pages(engine: Engine) -> Budget:
     return budget
 
 
-@scenario
 def budget_set_limit(engine: Engine) -> Steps:
     budget = _idle_pages(engine)
     total = 7 * TENSORS * engine.page
-
-    def again() -> None:
-        budget.set_limit(total)
-        assert budget.stats().total_bytes == total
-
-    return lambda: budget.set_limit(total), again
+    yield lambda: budget.set_limit(total)
+    budget.set_limit(total)
+    assert budget.stats().total_bytes == total
 
 
-@scenario
 def budget_reclaim(engine: Engine) -> Steps:
     budget = _idle_pages(engine)
     left = TENSORS * engine.page
-
-    def again() -> None:
-        budget.reclaim(left)
-        eventually(lambda: budget.stats().used_bytes == left)
-
-    return lambda: budget.reclaim(left), again
+    yield lambda: budget.reclaim(left)
+    budget.reclaim(left)
+    eventually(lambda: budget.stats().used_bytes == left)
 
 
-@scenario
 def budget_short(engine: Engine) -> Steps:
     one, other = _two(engine, 4)
     reqid = engine.start(one, 3)
@@ -1734,7 +1468,6 @@ def _layered(engine: Engine, pages: int = 600, shapes: Any = (), **changes: Any)
     return cache
 
 
-@scenario
 def layered_step_short(engine: Engine) -> Steps:
     """The first classes have grown when the last one is short."""
     cache = _layered(engine, pages=110)
@@ -1744,7 +1477,6 @@ def layered_step_short(engine: Engine) -> Steps:
     return _short(engine, cache, reqid, 4 * UNIT, UNIT)
 
 
-@scenario
 def layered_step_tidies(engine: Engine) -> Steps:
     """Every group unmaps pages of a slot that was freed, in the same step."""
     cache = _layered(engine, reclaim_steps=1)
@@ -1785,16 +1517,10 @@ def layered_step_cuts_free_entries(engine: Engine) -> Steps:
     other = engine.start(cache, PART)
     assert cache.snapshot()[other].large_pages == 3 * UNIT_PAGES
     engine.free(cache, other)
-    call, more = _growing(engine, cache, {reqid: 5 * ROWS})
-
-    def again() -> None:
-        more()
-        assert engine.context.stats().splits > 0
-
-    return call, again
+    yield from _growing(engine, cache, {reqid: 5 * ROWS})
+    assert engine.context.stats().splits > 0
 
 
-@scenario
 def layered_truncate_shared(engine: Engine) -> Steps:
     cache = _layered(engine)
     reqid = engine.start(cache, 2 * UNIT + 3)
@@ -1802,34 +1528,23 @@ def layered_truncate_shared(engine: Engine) -> Steps:
     return _truncating(engine, cache, reqid, UNIT + 1)
 
 
-@scenario
 def layered_trim_takes_a_match(engine: Engine) -> Steps:
     cache = _layered(engine)
     reqid, tokens = engine.start(cache, UNIT + 3), list(range(UNIT + 3))
     engine.free(cache, reqid, tokens=tokens)
     match = cache.match(tokens)
-
-    def again() -> None:
-        cache.trim(prefixes=True)
-        with pytest.raises(PrefixEvicted):
-            cache.alloc_prefix(match)
-
-    return lambda: cache.trim(prefixes=True), again
+    yield lambda: cache.trim(prefixes=True)
+    cache.trim(prefixes=True)
+    with pytest.raises(PrefixEvicted):
+        cache.alloc_prefix(match)
 
 
-@scenario
 def layered_alloc_prefix(engine: Engine) -> Steps:
     cache = _layered(engine)
     reqid = engine.start(cache, UNIT + 3)
     tags, tokens = engine.held[cache, reqid], list(range(UNIT + 3))
     engine.free(cache, reqid, tokens=tokens)
     return _prefixed(engine, cache, tokens, tags[:UNIT])
-
-
-@scenario
-def layered_swap_in(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    return _swapping_in(engine, cache, engine.start(cache, UNIT + 3), alone=True)
 
 
 STATE = StateShape(conv=(40, 4), recurrent=(4, 20, 20))
@@ -1848,51 +1563,40 @@ def _with_state(engine: Engine) -> tuple[LayeredCache, int]:
 
 def _and_states(engine: Engine, cache: LayeredCache, steps: Steps) -> Steps:
     """These, and the states of all long requests afterwards."""
-    call, again = steps
-
-    def both() -> None:
-        again()
-        long = [reqid for (_, reqid), tags in engine.held.items() if len(tags) > UNIT]
-        for rows in cache.states(len(cache.layers) - 1).values():
-            assert bool((rows[long] == _TOLD).all()), "states"
-
-    return call, both
+    yield from steps
+    long = [reqid for (_, reqid), tags in engine.held.items() if len(tags) > UNIT]
+    for rows in cache.states(len(cache.layers) - 1).values():
+        assert bool((rows[long] == _TOLD).all()), "states"
 
 
-@scenario
 def states_fork(engine: Engine) -> Steps:
     cache, reqid = _with_state(engine)
     return _and_states(engine, cache, _forking(engine, cache, reqid, None))
 
 
-@scenario
 def states_swap_out(engine: Engine) -> Steps:
     cache, reqid = _with_state(engine)
     return _and_states(engine, cache, _swapping_out(engine, cache, reqid))
 
 
-@scenario
 def states_swap_in(engine: Engine) -> Steps:
     cache, reqid = _with_state(engine)
     return _and_states(engine, cache, _swapping_in(engine, cache, reqid))
 
 
-@scenario
 def layered_can_admit(engine: Engine) -> Steps:
     cache = _layered(engine)
     engine.start(cache, 3)
 
-    def call() -> None:
-        assert cache.can_admit([UNIT])
-
-    return call, call
+    yield from _twice(lambda: cache.can_admit([UNIT]))
 
 
-@scenario
 def layered_trim(engine: Engine) -> Steps:
     cache = _layered(engine)
     engine.free(cache, engine.start(cache, UNIT))
-    return cache.trim, lambda: cache.trim()
+    yield cache.trim
+    cache.trim()
+    assert cache.stats().cached_pages == 0
 
 
 # ---- the beginning and the end -------------------------------------------------------------------
@@ -1902,10 +1606,10 @@ def _closing(engine: Engine, cache: Any) -> Steps:
     for owner, reqid in engine.held:
         if owner is cache:
             engine.leaves(cache, reqid)
-    return cache.close, cache.close
+    yield cache.close
+    cache.close()
 
 
-@scenario
 def close(engine: Engine) -> Steps:
     """With a request, pages of a free slot, shared pages and a recorded prefix."""
     cache, parent = _forkable(engine, 2 * ROWS + 3)
@@ -1915,7 +1619,6 @@ def close(engine: Engine) -> Steps:
     return _closing(engine, cache)
 
 
-@scenario
 def close_one_of_a_budget(engine: Engine) -> Steps:
     one, other = _two(engine, 6)
     engine.start(one, 3)
@@ -1934,23 +1637,14 @@ def _layered_moving(engine: Engine, *, wait: bool) -> Steps:
         assert cache.step(lens(cache)) == 0
         return not any(part.snapshot()[reqid].moving_pages for part in parts(cache))
 
-    def again() -> None:
-        eventually(settled)
-        slots = [part.snapshot()[reqid] for part in parts(cache)]
-        away = [slot.away_pages for slot in slots]
-        assert away in ([0] * len(slots), [slot.mapped_pages for slot in slots]), away
-        cache.move(reqid, "host")
-        assert all(part.snapshot()[reqid].away_pages for part in parts(cache))
-        engine.grow(cache, reqid, UNIT + 1)
-
-    return lambda: cache.move(reqid, "host", wait=wait), again
-
-
-@scenario
-def layered_close(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    engine.start(cache, UNIT)
-    return _closing(engine, cache)
+    yield lambda: cache.move(reqid, "host", wait=wait)
+    eventually(settled)
+    slots = [part.snapshot()[reqid] for part in parts(cache)]
+    away = [slot.away_pages for slot in slots]
+    assert away in ([0] * len(slots), [slot.mapped_pages for slot in slots]), away
+    cache.move(reqid, "host")
+    assert all(part.snapshot()[reqid].away_pages for part in parts(cache))
+    engine.grow(cache, reqid, UNIT + 1)
 
 
 def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
@@ -1961,7 +1655,6 @@ def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
     return cache, _slid(engine, cache, rows)
 
 
-@scenario
 def layered_step_slides(engine: Engine) -> Steps:
     """Two windows slide in one batch, and the layers of all classes grow in another."""
     cache, first = _layered_windows(engine, 5 * ROWS)
@@ -1970,26 +1663,21 @@ def layered_step_slides(engine: Engine) -> Steps:
     want = lens(cache, dict.fromkeys(tags, 5 * ROWS + 1))
 
     call = _gives(0, cache.step, want)
-
-    def again() -> None:
-        call()
-        assert cache.step(lens(cache, dict.fromkeys(tags, 5 * ROWS + 2))) == 0
-        for reqid, written in tags.items():
-            for part in parts(cache):
-                (low,) = part.first_rows([reqid])
-                assert read_rows(part, reqid, low, written[low:]), "rows in the window"
-            cache.free_reqid(reqid)
-
-    return call, again
+    yield call
+    call()
+    assert cache.step(lens(cache, dict.fromkeys(tags, 5 * ROWS + 2))) == 0
+    for reqid, written in tags.items():
+        for part in parts(cache):
+            (low,) = part.first_rows([reqid])
+            assert read_rows(part, reqid, low, written[low:]), "rows in the window"
+        cache.free_reqid(reqid)
 
 
-@scenario
 def layered_free_with_tokens_of_a_window(engine: Engine) -> Steps:
     cache, reqid = _layered_windows(engine, 5 * ROWS + 3)
     return _free_recording(engine, cache, 5 * ROWS + 3, reqid)
 
 
-@scenario
 def layered_alloc_prefix_of_a_window(engine: Engine) -> Steps:
     cache, reqid = _layered_windows(engine, 5 * ROWS + 3)
     tags, tokens = engine.held[cache, reqid], list(range(5 * ROWS + 3))
@@ -2023,38 +1711,31 @@ def _opening(
         made.append(make())
         made[-1].close()
 
-    def again() -> None:
-        """Nothing is left, unless nobody was told of the cache.
-
-        That is so where the exception came when it was made, which is told by a warning, or where a
-        second one ended what gives it back.
-        """
-        if budget is not None:
-            budget.stats()  # takes up a recovery that was ended
-        told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
-        if not told or (not made and engine.twice):
-            engine.forgotten = engine.context.stats().reservations - before
-            some = range(groups + 1) if engine.twice else (0, groups)
-            assert engine.forgotten in some, "a part of a cache"
-        for cache in made:
-            cache.close()
-        if budget is not None:
-            shares, left = len(budget.stats().caches), engine.context.stats().reservations
-            assert shares == left, f"a budget of {shares} caches, which have {left} reservations"
-        call()
-        left = engine.context.stats().reservations - before
-        assert left == engine.forgotten, "a reservation is left"
-
-    return call, again
+    yield call
+    # Nothing is left, unless nobody was told of the cache. That is so where the exception came when
+    # it was made, which is told by a warning, or where a second one ended what gives it back.
+    if budget is not None:
+        budget.stats()  # takes up a recovery that was ended
+    told = made or (engine.place not in NOBODY_TOLD and not engine.place.startswith("after "))
+    if not told or (not made and engine.twice):
+        engine.forgotten = engine.context.stats().reservations - before
+        some = range(groups + 1) if engine.twice else (0, groups)
+        assert engine.forgotten in some, "a part of a cache"
+    for cache in made:
+        cache.close()
+    if budget is not None:
+        shares, left = len(budget.stats().caches), engine.context.stats().reservations
+        assert shares == left, f"a budget of {shares} caches, which have {left} reservations"
+    call()
+    left = engine.context.stats().reservations - before
+    assert left == engine.forgotten, "a reservation is left"
 
 
-@scenario
 def open_and_close(engine: Engine) -> Steps:
     config = small_config(engine.page, eager_pages=2)
     return _opening(engine, lambda: KVCache(config, engine.context))
 
 
-@scenario
 def layered_open_and_close(engine: Engine) -> Steps:
     def make() -> LayeredCache:
         cache = _layered(engine)
@@ -2064,7 +1745,6 @@ def layered_open_and_close(engine: Engine) -> Steps:
     return _opening(engine, make, groups=4)
 
 
-@scenario
 def open_and_close_in_a_budget(engine: Engine) -> Steps:
     """Beside a cache that works on; the new one's floor is kept no longer than the cache is."""
     one, _ = _two(engine, 8)
@@ -2092,6 +1772,7 @@ class Served:
         self.requests = RequestCache(self.cache)
         self.rows: dict[Request, list[int]] = {}
         self.ends: set[Request] = set()
+        self._gate, self._queued = threading.Event(), False
         self.begin(3)
         self.one = self.begin(2 * ROWS + 3)
 
@@ -2103,6 +1784,24 @@ class Served:
         self.engine.write(self.cache, made.slot, rows)
         self.rows[made] = self.engine.held.pop((self.cache, made.slot))
         return made
+
+    def queued(self, begin: Callable[..., Any], *args: Any) -> Call:
+        """A call that queues something, of which nothing is made before `finish`."""
+        self.requests._background.begin(lambda: self._gate.wait(8))
+        self._queued = True
+        return partial(begin, *args)
+
+    def finish(self) -> None:
+        """Waits for all that was queued."""
+        if self._queued:
+            self._gate.set()
+            self.requests._background.begin(lambda: None).result(8)
+
+    def forked(self, made: Any) -> None:
+        """Notes what a fork of the request returned."""
+        assert isinstance(made, list)
+        assert len(made) == 2
+        self.rows.update((request, self.rows[self.one]) for request in made)
 
     def check(self) -> None:
         """Requests and slots name each other, and no row that was there is gone."""
@@ -2122,51 +1821,41 @@ class Served:
                 assert request.rows is not None, f"{request!r} without rows"
                 assert request.rows.is_open, f"{request!r} without rows"
 
-    def steps(self, call: Callable[[], Any], again: Callable[[], Any]) -> Steps:
-        def examined() -> None:
-            self.check()
-            for request in self.requests.requests:
-                if request not in self.rows:
-                    self.requests.release(request)  # of the call, whose result nobody received
-            again()
-            self.check()
-            self.requests.close()
-            assert not self.requests.requests
-            left = [info.reqid for info in self.cache.snapshot() if info.state == "active"]
-            assert not left, f"slots {left} after the close"
 
-        return call, examined
+def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
+    """Steps of a `Served`, with what must hold before and after the second call."""
+
+    def steps(served: Served, *args: Any) -> Steps:
+        inner = make(served, *args)
+        yield next(inner)
+        served.finish()
+        served.check()
+        for request in served.requests.requests:
+            if request not in served.rows:
+                served.requests.release(request)  # of the call, whose result nobody received
+        ended(inner)
+        served.check()
+        served.requests.close()
+        assert not served.requests.requests
+        left = [info.reqid for info in served.cache.snapshot() if info.state == "active"]
+        assert not left, f"slots {left} after the close"
+
+    return steps
 
 
-def _beginning(served: Served, call: Callable[[], Any], rows: list[int]) -> Steps:
+@served
+def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
     """A call that makes a request which begins with these rows."""
-
-    def again() -> None:
-        made = call()
-        assert isinstance(made, Request)
-        assert made.length == len(rows)
-        served.rows[made] = rows
-
-    return served.steps(call, again)
+    yield call
+    made = call()
+    assert isinstance(made, Request)
+    assert made.length == len(rows)
+    served.rows[made] = rows
 
 
-@scenario
 def engine_begin(engine: Engine) -> Steps:
     served = Served(engine)
     return _beginning(served, lambda: served.requests.begin(2 * ROWS), [])
-
-
-@scenario
-def engine_admit(engine: Engine) -> Steps:
-    served = Served(engine)
-    return _beginning(served, lambda: served.requests.admit(list(range(2 * ROWS))), [])
-
-
-@scenario
-def engine_admit_unreserved(engine: Engine) -> Steps:
-    served = Served(engine)
-    tokens = list(range(2 * ROWS))
-    return _beginning(served, lambda: served.requests.admit(tokens, reserve=False), [])
 
 
 def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
@@ -2177,21 +1866,10 @@ def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int
     return served, served.rows[served.one][:recorded]
 
 
-@scenario
-def engine_admit_with_a_prefix(engine: Engine) -> Steps:
-    served, rows = _served_recorded(engine)
-    tokens = list(range(4 * ROWS))
-    return _beginning(served, lambda: served.requests.admit(tokens), rows)
+def _admitting(served: Served, rows: list[int], tokens: int) -> Steps:
+    return _beginning(served, lambda: served.requests.admit(list(range(tokens))), rows)
 
 
-@scenario
-def engine_admit_layered(engine: Engine) -> Steps:
-    served, rows = _served_recorded(engine, _layered)
-    tokens = list(range(2 * ROWS + 7))
-    return _beginning(served, lambda: served.requests.admit(tokens), rows)
-
-
-@scenario
 def engine_begin_with_a_prefix(engine: Engine) -> Steps:
     served, rows = _served_recorded(engine)
 
@@ -2202,217 +1880,115 @@ def engine_begin_with_a_prefix(engine: Engine) -> Steps:
     return _beginning(served, call, rows)
 
 
-def _in_the_background(served: Served, call: Callable[[], Any]) -> tuple[Any, Any]:
-    """The call, and what waits for all that was queued; nothing of it is made before that."""
-    gate = threading.Event()
-    background = served.requests._background
-    background.begin(lambda: gate.wait(8))
-
-    def wait() -> None:
-        gate.set()
-        background.begin(lambda: None).result(8)
-
-    return call, wait
+@served
+def _admitting_async(served: Served) -> Steps:
+    call = served.queued(served.requests.admit_async, list(range(2 * ROWS)))
+    yield call
+    made = call().result(8)
+    assert isinstance(made, Request)
+    served.rows[made] = []
 
 
-def _waited(wait: Callable[[], None], examined: Callable[[], None]) -> Callable[[], None]:
-    """What examines, once all that was queued is over."""
-
-    def both() -> None:
-        wait()
-        examined()
-
-    return both
-
-
-@scenario
-def engine_admit_async(engine: Engine) -> Steps:
-    served = Served(engine)
-    tokens = list(range(2 * ROWS))
-    call, wait = _in_the_background(served, lambda: served.requests.admit_async(tokens))
-
-    def again() -> None:
-        wait()
-        for request in served.requests.requests:
-            if request not in served.rows:  # queued when the exception came after the call
-                served.requests.release(request)
-        made = call().result(8)
-        assert isinstance(made, Request)
-        served.rows[made] = []
-
-    return served.steps(call, again)
-
-
-@scenario
-def engine_match(engine: Engine) -> Steps:
-    served, rows = _served_recorded(engine)
-
-    def call() -> None:
+@served
+def _served_matching(served: Served, rows: list[int]) -> Steps:
+    def call() -> bool:
         with served.requests.match(list(range(4 * ROWS))) as prefix:
-            assert prefix.length == len(rows)
+            return prefix.length == len(rows)
 
-    return served.steps(call, call)
-
-
-@scenario
-def engine_record(engine: Engine) -> Steps:
-    served = Served(engine)
-
-    call = _gives(2 * ROWS, served.requests.record, served.one, list(range(served.one.length)))
-    return served.steps(call, call)
+    yield from _twice(call)
 
 
-@scenario
-def engine_fork_async(engine: Engine) -> Steps:
-    served = Served(engine)
-    call, wait = _in_the_background(served, lambda: served.requests.fork_async(served.one, 2))
-
-    def again() -> None:
-        made = call().result(8)
-        assert isinstance(made, list)
-        served.rows.update((request, served.rows[served.one]) for request in made)
-
-    _, examined = served.steps(call, again)
-    return call, _waited(wait, examined)
+@served
+def _served_recording(served: Served) -> Steps:
+    tokens = list(range(served.one.length))
+    yield from _twice(lambda: served.requests.record(served.one, tokens) == 2 * ROWS)
 
 
-@scenario
-def engine_prepare(engine: Engine) -> Steps:
-    served = Served(engine)
+@served
+def _forking_async(served: Served) -> Steps:
+    call = served.queued(served.requests.fork_async, served.one, 2)
+    yield call
+    served.forked(call().result(8))
 
+
+@served
+def _preparing(served: Served) -> Steps:
     call = _gives(None, served.requests.prepare, {served.one: 4 * ROWS})
-
-    def again() -> None:
-        call()
-        assert served.requests.extend({served.one: 4 * ROWS}) is None
-
-    return served.steps(call, again)
+    yield call
+    call()
+    assert served.requests.extend({served.one: 4 * ROWS}) is None
 
 
-@scenario
-def engine_extend(engine: Engine) -> Steps:
-    served = Served(engine)
-
+@served
+def _extending(served: Served) -> Steps:
     call = _gives(None, served.requests.extend, {served.one: 4 * ROWS})
-
-    def again() -> None:
-        held = len(served.rows[served.one])
-        call()
-        assert served.one.length == 4 * ROWS
-        assert is_zero(served.cache, served.one.slot, held, 4 * ROWS - held)
-
-    return served.steps(call, again)
+    yield call
+    held = len(served.rows[served.one])
+    call()
+    assert served.one.length == 4 * ROWS
+    assert is_zero(served.cache, served.one.slot, held, 4 * ROWS - held)
 
 
+@served
 def _served_truncating(served: Served) -> Steps:
-    length = ROWS + 3
-
-    call = _gives(None, served.requests.truncate, served.one, length)
-
-    def again() -> None:
-        call()
-        assert served.one.length == length
-
-    return served.steps(call, again)
+    call = _gives(None, served.requests.truncate, served.one, ROWS + 3)
+    yield call
+    call()
+    assert served.one.length == ROWS + 3
 
 
+@served
 def _served_forking(served: Served) -> Steps:
     call = partial(served.requests.fork, served.one, 2)
-
-    def again() -> None:
-        made = call()
-        assert isinstance(made, list)
-        assert len(made) == 2
-        served.rows.update((request, served.rows[served.one]) for request in made)
-
-    return served.steps(call, again)
+    yield call
+    served.forked(call())
 
 
-def _ending(served: Served, call: Callable[[], Any]) -> Steps:
-    """The request has ended, or goes on and can be ended again."""
-    served.ends.add(served.one)
-
-    def again() -> None:
-        if served.one.state is not State.ENDED:
-            call()
-        assert served.one.state is State.ENDED
-        after = served.begin(ROWS)  # in the same slot
-        with pytest.raises(BadHandle, match="ended"):
-            call()
-        assert after.state is State.RUNNING
-
-    return served.steps(call, again)
-
-
+@served
 def _releasing(served: Served, tokens: list[int] | None = None) -> Steps:
-    return _ending(served, lambda: served.requests.release(served.one, tokens))
+    """The request has ended, or goes on and can be ended again."""
+    call = partial(served.requests.release, served.one, tokens)
+    served.ends.add(served.one)
+    yield call
+    if served.one.state is not State.ENDED:
+        call()
+    assert served.one.state is State.ENDED
+    after = served.begin(ROWS)  # in the same slot
+    with pytest.raises(BadHandle, match="ended"):
+        call()
+    assert after.state is State.RUNNING
 
 
-@scenario
-def engine_release_swapped(engine: Engine) -> Steps:
-    served = Served(engine)
-    served.requests.swap_out(served.one)
-    return _releasing(served)
-
-
-def _served_swapping_out(served: Served) -> Steps:
-    def call() -> None:
-        served.requests.swap_out(served.one)
-
-    def again() -> None:
-        if served.one.state is State.RUNNING:
-            call()
-        assert served.one.state is State.SWAPPED
-        assert served.requests.swap_in(served.one) is None
-
-    return served.steps(call, again)
-
-
-@scenario
-def engine_swap_in(engine: Engine) -> Steps:
-    served = Served(engine)
-    served.requests.swap_out(served.one)
-
-    call = _gives(None, served.requests.swap_in, served.one)
-
-    def again() -> None:
-        if served.one.state is State.SWAPPED:
-            call()
-        assert served.one.state is State.RUNNING
-
-    return served.steps(call, again)
-
-
-@scenario
-def engine_swap_in_async(engine: Engine) -> Steps:
-    served = Served(engine)
-    served.requests.swap_out(served.one)
-    call, wait = _in_the_background(served, lambda: served.requests.swap_in_async(served.one))
-
-    def again() -> None:
-        if served.one.state is State.SWAPPED:
-            assert call().result(8) is None
-        assert served.one.state is State.RUNNING
-
-    _, examined = served.steps(call, again)
-    return call, _waited(wait, examined)
-
-
-@scenario
-def engine_swap_out_async(engine: Engine) -> Steps:
+@served
+def _served_swapping_out(served: Served, queued: bool = False) -> Steps:
     """It is made, or the request is as it was, and not busy for ever."""
-    served = Served(engine)
-    call, wait = _in_the_background(served, lambda: served.requests.swap_out_async(served.one))
-    _, examined = _served_swapping_out(served)
-    return call, _waited(wait, examined)
+    call = partial(served.requests.swap_out, served.one)
+    yield served.queued(served.requests.swap_out_async, served.one) if queued else call
+    if served.one.state is State.RUNNING:
+        call()
+    assert served.one.state is State.SWAPPED
+    assert served.requests.swap_in(served.one) is None
 
 
-@scenario
-def engine_close(engine: Engine) -> Steps:
-    served = Served(engine)
+@served
+def _served_swapping_in(served: Served, queued: bool = False) -> Steps:
+    served.requests.swap_out(served.one)
+    call = partial(served.requests.swap_in, served.one)
+    if queued:
+        call = served.queued(served.requests.swap_in_async, served.one)
+    yield call
+    if served.one.state is State.SWAPPED:
+        found = call()
+        assert (found.result(8) if queued else found) is None
+    assert served.one.state is State.RUNNING
+
+
+@served
+def _served_closing(served: Served) -> Steps:
     served.requests.swap_out(served.begin(ROWS))
     served.ends.update(served.rows)
-    return served.steps(served.requests.close, served.requests.close)
+    yield served.requests.close
+    served.requests.close()
 
 
 # ---- a cache, a request and a call ---------------------------------------------------------------
@@ -2451,6 +2027,11 @@ def _to(rows: int, cache: Any, reqid: int) -> tuple[Any, dict[int, int]]:
 
 AHEAD = {"ahead_tokens": 3, "growth_fraction": 0.0}
 
+SCENARIOS: dict[str, Scenario] = {
+    name: make
+    for name, make in list(globals().items())
+    if getattr(make, "__annotations__", {}).get("return") == "Steps" and not name.startswith("_")
+}
 SCENARIOS |= {
     "alloc": lambda e: _allocating(e, _with_another(e)),
     "alloc_eager": lambda e: _allocating(e, _with_another(e, eager_pages=2)),
@@ -2517,9 +2098,18 @@ SCENARIOS |= {
     "hf_append": lambda e: _hf(e, lambda cache: _appended(cache, _tokens(2, 2))),
     "hf_reset": lambda e: _hf(e, lambda cache: cache.reset()),
     "named_hold": lambda e: _named(e, lambda named: named.hold("three", ROWS), 3),
+    "engine_admit": lambda e: _admitting(Served(e), [], 2 * ROWS),
+    "engine_admit_with_a_prefix": lambda e: _admitting(*_served_recorded(e), 4 * ROWS),
+    "engine_admit_layered": lambda e: _admitting(*_served_recorded(e, _layered), 2 * ROWS + 7),
+    "engine_admit_async": lambda e: _admitting_async(Served(e)),
+    "engine_match": lambda e: _served_matching(*_served_recorded(e)),
+    "engine_record": lambda e: _served_recording(Served(e)),
+    "engine_prepare": lambda e: _preparing(Served(e)),
+    "engine_extend": lambda e: _extending(Served(e)),
     "engine_truncate": lambda e: _served_truncating(Served(e)),
     "engine_truncate_shared": lambda e: _served_truncating(_served_recorded(e)[0]),
     "engine_fork": lambda e: _served_forking(Served(e)),
+    "engine_fork_async": lambda e: _forking_async(Served(e)),
     "engine_fork_layered": lambda e: _served_forking(Served(e, _layered)),
     "engine_release": lambda e: _releasing(Served(e)),
     "engine_release_nothing_kept": lambda e: _releasing(Served(e, deferred_reclaim=False)),
@@ -2533,6 +2123,10 @@ SCENARIOS |= {
         Served(e, deferred_reclaim=False)
     ),
     "engine_swap_out_layered": lambda e: _served_swapping_out(Served(e, _layered)),
+    "engine_swap_out_async": lambda e: _served_swapping_out(Served(e), True),
+    "engine_swap_in": lambda e: _served_swapping_in(Served(e)),
+    "engine_swap_in_async": lambda e: _served_swapping_in(Served(e), True),
+    "engine_close": lambda e: _served_closing(Served(e)),
 }
 
 

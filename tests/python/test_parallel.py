@@ -584,12 +584,9 @@ def no_mapping_left(cache: ParallelKVCache) -> Iterator[None]:
     def step(*_: Any) -> int:
         raise pyvmem.TooManyMappings("none left", errno=errno.ENOSPC)
 
-    assert cache._cache is not None
-    cache._cache.step = step  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyvmem.KVCache, "step", step)
         yield
-    finally:
-        del cache._cache.step
 
 
 def lost(_: Any) -> list[int]:
