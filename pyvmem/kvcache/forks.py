@@ -232,7 +232,7 @@ def fork_all(
             group.window.follow(slots, parent)
         for slot in slots if parent.pins else ():
             if slot.span.pages:
-                group.prefixes.pin_again(slot, parent.pins)
+                group.journal.change(group.prefixes.keeping(slot, parent.pins[:]))
         group.note_peaks()
     for group in groups:
         group.prepare()

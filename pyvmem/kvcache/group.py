@@ -307,9 +307,9 @@ class Group:
         """
         if self.mover.moves:
             self.mover.abandon(slot)
-        if slot.pins:
-            self.prefixes.unpin(slot)
         edits = [*self.entering(slot, 0), [self.reclaimer, "own_away", None]]
+        if slot.pins:
+            edits += self.prefixes.keeping(slot, [])
         if self.promoter is not None:
             edits += self.promoter.forgetting(slot)
         if slot.granted:

@@ -53,7 +53,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pyvmem.errors import BadHandle, InvalidArgument
+from pyvmem.errors import BadHandle
 from pyvmem.features.table import PREFIXES
 from pyvmem.kvcache.checks import invalid
 from pyvmem.kvcache.events import PriorWork
@@ -189,10 +189,10 @@ class Leases:
         return lease in self._open
 
     def add(self, node: Node[_Spans]) -> Lease:
-        """A lease of a node that the caller has pinned for it, or of a root, which needs no pin."""
+        """A lease of a node, which it pins, or of a root, which needs no pin."""
         lease = Lease(node)
         if node.parent is not None:
-            self._journal.change([[self._open, lease, None]])
+            self._journal.change([*self._tree.pinning([node], ()), [self._open, lease, None]])
         return lease
 
     def drop(self, lease: Lease) -> None:
@@ -207,10 +207,11 @@ class Leases:
 
     def end(self, lease: Lease) -> None:
         """Ends one lease. Idempotent."""
-        held = lease in self._open
-        self._journal.change(self.ending(lease))
-        if held:
-            self._tree.unpin(lease.node)
+        edits = self.ending(lease)
+        if lease in self._open:
+            edits += self._tree.pinning((), [lease.node])
+            self._tree.touch(lease.node)
+        self._journal.change(edits)
 
     def ending(self, lease: Lease) -> list[list[Any]]:
         """The edits that end a lease; another has its pin from here on, or takes it back."""
@@ -321,8 +322,7 @@ class PrefixCache:
         node, length = self._insert(each, ids, found)
         # A slot whose pages were recorded by another shares none of them, and keeps nothing.
         if length and slot.span.pages and node not in slot.pins:
-            self.tree.pin(node)
-            self._journal.change([[slot, "pins", [*slot.pins, node]]])
+            self._journal.change(self.keeping(slot, [*slot.pins, node]))
         return self._ends(self.tree.match(ids)) if self._sliding else length
 
     @property
@@ -382,7 +382,6 @@ class PrefixCache:
         node, length = self._insert(each, ids, found)
         if self._sliding:
             length = self._ends(self.tree.match(ids))
-            node = self.tree.match(ids, length).node
         if not length:
             return False
         for place, (_, one, _) in enumerate(each):
@@ -443,8 +442,7 @@ class PrefixCache:
             )
             node, length = done.node, done.length
         if self._sliding and length:
-            node = self.tree.match(ids, length, pin=True).node  # split, so that it ends there
-            self.tree.unpin(node)
+            node = self.tree.cut_at(node, length)
             self._fill([one for _, one, _ in each], node)
         return node, length
 
@@ -488,32 +486,16 @@ class PrefixCache:
 
     # ---- what requests keep ----------------------------------------------------------------------
 
-    def pin_again(self, slot: Slot, pins: list[Node[_Spans]]) -> None:
-        """Keeps prefixes for one more slot."""
-        for node in pins:
-            self.tree.pin(node)
-        self._journal.change([[slot, "pins", pins[:]]])
-
-    def shorten(self, slot: Slot, rows: int) -> None:
-        """Keeps for a slot only the prefixes of its first rows."""
-        kept: list[Node[_Spans]] = []
+    def keeping(self, slot: Slot, pins: list[Node[_Spans]]) -> list[list[Any]]:
+        """The edits where a slot keeps these prefixes, and those before no longer."""
         for node in slot.pins:
-            part = node
-            if node.end > rows:
-                found = self.tree.match(node.tokens(), rows, pin=True)
-                part = found.node
-                self.tree.unpin(node)
-                if not found.length:
-                    self.tree.unpin(part)
-                    continue
-            kept.append(part)
-        self._journal.change([[slot, "pins", kept]])
+            self.tree.touch(node)
+        return [*self.tree.pinning(pins, slot.pins), [slot, "pins", pins]]
 
-    def unpin(self, slot: Slot) -> None:
-        """Keeps nothing for a slot any longer; counts as a use."""
-        for node in slot.pins:
-            self.tree.unpin(node)
-        self._journal.change([[slot, "pins", []]])
+    def shortening(self, slot: Slot, rows: int) -> list[list[Any]]:
+        """The edits where a slot keeps only the prefixes of its first rows."""
+        parts = [self.tree.cut_at(node, rows) for node in slot.pins]
+        return self.keeping(slot, [node for node in parts if node.parent is not None])
 
     # ---- matching --------------------------------------------------------------------------------
 
@@ -533,10 +515,7 @@ class PrefixCache:
         length, node = found.length, found.node
         if self._sliding:
             length = self._ends(found)
-        if node.end > length:
-            node = self.tree.match(ids, length, pin=length > 0).node
-        elif length:
-            self.tree.pin(node)
+        node = self.tree.cut_at(node, length)
         match = PrefixMatch(length, count, self.leases.add(node), self.leases)
         if self.host.limit:
             match.ids, match.in_host = ids, limit - length
@@ -605,24 +584,15 @@ class PrefixCache:
         """
         self.leases.collect()
         if match.length and not self.leases.has(match._lease):
-            match._lease = self.leases.add(self._pin(match))
+            node = match._lease.node
+            if node not in self.tree or node.end < match.length:
+                raise evicted(match.length)
+            match._lease = self.leases.add(self.tree.cut_at(node, match.length))
 
     def hand_over(self, match: PrefixMatch, slot: Slot) -> None:
         """Keeps a leased match for the slot of a request that has begun with it."""
         lease = match._lease
         self._journal.change([*self.leases.ending(lease), [slot, "pins", [lease.node]]])
-
-    def _pin(self, match: PrefixMatch) -> Node[_Spans]:
-        """Keeps what matched; raises PrefixEvicted where it is not there any more."""
-        node = match._lease.node
-        try:
-            self.tree.pin(node, match.length)
-        except InvalidArgument:
-            raise evicted(match.length) from None
-        if node.end > match.length:  # the rest of its run may go, so only a part of it is kept
-            whole, node = node, self.tree.match(node.tokens(), match.length, pin=True).node
-            self.tree.unpin(whole)
-        return node
 
     def span(self, place: int, match: PrefixMatch) -> Span:
         """A group's pages of a match, which is leased."""
@@ -727,7 +697,7 @@ class PrefixCache:
             return False
         holders = [slot for slot in self._table if slot.pins]
         for slot in holders:
-            self.unpin(slot)
+            self._journal.change(self.keeping(slot, []))
         return bool(holders)
 
     def leased(self, place: int) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -430,18 +430,16 @@ class PrefixTree(Generic[S]):
 
     # ---- looking up and recording ----------------------------------------------------------------
 
-    def match(self, tokens: Any, limit: int | None = None, *, pin: bool = False) -> Match[S]:
+    def match(self, tokens: Any, limit: int | None = None) -> Match[S]:
         """The longest recorded prefix of `tokens`. Counts as a use of it.
 
         Args:
             tokens: the prompt.
             limit: the most tokens to compare. An engine that must compute the last token passes the
                 length less one.
-            pin: pin `Match.node`. A run that matches in part is split there, so that the pin keeps
-                no more than what matched.
 
         Cost: a dictionary look-up for each node on the path, and a comparison and at most one copy
-        of the bytes matched. Without `pin`, nothing but the order of use changes.
+        of the bytes matched. Nothing but the order of use changes.
 
         Raises:
             InvalidArgument: bad tokens, or a negative `limit`.
@@ -451,13 +449,7 @@ class PrefixTree(Generic[S]):
         if root is None:
             root, end = self.root, 0  # nothing is recorded there
         node, parts, at = walk(root, ids.data, end, self._width)
-        if pin:
-            edits: list[list[Any]] = []
-            if parts and parts[-1][1] < node.units:
-                node = self._split(node, parts[-1][1], edits)
-                parts[-1] = (node.span, node.units)
-            self._change([*edits, [node, "pins", node.pins + 1]])
-        self._touch(node)
+        self.touch(node)
         return Match(at // ID_BYTES, parts, node)
 
     def insert(
@@ -494,27 +486,34 @@ class PrefixTree(Generic[S]):
                 whole = TokenIds.from_bytes(ids.data[:end], ids.namespace)
                 edits.append(self._note(True, whole, at // self._width))
             self._change(edits)
-        self._touch(node)
+        self.touch(node)
         return Inserted(node, end // ID_BYTES, at // ID_BYTES)
 
     # ---- pins ------------------------------------------------------------------------------------
 
-    def pin(self, node: Node[S], length: int = 0) -> None:
+    def cut_at(self, node: Node[S], length: int) -> Node[S]:
+        """The node of a path that ends with the last whole unit within `length`, or the root.
+
+        A run that goes on there is split, so that a pin keeps no more than that.
+        """
+        end = length // self.unit * self.unit
+        while node.parent is not None and node.parent.end >= end:
+            node = node.parent
+        if node.end > end:
+            edits: list[list[Any]] = []
+            node = self._split(node, node.units - (node.end - end) // self.unit, edits)
+            self._change(edits)
+            self.touch(node)
+        return node
+
+    def pin(self, node: Node[S]) -> None:
         """Keeps a node and its ancestors from eviction until `unpin`. Pins add up.
 
-        Args:
-            node: of this tree; the root may be pinned too.
-            length: `Match.length`: an error where the node has been cut shorter since.
-
         Raises:
-            InvalidArgument: the node was evicted, or no longer reaches to `length`.
+            InvalidArgument: the node was evicted, or is a root.
         """
         self._own(node)
-        if node.end < length:
-            raise invalid(
-                f"the prefix of {length} tokens was evicted down to {node.end}", limit=node.end
-            )
-        self._change([[node, "pins", node.pins + 1]])
+        self._change(self.pinning([node], ()))
 
     def unpin(self, node: Node[S]) -> None:
         """Undoes one `pin`. Counts as a use.
@@ -525,11 +524,22 @@ class PrefixTree(Generic[S]):
         self._own(node)
         if not node.pins:
             raise invalid(f"the prefix of {node.end} tokens is not pinned")
-        edits: list[list[Any]] = [[node, "pins", node.pins - 1]]
-        if node.is_leaf and node.pins == 1:
-            self._forget_root(node, edits)
-        self._change(edits)
-        self._touch(node)
+        self._change(self.pinning((), [node]))
+        self.touch(node)
+
+    def pinning(self, new: Iterable[Node[S]], gone: Iterable[Node[S]]) -> list[list[Any]]:
+        """The edits that pin some nodes and unpin others, all of this tree, once for each time."""
+        pins: dict[Node[S], int] = {}
+        for nodes, by in ((new, 1), (gone, -1)):
+            for node in nodes:
+                pins[node] = pins.get(node, node.pins) + by
+        return [[node, "pins", count] for node, count in pins.items()]
+
+    def touch(self, node: Node[S]) -> None:
+        """Uses a path: moves it to the end of the order, children before parents."""
+        while node.parent is not None:
+            self._order.move_to_end(node)
+            node = node.parent
 
     # ---- evicting -------------------------------------------------------------------------------
 
@@ -566,6 +576,10 @@ class PrefixTree(Generic[S]):
     def __len__(self) -> int:
         return len(self._order)
 
+    def __contains__(self, node: Node[S]) -> bool:
+        """True for a node of this tree, other than a root."""
+        return node in self._order
+
     def __iter__(self) -> Iterator[Node[S]]:
         """All nodes but the roots, parents before children."""
         for root in list(self.roots.values()):
@@ -578,12 +592,6 @@ class PrefixTree(Generic[S]):
         return _check(self)
 
     # ---- inside ----------------------------------------------------------------------------------
-
-    def _touch(self, node: Node[S]) -> None:
-        """Moves a path to the end of the order, children before parents."""
-        while node.parent is not None:
-            self._order.move_to_end(node)
-            node = node.parent
 
     def _note_gone(self, node: Node[S], stay: int, edits: list[list[Any]]) -> None:
         """Adds that a leaf keeps only its first `stay` units."""
@@ -672,8 +680,8 @@ class PrefixTree(Generic[S]):
             [self, "pages", self.pages - node.span.pages],
         ]
         self._note_gone(node, 0, edits)
-        if len(parent._children) == 1 and not parent.pins:
-            self._forget_root(parent, edits)
+        if len(parent._children) == 1 and parent.parent is None and parent is not self.root:
+            edits.append([self.roots, (parent.namespace,), ...])
         self._change(edits)
         return node.span
 
@@ -697,14 +705,9 @@ class PrefixTree(Generic[S]):
         self._change(edits)
         return right
 
-    def _forget_root(self, node: Node[S], edits: list[list[Any]]) -> None:
-        """Adds that the root of a namespace goes that is about to have neither prefix nor pin."""
-        if node.parent is None and node is not self.root:
-            edits.append([self.roots, (node.namespace,), ...])
-
     def _own(self, node: Node[S]) -> None:
-        """Raises InvalidArgument for a node that left the tree or belongs to another one."""
-        if node not in self._order and self.roots.get((node.namespace,)) is not node:
+        """Raises InvalidArgument for a root, and a node that left the tree or is another one's."""
+        if node not in self:
             raise invalid(f"the prefix of {node.end} tokens was evicted, or is another tree's")
 
 
@@ -726,7 +729,7 @@ def _check(tree: PrefixTree[S]) -> list[str]:
         of = "" if namespace is None else f" of {namespace!r:.40}"
         if root.namespace != namespace or root.parent is not None:
             found.append(f"the root{of} is another namespace's, or no root")
-        if root is not tree.root and not root.pins and root.is_leaf:
+        if root is not tree.root and root.is_leaf:
             found.append(f"the root{of} has no prefix")
     return found
 

@@ -60,7 +60,6 @@ def truncate(groups: Sequence[Group], reqid: int, length: int, work: PriorWork) 
     ownerless = [one for one in each if not one.unmaps and one.keep < one.slot.granted]
     if not unmaps:
         groups[0].journal.change([edit for one in each for edit in one.edits(work)])
-        _unpin(each)
     elif not _unmap_all(each, work):
         return -1
     for one in ownerless:
@@ -75,14 +74,6 @@ def copied(groups: Sequence[Group], reqid: int, length: int) -> int:
     check_kept(length, slots[0].index, max(group.rows[slots[0].index] for group in groups))
     each = [Truncation.of(group, slot, length) for group, slot in zip(groups, slots, strict=True)]
     return sum(one.new_pages for one in each) * groups[0].layout.page_size
-
-
-def _unpin(each: Sequence[Truncation]) -> None:
-    """Keeps no recorded prefix any more that the requests are now shorter than; idempotent."""
-    for one in each:
-        slot, held = one.slot, one.group.pager.columns.held
-        if slot.pins and slot.owner == one.owner and held[slot.index] == one.rows:
-            one.group.prefixes.shorten(slot, one.rows)
 
 
 def _give_back_overread(both: Sequence[tuple[Group, Slot]], rows: int, work: PriorWork) -> None:
@@ -119,7 +110,6 @@ class Truncation:
     its last row.
 
     Attributes:
-        owner: of the slot.
         rows: tokens that are kept.
         first: the page that the first dropped row begins in.
         keep: pages that the request keeps.
@@ -134,7 +124,6 @@ class Truncation:
 
     group: Group
     slot: Slot
-    owner: int
     rows: int
     first: int
     keep: int
@@ -163,7 +152,7 @@ class Truncation:
         pages = copied - shared
         stride, new_pages = pages * layout.page_size, pages * layout.num_tensors
         return cls(
-            *(group, slot, slot.owner, rows, first, keep, shared, copied, stride, new_pages),
+            *(group, slot, rows, first, keep, shared, copied, stride, new_pages),
             *(max(keep, copied), unmaps),
         )
 
@@ -226,9 +215,11 @@ class Truncation:
             )
 
     def edits(self, work: PriorWork) -> list[list[Any]]:
-        """The change of the records, but for `_unpin`; `work`: the last on the rows."""
+        """The change of the records; `work`: the last on the rows."""
         group, slot = self.group, self.slot
         edits = group.entering(slot, self.rows)
+        if slot.pins:
+            edits += group.prefixes.shortening(slot, self.rows)
         if self.unmaps:
             edits += self._unmapping()
         elif self.keep < slot.granted:
@@ -275,7 +266,6 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
     if not _copy_all([one for one in begun if one.new_pages]):
         return False
     first, ops = begun[0].group, OpBatch(3 * len(begun))
-    first.journal.on_abort(partial(_unpin, each))
     try:
         for one in begun:
             one.unmap(ops)
@@ -293,7 +283,6 @@ def _unmap_all(each: Sequence[Truncation], work: PriorWork) -> bool:
             scratch.give(addresses)
     for one in begun:
         one.group.reclaimer.drop_unheld()
-    _unpin(each)
     return True
 
 

@@ -76,6 +76,15 @@ def locked_pages(tree: Tree) -> int:
     return sum(node.span.pages for node in locked)
 
 
+def match_and_pin(tree: Tree, tokens: Any) -> Node[Units]:
+    """The node of a match, pinned, which ends with what matched."""
+    found = tree.match(tokens)
+    node = tree.cut_at(found.node, found.length)
+    assert node.end == found.length
+    tree.pin(node)
+    return node
+
+
 # ---- matching and recording ----------------------------------------------------------------------
 
 
@@ -204,29 +213,29 @@ def test_a_pin_keeps_the_node_and_all_above() -> None:
     assert tree.check() == []
 
 
-def test_match_and_pin_in_one() -> None:
+def test_a_match_is_pinned() -> None:
     tree: Tree = PrefixTree(UNIT)
     add(tree, units(1, 2))
-    match = tree.match(units(1, 2, 3), pin=True)
-    assert match.node.pins == 1
+    node = match_and_pin(tree, units(1, 2, 3))
+    assert node.pins == 1
     assert tree.evict(1) == []
-    assert tree.match(units(7), pin=True).node is tree.root
-    tree.unpin(tree.root)
-    tree.unpin(match.node)
+    assert tree.cut_at(node, UNIT - 1) is tree.root
+    with pytest.raises(InvalidArgument, match="0 tokens was evicted"):
+        tree.pin(tree.root)
+    tree.unpin(node)
     assert tree.check() == []
 
 
 def test_a_pinned_match_keeps_no_more_than_what_matched() -> None:
     tree: Tree = PrefixTree(UNIT)
     node = add(tree, units(1, 2, 3, 4))
-    match = tree.match(units(1, 2, 9), pin=True)
-    assert (match.length, match.node.end, match.node.units) == (2 * UNIT, 2 * UNIT, 2)
-    assert match.parts == [(match.node.span, 2)]
-    assert node.parent is match.node
+    upper = match_and_pin(tree, units(1, 2, 9))
+    assert (upper.end, upper.units) == (2 * UNIT, 2)
+    assert node.parent is upper
     assert locked_pages(tree) == 2 * PAGES
     assert sum(span.pages for span in tree.evict(100)) == 2 * PAGES
     assert length(tree, units(1, 2, 3, 4)) == 2 * UNIT
-    tree.unpin(match.node)
+    tree.unpin(upper)
     assert tree.check() == []
 
 
@@ -237,9 +246,10 @@ def test_evicted_prefixes_cannot_be_pinned() -> None:
     assert sum(span.pages for span in tree.evict(1)) == PAGES  # the last unit alone
     tree.pin(node)
     tree.unpin(node)
-    with pytest.raises(InvalidArgument, match="12 tokens was evicted down to 8"):
-        tree.pin(node, match.length)
+    assert node in tree
+    assert node.end == 2 * UNIT < match.length
     tree.evict(100)
+    assert node not in tree
     for call in (tree.pin, tree.unpin):
         with pytest.raises(InvalidArgument, match="was evicted"):
             call(node)  # type: ignore[operator]
@@ -335,12 +345,14 @@ class Model:
 
     def match(self, tokens: list[int], pin: bool) -> None:
         expected = self.known(tokens)
-        found = self.tree.match(tokens, pin=pin)
+        found = self.tree.match(tokens)
         assert found.length == len(expected) * self.unit
         assert [end for span, used in found.parts for end in span.ends[:used]] == expected
         self.touch(found.node)
-        if pin:
-            self.pins.append((found.node, tuple(found.node.tokens())))
+        node = self.tree.cut_at(found.node, found.length) if pin else self.tree.root
+        if node.end:
+            self.tree.pin(node)
+            self.pins.append((node, tuple(node.tokens())))
 
     def unpin(self, which: int) -> None:
         if self.pins:

@@ -174,7 +174,10 @@ class Tree:
     def serve(self, prompt: Prompt) -> int:
         """See `Cache.serve`."""
         tree, ids = self.tree, token_ids(prompt)
-        known = tree.match(ids, pin=True)
+        known = tree.match(ids)
+        kept = tree.cut_at(known.node, known.length)
+        if known.length:
+            tree.pin(kept)
         missing = prompt.length // tree.unit - known.length // tree.unit
         short = missing - (self.capacity - tree.pages)
         if short > 0:
@@ -185,7 +188,8 @@ class Tree:
         if fits < prompt.length:
             ids = TokenIds.from_bytes(ids.data[: fits * 4])
         tree.insert(ids, lambda start, stop: Units(stop - start))
-        tree.unpin(known.node)
+        if known.length:
+            tree.unpin(kept)
         return min(known.length, (prompt.length - 1) // tree.unit * tree.unit)
 
     def held_bytes(self) -> int:
@@ -252,7 +256,9 @@ class Sliding:
         whole = prompt.length // TRACE_BLOCK * TRACE_BLOCK
         ids = TokenIds.from_bytes(ids.data[: whole * ID_BYTES])
         tree.insert(ids, lambda first, last: Tail(last - first))
-        node = tree.match(ids, pin=True).node  # ends with them
+        node = tree.cut_at(tree.match(ids).node, whole)  # ends with them
+        if node.end:
+            tree.pin(node)
         last = found + (prompt.length - found - 1) // self._chunk * self._chunk
         for one in node.path():
             end = one.end // tree.unit
@@ -261,7 +267,8 @@ class Sliding:
             one.span.held += more
             self._held += more
         self._evict()
-        tree.unpin(node)
+        if node.end:
+            tree.unpin(node)
         self._evict()  # what does not fit in the budget is left out
         return found
 
