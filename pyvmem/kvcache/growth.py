@@ -724,6 +724,9 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
     filling, fills = Ticket(mapper.context), OpBatch(late or 1)
     edits: list[list[Any]] = []
     filled: list[list[Any]] = []
+    for pager, job, _ in parts:
+        if job.new_pages and pager.runs.spreads:
+            pager.runs.provide(job.new_pages)
     for pager, job, pieces in parts:
         job.mapping, job.quiet, counters = mapping, pager is not first, pager.counters
         zeroed = counters.zeroed + job.zeroed_pages
@@ -745,9 +748,6 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
             job.grants = []
         pager.begin(edits, job, wait=wait)
     if len(ops):
-        for pager, job, _ in parts:
-            if pager.runs.spreads:
-                pager.runs.provide(job.new_pages)
         try:
             mapper.commit(edits, ops, ticket=mapping, late=True, waits=first.counters.waits)
         except (OutOfMemory, TooManyMappings) as error:  # perhaps others use the context, too

@@ -175,10 +175,9 @@ def before_record(
     groups: Groups, reqid: int, tokens: Any, work: PriorWork, namespace: Hashable
 ) -> Waits:
     """See `KVCache.record`; `work`: the request's last work."""
-    both = _both(groups, reqid)
-    waits = [wait for group, slot in both for wait in _own(group, slot)] + work.pending()
+    waits, slot = before_swap_out(groups, reqid, work), groups[0].slot(reqid)
     # The ids are only looked at where there is something to wait for.
-    return waits if waits and groups[0].prefixes.shares(both[0][1], tokens, namespace) else []
+    return waits if waits and groups[0].prefixes.shares(slot, tokens, namespace) else []
 
 
 def before_prefix(
@@ -254,7 +253,7 @@ def before_truncate(groups: Groups, reqid: int, length: int, work: PriorWork) ->
 def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
     """See `KVCache.promote`; `work`: the last work on the request."""
     if wait:
-        return before_move(groups, reqid, work, wait=True)
+        return before_swap_out(groups, reqid, work)
     # What is under way already is only counted.
     both = _both(groups, reqid)
     return [wait for group, slot in both if slot not in group.mover.moves for wait in _job(slot)]
@@ -262,12 +261,9 @@ def before_promote(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -
 
 def before_move(groups: Groups, reqid: int, work: PriorWork, *, wait: bool) -> Waits:
     """See `KVCache.move`; `work`: the last work on the request."""
-    waits: Waits = []
-    for group, slot in _both(groups, reqid):
-        waits += _own(group, slot)
-        if wait or slot in group.mover.moves:
-            waits += work.pending()
-    return waits
+    if wait or any(slot in group.mover.moves for group, slot in _both(groups, reqid)):
+        return before_swap_out(groups, reqid, work)
+    return [wait for group, slot in _both(groups, reqid) for wait in _job(slot)]
 
 
 def before_reclaim(groups: Groups, keep: Collection[int], *, wait: bool) -> Waits:

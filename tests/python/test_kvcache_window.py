@@ -59,14 +59,17 @@ def test_what_an_interrupted_step_let_go_is_gone(
 ) -> None:
     """The step is undone but for the pages before the window: no request may begin in them."""
 
+    slide = steps.slide
+
     def interrupted(*args: Any) -> None:
+        slide(*args)
         raise KeyboardInterrupt
 
     with small_cache(context, **WINDOW) as cache:
         assert cache.alloc_reqid() == 0
         assert cache.step(lens(cache, r0=10 * ROWS)) == 0
         with monkeypatch.context() as patched:
-            patched.setattr(steps, "_commit", interrupted)
+            patched.setattr(steps, "slide", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 cache.step(lens(cache, r0=10 * ROWS + 1))
         (first,) = cache.slots.first_rows([0])
