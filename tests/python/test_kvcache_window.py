@@ -31,6 +31,7 @@ from pyvmem import (
     OutOfMemory,
 )
 from pyvmem.kvcache import EmptyShape, LayeredCache, LayerShape, StateShape, layer_shapes, steps
+from pyvmem.kvcache.window import slide
 
 TENSORS = 2 * LAYERS
 WINDOW = {"window": 8, "window_tile": 4, "max_seq_len": 12 * ROWS}
@@ -58,8 +59,6 @@ def test_what_an_interrupted_step_let_go_is_gone(
     call: str, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is undone but for the pages before the window: no request may begin in them."""
-
-    slide = steps.slide
 
     def interrupted(*args: Any) -> None:
         slide(*args)
