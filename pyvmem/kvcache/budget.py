@@ -197,13 +197,8 @@ class Budget(Closable):
                 limit=most,
             )
         if ledger is not None:
-            self._ledger = OnLedger(
-                ledger,
-                context,
-                name or f"pyvmem-{os.getpid()}",
-                floor_bytes,
-                self.total_bytes,
-            )
+            name = name or f"pyvmem-{os.getpid()}"
+            self._ledger = OnLedger(ledger, context, name, floor_bytes, self.total_bytes)
             when_collected(self, self._ledger.close).atexit = True
             self._ledger.start(weakly(self._tend))
 
@@ -382,19 +377,19 @@ class Budget(Closable):
     def numbers(self) -> dict[str, int]:
         """The numbers that the ledger shows of all its caches together: names of `EngineInfo`."""
         with self.lock:
-            found = dict.fromkeys(("in_use", "maps", "waits", "hits", "queries"), 0)
-            found["least"], used = self.least_bytes, 0
-            for share in self._shares:
-                counters = share.reclaimer.counters
-                pages = share.pager.used_pages
-                found["in_use"] += pages * share.layout.num_tensors * share.layout.page_size
-                found["waits"] += counters.waits.struct.count
-                found["hits"] += counters.hit_tokens
-                found["queries"] += counters.query_tokens
-                used += share.used
+            in_use = sum(share.pager.used_pages * share._column for share in self._shares)
+            counters = [share.reclaimer.counters for share in self._shares]
             stats = self.context.stats()
-            found |= {"maps": stats.map_calls, "handles": stats.mappings}
-            return found | {"cached": max(0, used - found["in_use"])}
+            return {
+                "least": self.least_bytes,
+                "in_use": in_use,
+                "cached": max(0, sum(share.used for share in self._shares) - in_use),
+                "waits": sum(one.waits.struct.count for one in counters),
+                "hits": sum(one.hit_tokens for one in counters),
+                "queries": sum(one.query_tokens for one in counters),
+                "maps": stats.map_calls,
+                "handles": stats.mappings,
+            }
 
 
 class Share:
@@ -597,14 +592,7 @@ class OnLedger(Participant):
         VMemError: as `Ledger.join`; the ledger is closed.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        context: Context,
-        name: str,
-        floor: int,
-        limit: int,
-    ) -> None:
+    def __init__(self, ledger: Ledger, context: Context, name: str, floor: int, limit: int) -> None:
         info, page = context.info, context.info.granule
         device_of(info.device_name, info.uuid)
         super().__init__(ledger, name, floor=floor, limit=limit, least=page, virtual=limit)

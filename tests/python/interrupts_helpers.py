@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -44,28 +44,6 @@ import pyvmem
 from pyvmem import BadHandle, Context, InvalidArgument, KVCache
 from pyvmem.kvcache import Budget, SwappedRequest
 from pyvmem.kvcache.cache import GroupView
-
-__all__ = [
-    "PACKAGE",
-    "Call",
-    "Engine",
-    "Handler",
-    "Interrupted",
-    "Interrupts",
-    "NotHere",
-    "Outcome",
-    "Scenario",
-    "Steps",
-    "Stuck",
-    "alarms",
-    "ended",
-    "holds",
-    "lens",
-    "measure",
-    "parts",
-    "run_after",
-    "run_at",
-]
 
 LIMIT = 8  # seconds for a call; for all that is done after it
 PACKAGE = str(Path(pyvmem.__file__).parent) + "/"
@@ -588,6 +566,12 @@ Scenario = Callable[[Engine], Steps]
 """Prepares an engine, yields the call to interrupt, then makes it again and checks its effect,
 whether the call was interrupted or came to its end. An attribute `context` of the function holds
 options of the engine's context. Failures that it injects end with the call."""
+
+
+def again(call: Call) -> Generator[Call, None, Any]:
+    """The call, and what it returns the second time."""
+    yield call
+    return call()
 
 
 def ended(steps: Steps) -> None:

@@ -16,10 +16,11 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from interrupts_helpers import LIMIT, Interrupted, Interrupts, Steps, Stuck, alarms, ended
+from interrupts_helpers import LIMIT, Interrupted, Interrupts, Steps, Stuck, again, alarms, ended
 from kvcache_helpers import small_config
 from test_interrupts import MORE_PAIRS, PAIRS, sample
 from test_torch_pool import Libcuda, Torch
@@ -130,16 +131,14 @@ def own_context_open() -> Steps:
 
 def own_context_close() -> Steps:
     cache = KVCache(small_config(PAGE), backend="host")
-    yield cache.close
-    cache.close()
+    yield from again(cache.close)
 
 
 def context_close() -> Steps:
     context = open_host()
     reservation, pages = context.reserve(BLOCK), context.create(BLOCK)
     reservation.map(0, pages)
-    yield context.close
-    context.close()
+    yield from again(context.close)
     assert not context.is_open
 
 
@@ -159,16 +158,15 @@ def _made(
     context: Context,
     call: Callable[[list[Any]], None],
     end: Callable[[Any], None],
-    reservation: Any = None,
+    last: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """A call that makes something and ends it: `end` ends what the caller has."""
+    """A call that makes something and ends it: `end` ends what the caller has, and then `last`."""
     made: list[Any] = []
     yield lambda: call(made)
     known = bool(made)
     while made:
         end(made.pop())
-    if reservation is not None:
-        reservation.close(unmap=True)
+    last()
     closed(context, known)
 
 
@@ -216,7 +214,7 @@ def retain() -> Steps:
         made.append(context.retain(reservation.addr, BLOCK))
         made[0].drop()
 
-    return _made(context, call, lambda one: one.abandon(), reservation)
+    return _made(context, call, lambda one: one.abandon(), lambda: reservation.close(unmap=True))
 
 
 def submit_and_wait() -> Steps:
@@ -258,24 +256,21 @@ def resource_close() -> Steps:
     resource = VMemResource(context)
     for block in [resource.allocate(size) for size in (PAGE, PAGE, BLOCK)]:
         block.close()
-    yield resource.close
-    resource.close()
+    yield from again(resource.close)
     closed(context)
 
 
 # ---- torch's pool --------------------------------------------------------------------------------
 
 
-def _pool_opening(call: Callable[[Context, list[VMemPool]], None]) -> Steps:
+def _pool_opening(call: Callable[[Context, list[Any]], None]) -> Steps:
     context = open_host()
-    made: list[VMemPool] = []
-    yield lambda: call(context, made)
-    known = bool(made)
-    while made:
-        made.pop().close()
-    gc.collect()
-    VMemPool(context).close()  # not Busy
-    closed(context, known)
+
+    def last() -> None:
+        gc.collect()
+        VMemPool(context).close()  # not Busy
+
+    return _made(context, partial(call, context), VMemPool.close, last)
 
 
 def pool_open() -> Steps:
@@ -283,7 +278,7 @@ def pool_open() -> Steps:
 
 
 def pool_block() -> Steps:
-    def call(context: Context, made: list[VMemPool]) -> None:
+    def call(context: Context, made: list[Any]) -> None:
         with VMemPool(context) as one:
             made.append(one)
 
@@ -375,8 +370,7 @@ def pool_close() -> Steps:
     blocks.check()
     blocks.torch.free(blocks.block)
     blocks.torch.free(blocks.other)
-    yield blocks.pool.close
-    blocks.pool.close()
+    yield from again(blocks.pool.close)
     assert not is_pool_open()
     VMemPool(blocks.context).close()
     closed(blocks.context)
@@ -465,16 +459,18 @@ def saver_region() -> Steps:
     one.end()
 
 
-def saver_region_then_close() -> Steps:
-    one = Saver()
+def _entering(one: Saver) -> Steps:
     yield one.enter
     one.end()
 
 
+def saver_region_then_close() -> Steps:
+    return _entering(Saver())
+
+
 def saver_configure() -> Steps:
     one, context = Saver(), open_host()
-    yield lambda: one.saver.configure(context)
-    one.saver.configure(context)
+    yield from again(lambda: one.saver.configure(context))
     one.torch.free(one.region("a", PAGE))
     one.saver.close()
     assert not context.stats().reservations
@@ -482,9 +478,7 @@ def saver_configure() -> Steps:
 
 
 def saver_region_again() -> Steps:
-    regions = Regions()
-    yield regions.enter
-    regions.end()
+    return _entering(Regions())
 
 
 def saver_pause() -> Steps:
@@ -584,8 +578,7 @@ def map_common_pages() -> Steps:
 
 
 def _ending(call: Callable[[], Any]) -> Steps:
-    yield call
-    call()
+    yield from again(call)
     assert not _manager._retired
 
 

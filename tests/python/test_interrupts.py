@@ -36,6 +36,7 @@ from interrupts_helpers import (
     Outcome,
     Scenario,
     Steps,
+    again,
     alarms,
     ended,
     holds,
@@ -48,7 +49,7 @@ from interrupts_helpers import (
 from kvcache_helpers import LAYERS, ROWS, eventually, small_config
 from move_helpers import PART, scatter
 from move_helpers import UNIT as UNIT_PAGES
-from share_helpers import is_zero, read_rows, write_rows
+from share_helpers import is_zero, write_rows
 from test_kvcache_layers import uneven
 
 import pyvmem.compat.vattention as vattention
@@ -85,34 +86,28 @@ def _gives(value: Any, function: Callable[..., Any], *args: Any) -> Call:
     return call
 
 
-def _twice(call: Callable[[], Any]) -> Steps:
-    """A call that returns something true."""
-    yield call
-    assert call()
-
-
 # ---- taking and giving slots ---------------------------------------------------------------------
 
 
 def _allocating(engine: Engine, cache: Any) -> Steps:
-    call = partial(cache.alloc_reqid, ROWS)
+    made = yield from again(partial(cache.alloc_reqid, ROWS))
+    engine.take(cache, made, [])
+
+
+def _named_slot(
+    engine: Engine, cache: Any, reqid: int, call: Callable[[], Any], rows: list[int]
+) -> Steps:
+    """The caller knows which slot: what gave it and whose end nobody was told of is taken back."""
     yield call
-    engine.take(cache, call(), [])
+    if cache.slots.is_taken(reqid):
+        cache.free_reqid(reqid)
+    call()
+    engine.take(cache, reqid, rows)
 
 
 def claim(engine: Engine) -> Steps:
-    """The caller knows which slot: a claim whose end it was not told of is taken back."""
-    cache = engine.cache()
-    engine.start(cache, 3)
-
-    def call() -> None:
-        cache.slots.claim(2)
-
-    yield call
-    if cache.slots.is_taken(2):
-        cache.free_reqid(2)
-    call()
-    engine.take(cache, 2, [])
+    cache = _with_another(engine)
+    return _named_slot(engine, cache, 2, lambda: cache.slots.claim(2), [])
 
 
 def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
@@ -121,17 +116,14 @@ def _freeing(engine: Engine, cache: Any, reqid: int) -> Steps:
     engine.free(cache, reqid)
 
 
-def _free_recording(engine: Engine, cache: Any, rows: int, reqid: int | None = None) -> Steps:
+def _free_recording(engine: Engine, cache: Any, reqid: int) -> Steps:
     """What was recorded, if it was, are the request's rows."""
-    if reqid is None:
-        reqid = engine.start(cache, rows)
-    tags, tokens = engine.held[cache, reqid], list(range(rows))
+    tags = engine.held[cache, reqid]
+    tokens = list(range(len(tags)))
     engine.leaves(cache, reqid)
     yield lambda: cache.free_reqid(reqid, tokens=tokens)
     engine.free(cache, reqid, tokens=tokens)
-    taken = cache.alloc_prefix(tokens, leave=0)
-    assert taken is not None
-    engine.take(cache, taken[0], tags[: taken[1]])
+    _begins(engine, cache, tokens, tags, some=True)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -164,20 +156,13 @@ def step_starts(engine: Engine) -> Steps:
     return _growing(engine, cache, {reqid: 3 * ROWS})
 
 
-def _reclaiming(engine: Engine) -> tuple[KVCache, int]:
-    """A request that can only grow with the pages of a free slot."""
+def _reclaiming(engine: Engine, *, recorded: bool = False) -> tuple[KVCache, int]:
+    """A request that can only grow with the pages of a free slot; `recorded`: of a prefix there."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
-    engine.free(cache, engine.start(cache, 3 * ROWS))
+    tokens = list(range(3 * ROWS)) if recorded else None
+    engine.free(cache, engine.start(cache, 3 * ROWS), tokens=tokens)
     return cache, reqid
-
-
-def step_evicts(engine: Engine) -> Steps:
-    """The pages that it needs are those of recorded prefixes."""
-    cache = engine.cache(pages=4)
-    reqid = engine.start(cache, 3)
-    engine.free(cache, engine.start(cache, 3 * ROWS), tokens=list(range(3 * ROWS)))
-    return _growing(engine, cache, {reqid: 3 * ROWS})
 
 
 def _short(
@@ -186,17 +171,13 @@ def _short(
     """A request for which memory is short; fewer rows fit."""
     want, step = lens(cache, {reqid: rows}), getattr(cache, name)
 
-    call = _gives(-1, step, want)
-    yield call
-    call()
+    yield from again(_gives(-1, step, want))
     engine.grow(cache, reqid, fitting)
 
 
 def _ahead(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
     want = lens(cache, more)
-    call = _gives(0, cache.step_async, want)
-    yield call
-    call()
+    yield from again(_gives(0, cache.step_async, want))
     _grown(engine, cache, want, more)
 
 
@@ -207,42 +188,11 @@ def step_after_step_async(engine: Engine) -> Steps:
     return _growing(engine, cache, more)
 
 
-def step_async_evicts(engine: Engine) -> Steps:
-    """What is recorded is in a free slot, and must go."""
-    cache = engine.cache(pages=4)
-    reqid = engine.start(cache, 3)
-    engine.free(cache, engine.start(cache, 2 * ROWS), tokens=list(range(2 * ROWS)))
-    return _ahead(engine, cache, {reqid: 4 * ROWS})
-
-
-def step_async_takes_from_another_cache(engine: Engine) -> Steps:
-    one, other = _two(engine, 4)
-    reqid = engine.start(one, 3)
-    engine.free(other, engine.start(other, 2 * ROWS), tokens=list(range(ROWS)))
-    return _ahead(engine, one, {reqid: 4 * ROWS})
-
-
-def _sliding(engine: Engine, **changes: Any) -> Steps:
-    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS, **changes)
-    engine.start(cache, 3)
-    reqid = engine.start(cache, 40)
-    if changes:
-        cache.move(reqid, "host")
-    tags = engine.held.pop((cache, reqid))
-    want = lens(cache, {reqid: 41})
-    low = 24  # the step to 41 leaves the rows from 28 on, and with them the page from 24 on
-
-    call = _gives(0, cache.step, want)
-    yield call
-    call()
-    assert cache.step(lens(cache, {reqid: 42})) == 0
-    assert read_rows(cache, reqid, low, tags[low:]), "rows in the window"
-    cache.free_reqid(reqid)
-
-
 def step_slides_moved_pages(engine: Engine) -> Steps:
     _needs_host_pages(engine)
-    return _sliding(engine, host_limit=0)
+    cache, reqid = _windowed(engine, 5 * ROWS, host_limit=0)
+    cache.move(reqid, "host")
+    return _growing(engine, cache, {reqid: 6 * ROWS})
 
 
 def step_without_some(engine: Engine) -> Steps:
@@ -331,9 +281,7 @@ def truncate_short(engine: Engine) -> Steps:
     cache.record(reqid, list(range(2 * ROWS)))
     other = engine.start(cache, 2 * ROWS)
 
-    call = _gives(-1, cache.truncate, reqid, ROWS + 3)
-    yield call
-    call()
+    yield from again(_gives(-1, cache.truncate, reqid, ROWS + 3))
     engine.free(cache, other)
     steps = _truncating(engine, cache, reqid, ROWS + 3)
     next(steps)
@@ -346,9 +294,7 @@ def truncate_short(engine: Engine) -> Steps:
 def _forking(engine: Engine, cache: Any, parent: int, length: int | None, count: int = 1) -> Steps:
     tags = engine.held[cache, parent][:length]
 
-    call = partial(cache.fork_many, parent, count, length)
-    yield call
-    children = call()
+    children = yield from again(partial(cache.fork_many, parent, count, length))
     assert children is not None, "the call returned None"
     for child in children:
         engine.take(cache, child, tags)
@@ -387,14 +333,9 @@ def fork_into_used_slots(engine: Engine) -> Steps:
 
 
 def fork_into(engine: Engine) -> Steps:
-    """The caller knows which slot, as with `claim`."""
     cache, parent = _forkable(engine, ROWS + 3)
-
-    call = partial(cache.fork, parent, into=4)
-    yield call
-    if cache.slots.is_taken(4):
-        cache.free_reqid(4)
-    engine.take(cache, call(), engine.held[cache, parent])
+    rows = engine.held[cache, parent]
+    return _named_slot(engine, cache, 4, lambda: cache.fork(parent, into=4), rows)
 
 
 def _windowed(engine: Engine, rows: int, **changes: Any) -> tuple[KVCache, int]:
@@ -427,13 +368,8 @@ def _recording(engine: Engine, cache: Any, reqid: int, whole: int) -> Steps:
     tags = engine.held[cache, reqid]
     tokens = list(range(len(tags)))
 
-    call = partial(cache.record, reqid, tokens)
-    yield call
-    assert call() == whole
-    taken = cache.alloc_prefix(tokens, leave=0)
-    assert taken is not None
-    assert taken[1] == whole
-    engine.take(cache, taken[0], tags[:whole])
+    assert (yield from again(partial(cache.record, reqid, tokens))) == whole
+    _begins(engine, cache, tokens, tags[:whole])
 
 
 def record_more(engine: Engine) -> Steps:
@@ -443,17 +379,26 @@ def record_more(engine: Engine) -> Steps:
     return _recording(engine, cache, reqid, 3 * ROWS)
 
 
-def _recorded(engine: Engine, rows: int = 2 * ROWS + 3) -> tuple[KVCache, list[int], list[int]]:
+Recorded = tuple[Any, list[int], list[int]]
+
+
+def _record_last(engine: Engine, cache: Any, reqid: int, then: Any = None) -> Recorded:
     """A cache with a recorded prefix of nobody: its tokens, and what its rows hold."""
-    cache, reqid = _forkable(engine, rows)
-    tags, tokens = engine.held[cache, reqid], list(range(rows))
+    tags = engine.held[cache, reqid]
+    tokens = list(range(len(tags)))
     engine.free(cache, reqid, tokens=tokens)
+    if then is not None:
+        then(cache)
     return cache, tokens, tags
+
+
+def _recorded(engine: Engine, rows: int = 2 * ROWS + 3, then: Any = None) -> Recorded:
+    return _record_last(engine, *_forkable(engine, rows), then)
 
 
 def match(engine: Engine) -> Steps:
     cache, tokens, _ = _recorded(engine)
-    yield from _twice(lambda: cache.match(tokens).length == 2 * ROWS)
+    assert (yield from again(lambda: cache.match(tokens).length == 2 * ROWS))
 
 
 def match_is_released(engine: Engine) -> Steps:
@@ -465,8 +410,7 @@ def match_is_released(engine: Engine) -> Steps:
             assert match.length == ROWS
         cache.can_admit([ROWS])
 
-    yield call
-    call()
+    yield from again(call)
     cache.trim(prefixes=True)
     assert cache.stats().prefix_pages == 0, "prefixes that nobody uses"
 
@@ -481,8 +425,7 @@ def _telling(engine: Engine, tell: Callable[[KVCache], Callable[[], list[Any]]])
     def call() -> None:
         told.append(poll())
 
-    yield call
-    call()
+    yield from again(call)
     assert [bool(found) for found in told] == [True, False][: len(told)]
     assert not poll()
 
@@ -491,18 +434,20 @@ def _leased(engine: Engine) -> tuple[KVCache, int, Any, list[int]]:
     """A request, and a match of the first block of a prefix that has the other pages."""
     cache = engine.cache(pages=4)
     reqid = engine.start(cache, 3)
-    old = engine.start(cache, 3 * ROWS)
-    tags, tokens = engine.held[cache, old], list(range(3 * ROWS))
-    engine.free(cache, old, tokens=tokens)
+    _, tokens, tags = _record_last(engine, cache, engine.start(cache, 3 * ROWS))
     return cache, reqid, cache.match(tokens[: ROWS + 1]), tags[:ROWS]
 
 
-def _begins(engine: Engine, cache: KVCache, match: Any, tags: list[int]) -> None:
-    """What is leased is there, and the match's."""
-    taken = cache.alloc_prefix(match)
+def _begins(
+    engine: Engine, cache: Any, prompt: Any, tags: list[int], *, leave: int = 0, some: bool = False
+) -> int:
+    """A request that begins with a recorded prefix, or a match, of these rows; `some`: or fewer."""
+    taken = cache.alloc_prefix(prompt, leave)
     assert taken is not None, "alloc_prefix returned None"
-    assert taken[1] == len(tags) == match.length
-    engine.take(cache, taken[0], tags)
+    reqid, length = taken
+    assert length <= len(tags) if some else length == len(tags)
+    engine.take(cache, reqid, tags[:length])
+    return int(reqid)
 
 
 def step_evicts_but_for_a_match(engine: Engine) -> Steps:
@@ -515,25 +460,32 @@ def free_records_beside_a_match(engine: Engine) -> Steps:
     """The run that is matched in part is recorded once more, and continued."""
     cache, reqid, match, tags = _leased(engine)
     engine.free(cache, reqid)
-    taken = cache.alloc_prefix(match)
-    assert taken is not None
-    engine.take(cache, taken[0], tags)
-    engine.grow(cache, taken[0], 2 * ROWS)
+    taken = _begins(engine, cache, match, tags)
+    engine.grow(cache, taken, 2 * ROWS)
     tokens = [*range(ROWS), *range(500, 500 + ROWS)]
     again_held = cache.match(tokens)
-    engine.leaves(cache, taken[0])
-    yield lambda: cache.free_reqid(taken[0], tokens=tokens)
-    engine.free(cache, taken[0], tokens=tokens)
+    engine.leaves(cache, taken)
+    yield lambda: cache.free_reqid(taken, tokens=tokens)
+    engine.free(cache, taken, tokens=tokens)
     _begins(engine, cache, again_held, tags)
+
+
+def _trimming(cache: Any, match: Any) -> Steps:
+    yield from again(lambda: cache.trim(prefixes=True))
+    assert cache.stats().prefix_pages == 0
+    with pytest.raises(PrefixEvicted):
+        cache.alloc_prefix(match)
+
+
+def layered_trim_takes_a_match(engine: Engine) -> Steps:
+    cache = _layered(engine)
+    _, tokens, _ = _record_last(engine, cache, engine.start(cache, UNIT + 3))
+    return _trimming(cache, cache.match(tokens))
 
 
 def trim_takes_a_match(engine: Engine) -> Steps:
     cache, _, match, _ = _leased(engine)
-    yield lambda: cache.trim(prefixes=True)
-    cache.trim(prefixes=True)
-    assert cache.stats().prefix_pages == 0
-    with pytest.raises(PrefixEvicted):
-        cache.alloc_prefix(match)
+    return _trimming(cache, match)
 
 
 def can_admit_a_match_again(engine: Engine) -> Steps:
@@ -547,37 +499,26 @@ def can_admit_a_match_again(engine: Engine) -> Steps:
     def call() -> None:
         assert cache.can_admit([2 * ROWS], [match])
 
-    yield call
-    call()
+    yield from again(call)
     engine.free(cache, reqid)
     cache._groups[0].prefixes.evict(0, 64)
     _begins(engine, cache, match, tags[:ROWS])
 
 
 def _prefixed(engine: Engine, cache: Any, prompt: Any, tags: list[int], leave: int = 1) -> Steps:
-    call = partial(cache.alloc_prefix, prompt, leave)
-    yield call
-    taken = call()
+    taken = yield from again(partial(cache.alloc_prefix, prompt, leave))
     assert taken is not None, "the call returned None"
     assert taken[1] == len(tags)
     engine.take(cache, taken[0], tags)
     engine.grow(cache, taken[0], len(tags) + 2)
 
 
-def alloc_prefix(engine: Engine) -> Steps:
-    cache, tokens, tags = _recorded(engine)
-    return _prefixed(engine, cache, [*tokens, 7, 7], tags[: 2 * ROWS])
-
-
-def alloc_prefix_in_part(engine: Engine) -> Steps:
-    """The prompt leaves what is recorded in the middle of a block."""
-    cache, tokens, tags = _recorded(engine, 3 * ROWS)
-    return _prefixed(engine, cache, [*tokens[:ROWS], *[999] * 4], tags[:ROWS])
-
-
-def alloc_prefix_misses(engine: Engine) -> Steps:
-    cache, _, _ = _recorded(engine)
-    return _prefixed(engine, cache, [999] * 4, [])
+def _prompted(
+    engine: Engine, found: Recorded, more: list[int], rows: int, begins: int | None = None
+) -> Steps:
+    """A prompt that begins with so many tokens of a recorded prefix, and its rows."""
+    cache, tokens, tags = found
+    return _prefixed(engine, cache, [*tokens[:begins], *more], tags[:rows])
 
 
 def alloc_prefix_of_a_match(engine: Engine) -> Steps:
@@ -589,49 +530,34 @@ def _settled(cache: KVCache) -> None:
     eventually(lambda: not any(slot.in_flight for slot in cache.snapshot()))
 
 
-def alloc_prefix_where_it_is_mapped(engine: Engine) -> Steps:
-    """The slot of the request that recorded it is taken, and nothing is mapped."""
-    cache, tokens, tags = _recorded(engine)
-    _settled(cache)
-    return _prefixed(engine, cache, [*tokens, 7, 7], tags[: 2 * ROWS])
-
-
 def alloc_prefix_where_some_is_mapped(engine: Engine) -> Steps:
     cache, first = _forkable(engine, 2 * ROWS)
     tokens = list(range(4 * ROWS))
     tags = engine.held[cache, first]
     cache.record(first, tokens[: 2 * ROWS])
-    taken = cache.alloc_prefix(tokens)
-    assert taken is not None
-    engine.take(cache, taken[0], tags)
-    engine.grow(cache, taken[0], 4 * ROWS)
-    cache.record(taken[0], tokens)
+    taken = _begins(engine, cache, tokens, tags)
+    engine.grow(cache, taken, 4 * ROWS)
+    cache.record(taken, tokens)
     engine.free(cache, first, tokens=tokens[: 2 * ROWS])
     _settled(cache)
-    return _prefixed(engine, cache, [*tokens, 7], engine.held[cache, taken[0]][: 4 * ROWS])
+    return _prefixed(engine, cache, [*tokens, 7], engine.held[cache, taken][: 4 * ROWS])
 
 
 # ---- prefixes in host memory ---------------------------------------------------------------------
 
 
-def _to_host(engine: Engine, **changes: Any) -> tuple[Any, list[int], list[int]]:
+def _to_host(engine: Engine, **changes: Any) -> Recorded:
     """A cache that keeps evicted prefixes, with a recorded one: its tokens and its rows."""
     _needs_sharing(engine)
     cache = engine.cache(**{"host_prefixes": 8 * TENSORS * engine.page, **changes})
     engine.start(cache, 3)
-    reqid = engine.start(cache, 3 * ROWS)
-    tags, tokens = engine.held[cache, reqid], list(range(3 * ROWS))
-    engine.free(cache, reqid, tokens=tokens)
-    return cache, tokens, tags
+    return _record_last(engine, cache, engine.start(cache, 3 * ROWS))
 
 
 def _begins_with_some(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> None:
     """Rows that an interruption left of a prefix are right."""
-    taken = cache.alloc_prefix(tokens, leave=0)
-    assert taken is not None
-    assert taken[1] <= len(tags)
-    engine.take(cache, taken[0], tags[: taken[1]])
-    engine.grow(cache, taken[0], taken[1] + 2)
+    reqid = _begins(engine, cache, tokens, tags, some=True)
+    engine.grow(cache, reqid, len(engine.held[cache, reqid]) + 2)
 
 
 def trim_to_host(engine: Engine) -> Steps:
@@ -640,8 +566,7 @@ def trim_to_host(engine: Engine) -> Steps:
     def call() -> None:
         cache.trim(prefixes="host")
 
-    yield call
-    call()
+    yield from again(call)
     assert cache.stats().prefix_pages == 0
     _begins_with_some(engine, cache, tokens, tags)
 
@@ -654,18 +579,11 @@ def step_evicts_to_host(engine: Engine) -> Steps:
     _begins_with_some(engine, cache, tokens, tags)
 
 
-def budget_takes_prefixes_to_host(engine: Engine) -> Steps:
-    budget = Budget(engine.context, 4 * TENSORS * engine.page)
-    _needs_sharing(engine)
-    one = engine.cache(budget, 4)
-    other = engine.cache(budget, 4, host_prefixes=8 * TENSORS * engine.page)
-    reqid = engine.start(one, 3)
-    engine.free(other, engine.start(other, 3 * ROWS), tokens=list(range(3 * ROWS)))
-    return _growing(engine, one, {reqid: 3 * ROWS})
-
-
-def _from_host(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -> Steps:
+def _from_host(engine: Engine, found: Recorded, *, trims: bool = True) -> Steps:
     """Nothing, some or all of it is on the device, and the rest in host memory."""
+    cache, tokens, tags = found
+    if trims:
+        cache.trim(prefixes="host")
 
     def call() -> None:
         taken = cache.alloc_prefix(tokens, leave=0)
@@ -676,31 +594,13 @@ def _from_host(engine: Engine, cache: Any, tokens: list[int], tags: list[int]) -
     _begins_with_some(engine, cache, tokens, tags)
 
 
-def alloc_prefix_from_host(engine: Engine) -> Steps:
-    cache, tokens, tags = _to_host(engine)
-    cache.trim(prefixes="host")
-    return _from_host(engine, cache, tokens, tags)
-
-
 def alloc_prefix_with_the_rest_from_host(engine: Engine) -> Steps:
     """And a prefix of others goes to host memory meanwhile."""
     cache, tokens, tags = _to_host(engine, pages=5)
     cache.trim(prefixes="host")
-    first = cache.alloc_prefix(tokens[:ROWS], leave=0)
-    assert first is not None
-    engine.take(cache, first[0], tags[:ROWS])
+    _begins(engine, cache, tokens[:ROWS], tags[:ROWS])
     engine.free(cache, engine.start(cache, 2 * ROWS), tokens=list(range(500, 500 + 2 * ROWS)))
-    return _from_host(engine, cache, tokens, tags)
-
-
-def layered_alloc_prefix_from_host(engine: Engine) -> Steps:
-    _needs_sharing(engine)
-    cache = _layered(engine, host_prefixes=400 * engine.page)
-    reqid = engine.start(cache, UNIT)
-    tags, tokens = engine.held[cache, reqid], list(range(UNIT))
-    engine.free(cache, reqid, tokens=tokens)
-    cache.trim(prefixes="host")
-    return _from_host(engine, cache, tokens, tags)
+    return _from_host(engine, (cache, tokens, tags), trims=False)
 
 
 # ---- prefixes of layers with a window ------------------------------------------------------------
@@ -714,24 +614,12 @@ def record_fills_in_a_window(engine: Engine) -> Steps:
     reqid = engine.start(cache, 5 * ROWS)
     tags = engine.held[cache, reqid]
     yield from _recording(engine, cache, reqid, 5 * ROWS)
-    taken = cache.alloc_prefix([*tokens[: 2 * ROWS], 901])
-    assert taken is not None
-    assert taken[1] == 2 * ROWS
-    engine.take(cache, taken[0], tags[: 2 * ROWS])
+    _begins(engine, cache, [*tokens[: 2 * ROWS], 901], tags[: 2 * ROWS])
 
 
-def _window_recorded(engine: Engine, **changes: Any) -> tuple[KVCache, list[int], list[int]]:
+def _window_recorded(engine: Engine, **changes: Any) -> Recorded:
     """As `_recorded`, of a request that had its window alone."""
-    cache, reqid = _windowed(engine, 5 * ROWS + 3, **changes)
-    tags, tokens = engine.held[cache, reqid], list(range(5 * ROWS + 3))
-    engine.free(cache, reqid, tokens=tokens)
-    _settled(cache)
-    return cache, tokens, tags
-
-
-def alloc_prefix_of_a_window_where_it_is_mapped(engine: Engine) -> Steps:
-    cache, tokens, tags = _window_recorded(engine)
-    return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
+    return _record_last(engine, *_windowed(engine, 5 * ROWS + 3, **changes), _settled)
 
 
 def step_evicts_a_window(engine: Engine) -> Steps:
@@ -777,22 +665,10 @@ def _swapping_out(engine: Engine, cache: Any, reqid: int) -> Steps:
 
 
 def swap_out_with_a_window(engine: Engine) -> Steps:
-    cache = engine.cache(window=8, window_tile=4, max_seq_len=12 * ROWS)
-    engine.start(cache, 3)
-    reqid = engine.start(cache, 40)
-    assert cache.step(lens(cache, {reqid: 41})) == 0  # rows before 24 have left
-    tags = engine.held.pop((cache, reqid))
-
-    def call() -> None:
-        engine.swapped.append(cache.swap_out(reqid))
-
-    yield call
-    if not _swapped(engine, call):
-        return
-    back = cache.swap_in(engine.swapped[0])
-    assert back is not None, "no slot"
-    assert read_rows(cache, back, 24, tags[24:]), "rows in the window"
-    cache.free_reqid(back)
+    """While pages leave the window."""
+    cache, reqid = _windowed(engine, 5 * ROWS)
+    engine.grow(cache, reqid, 6 * ROWS)
+    return _swapping_out(engine, cache, reqid)
 
 
 def swap_out_shared(engine: Engine) -> Steps:
@@ -844,9 +720,7 @@ def swap_in_short(engine: Engine) -> Steps:
     engine.swapped.append(swapped)
     other = engine.start(cache, 2 * ROWS)
 
-    call = _gives(None, cache.swap_in, swapped)
-    yield call
-    call()
+    yield from again(_gives(None, cache.swap_in, swapped))
     engine.free(cache, other)
     engine.take(cache, cache.swap_in(swapped), tags)
 
@@ -859,21 +733,19 @@ def reports(engine: Engine) -> Steps:
         counts = cache.stats().active_slots, len(cache.snapshot()), cache.memory.num_free_pages
         return counts == (1, 4, 0)
 
-    yield from _twice(call)
+    assert (yield from again(call))
 
 
 def set_limit(engine: Engine) -> Steps:
     cache, reqid = _reclaiming(engine)
-    yield lambda: cache.memory.set_limit(5 * TENSORS)
-    cache.memory.set_limit(5 * TENSORS)
+    yield from again(lambda: cache.memory.set_limit(5 * TENSORS))
     assert cache.stats().total_pages == 5 * TENSORS
     engine.grow(cache, reqid, 5 * ROWS)
 
 
 def reclaim_free(engine: Engine) -> Steps:
     cache, _ = _reclaiming(engine)
-    yield lambda: cache.memory.reclaim_free(wait=True)
-    cache.memory.reclaim_free(wait=True)
+    yield from again(lambda: cache.memory.reclaim_free(wait=True))
     assert cache.stats().cached_pages == 0
 
 
@@ -895,15 +767,13 @@ def trim_moves_pages_together(engine: Engine) -> Steps:
         finally:
             cache._manager.owns_context = False
 
-    yield call
-    call()
+    yield from again(call)
     assert engine.context.stats().slab_bytes == 16 * engine.page
 
 
 def trim_prefixes(engine: Engine) -> Steps:
     cache, _, _ = _recorded(engine)
-    yield lambda: cache.trim(prefixes=True)
-    cache.trim(prefixes=True)
+    yield from again(lambda: cache.trim(prefixes=True))
     assert cache.stats().cached_pages == 0
     assert cache.stats().prefix_pages == 0
 
@@ -922,30 +792,25 @@ def _in_small_pages(engine: Engine, **changes: Any) -> tuple[KVCache, int]:
     return cache, one
 
 
-def _moving(engine: Engine, *, wait: bool, back: bool = False) -> Steps:
+def _moving(
+    engine: Engine, cache: Any, reqid: int, place: str, *, tokens: Any = None, wait: bool = True
+) -> Steps:
     _needs_host_pages(engine)
-    cache, reqid = _in_small_pages(engine, host_limit=0)
-    if back:
+    if place == "device":
         cache.move(reqid, "host")
-    place = "device" if back else "host"
-    yield lambda: cache.move(reqid, place, wait=wait)
-    cache.move(reqid, place)
-    assert cache.snapshot()[reqid].away_pages == (0 if back else 4)
-    engine.grow(cache, reqid, 5 * ROWS)
+    yield lambda: cache.move(reqid, place, tokens=tokens, wait=wait)
+    cache.move(reqid, place, tokens=tokens)
+    away = 0 if place == "device" else 4 if tokens is None else 1
+    assert cache.snapshot()[reqid].away_pages == away
+    engine.grow(cache, reqid, len(engine.held[cache, reqid]) + 2)
 
 
-def free_recording_ends_a_move(engine: Engine) -> Steps:
-    _needs_host_pages(engine)
-    cache, reqid = _in_small_pages(engine, host_limit=0)
-    cache.move(reqid, "host", wait=False)
-    return _free_recording(engine, cache, len(engine.held[cache, reqid]), reqid)
-
-
-def step_replaces_moved_pages(engine: Engine) -> Steps:
+def _moving_pages(engine: Engine) -> tuple[KVCache, int]:
+    """A request whose pages are on their way to host memory."""
     _needs_host_pages(engine)
     cache, reqid = _in_small_pages(engine)
     cache.move(reqid, "host", wait=False)
-    return _growing(engine, cache, {reqid: 5 * ROWS})
+    return cache, reqid
 
 
 # ---- entries of 2 MiB ----------------------------------------------------------------------------
@@ -967,29 +832,37 @@ def entries(make: Scenario) -> Scenario:
     return make
 
 
-def _whole(engine: Engine, cache: KVCache, rows: int = PART) -> int:
-    """A request whose full blocks have entries of 2 MiB."""
-    reqid = engine.start(cache, rows)
-    assert cache.snapshot()[reqid].large_pages == rows // PART * UNIT_PAGES
-    return reqid
+def _whole(engine: Engine, cache: Any) -> tuple[Any, int]:
+    """A request whose full block has an entry of 2 MiB in every tensor."""
+    reqid = engine.start(cache, PART)
+    blocks = 3 if len(parts(cache)) > 1 else 1
+    assert cache.snapshot()[reqid].large_pages == blocks * UNIT_PAGES
+    return cache, reqid
 
 
-def _by_pages(engine: Engine, cache: Any, *, scattered: bool) -> int:
-    """A request with a full block that grew page by page; `scattered`: and is no run."""
+def _by_pages(engine: Engine, cache: Any, *, scattered: bool, begun: int = 0) -> tuple[Any, int]:
+    """A request with a full block that grew page by page; `scattered`: and is no run.
+
+    `begun`: so many blocks are being promoted.
+    """
     reqid = engine.start(cache, ROWS)
     for rows in range(2 * ROWS, PART + 1, ROWS):
         engine.grow(cache, reqid, rows)
     if scattered:
         scatter(cache, reqid)
     assert cache.snapshot()[reqid].large_pages == 0
-    return reqid
+    if begun:
+        assert cache.promote(reqid) == begun
+    return cache, reqid
 
 
 def _promoting_step(
-    engine: Engine, cache: Any, reqid: int, rows: int, large_pages: int = UNIT_PAGES
+    engine: Engine, cache: Any, reqid: int, blocks: int = 1, *, settled: bool = False
 ) -> Steps:
     """A step in a cache beyond the reach of a TLB, after which all full blocks are joined."""
-    steps = _growing(engine, cache, {reqid: rows})
+    if settled:
+        _settled(cache)
+    steps = _growing(engine, cache, {reqid: PART + 2})
     call = next(steps)
 
     def large() -> None:
@@ -1000,130 +873,37 @@ def _promoting_step(
     yield large
     ended(steps)
     cache.promote(reqid, wait=True)
-    assert cache.snapshot()[reqid].large_pages == large_pages
-
-
-@entries
-def step_begins_to_copy_a_block(engine: Engine) -> Steps:
-    cache = _in_blocks(engine, window_tile=0)
-    reqid = _by_pages(engine, cache, scattered=True)
-    return _promoting_step(engine, cache, reqid, PART + 2)
-
-
-@entries
-def step_replaces_a_copied_block(engine: Engine) -> Steps:
-    cache = _in_blocks(engine)
-    reqid = _by_pages(engine, cache, scattered=True)
-    assert cache.promote(reqid) == 1
-    _settled(cache)
-    return _promoting_step(engine, cache, reqid, PART + 2)
+    assert cache.snapshot()[reqid].large_pages == blocks * UNIT_PAGES
 
 
 def _promoting(engine: Engine, *, scattered: bool, wait: bool) -> Steps:
-    cache = _in_blocks(engine)
-    reqid = _by_pages(engine, cache, scattered=scattered)
+    cache, reqid = _by_pages(engine, _in_blocks(engine), scattered=scattered)
     yield lambda: cache.promote(reqid, wait=wait)
     cache.promote(reqid, wait=True)
     assert cache.snapshot()[reqid].large_pages == UNIT_PAGES
     engine.grow(cache, reqid, PART + 2)
 
 
-@entries
-def promote_a_run(engine: Engine) -> Steps:
-    return _promoting(engine, scattered=False, wait=True)
+def _cutting(engine: Engine, cache: Any, more: dict[int, int]) -> Steps:
+    """A step that cuts the entries of all classes."""
+    yield from _growing(engine, cache, more)
+    assert engine.context.stats().splits > 0
 
 
-@entries
-def promote_by_a_copy(engine: Engine) -> Steps:
-    return _promoting(engine, scattered=True, wait=True)
-
-
-@entries
-def promote_in_the_background(engine: Engine) -> Steps:
-    return _promoting(engine, scattered=True, wait=False)
-
-
-@entries
-def free_ends_a_promotion(engine: Engine) -> Steps:
-    cache = _in_blocks(engine)
-    reqid = _by_pages(engine, cache, scattered=True)
-    assert cache.promote(reqid) == 1
-    return _freeing(engine, cache, reqid)
-
-
-@entries
-def fork_cuts_an_entry(engine: Engine) -> Steps:
-    cache = _in_blocks(engine)
-    return _forking(engine, cache, _whole(engine, cache), 2 * ROWS + 3)
-
-
-@entries
-def truncate_in_a_shared_block(engine: Engine) -> Steps:
-    cache = _in_blocks(engine)
-    reqid = _whole(engine, cache)
-    return _truncating(engine, cache, engine.fork(cache, reqid), ROWS + 3)
-
-
-def _moving_a_part(engine: Engine, *, wait: bool) -> Steps:
-    _needs_host_pages(engine)
-    cache = _in_blocks(engine)
-    reqid = _whole(engine, cache)
-    part = range(ROWS, 2 * ROWS)
-    yield lambda: cache.move(reqid, "host", tokens=part, wait=wait)
-    cache.move(reqid, "host", tokens=part)
-    assert cache.snapshot()[reqid].away_pages == 1
-    engine.grow(cache, reqid, PART + 2)
-
-
-@entries
-def move_cuts_an_entry(engine: Engine) -> Steps:
-    return _moving_a_part(engine, wait=True)
-
-
-@entries
-def move_of_a_part_in_the_background(engine: Engine) -> Steps:
-    return _moving_a_part(engine, wait=False)
-
-
-def _beside_a_free_block(engine: Engine) -> tuple[KVCache, int]:
+def _beside_a_free_block(engine: Engine, cache: Any, rows: int = 3 * ROWS) -> tuple[Any, Any]:
     """A request that can only grow with the end of a free slot's block."""
-    cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
     reqid = engine.start(cache, ROWS)
-    engine.free(cache, _whole(engine, cache))
-    return cache, reqid
+    engine.free(*_whole(engine, cache))
+    return cache, {reqid: rows}
 
 
-@entries
-def step_cuts_a_free_entry(engine: Engine) -> Steps:
-    cache, reqid = _beside_a_free_block(engine)
-    return _growing(engine, cache, {reqid: 3 * ROWS})
-
-
-@entries
-def step_async_cuts_a_free_entry(engine: Engine) -> Steps:
-    cache, reqid = _beside_a_free_block(engine)
-    return _ahead(engine, cache, {reqid: 3 * ROWS})
-
-
-def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, int]:
+def _beside_a_loose_block(engine: Engine) -> tuple[KVCache, dict[int, int]]:
     """A request that can only grow with what another's entry has beyond its rows."""
     cache = _in_blocks(engine, pages=UNIT_PAGES + 2)
-    reqid, other = engine.start(cache, ROWS), _whole(engine, cache)
+    reqid, (_, other) = engine.start(cache, ROWS), _whole(engine, cache)
     assert cache.truncate(other, ROWS + 3) == 0
     del engine.held[cache, other][ROWS + 3 :]
-    return cache, reqid
-
-
-@entries
-def step_cuts_a_loose_entry(engine: Engine) -> Steps:
-    cache, reqid = _beside_a_loose_block(engine)
-    return _growing(engine, cache, {reqid: 3 * ROWS})
-
-
-@entries
-def step_async_leaves_a_loose_entry_to_the_step(engine: Engine) -> Steps:
-    cache, reqid = _beside_a_loose_block(engine)
-    return _ahead(engine, cache, {reqid: 3 * ROWS})
+    return cache, {reqid: 3 * ROWS}
 
 
 # ---- pages that all slots have -------------------------------------------------------------------
@@ -1201,10 +981,14 @@ def _vattention(engine: Engine, *, common: bool = False) -> Manager:
     return manager
 
 
-def _ids(engine: Engine, manager: Manager, call: Callable[[], Any]) -> Steps:
+def _ids(
+    engine: Engine, call: Callable[[Manager], Any], *lengths: int, common: bool = False
+) -> Steps:
     """A call about ids, after which all can be had, and begin with the common rows, if any."""
-    yield call
-    call()
+    manager = _vattention(engine, common=common)
+    if lengths:
+        manager.step(list(lengths))
+    yield from again(partial(call, manager))
     manager.step([0] * 4)
     assert not any(manager.lengths)
     rows = [2 * ROWS] * 4
@@ -1217,31 +1001,12 @@ def _ids(engine: Engine, manager: Manager, call: Callable[[], Any]) -> Steps:
     assert engine.context.stats().used_bytes == 0
 
 
-def vattention_step(engine: Engine) -> Steps:
-    """One id is freed, one truncated, and one taken."""
-    manager = _vattention(engine)
-    manager.step([ROWS, 3 * ROWS, 0, 0])
-    return _ids(engine, manager, lambda: manager.step([0, ROWS + 1, ROWS, 0]))
-
-
-def vattention_free_common(engine: Engine) -> Steps:
-    manager = _vattention(engine, common=True)
-    manager.step([2 * ROWS, 0, 2 * ROWS, 0])
-    return _ids(engine, manager, lambda: manager.free(2))
-
-
-def vattention_alloc_common(engine: Engine) -> Steps:
-    manager = _vattention(engine, common=True)
-    return _ids(engine, manager, lambda: manager.alloc(2 * ROWS))
-
-
 def vattention_cleanup(engine: Engine) -> Steps:
     """The memory comes back under tensors that the program has still."""
     manager = _vattention(engine)
     manager.step([ROWS, 3 * ROWS, 0, 0])
     tensors, vattention._manager = manager.tensors(), manager
-    yield vattention.cleanup
-    vattention.cleanup()
+    yield from again(vattention.cleanup)
     assert engine.context.stats().used_bytes == 0
     tensors.clear()
 
@@ -1303,8 +1068,7 @@ def _named(engine: Engine, call: Callable[[NamedRequests], Any], names: int) -> 
     named = NamedRequests(cache, "sdpa")
     assert named.hold("one", 3)
     assert named.hold("two", 2 * ROWS)
-    yield lambda: call(named)
-    call(named)
+    yield from again(lambda: call(named))
     assert len(named) == names
     known = {one.request for one in named._requests.values()}
     for request in set(named._cache.requests) - known:
@@ -1344,8 +1108,7 @@ def _resource(engine: Engine) -> Any:
 def _buffers(engine: Engine, resource: Any, call: Callable[[], Any]) -> Steps:
     """After the call there are buffers to be had, each with pages of its own, and an end."""
     page = engine.page
-    yield call
-    call()
+    yield from again(call)
     for addr in list(resource._live):  # of the calls, which end none
         resource.deallocate(addr, page)
     made = [resource.allocate(page) for _ in range(3)]
@@ -1388,8 +1151,7 @@ def resource_close(engine: Engine) -> Steps:
     resource = _resource(engine)
     for addr in [resource.allocate(engine.page) for _ in range(2)]:
         resource.deallocate(addr, engine.page)
-    yield resource.close
-    resource.close()
+    yield from again(resource.close)
 
 
 # ---- several caches ------------------------------------------------------------------------------
@@ -1404,18 +1166,31 @@ def _two(engine: Engine, pages: int, **changes: Any) -> tuple[KVCache, KVCache]:
     )
 
 
-def budget_takes_from_free_slots(engine: Engine) -> Steps:
+def _beside_pages(engine: Engine) -> tuple[KVCache, int]:
+    """A request beside another cache's, over a budget of four pages."""
     one, other = _two(engine, 4)
-    reqid = engine.start(one, 3)
-    engine.free(other, engine.start(other, 3 * ROWS))
-    return _growing(engine, one, {reqid: 3 * ROWS})
+    engine.start(other, 2 * ROWS)
+    return one, engine.start(one, 3)
 
 
-def budget_finishes_anothers_cuts(engine: Engine) -> Steps:
-    one, other = _two(engine, 4, deferred_reclaim=False)
+def _beside_idle_pages(
+    engine: Engine, recorded: int = 0, idle: int = 3, wanted: int = 3, **changes: Any
+) -> tuple[KVCache, dict[int, int]]:
+    """A request that can only grow with what another cache of its budget has for nobody, in pages.
+
+    `recorded`: of these, so many hold a prefix.
+    """
+    one, other = _two(engine, 4, **changes)
     reqid = engine.start(one, 3)
-    engine.free(other, engine.start(other, 3 * ROWS))
-    return _growing(engine, one, {reqid: 3 * ROWS})
+    tokens = list(range(recorded * ROWS)) if recorded else None
+    engine.free(other, engine.start(other, idle * ROWS), tokens=tokens)
+    return one, {reqid: wanted * ROWS}
+
+
+def budget_takes_prefixes_to_host(engine: Engine) -> Steps:
+    _needs_sharing(engine)
+    kept = 8 * TENSORS * engine.page
+    return _growing(engine, *_beside_idle_pages(engine, recorded=3, host_prefixes=kept))
 
 
 def _idle_pages(engine: Engine) -> Budget:
@@ -1430,24 +1205,15 @@ def _idle_pages(engine: Engine) -> Budget:
 def budget_set_limit(engine: Engine) -> Steps:
     budget = _idle_pages(engine)
     total = 7 * TENSORS * engine.page
-    yield lambda: budget.set_limit(total)
-    budget.set_limit(total)
+    yield from again(lambda: budget.set_limit(total))
     assert budget.stats().total_bytes == total
 
 
 def budget_reclaim(engine: Engine) -> Steps:
     budget = _idle_pages(engine)
     left = TENSORS * engine.page
-    yield lambda: budget.reclaim(left)
-    budget.reclaim(left)
+    yield from again(lambda: budget.reclaim(left))
     eventually(lambda: budget.stats().used_bytes == left)
-
-
-def budget_short(engine: Engine) -> Steps:
-    one, other = _two(engine, 4)
-    reqid = engine.start(one, 3)
-    engine.start(other, 2 * ROWS)
-    return _short(engine, one, reqid, 3 * ROWS, 2 * ROWS)
 
 
 # ---- layers that differ --------------------------------------------------------------------------
@@ -1494,57 +1260,11 @@ def _layers_in_blocks(engine: Engine, pages: int = 100, **changes: Any) -> Layer
     return _layered(engine, pages, shapes, max_batch=3, max_seq_len=2 * PART, **changes)
 
 
-@entries
-def layered_step_begins_to_join_blocks(engine: Engine) -> Steps:
-    cache = _layers_in_blocks(engine, window_tile=0)
-    reqid = _by_pages(engine, cache, scattered=False)
-    return _promoting_step(engine, cache, reqid, PART + 2, 3 * UNIT_PAGES)
-
-
-@entries
-def layered_step_joins_blocks(engine: Engine) -> Steps:
-    cache = _layers_in_blocks(engine)
-    reqid = _by_pages(engine, cache, scattered=False)
-    assert cache.promote(reqid) == 3
-    return _promoting_step(engine, cache, reqid, PART + 2, 3 * UNIT_PAGES)
-
-
-@entries
-def layered_step_cuts_free_entries(engine: Engine) -> Steps:
-    """A request that can only grow with the ends of a free slot's blocks, in both classes."""
-    cache = _layers_in_blocks(engine, pages=50)
-    reqid = engine.start(cache, ROWS)
-    other = engine.start(cache, PART)
-    assert cache.snapshot()[other].large_pages == 3 * UNIT_PAGES
-    engine.free(cache, other)
-    yield from _growing(engine, cache, {reqid: 5 * ROWS})
-    assert engine.context.stats().splits > 0
-
-
 def layered_truncate_shared(engine: Engine) -> Steps:
     cache = _layered(engine)
     reqid = engine.start(cache, 2 * UNIT + 3)
     cache.record(reqid, list(range(2 * UNIT)))
     return _truncating(engine, cache, reqid, UNIT + 1)
-
-
-def layered_trim_takes_a_match(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    reqid, tokens = engine.start(cache, UNIT + 3), list(range(UNIT + 3))
-    engine.free(cache, reqid, tokens=tokens)
-    match = cache.match(tokens)
-    yield lambda: cache.trim(prefixes=True)
-    cache.trim(prefixes=True)
-    with pytest.raises(PrefixEvicted):
-        cache.alloc_prefix(match)
-
-
-def layered_alloc_prefix(engine: Engine) -> Steps:
-    cache = _layered(engine)
-    reqid = engine.start(cache, UNIT + 3)
-    tags, tokens = engine.held[cache, reqid], list(range(UNIT + 3))
-    engine.free(cache, reqid, tokens=tokens)
-    return _prefixed(engine, cache, tokens, tags[:UNIT])
 
 
 STATE = StateShape(conv=(40, 4), recurrent=(4, 20, 20))
@@ -1561,41 +1281,26 @@ def _with_state(engine: Engine) -> tuple[LayeredCache, int]:
     return cache, reqid
 
 
-def _and_states(engine: Engine, cache: LayeredCache, steps: Steps) -> Steps:
-    """These, and the states of all long requests afterwards."""
-    yield from steps
+def _and_states(engine: Engine, steps: Callable[..., Steps], *args: Any) -> Steps:
+    """The steps of a request with a state, and the states of all long requests afterwards."""
+    cache, reqid = _with_state(engine)
+    yield from steps(engine, cache, reqid, *args)
     long = [reqid for (_, reqid), tags in engine.held.items() if len(tags) > UNIT]
     for rows in cache.states(len(cache.layers) - 1).values():
         assert bool((rows[long] == _TOLD).all()), "states"
-
-
-def states_fork(engine: Engine) -> Steps:
-    cache, reqid = _with_state(engine)
-    return _and_states(engine, cache, _forking(engine, cache, reqid, None))
-
-
-def states_swap_out(engine: Engine) -> Steps:
-    cache, reqid = _with_state(engine)
-    return _and_states(engine, cache, _swapping_out(engine, cache, reqid))
-
-
-def states_swap_in(engine: Engine) -> Steps:
-    cache, reqid = _with_state(engine)
-    return _and_states(engine, cache, _swapping_in(engine, cache, reqid))
 
 
 def layered_can_admit(engine: Engine) -> Steps:
     cache = _layered(engine)
     engine.start(cache, 3)
 
-    yield from _twice(lambda: cache.can_admit([UNIT]))
+    assert (yield from again(lambda: cache.can_admit([UNIT])))
 
 
 def layered_trim(engine: Engine) -> Steps:
     cache = _layered(engine)
     engine.free(cache, engine.start(cache, UNIT))
-    yield cache.trim
-    cache.trim()
+    yield from again(cache.trim)
     assert cache.stats().cached_pages == 0
 
 
@@ -1606,8 +1311,7 @@ def _closing(engine: Engine, cache: Any) -> Steps:
     for owner, reqid in engine.held:
         if owner is cache:
             engine.leaves(cache, reqid)
-    yield cache.close
-    cache.close()
+    yield from again(cache.close)
 
 
 def close(engine: Engine) -> Steps:
@@ -1658,32 +1362,8 @@ def _layered_windows(engine: Engine, rows: int) -> tuple[LayeredCache, int]:
 def layered_step_slides(engine: Engine) -> Steps:
     """Two windows slide in one batch, and the layers of all classes grow in another."""
     cache, first = _layered_windows(engine, 5 * ROWS)
-    second = _slid(engine, cache, 5 * ROWS)
-    tags = {reqid: engine.held.pop((cache, reqid)) for reqid in (first, second)}
-    want = lens(cache, dict.fromkeys(tags, 5 * ROWS + 1))
-
-    call = _gives(0, cache.step, want)
-    yield call
-    call()
-    assert cache.step(lens(cache, dict.fromkeys(tags, 5 * ROWS + 2))) == 0
-    for reqid, written in tags.items():
-        for part in parts(cache):
-            (low,) = part.first_rows([reqid])
-            assert read_rows(part, reqid, low, written[low:]), "rows in the window"
-        cache.free_reqid(reqid)
-
-
-def layered_free_with_tokens_of_a_window(engine: Engine) -> Steps:
-    cache, reqid = _layered_windows(engine, 5 * ROWS + 3)
-    return _free_recording(engine, cache, 5 * ROWS + 3, reqid)
-
-
-def layered_alloc_prefix_of_a_window(engine: Engine) -> Steps:
-    cache, reqid = _layered_windows(engine, 5 * ROWS + 3)
-    tags, tokens = engine.held[cache, reqid], list(range(5 * ROWS + 3))
-    engine.free(cache, reqid, tokens=tokens)
-    cache.trim()
-    return _prefixed(engine, cache, [*tokens, 7], tags[: 5 * ROWS])
+    both = first, _slid(engine, cache, 5 * ROWS)
+    return _growing(engine, cache, dict.fromkeys(both, 5 * ROWS + 1))
 
 
 def _nobody_told() -> frozenset[str]:
@@ -1846,16 +1526,10 @@ def served(make: Callable[..., Steps]) -> Callable[..., Steps]:
 @served
 def _beginning(served: Served, call: Call, rows: list[int]) -> Steps:
     """A call that makes a request which begins with these rows."""
-    yield call
-    made = call()
+    made = yield from again(call)
     assert isinstance(made, Request)
     assert made.length == len(rows)
     served.rows[made] = rows
-
-
-def engine_begin(engine: Engine) -> Steps:
-    served = Served(engine)
-    return _beginning(served, lambda: served.requests.begin(2 * ROWS), [])
 
 
 def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int]]:
@@ -1864,6 +1538,10 @@ def _served_recorded(engine: Engine, make: Any = None) -> tuple[Served, list[int
     recorded = served.requests.record(served.one, list(range(served.one.length)))
     assert recorded
     return served, served.rows[served.one][:recorded]
+
+
+def _begin(served: Served) -> Steps:
+    return _beginning(served, lambda: served.requests.begin(2 * ROWS), [])
 
 
 def _admitting(served: Served, rows: list[int], tokens: int) -> Steps:
@@ -1895,27 +1573,24 @@ def _served_matching(served: Served, rows: list[int]) -> Steps:
         with served.requests.match(list(range(4 * ROWS))) as prefix:
             return prefix.length == len(rows)
 
-    yield from _twice(call)
+    assert (yield from again(call))
 
 
 @served
 def _served_recording(served: Served) -> Steps:
     tokens = list(range(served.one.length))
-    yield from _twice(lambda: served.requests.record(served.one, tokens) == 2 * ROWS)
+    assert (yield from again(lambda: served.requests.record(served.one, tokens) == 2 * ROWS))
 
 
 @served
 def _forking_async(served: Served) -> Steps:
-    call = served.queued(served.requests.fork_async, served.one, 2)
-    yield call
-    served.forked(call().result(8))
+    made = yield from again(served.queued(served.requests.fork_async, served.one, 2))
+    served.forked(made.result(8))
 
 
 @served
 def _preparing(served: Served) -> Steps:
-    call = _gives(None, served.requests.prepare, {served.one: 4 * ROWS})
-    yield call
-    call()
+    yield from again(_gives(None, served.requests.prepare, {served.one: 4 * ROWS}))
     assert served.requests.extend({served.one: 4 * ROWS}) is None
 
 
@@ -1931,17 +1606,14 @@ def _extending(served: Served) -> Steps:
 
 @served
 def _served_truncating(served: Served) -> Steps:
-    call = _gives(None, served.requests.truncate, served.one, ROWS + 3)
-    yield call
-    call()
+    yield from again(_gives(None, served.requests.truncate, served.one, ROWS + 3))
     assert served.one.length == ROWS + 3
 
 
 @served
 def _served_forking(served: Served) -> Steps:
-    call = partial(served.requests.fork, served.one, 2)
-    yield call
-    served.forked(call())
+    made = yield from again(partial(served.requests.fork, served.one, 2))
+    served.forked(made)
 
 
 @served
@@ -1987,8 +1659,7 @@ def _served_swapping_in(served: Served, queued: bool = False) -> Steps:
 def _served_closing(served: Served) -> Steps:
     served.requests.swap_out(served.begin(ROWS))
     served.ends.update(served.rows)
-    yield served.requests.close
-    served.requests.close()
+    yield from again(served.requests.close)
 
 
 # ---- a cache, a request and a call ---------------------------------------------------------------
@@ -1999,6 +1670,12 @@ def _with_another(engine: Engine, make: Any = Engine.cache, **options: Any) -> A
     cache = make(engine, **options)
     engine.start(cache, 3)
     return cache
+
+
+def _first(engine: Engine, rows: int, make: Any, **options: Any) -> tuple[Any, int]:
+    """A request alone."""
+    cache = make(engine, **options)
+    return cache, engine.start(cache, rows)
 
 
 def _request(
@@ -2045,18 +1722,29 @@ SCENARIOS |= {
     "free_shared": lambda e: _freeing(e, *_forked(e, *_request(e, 2 * ROWS + 3))),
     "free_a_forked_window": lambda e: _freeing(e, *_forked(e, *_windowed(e, 5 * ROWS + 3))),
     "layered_free": lambda e: _freeing(e, *_request(e, UNIT, _layered, deferred_reclaim=False)),
-    "free_with_tokens": lambda e: _free_recording(e, _with_another(e), 2 * ROWS + 3),
-    "layered_free_with_tokens": lambda e: _free_recording(e, _layered(e), UNIT + 3),
+    "free_with_tokens": lambda e: _free_recording(e, *_request(e, 2 * ROWS + 3)),
+    "free_recording_ends_a_move": lambda e: _free_recording(e, *_moving_pages(e)),
+    "layered_free_with_tokens": lambda e: _free_recording(e, *_first(e, UNIT + 3, _layered)),
+    "layered_free_with_tokens_of_a_window": lambda e: _free_recording(
+        e, *_layered_windows(e, 5 * ROWS + 3)
+    ),
+    "step_replaces_moved_pages": lambda e: _growing(e, *_to(5 * ROWS, *_moving_pages(e))),
     "step_grows": lambda e: _growing(e, *_longer(e, {3: 3 * ROWS, 1: 2})),
     "step_idle": lambda e: _growing(e, *_longer(e, {3: 4})),
     "step_reclaims": lambda e: _growing(e, *_to(4 * ROWS, *_reclaiming(e))),
+    "budget_short": lambda e: _short(e, *_beside_pages(e), 3 * ROWS, 2 * ROWS),
     "step_short": lambda e: _short(e, *_reclaiming(e), 6 * ROWS, 4 * ROWS),
     "step_async": lambda e: _ahead(e, *_longer(e, {3: 3 * ROWS, 1: 2})),
+    "step_evicts": lambda e: _growing(e, *_to(3 * ROWS, *_reclaiming(e, recorded=True))),
+    "step_async_evicts": lambda e: _ahead(e, *_to(4 * ROWS, *_reclaiming(e, recorded=True))),
+    "step_async_takes_from_another_cache": lambda e: _ahead(
+        e, *_beside_idle_pages(e, recorded=1, idle=2, wanted=4)
+    ),
     "step_async_reclaims": lambda e: _ahead(e, *_to(4 * ROWS, *_reclaiming(e))),
     "step_async_short": lambda e: _short(e, *_reclaiming(e), 6 * ROWS, 4 * ROWS, "step_async"),
     "step_maps_ahead": lambda e: _growing(e, *_longer(e, {3: ROWS, 1: ROWS - 1}, **AHEAD)),
     "step_after_mapping_ahead": lambda e: _growing(e, *_longer(e, {ROWS: 2 * ROWS, 1: 2}, **AHEAD)),
-    "step_slides_the_window": lambda e: _sliding(e),
+    "step_slides_the_window": lambda e: _growing(e, *_to(6 * ROWS, *_windowed(e, 5 * ROWS))),
     "layered_step": lambda e: _growing(e, *_longer(e, {3: UNIT}, _layered)),
     "layered_step_async": lambda e: _ahead(e, *_longer(e, {3: UNIT}, _layered)),
     "layered_step_maps_ahead": lambda e: _growing(
@@ -2082,22 +1770,58 @@ SCENARIOS |= {
     "layered_fork_a_window": lambda e: _forking(e, *_layered_windows(e, 5 * ROWS + 3), None),
     "record": lambda e: _recording(e, *_forkable(e, 2 * ROWS + 3), 2 * ROWS),
     "record_a_window": lambda e: _recording(e, *_windowed(e, 5 * ROWS + 3), 5 * ROWS),
+    "states_fork": lambda e: _and_states(e, _forking, None),
+    "states_swap_out": lambda e: _and_states(e, _swapping_out),
+    "states_swap_in": lambda e: _and_states(e, _swapping_in),
     "layered_record": lambda e: _recording(e, *_request(e, UNIT + 3, _layered), UNIT),
+    "alloc_prefix": lambda e: _prompted(e, _recorded(e), [7, 7], 2 * ROWS),
+    "alloc_prefix_in_part": lambda e: _prompted(e, _recorded(e, 3 * ROWS), [999] * 4, ROWS, ROWS),
+    "alloc_prefix_misses": lambda e: _prompted(e, _recorded(e), [999] * 4, 0, 0),
+    "alloc_prefix_where_it_is_mapped": lambda e: _prompted(
+        e, _recorded(e, then=_settled), [7, 7], 2 * ROWS
+    ),
+    "alloc_prefix_of_a_window_where_it_is_mapped": lambda e: _prompted(
+        e, _window_recorded(e), [7], 5 * ROWS
+    ),
+    "alloc_prefix_from_host": lambda e: _from_host(e, _to_host(e)),
+    "layered_alloc_prefix": lambda e: _prompted(
+        e, _record_last(e, *_first(e, UNIT + 3, _layered)), [], UNIT
+    ),
+    "layered_alloc_prefix_from_host": lambda e: _from_host(
+        e, _record_last(e, *_first(e, UNIT, _layered, host_prefixes=400 * e.page))
+    ),
+    "layered_alloc_prefix_of_a_window": lambda e: _prompted(
+        e, _record_last(e, *_layered_windows(e, 5 * ROWS + 3), KVCache.trim), [7], 5 * ROWS
+    ),
+    "budget_takes_from_free_slots": lambda e: _growing(e, *_beside_idle_pages(e)),
+    "budget_finishes_anothers_cuts": lambda e: _growing(
+        e, *_beside_idle_pages(e, deferred_reclaim=False)
+    ),
     "prefix_changes": lambda e: _telling(e, lambda cache: cache.internals.prefix_changes),
     "kv_events": lambda e: _telling(e, lambda cache: KVEvents(cache).poll),
     "swap_out": lambda e: _swapping_out(e, *_request(e, 2 * ROWS + 3)),
     "layered_swap_out": lambda e: _swapping_out(e, *_request(e, UNIT + 3, _layered)),
     "swap_in": lambda e: _swapping_in(e, *_request(e, 2 * ROWS + 3)),
-    "move_to_the_host": lambda e: _moving(e, wait=True),
-    "move_in_the_background": lambda e: _moving(e, wait=False),
-    "move_back": lambda e: _moving(e, wait=True, back=True),
+    "move_to_the_host": lambda e: _moving(e, *_in_small_pages(e), "host"),
+    "move_in_the_background": lambda e: _moving(e, *_in_small_pages(e), "host", wait=False),
+    "move_back": lambda e: _moving(e, *_in_small_pages(e), "device"),
     "layered_move": lambda e: _layered_moving(e, wait=True),
     "layered_move_in_the_background": lambda e: _layered_moving(e, wait=False),
     "renew_common_pages": lambda e: _renewing(e, _common(e), 1),
     "renew_the_only_common_pages": lambda e: _renewing(e, _common(e, max_batch=1), 0),
+    "vattention_step": lambda e: _ids(
+        e, lambda manager: manager.step([0, ROWS + 1, ROWS, 0]), ROWS, 3 * ROWS, 0, 0
+    ),
+    "vattention_free_common": lambda e: _ids(
+        e, lambda manager: manager.free(2), 2 * ROWS, 0, 2 * ROWS, 0, common=True
+    ),
+    "vattention_alloc_common": lambda e: _ids(
+        e, lambda manager: manager.alloc(2 * ROWS), common=True
+    ),
     "hf_append": lambda e: _hf(e, lambda cache: _appended(cache, _tokens(2, 2))),
     "hf_reset": lambda e: _hf(e, lambda cache: cache.reset()),
     "named_hold": lambda e: _named(e, lambda named: named.hold("three", ROWS), 3),
+    "engine_begin": lambda e: _begin(Served(e)),
     "engine_admit": lambda e: _admitting(Served(e), [], 2 * ROWS),
     "engine_admit_with_a_prefix": lambda e: _admitting(*_served_recorded(e), 4 * ROWS),
     "engine_admit_layered": lambda e: _admitting(*_served_recorded(e, _layered), 2 * ROWS + 7),
@@ -2127,6 +1851,54 @@ SCENARIOS |= {
     "engine_swap_in": lambda e: _served_swapping_in(Served(e)),
     "engine_swap_in_async": lambda e: _served_swapping_in(Served(e), True),
     "engine_close": lambda e: _served_closing(Served(e)),
+}
+
+
+SCENARIOS |= {
+    name: entries(make)
+    for name, make in {
+        "step_begins_to_copy_a_block": lambda e: _promoting_step(
+            e, *_by_pages(e, _in_blocks(e, window_tile=0), scattered=True)
+        ),
+        "step_replaces_a_copied_block": lambda e: _promoting_step(
+            e, *_by_pages(e, _in_blocks(e), scattered=True, begun=1), settled=True
+        ),
+        "promote_a_run": lambda e: _promoting(e, scattered=False, wait=True),
+        "promote_by_a_copy": lambda e: _promoting(e, scattered=True, wait=True),
+        "promote_in_the_background": lambda e: _promoting(e, scattered=True, wait=False),
+        "free_ends_a_promotion": lambda e: _freeing(
+            e, *_by_pages(e, _in_blocks(e), scattered=True, begun=1)
+        ),
+        "fork_cuts_an_entry": lambda e: _forking(e, *_whole(e, _in_blocks(e)), 2 * ROWS + 3),
+        "truncate_in_a_shared_block": lambda e: _truncating(
+            e, *_forked(e, *_whole(e, _in_blocks(e))), ROWS + 3
+        ),
+        "move_cuts_an_entry": lambda e: _moving(
+            e, *_whole(e, _in_blocks(e)), "host", tokens=range(ROWS, 2 * ROWS)
+        ),
+        "move_of_a_part_in_the_background": lambda e: _moving(
+            e, *_whole(e, _in_blocks(e)), "host", tokens=range(ROWS, 2 * ROWS), wait=False
+        ),
+        "step_cuts_a_free_entry": lambda e: _cutting(
+            e, *_beside_a_free_block(e, _in_blocks(e, UNIT_PAGES + 2))
+        ),
+        "step_async_cuts_a_free_entry": lambda e: _ahead(
+            e, *_beside_a_free_block(e, _in_blocks(e, UNIT_PAGES + 2))
+        ),
+        "step_cuts_a_loose_entry": lambda e: _growing(e, *_beside_a_loose_block(e)),
+        "step_async_leaves_a_loose_entry_to_the_step": lambda e: _ahead(
+            e, *_beside_a_loose_block(e)
+        ),
+        "layered_step_begins_to_join_blocks": lambda e: _promoting_step(
+            e, *_by_pages(e, _layers_in_blocks(e, window_tile=0), scattered=False), 3
+        ),
+        "layered_step_joins_blocks": lambda e: _promoting_step(
+            e, *_by_pages(e, _layers_in_blocks(e), scattered=False, begun=3), 3
+        ),
+        "layered_step_cuts_free_entries": lambda e: _cutting(
+            e, *_beside_a_free_block(e, _layers_in_blocks(e, 50), 5 * ROWS)
+        ),
+    }.items()
 }
 
 
