@@ -1879,7 +1879,7 @@ SCENARIOS |= {
         "move_of_a_part_in_the_background": lambda e: _moving(
             e, *_whole(e, _in_blocks(e)), "host", tokens=range(ROWS, 2 * ROWS), wait=False
         ),
-        "step_cuts_a_free_entry": lambda e: _cutting(
+        "step_cuts_a_free_entry": lambda e: _growing(
             e, *_beside_a_free_block(e, _in_blocks(e, UNIT_PAGES + 2))
         ),
         "step_async_cuts_a_free_entry": lambda e: _ahead(
