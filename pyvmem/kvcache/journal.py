@@ -45,7 +45,7 @@ class Recoverable(Protocol):
     """The records of one cache, which recover with a journal."""
 
     def rebuild(self) -> None:
-        """Counts and indexes again what the slots, nodes and batches say by themselves."""
+        """Computes again what follows from the records and is kept beside them."""
 
     def owns(self, held: Made) -> bool:
         """True if the records name what a call has made."""
