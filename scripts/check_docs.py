@@ -230,7 +230,8 @@ def check_reference() -> list[str]:
     pages = sorted((ROOT / "docs/reference/python").glob("kvcache*.md"))
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"^::: pyvmem\.kvcache\.KVCache\.(\w+)$", text, re.M))
-    members = {name for name in dir(KVCache) if not name.startswith("_")}
+    names = {*dir(KVCache), *KVCache.__annotations__}
+    members = {name for name in names if not name.startswith("_")}
     return compare("docs/reference/python/kvcache*.md", named, "KVCache", members)
 
 

@@ -210,6 +210,9 @@ class KVCache(MustClose):
         VMemError: the context or the reservation could not be made.
     """
 
+    config: KVCacheConfig
+    """The configuration, of the first layers in a `LayeredCache`."""
+
     caches: tuple[GroupView, ...]
     """The groups of equal layers: one, or those of a `LayeredCache`, in the order in which its
     layers first use them. For tensors, layouts and reports."""
