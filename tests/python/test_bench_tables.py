@@ -91,7 +91,7 @@ def test_a_picture_says_which_rows_it_shows() -> None:
     assert "engine 1" in shown
     first["p99"] = 5.0
     assert picture.digest(document) not in shown
-    with pytest.raises(ValueError, match="no series of share/memory/shared"):
+    with pytest.raises(ValueError, match="no series of memory"):
         picture.draw({"parts": {"share": {"rows": rows[1:]}}})
 
 
