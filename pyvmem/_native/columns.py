@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What looks at every slot, in C (_columns.c).
+"""Looks at every slot, in C (_columns.c).
 
 found = columns.scan(lengths)                    # the slots that lack pages for these lengths
 grown = columns.plan(ops)                        # writes their map calls, if that is all to be done
@@ -53,7 +53,7 @@ else:  # called with the GIL, which cffi would release
 
 
 class Kind:
-    """What holds of a slot: bits, for `Columns.pick`; _columns.h says what each means."""
+    """Bits that describe a slot, for `Columns.pick`; _columns.h says what each means."""
 
     FREE = constant("PYVMEM_FREE")
     STALE = constant("PYVMEM_STALE")
@@ -285,7 +285,7 @@ class Columns:
         return int(lib.pyvmem_pick(self._at, every, none, ffi.NULL))
 
     def fit(self, pages: int, every: int, none: int = 0) -> int | None:
-        """Of what `pick` finds, the slot with the fewest pages that are enough, else with the most.
+        """The slot that `pick` finds with the fewest pages that are enough, else with the most.
 
         Of equal ones the least recently used; None: it finds none.
         """

@@ -768,7 +768,7 @@ def _begin(parts: Sequence[_Part], after: list[Any], *, background: bool) -> VMe
 
 
 def fit(needs: Needs) -> bool:
-    """Whether so many physical pages are free."""
+    """True if so many physical pages are free."""
     nbytes = 0
     for pager, pages in needs:
         reclaimer = pager.reclaimer
@@ -813,7 +813,7 @@ def _beyond_own(needs: Needs, keep: Mapping[Slot, int], *, later: bool) -> int |
 
 
 def _others(needs: Needs) -> Share | None:
-    """What these groups may take of their budget, and from whom; None: there is none."""
+    """The part of their budget that these groups may take, and from whom; None: there is none."""
     share = needs[0][0].reclaimer.share
     if share is None or len(needs) == 1:
         return share

@@ -208,7 +208,7 @@ def _begin_growing(begun: Sequence[tuple[Group, list[int]]]) -> bool:
 
 
 def _not_promised(group: Group, short: list[int]) -> list[_Want]:
-    """What slots are short of and no growth under way gives them."""
+    """The pages that slots are short of and no growth under way gives them."""
     promised = {
         (slot, owner): pages for job in group.pager.growths for slot, owner, pages in job.grants
     }

@@ -56,7 +56,7 @@ _QUICK = _Turns(128, 32, 4, 32.0, 1.0)
 
 
 class _Answer(NamedTuple):
-    """What an engine said.
+    """An answer of an engine.
 
     Attributes:
         heard: of all its turns.
