@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""Physical pages: where they lie, and the refcounts of shared ones.
+"""Physical pages: which memory holds them, and the refcounts of shared pages.
 
-Most pages of a slot lie in the device. The others are noted here, as intervals [low, high):
+Most pages of a slot are in device memory. The others are recorded as intervals [low, high):
 
     0 ........... 32 ............ 96 ........... mapped
     | in the host | in the device | on a peer
-                    (not noted)
+                    (not recorded)
 
-A *block* is what was shared in one go: pages of a slot that follow one another, in every tensor,
-behind one handle. In the handle lies one tensor after the other:
+A *block* is the set of pages shared by one call: consecutive pages of a slot, in every tensor,
+behind one handle. The handle holds one tensor after the other:
 
     | tensor 0: page 0 ... pages - 1 | tensor 1: page 0 ... pages - 1 | ...
 
-A *span* names pages of one or more blocks; it is a value, and slicing one costs and changes
-nothing. A holder of a span has a reference to each of its pages (`SharedPages.hold`): a slot that
-has them mapped, a batch that unmaps them, a recorded prefix. With its last reference a page goes
-back to the pool, even from the middle of a block.
+A *span* names pages of one or more blocks. It is a value: slicing it changes no refcount. A holder
+of a span has a reference to each of its pages (`SharedPages.hold`): a slot that maps them, a batch
+that unmaps them, a recorded prefix. A page returns to the pool with its last reference, even from
+the middle of a block.
 
-The pages of a block lie in one memory.
+All pages of a block are in the same memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class Tier(NamedTuple):
-    """Where pages lie: a location, and the CUDA ordinal of a peer (0 elsewhere)."""
+    """Memory that holds pages: a location, and the CUDA ordinal of a peer (0 elsewhere)."""
 
     location: Location
     device: int = 0
@@ -64,14 +64,14 @@ DEVICE = Tier(Location.DEVICE)
 
 
 Stretch: TypeAlias = tuple[int, int, Tier]
-"""Pages [low, high), in every tensor, in one memory."""
+"""Pages [low, high), in every tensor, all in one memory."""
 
 
 class Places:
-    """The intervals of a slot's pages that do not lie in the device, in order. Immutable.
+    """Intervals of a slot's pages outside the device, in order. Immutable.
 
     Attributes:
-        noted: these.
+        noted: the intervals.
     """
 
     __slots__ = ("noted",)
@@ -83,7 +83,7 @@ class Places:
         return bool(self.noted)
 
     def put(self, *stretches: Stretch) -> Places:
-        """The same, with pages [low, high) of each stretch in its memory."""
+        """Return a copy in which pages [low, high) of each stretch are in the stretch's memory."""
         noted = self.noted
         for low, high, tier in stretches:
             if noted or tier != DEVICE:
@@ -99,17 +99,17 @@ class Places:
         return Places(noted)
 
     def without(self, low: int, high: int) -> Places:
-        """The entries outside [low, high)."""
+        """Return a copy without the entries in [low, high)."""
         return Places(_without(self.noted, low, high))
 
     def within(self, low: int, high: int) -> Places:
-        """The entries within [low, high)."""
+        """Return a copy with only the entries in [low, high)."""
         if not self.noted:
             return self
         return Places([one for one in self.stretches(low, high) if one[2] != DEVICE])
 
     def stretches(self, low: int, high: int) -> Iterator[Stretch]:
-        """[low, high) as stretches of one memory each, those of the device included."""
+        """Yield [low, high) as stretches of one memory each, device memory included."""
         for first, last, tier in self.noted:
             if last <= low:
                 continue
@@ -124,7 +124,7 @@ class Places:
             yield low, high, DEVICE
 
     def away(self, low: int, high: int) -> dict[Tier, int]:
-        """Pages of [low, high) that do not lie in the device, by tier."""
+        """Count the pages of [low, high) outside the device, by tier."""
         found: dict[Tier, int] = {}
         if self.noted:
             for first, last, tier in self.stretches(low, high):
@@ -134,7 +134,7 @@ class Places:
 
     @property
     def away_end(self) -> int:
-        """The end of the last page that does not lie in the device; 0: there is none."""
+        """End of the last page outside the device; 0 if there is none."""
         return self.noted[-1][1] if self.noted else 0
 
     def __repr__(self) -> str:
@@ -154,17 +154,19 @@ NOWHERE = Places()
 
 
 class Block:
-    """Pages shared in one go, which `holders` requests hold and use.
+    """Pages shared by one call, with a refcount for each page.
 
     Attributes:
         handle: all pages, of every tensor.
         pages: pages per tensor.
-        refs: for each page, the spans held that name it.
-        users: for each page, the requests among them.
-        events: GPU work that wrote the pages, as far as it is not known to be over.
-        tier: where all its pages lie.
-        away: they do not lie in the device.
-        gone: for each page, whether it has gone back.
+        refs: for each page, the number of held spans that include it.
+        users: for each page, the number of requests among these.
+        events: GPU work that wrote the pages and is not known to be complete.
+        tier: the memory that holds the pages.
+        away: true if that is not device memory.
+        gone: for each page, whether it was returned to the pool.
+
+    `holders`: requests that hold and use all pages from the start.
     """
 
     __slots__ = ("away", "events", "gone", "handle", "pages", "refs", "tier", "users")
@@ -189,7 +191,7 @@ class Block:
 
     @property
     def live(self) -> int:
-        """Pages that have not gone back."""
+        """Pages per tensor not yet returned to the pool."""
         return self.pages - sum(self.gone)
 
 
@@ -202,12 +204,12 @@ class Part(NamedTuple):
 
 
 class Span:
-    """Pages of blocks, in the order in which a slot has them. Immutable.
+    """Pages of one or more blocks, in the order in which a slot maps them. Immutable.
 
     Attributes:
-        parts: of one block each.
-        pages: of all parts together, per tensor.
-        unit_pages: pages per tensor of a sharing unit, what `split` counts in.
+        parts: consecutive pages of one block each.
+        pages: pages per tensor in all parts.
+        unit_pages: pages per tensor of a sharing unit, the smallest shareable number of tokens.
     """
 
     __slots__ = ("pages", "parts", "unit_pages")
@@ -221,7 +223,7 @@ class Span:
         self.unit_pages = unit_pages
 
     def slice(self, first: int, last: int) -> Span:
-        """Pages [first, last) of this span."""
+        """Return pages [first, last) of this span."""
         parts = []
         at = 0
         for block, low, high in self.parts:
@@ -232,18 +234,18 @@ class Span:
         return Span(tuple(parts), self.unit_pages)
 
     def part(self, page: int) -> tuple[Span, Span]:
-        """The pages before this one, and the rest."""
+        """Split before `page`."""
         return self.slice(0, page), self.slice(page, self.pages)
 
     def split(self, units: int, missing: int = 0) -> tuple[Span, Span]:
-        """The first `units` sharing units, and the rest: what `PrefixTree` asks of a span.
+        """Split after the first `units` sharing units; called by `PrefixTree`.
 
-        `missing`: so many pages of the first units are not there.
+        `missing`: pages of the first units that this span lacks, as they left a window.
         """
         return self.part(max(0, units * self.unit_pages - missing))
 
     def __add__(self, other: Span) -> Span:
-        """This span, then the other."""
+        """Concatenate two spans."""
         parts, more = self.parts, other.parts
         if parts and more and parts[-1].block is more[0].block and parts[-1].high == more[0].low:
             joined = Part(more[0].block, parts[-1].low, more[0].high)
@@ -251,7 +253,7 @@ class Span:
         return Span(parts + more, other.unit_pages)
 
     def stretches(self, first: int = 0) -> list[Stretch]:
-        """Its pages by memory, as a slot has them that has the span from page `first` on."""
+        """Return its pages by memory, for a slot that maps the span from page `first` on."""
         found, at = [], first
         for block, low, high in self.parts:
             found.append((at, at + high - low, block.tier))
@@ -267,16 +269,16 @@ NOTHING: Mapping[Span, int] = {}
 
 
 class SharedPages:
-    """The references to shared pages; all counts are of pages per tensor.
+    """Refcounts of a group's shared pages; all counts are pages per tensor.
 
     Attributes:
-        pages: shared pages of the device, each counted once.
-        used: of these, pages that a request uses.
+        pages: shared device pages, each counted once.
+        used: of these, pages used by at least one request.
         uses: the same, counted once for each request.
-        away_uses: uses of pages that do not lie in the device.
-        blocks: those that have a page left.
-        lent: pages held beside those of slots, unmaps and prefixes, until a slot is renewed.
-        unheld: pages without a reference that are still to be given back.
+        away_uses: uses of pages outside the device.
+        blocks: blocks with at least one page left.
+        lent: pages kept alive by `Reclaimer.lend`, in addition to slots, unmaps and prefixes.
+        unheld: pages without a reference that are not yet returned to the pool.
     """
 
     def __init__(self, layout: Layout, mapper: Mapper) -> None:
@@ -293,12 +295,12 @@ class SharedPages:
         holds: Mapping[Span, int] = NOTHING,
         new: Sequence[Block] = (),
     ) -> list[list[Any]]:
-        """The edits where requests begin or end to use pages.
+        """Return the edits for requests that begin or end to use shared pages.
 
         Args:
-            uses: by span, how many more requests use its pages, which are held; negative: fewer.
-            holds: by span, how many more hold them. What nobody holds then is `unheld`.
-            new: blocks, which own their handles from here on, with those that use their pages.
+            uses: by span, change in the number of requests that use its pages; the span is held.
+            holds: by span, change in the number of holders. Pages that drop to 0 become `unheld`.
+            new: new blocks, whose handles this object owns from now on.
         """
         edits: list[list[Any]] = []
         pages, used, total, away = self.pages, self.used, self.uses, self.away_uses
@@ -308,7 +310,7 @@ class SharedPages:
                 for block, low, high in span.parts:
                     numbers = getattr(block, name)
                     alone = len(spans) == len(span.parts) == 1
-                    if not alone:  # parts may have pages in common
+                    if not alone:  # parts may overlap
                         numbers = copies[block] = copies.get(block) or numbers[:]
                     before = numbers[low:high]
                     after = list(map(add, before, repeat(count)))
@@ -317,7 +319,7 @@ class SharedPages:
                     else:
                         numbers[low:high] = after
                     if name == "refs":
-                        if 0 in after:  # each page comes to 0 once
+                        if 0 in after:  # a page drops to 0 only once
                             for part in _unheld(block, low, after):
                                 edits.append([self.unheld, part, None])
                     elif block.away:
@@ -344,11 +346,11 @@ class SharedPages:
         return edits
 
     def hold(self, span: Span) -> None:
-        """Adds a reference to each page."""
+        """Add a reference to each page of the span."""
         self._mapper.journal.change(self.using({}, {span: 1}))
 
     def idle(self, span: Span, users: int = 0) -> int:
-        """Pages of the device in the span that so many requests use."""
+        """Count the span's device pages that exactly `users` requests use."""
         found = 0
         for block, low, high in span.parts:
             if not block.away:
@@ -356,7 +358,7 @@ class SharedPages:
         return found
 
     def kept(self, spans: Iterable[Span]) -> int:
-        """Pages of the device that no request uses and that these spans keep, each once."""
+        """Count the device pages in these spans that no request uses, each page once."""
         named: dict[Block, list[tuple[int, int]]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
@@ -370,7 +372,7 @@ class SharedPages:
         return found
 
     def leaving(self, spans: Sequence[Span]) -> int:
-        """Pages of the device that come back with these holds: nothing else has any."""
+        """Count the device pages that are freed with these holds, as nothing else holds them."""
         held: dict[Block, list[int]] = {}
         for block, low, high in (part for span in spans for part in span.parts):
             if not block.away:
@@ -382,10 +384,10 @@ class SharedPages:
         return found
 
     def drop(self, part: Part, edits: list[list[Any]]) -> None:
-        """Gives back pages that nobody holds, with edits; on failure nothing changed.
+        """Return pages that nobody holds to the pool, together with `edits`.
 
         Raises:
-            OutOfMemory: no heap for the handle's bookkeeping.
+            OutOfMemory: no heap memory for the handle's bookkeeping; nothing changed.
         """
         block, low, high = part
         journal, pages = self._mapper.journal, high - low
@@ -403,7 +405,7 @@ class SharedPages:
         self._mapper.drop_range(edits, block.handle, *where)
 
     def close(self) -> None:
-        """Drops every handle that is left, even if its pages are held."""
+        """Drop every remaining handle, even if its pages are held."""
         for block in list(self.blocks):
             self._mapper.journal.change([[self.blocks, block, ...]])
             self._mapper.drop(block.handle)
@@ -411,7 +413,7 @@ class SharedPages:
         self.pages = self.used = self.uses = self.away_uses = 0
 
     def check(self, held: list[Span], used: list[Span]) -> list[str]:
-        """Compares the counts with the spans that are held and used; contradictions, in words."""
+        """Compare the counts with the spans held and used; return contradictions as text."""
         found = []
         for name, spans in (("refs", [*held, self.lent]), ("users", used)):
             want: dict[Block, list[int]] = {block: [0] * block.pages for block in self.blocks}
@@ -430,7 +432,7 @@ class SharedPages:
             found.append(f"shared pages per tensor: {live} counted, others are live")
         here = [block for block in self.blocks if not block.away]
         if self.pages != sum(block.live for block in here):
-            found.append(f"{self.pages} shared pages per tensor, other than the blocks have")
+            found.append(f"{self.pages} shared pages per tensor, but the blocks differ")
         parts = [part for span in used for part in span.parts]
         for name, away in (("uses", False), ("away_uses", True)):
             uses = sum(high - low for block, low, high in parts if block.away == away)
@@ -442,7 +444,7 @@ class SharedPages:
         return found
 
     def away(self) -> dict[Tier, int]:
-        """Pages per tensor that do not lie in the device, by tier."""
+        """Return the shared pages per tensor outside the device, by tier."""
         found: dict[Tier, int] = {}
         for block in self.blocks:
             if block.away:
@@ -451,7 +453,7 @@ class SharedPages:
 
 
 def _unheld(block: Block, low: int, refs: Sequence[int]) -> list[Part]:
-    """The longest stretches without a reference, of pages from `low` on that have so many."""
+    """Return the maximal ranges of zeros in `refs`, the refcounts of pages from `low` on."""
     found, start = [], 0
     for page in range(len(refs) + 1):
         if page < len(refs) and not refs[page]:

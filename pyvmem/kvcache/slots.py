@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: MIT
-"""The slots of a cache and the choice among them. No memory is touched here.
+"""Slot records of a cache, and the choice of slots to take, grow or unmap. Touches no memory.
 
 Pages of one slot, counted per tensor (every tensor of a slot has the same):
 
     0 ... head ..... shared ..... granted ..... mapped ..... slot_pages
-    | gone | owner's,  | owner's  | kept mapped, | addresses |
-    |      | read-only | alone    | no owner     | alone     |
+    | gone | owner's,  | owner's  | mapped,      | addresses |
+    |      | read-only | alone    | no owner     | only      |
 
 `dirty` marks how far earlier owners may have written: before pages below it are granted they are
-filled with zeros. A free slot has granted == 0; what it has mapped is its cache. Pages between
-granted and mapped have no owner, so they may be unmapped at any time once the earlier owners' GPU
-work is over.
+filled with zeros. A free slot has granted == 0; the pages that it has mapped are cached for its
+next owner. Pages between granted and mapped have no owner, so they may be unmapped at any time once
+the earlier owners' GPU work is complete.
 
-With a sliding window (migration.py) the first pages, below `head`, have been unmapped again, or
-were never mapped, where a request began with what another's window held.
+With a sliding window (window.py) the pages below `head` have been unmapped again, or were never
+mapped because the request began with a recorded prefix whose own window starts there.
 
-Shared pages (pages.py) are mapped read-only, but in a `writer`; others may have them too. A free
-slot that has some is *stale*: all its pages are unmapped together before another request has a row.
-So is a slot that slid, or that has pages outside the device. Unmapping usually begins at once. A
-*kept* slot is an exception: all that it has mapped are recorded rows, so that the next turn of its
-conversation can go on in it without a driver call.
+Shared pages (pages.py) are mapped read-only, except in a `writer`; other slots may map them too. A
+free slot that maps shared pages is *stale*: all its pages are unmapped before another request uses
+it. A slot whose window slid, or with pages outside the device, is stale too. Unmapping usually
+begins at once. A *kept* slot is the exception: everything that it maps is a recorded prefix, so the
+next turn of the conversation can continue in it without a driver call.
 
-Pages below `whole` may be mapped by entries of 2 MiB, in blocks of `block` pages. No part of such a
-block can be unmapped while GPU work may read any of it. So what a running request has of the block
-that its last page lies in is not spare, although it was not granted: `KVCache.step` cuts it off
-where memory is short, after all work on the device.
+Pages below `whole` may be mapped by 2 MiB entries, in blocks of `block` pages. No part of such a
+block can be unmapped while GPU work may read any of it. So the pages of a running request between
+`granted` and the end of that block are not spare; `KVCache.step` unmaps them only when memory is
+short, after all work on the device.
 
-`SlotTable` finds slots by a look at each of them, in C: there is no index that could be wrong, and
-no other copy of what a slot says.
+`SlotTable` finds slots by a linear scan in C over the slot records: there is no index to keep
+consistent and no second copy of a slot's state.
 """
 
 from __future__ import annotations
@@ -68,32 +68,34 @@ _log = logging.getLogger(__name__)
 
 
 class Slot(Row):
-    """One request's place in every tensor; edits change it, and so does the C call of a growth.
+    """State of one request slot, the same in every tensor. Written by journal edits, and by C.
 
     Attributes:
         index: the reqid.
-        addr: of page 0 in the first tensor.
-        active: given to a request.
-        broken: an undo failed in its addresses; never handed out again.
-        writer: its owner may write the shared pages, which are read-only elsewhere.
-        lost: pages in its middle could not be mapped again; all stay until the cache is closed.
-        kept: free, with recorded rows mapped read-only for a request that begins with them.
-        mapped: pages there, or promised by a growth in flight.
-        granted: pages that the owner may use.
-        whole: pages below this may be mapped by entries of 2 MiB; a multiple of `block`.
-        block: pages in one; 0: there are none.
-        head: pages below this are not there, since they left the window; 0 without a window.
-        dirty: pages below this may hold what an earlier owner wrote.
-        owner: counts owners, so that work begun for one is not credited to the next.
-        events: earlier owners' last GPU work, as far as it is not known to be over.
-        job: the one batch in flight over this slot's addresses.
+        addr: address of page 0 in the first tensor.
+        active: owned by a request.
+        broken: retired after a failed rollback in its addresses; never allocated again.
+        writer: its owner may write the shared pages, which are read-only in other slots.
+        lost: pages in its middle could not be mapped again; the rest stays mapped until the request
+            is freed or the cache closed.
+        kept: free, with a recorded prefix mapped read-only for a request that begins with it.
+        mapped: end of the pages that are mapped, or will be by a growth in flight.
+        granted: end of the pages that the owner may use.
+        whole: pages below this may be mapped by 2 MiB entries; a multiple of `block`.
+        block: pages per 2 MiB entry; 0: the cache has no such entries.
+        head: pages below this are not mapped, as they left the window; 0 without a window.
+        dirty: pages below this may hold an earlier owner's data.
+        owner: incremented with every change of owner, so that work begun for one owner is not
+            credited to the next.
+        events: earlier owners' last GPU work that is not known to be complete.
+        job: the one batch in flight over this slot's addresses: `Growth`, `Unmap`, `Slide` or None.
         span: the shared pages, from `head` on.
-        pins: nodes of the prefix tree that are kept for the request.
-        places: which pages lie outside the device.
-        freed_at: step at which it became free.
-        freed_order: counts up with every slot that becomes free.
-        stale: an earlier owner's shared or moved pages are there, or its first ones missing; C says
-            so by the others.
+        pins: nodes of the prefix tree that cannot be evicted while the request runs.
+        places: pages outside the device.
+        freed_at: step count at which the slot became free.
+        freed_order: sequence number of that; larger is more recent.
+        stale: must be unmapped before reuse: an earlier owner's shared or moved pages are mapped,
+            or its first pages are missing. Computed in C from the other fields.
     """
 
     __slots__ = ("events", "pins")
@@ -109,17 +111,18 @@ class Slot(Row):
 
     @property
     def shared(self) -> int:
-        """The end of the shared pages; where there are none, `head`."""
+        """End of the shared pages; `head` if there are none."""
         return self.head + self.span.pages
 
     def shared_part(self, low: int, high: int) -> Span:
-        """The shared pages in [low, high) of the slot."""
+        """Return the shared pages in [low, high), counted from page 0 of the slot."""
         return self.span.slice(low - self.head, high - self.head)
 
     def spare_beyond(self, keep: int) -> int:
-        """Pages of the device that it can lose and still have `keep`; a stale one keeps none.
+        """Return the unshared device pages per tensor that can be unmapped now, keeping `keep`.
 
-        Shared ones are counted elsewhere.
+        A running owner keeps its granted pages and the rest of their last 2 MiB block. A stale slot
+        ignores `keep`.
         """
         granted = self.granted
         if granted < self.whole and self.active:
@@ -127,7 +130,8 @@ class Slot(Row):
         return self.here_from(max(self.shared, granted, 0 if self.stale else keep))
 
     def loose_beyond(self, keep: int) -> int:
-        """Pages that it can lose besides, once no GPU work is under way."""
+        """Return the further pages that could be unmapped if no GPU work were running in the
+        slot."""
         if not self.active or self.granted >= self.whole or self.lost:
             return 0
         if isinstance(self.job, Growth):
@@ -136,56 +140,56 @@ class Slot(Row):
 
     @property
     def firm(self) -> int:
-        """The end of the pages that stay while the owner's work may run."""
+        """End of the pages that stay mapped while the owner's work may run."""
         granted = self.granted
         return granted + -granted % self.block if granted < self.whole else granted
 
     def whole_with(self, low: int, high: int, whole: int) -> int:
-        """`whole` once pages [low, high) are mapped: whole blocks may have large entries."""
+        """Return `whole` after mapping pages [low, high): complete blocks may get 2 MiB entries."""
         block = self.block
         if block and (low + -low % block) + block <= high:
             return max(whole, high - high % block)
         return whole
 
     def whole_below(self, page: int) -> int:
-        """`whole` once pages from this one on are gone, or are to be."""
+        """Return `whole` after unmapping the pages from `page` on."""
         return page - page % self.block if self.whole > page else self.whole
 
     @property
     def grows_from(self) -> int:
-        """The page at which it grows; 0 if stale: its pages are unmapped first."""
+        """First page that a growth maps; 0 if stale, as its pages are unmapped first."""
         return 0 if self.stale else self.mapped
 
     def here_from(self, page: int) -> int:
-        """Pages of the device from this one on."""
+        """Return the device pages from `page` to `mapped`."""
         if not self.places.noted:
             return max(0, self.mapped - page)
         return max(0, self.mapped - page - sum(self.places.away(page, self.mapped).values()))
 
     @property
     def spare(self) -> int:
-        """Mapped pages that no request owns, and that can go; a kept slot's are the prefixes'."""
+        """Mapped pages without an owner that can be unmapped; 0 if kept, as prefixes own them."""
         if self.kept:
             return 0
         return self.mapped - max(self.firm, self.head)
 
 
 class SlotTable:
-    """All slots, and how to find one.
+    """All slots of a cache, and queries over them. The caller holds the cache's lock.
 
     Args:
-        count: how many.
-        journal: of the cache.
+        count: number of slots.
+        journal: the cache's journal.
         base: address of the first slot.
         stride: bytes between slots.
-        block: pages that an entry of 2 MiB maps.
+        block: pages per 2 MiB entry; 0: no such entries.
 
     Attributes:
-        lockstep: answers depend on the sequence of calls alone (`ParallelKVCache`), never on how
-            far the background is. What else would be an answer, such as a driver that is out of
-            memory, is an error then.
-        changes: counts slots taken and given back.
-        columns: the slots, for C.
+        lockstep: return values depend only on the sequence of calls (`ParallelKVCache`), never on
+            the progress of background batches. Conditions that would otherwise change a return
+            value, such as a driver out of memory, raise instead.
+        changes: incremented with every slot taken or given back.
+        columns: the slot records as C reads them.
     """
 
     lockstep: ClassVar[bool] = False
@@ -210,37 +214,40 @@ class SlotTable:
         return iter(self.slots)
 
     def pick(self, every: int, none: int = 0) -> list[Slot]:
-        """The slots of which every `Kind` holds, and none of others; least recently used first."""
+        """Return slots with all `Kind` flags of `every` and none of `none`, oldest free first."""
         return list(map(self.slots.__getitem__, self.columns.pick(every, none)))
 
     @property
     def free(self) -> list[Slot]:
-        """The slots that a request may get, least recently used first."""
+        """Slots that a request may take, least recently used first."""
         return self.pick(Kind.FREE)
 
     @property
     def free_count(self) -> int:
-        """How many these are."""
+        """Number of `free` slots."""
         return self.columns.count(Kind.FREE)
 
     @property
     def stale(self) -> list[Slot]:
-        """The slots whose pages must all go, taken or not."""
+        """Stale slots, taken or not, except those that lost pages."""
         return self.pick(Kind.STALE, Kind.LOST)
 
     def change(self, slot: Slot, **values: Any) -> None:
-        """Sets attributes of a slot."""
+        """Set attributes of a slot through the journal."""
         self._journal.change([[slot, name, value] for name, value in values.items()])
 
     # ---- ownership -------------------------------------------------------------------------------
 
     def take(self, slot: Slot) -> None:
-        """Gives a free slot to a new owner."""
+        """Mark a free slot as owned by a new request."""
         self.changes += 1
         self.change(slot, active=True, kept=False, owner=slot.owner + 1)
 
     def give_back(self, slot: Slot, event: Any, now: int, edits: Sequence[list[Any]] = ()) -> None:
-        """Ends an ownership, with edits; what was granted is dirty from now on."""
+        """End an ownership, with further edits in the same change; granted pages become dirty.
+
+        `event`: the owner's last GPU work, None if complete; `now`: the cache's step count.
+        """
         self.changes += 1
         events = prune(slot.events) if slot.events else []
         self._journal.change(
@@ -258,12 +265,12 @@ class SlotTable:
         )
 
     def mark_broken(self, slot: Slot) -> None:
-        """Never hands this slot out again."""
+        """Retire a slot: it is never allocated again."""
         warn(_log, "slot", "reqid %d is retired: a failed batch was not rolled back", slot.index)
         self.change(slot, broken=True)
 
     def lose(self, slot: Slot, error: VMemError) -> NotRecoverable:
-        """Retires the slot of a request whose rows are gone, and returns what to raise."""
+        """Retire the slot of a request whose rows are gone, and return the error to raise."""
         self.mark_broken(slot)
         self.change(slot, lost=True)
         return NotRecoverable(
@@ -275,10 +282,11 @@ class SlotTable:
     # ---- choosing --------------------------------------------------------------------------------
 
     def best_fit(self, pages: int) -> Slot | None:
-        """The free slot with the fewest pages that are enough, else the one with the most.
+        """Return the free slot with the fewest mapped pages of at least `pages`, else with the
+        most.
 
-        Of equal ones that which has been free for longest. Slots that are losing pages come last:
-        growing them means waiting for that. None when no slot is free.
+        Ties go to the slot that has been free longest. Slots with an unmap in flight come last, as
+        growing them means waiting for it. None if no slot is free.
         """
         for losing in (Kind.LOSING, 0):
             found = self.columns.fit(pages, Kind.FREE, losing)
@@ -287,10 +295,10 @@ class SlotTable:
         return None
 
     def to_prepare(self, pages: int) -> Slot | None:
-        """The free slot in which to map so many pages ahead; None: there is none.
+        """Return a free slot in which to map `pages` pages per tensor ahead; None if none suits.
 
-        That with the fewest of those that have them, else that with the most of those without a
-        batch in flight; of equal ones as `best_fit`, and no stale one.
+        Chooses the slot with the fewest mapped pages of at least `pages`, else the one with the
+        most among those without a batch in flight. Ties as in `best_fit`; never a stale slot.
         """
         for busy in (0, Kind.BUSY):
             found = self.columns.fit(pages, Kind.FREE, Kind.STALE | busy)
@@ -299,7 +307,7 @@ class SlotTable:
         return None
 
     def emptiest(self, count: int) -> list[Slot]:
-        """The free slots that are soonest without a page; fewer when there are not so many."""
+        """Return up to `count` free slots: first those without a page, or soonest without one."""
         found: list[Slot] = []
         slots = empty = self.pick(Kind.FREE, Kind.LOSING | Kind.CACHED)
         while len(found) < count:
@@ -318,13 +326,13 @@ class SlotTable:
         return found[:count]
 
     def victims(self, active: bool = True) -> Iterator[Slot]:
-        """Slots with spare pages, in the order in which they should lose them.
+        """Yield slots with spare pages, in the order in which they should lose them.
 
-        Free slots before active ones' leftovers; those whose GPU work is over before those that
-        must wait for it; least recently used first. Slots with a batch in flight are left out.
+        Free slots before running ones; completed GPU work before pending; least recently used
+        first. Skips slots with a batch in flight.
 
         Args:
-            active: go on with active slots.
+            active: include the surplus pages of running requests.
         """
         for kind in (Kind.CACHED, Kind.LEFT) if active else (Kind.CACHED,):
             later: list[Slot] = []
@@ -340,23 +348,23 @@ class SlotTable:
             yield from (slot for slot in later if slot.job is None)
 
 
-# Plain tuples: dozens are made in a `step_async` that must take microseconds.
+# Plain tuples: `step_async`, which must take microseconds, makes dozens.
 Piece: TypeAlias = tuple[Slot, int, int]
 """Pages [low, high) of a slot, in every tensor."""
 Grant: TypeAlias = tuple[Slot, int, int]
-"""Slot, its owner's number, and the pages that this owner gets when the growth is done."""
+"""Slot, its owner number, and the pages per tensor that this owner has once the growth is done."""
 
 
 @dataclass(slots=True, eq=False)
 class Growth:
     """New pages and zero-fills of one `step`, or of an eager allocation.
 
-    Two batches at most: `mapping` (new pages, and fills that need not wait), all or nothing, and
-    `filling` (fills that come after earlier owners' GPU work). None: there was nothing to do, or it
-    is done. `handover` holds earlier owners' work that the new owner's stream must follow where
-    nothing is filled. One that is `ahead` grants nothing: nobody asked for it. The failure of a
-    `quiet` one is not raised: nobody asked for it, or another group's growth in the same batch
-    raises it. The counts are of physical pages.
+    At most two batches: `mapping` (new pages, and fills that need not wait), all or nothing, and
+    `filling` (fills ordered after earlier owners' GPU work). None: nothing to do, or done.
+    `handover` holds earlier owners' GPU work that the new owner's stream must wait for where pages
+    are not zero-filled. An `ahead` growth grants nothing, as no caller asked for it. The failure of
+    a `quiet` growth is not raised: no caller asked for it, or another group's growth in the same
+    batch raises it. The counts are physical pages.
     """
 
     takes_pages: ClassVar[bool] = False
@@ -377,18 +385,18 @@ class Growth:
 
     @property
     def awaited(self) -> bool:
-        """True if an owner that has not been freed since it began still waits for it."""
+        """True until granted, while an owner that has not been freed since still waits for it."""
         return not self.granted and any(slot.owner == owner for slot, owner, _ in self.grants)
 
     def deserted(self) -> list[Slot]:
-        """Its slots in which no owner waits for it: what they have can go when it is over."""
+        """Return the slots whose owner has been freed or never existed: their pages are spare."""
         if not self.awaited:
             return self.slots
         waiting = {slot for slot, owner, _ in self.grants if slot.owner == owner}
         return [slot for slot in self.slots if slot not in waiting]
 
     def done(self) -> bool:
-        """True if both batches are finished, well or not."""
+        """True if both batches have finished, successfully or not."""
         return (self.mapping is None or self.mapping.done()) and (
             self.filling is None or self.filling.done()
         )
@@ -396,11 +404,11 @@ class Growth:
 
 @dataclass(slots=True, eq=False)
 class Unmap:
-    """Pages [low, high) of a slot on their way back to the pool, after its last GPU work.
+    """Unmap in flight of pages [low, high) of one slot, ordered after the slot's last GPU work.
 
-    `dirty`, `head` and `places` are what the slot's were before; `away` counts those of the pages
-    that do not lie in the device and are the slot's alone. `span` names the shared pages among
-    them, which come back when nothing else refers to them.
+    `dirty`, `head` and `places` restore the slot if the batch fails. `span`: the shared pages in
+    the range, which are released once nothing else references them. `away`: unshared pages outside
+    the device, by tier.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -417,22 +425,22 @@ class Unmap:
 
     @property
     def pages(self) -> int:
-        """Pages per tensor of the device that were the slot's alone."""
+        """Unshared device pages per tensor in the range."""
         return self.high - self.low - self.span.pages - sum(self.away.values())
 
     def done(self) -> bool:
-        """True if the batch is finished, well or not."""
+        """True if the batch has finished, successfully or not."""
         return bool(self.ticket.done())
 
 
 @dataclass(slots=True, eq=False)
 class Slide:
-    """Pages that left the windows of slots, on their way back to the pool: one batch for all.
+    """Unmap in flight of pages that left the windows of several slots: one batch.
 
-    Slot ``slots[i]``, which `owners[i]` had, loses pages [`lows[i]`, `heads[i]`), and of them it
-    shared `shares[i]`, the first ones; `span` names all of these. `places` is what slots noted of
-    these pages, and `away` counts those that do not lie in the device and were not shared. The
-    failure of a `quiet` one is reported by another group's.
+    Slot ``slots[i]``, whose owner number was `owners[i]`, loses pages [`lows[i]`, `heads[i]`); the
+    first of these were shared, `shares[i]`, and `span` is the sum of all shares. `places` restores
+    the slots if the batch fails; `away` counts unshared pages outside the device, by tier. The
+    failure of a `quiet` slide is reported by another group's.
     """
 
     takes_pages: ClassVar[bool] = True
@@ -450,40 +458,40 @@ class Slide:
 
     @property
     def pages(self) -> int:
-        """Pages per tensor of the device that were the slots' alone, of all together."""
+        """Unshared device pages per tensor in all ranges."""
         return sum(self.heads) - sum(self.lows) - self.span.pages - sum(self.away.values())
 
     def done(self) -> bool:
-        """True if the batch is finished, well or not."""
+        """True if the batch has finished, successfully or not."""
         return bool(self.ticket.done())
 
 
 class DoneTicket:
-    """The ticket of a batch that ran in the calling thread and did not fail."""
+    """Ticket of a batch that ran in the calling thread and succeeded."""
 
     __slots__ = ()
 
     def done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for nothing."""
+        """Return at once."""
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """Pages of one slot that are being replaced or joined.
+    """Pages of one slot that are being replaced by copies, or remapped in larger runs.
 
     Attributes:
-        slot: whose.
-        stretches: where which pages are to lie; nothing else of the slot changes.
-        runs: pages that may be one physical run, and are only to be mapped in one piece.
-        first: page that the scratch addresses begin with.
-        stride: bytes between tensors there.
-        addresses: scratch; None where nothing is copied.
-        ticket: of the copies; None: they are over.
-        promotes: it is for entries of 2 MiB, and may be cancelled when memory is short.
+        slot: the slot.
+        stretches: page ranges to copy, each with its destination memory.
+        runs: page ranges that may be one physical run already, to be remapped without a copy.
+        first: first page that the scratch addresses cover.
+        stride: bytes between tensors in the scratch addresses.
+        addresses: scratch reservation; None if nothing is copied.
+        ticket: of the copies; None: they are complete.
+        promotes: made for 2 MiB entries; may be cancelled when memory is short.
     """
 
     slot: Slot
@@ -497,16 +505,16 @@ class Move:
 
     @property
     def pages(self) -> int:
-        """Pages per tensor that it replaces or joins."""
+        """Pages per tensor that it copies or remaps."""
         runs = sum(high - low for low, high in self.runs)
         return runs + sum(high - low for low, high, _ in self.stretches)
 
     def here(self) -> int:
-        """New pages per tensor that lie in the device."""
+        """Return the new device pages per tensor."""
         return sum(high - low for low, high, tier in self.stretches if tier == DEVICE)
 
     def away(self) -> dict[Tier, int]:
-        """New pages per tensor that do not, by tier."""
+        """Return the new pages per tensor outside the device, by tier."""
         found: dict[Tier, int] = {}
         for low, high, tier in self.stretches:
             if tier != DEVICE:
@@ -514,32 +522,32 @@ class Move:
         return found
 
     def begins_before(self, page: int) -> bool:
-        """True if it changes a page below this one."""
+        """True if it changes a page below `page`."""
         starts = [low for low, *_ in self.runs] + [low for low, *_ in self.stretches]
         return min(starts, default=page) < page
 
     def ends_after(self, page: int) -> bool:
-        """True if it changes this page or a later one."""
+        """True if it changes `page` or a later page."""
         ends = [high for _, high in self.runs] + [high for _, high, _ in self.stretches]
         return max(ends, default=0) > page
 
     def done(self) -> bool:
-        """True if the copies are over, well or not."""
+        """True if the copies have finished, successfully or not."""
         return self.ticket is None or self.ticket.done()
 
 
 class QuietTicket:
-    """A ticket whose failure is ignored."""
+    """Wraps a ticket and ignores its failure."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
     def done(self) -> bool:
-        """True if the batch is finished, well or not."""
+        """True if the batch has finished, successfully or not."""
         return self._ticket.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits like `Ticket.wait`, but raises `Timeout` alone."""
+        """Wait like `Ticket.wait`; raises only `Timeout`."""
         try:
             self._ticket.wait(timeout)
         except Timeout:
